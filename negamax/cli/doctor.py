@@ -282,7 +282,7 @@ def check_network() -> Check:
 
 def check_variables() -> Iterator[Check]:
     """List variables that change the behaviour, without the values of secrets."""
-    for name, value in env.starting_with(*_VARIABLES).items():
+    for name, value in env.find_variables(*_VARIABLES).items():
         yield Check("Environment", name, "info", "set" if _SECRET.search(name) else value)
 
 

@@ -117,7 +117,7 @@ def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
         return parts[0]
     experts = [part.experts for part in parts if part.experts is not None]
     return EngineStats(
-        **_sums(EngineStats, parts),
+        **sum_fields(EngineStats, parts),
         experts=ExpertStats.of(experts) if experts else None,
         at=max((part.at for part in parts), default=0.0),
     )
@@ -128,11 +128,11 @@ def sum_generations(parts: Sequence[EngineStats]) -> EngineStats:
     if len(parts) == 1:
         return parts[0]
     ranks = zip(*(part.ranks for part in parts if part.ranks), strict=True)
-    sums = tuple(RankStats(**_sums(RankStats, same)) for same in ranks)
+    sums = tuple(RankStats(**sum_fields(RankStats, same)) for same in ranks)
     return msgspec.structs.replace(sum_stats(parts), ranks=sums)
 
 
-def _sums(kind: type[RankStats], parts: Sequence[RankStats]) -> dict[str, Any]:
+def sum_fields(kind: type[RankStats], parts: Sequence[RankStats]) -> dict[str, Any]:
     """Sum the additive fields of `kind` over `parts`."""
     accepted = itertools.zip_longest(*(part.accepted_per_position for part in parts), fillvalue=0)
     numbers = {

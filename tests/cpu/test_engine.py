@@ -1,5 +1,5 @@
-"""What the engine promises its callers, on a tiny model: reuse, preemption, cancellation,
-reproducible sampling, fences.
+"""The engine's guarantees on a tiny model: reuse, preemption, cancellation, reproducible sampling,
+isolation.
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ def test_without_prefix_caching_nothing_is_cached_and_the_text_is_the_same(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_pool_too_small_for_all_preempts_and_still_gives_the_same_texts(
-    folder: Path, llm: LLM, overlap: bool
-) -> None:
+def test_a_small_cache_preempts_and_keeps_the_texts(folder: Path, llm: LLM, overlap: bool) -> None:
     prompts = [prompt(seed, 40) for seed in range(10, 18)]
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     with LLM(
@@ -104,10 +102,8 @@ def test_a_pool_too_small_for_all_preempts_and_still_gives_the_same_texts(
         assert all_blocks_free(small)
 
 
-def test_preemption_and_chunking_change_no_bit_in_bfloat16(folder: Path) -> None:
-    """The kernels of a token depend on whether it is prompt or output, not on the step that ran it,
-    first time or again.
-    """
+def test_preemption_and_chunking_are_bit_identical_in_bfloat16(folder: Path) -> None:
+    """A token's kernels depend on whether it is prompt or output, not on its step."""
     prompts = [prompt(seed, 30 + seed) for seed in range(8)]
     params = [
         SamplingParams(temperature=1.0, seed=i, max_tokens=60, ignore_eos=True, logprobs=0)
@@ -128,7 +124,7 @@ def test_preemption_and_chunking_change_no_bit_in_bfloat16(folder: Path) -> None
     assert texts[0] == texts[1]
 
 
-def test_same_seed_same_text_whatever_else_runs(llm: LLM) -> None:
+def test_same_seed_gives_the_same_text_in_any_batch(llm: LLM) -> None:
     seeded = SamplingParams(
         temperature=1.0, top_k=40, top_p=0.95, seed=5, max_tokens=30, ignore_eos=True
     )
@@ -187,7 +183,7 @@ def test_stop_token_ends_the_text_before_it_and_min_tokens_holds_it_back(llm: LL
     assert stop_id not in longer[:12]
 
 
-def test_stop_string_cuts_the_text_and_frees_the_sequence(llm: LLM) -> None:
+def test_stop_string_truncates_the_text_and_frees_the_sequence(llm: LLM) -> None:
     free = llm.generate([prompt(41)], GREEDY)[0].outputs[0]
     middle = free.text[len(free.text) // 2 :][:4]
     stopped = llm.generate(
@@ -199,7 +195,7 @@ def test_stop_string_cuts_the_text_and_frees_the_sequence(llm: LLM) -> None:
     assert all_blocks_free(llm)
 
 
-def test_max_tokens_and_the_window_end_with_length(llm: LLM) -> None:
+def test_max_tokens_and_the_context_length_end_with_length(llm: LLM) -> None:
     short = llm.generate(
         [prompt(42)], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     )[0].outputs[0]
@@ -210,7 +206,7 @@ def test_max_tokens_and_the_window_end_with_length(llm: LLM) -> None:
     assert (len(full.token_ids), full.finish_reason) == (6, "length")
 
 
-def test_penalties_and_bias_change_what_is_chosen(llm: LLM) -> None:
+def test_penalties_and_bias_change_the_tokens(llm: LLM) -> None:
     free = tokens(llm, [prompt(44)], GREEDY)[0]
     banned = SamplingParams(
         temperature=0.0, max_tokens=20, ignore_eos=True, logit_bias={free[0]: -100.0}
@@ -254,7 +250,7 @@ def test_stream_and_generate_give_the_same_text(llm: LLM) -> None:
     assert outputs[-1].num_output_tokens == 20
 
 
-def test_streams_read_in_turns_lose_nothing_to_each_other(llm: LLM) -> None:
+def test_streams_read_in_turns_lose_nothing(llm: LLM) -> None:
     prompts = [prompt(52), prompt(53), prompt(54)]
     alone = [tokens(llm, [one], GREEDY)[0] for one in prompts]
     streams = [llm.stream(one, GREEDY) for one in prompts[:2]]
@@ -265,10 +261,8 @@ def test_streams_read_in_turns_lose_nothing_to_each_other(llm: LLM) -> None:
     assert read == alone[:2]
 
 
-def test_a_request_whose_numbers_break_fails_alone(folder: Path) -> None:
-    """Poison the cache of one running request with NaN: that request ends with an error, its
-    neighbour is untouched.
-    """
+def test_a_request_with_nan_fails_alone(folder: Path) -> None:
+    """NaN in the cache of one request ends that request alone."""
     with LLM(
         str(folder), dtype="float32", block_size=4, num_threads=1, enable_overlap=False
     ) as engine:
@@ -301,9 +295,7 @@ def test_a_request_whose_numbers_break_fails_alone(folder: Path) -> None:
 def test_a_step_that_raises_is_repeated_row_by_row(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that makes the model raise is lost; the rows beside it get the tokens they would get
-    alone.
-    """
+    """A row that makes the model raise ends; the other rows get the tokens they get alone."""
     with LLM(str(folder), dtype="float32", block_size=4, num_threads=1) as engine:
         expected = tokens(engine, [prompt(62)], GREEDY)[0]
         params = engine._admit(
@@ -340,7 +332,7 @@ def test_a_step_that_raises_is_repeated_row_by_row(
         assert collected[requests[1].request_id] == expected
 
 
-def test_a_request_that_cannot_be_taken_in_fails_alone(
+def test_a_request_that_cannot_be_queued_fails_alone(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (params,) = llm._admit([prompt(64)], [GREEDY])
@@ -408,7 +400,7 @@ def test_options_that_cannot_work_are_refused_with_numbers(
         ({"dtype": "bf16", "quantization": "None"}, {"dtype": "bfloat16"}),
     ],
 )
-def test_values_may_have_the_names_of_vllm(
+def test_values_may_have_vllm_names(
     folder: Path, theirs: dict[str, Any], ours: dict[str, Any]
 ) -> None:
     outputs = []
@@ -424,9 +416,9 @@ def test_a_model_larger_than_the_memory_is_refused() -> None:
         LLM("minimax-m2", load_format="synthetic", max_model_len=128)
 
 
-def test_a_pool_smaller_than_the_window_lowers_the_window(folder: Path) -> None:
-    """Every request that is accepted can run to its end: here 8 blocks of 4 tokens, and the last
-    token that is never run.
+def test_a_small_cache_lowers_the_context_length(folder: Path) -> None:
+    """Every admitted request can run to its end: here 8 blocks of 4 tokens and a last token that is
+    never run.
     """
     with LLM(str(folder), dtype="float32", block_size=4, num_kv_blocks=8, num_threads=1) as engine:
         with pytest.raises(ContextLengthError, match="33"):

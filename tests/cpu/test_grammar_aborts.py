@@ -1,6 +1,4 @@
-"""Clients that leave while a draft model guesses for them under a grammar: nothing is left of their
-requests, and those beside them get what they get alone.
-"""
+"""Aborts during drafts under a grammar leave nothing behind and do not change other requests."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def llm() -> Iterator[LLM]:
 
 
 def load(llm: LLM) -> list[Any]:
-    """Eighteen requests: enforced calls behind a thought, schemas, forms of letters, free ones."""
+    """Eighteen requests: forced calls after reasoning, schemas, regular expressions, free texts."""
     asked = [llm.render([{"role": "user", "content": f"What is {n} + 8?"}]) for n in range(18)]
     thought = {"reasoning": reasoning(llm), "thinking_token_budget": 12}
     kinds: list[dict[str, Any]] = [
@@ -75,7 +73,7 @@ def load(llm: LLM) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[Answer]:
-    """What they get without drafts and without anybody leaving."""
+    """The texts without drafts and aborts."""
     with LLM("nano", **SIZES) as llm:
         requests = load(llm)
         updates = drive(llm, requests)
@@ -88,7 +86,7 @@ def answer(updates: list[Any]) -> Answer:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_nothing_is_left_of_who_leaves_and_nobody_else_notices(
+def test_aborted_requests_leave_nothing_and_change_no_other(
     llm: LLM, alone: list[Answer], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     followed: list[int] = []

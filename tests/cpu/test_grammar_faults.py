@@ -1,4 +1,4 @@
-"""What goes wrong under a grammar ends the request that it belongs to and leaves nothing behind."""
+"""Faults under a grammar end only their own request and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def llm() -> Iterator[LLM]:
         yield engine
 
 
-def test_bad_grammars_are_refused_as_the_requests_own_error_and_the_others_run(llm: LLM) -> None:
+def test_invalid_grammars_are_refused_and_others_run(llm: LLM) -> None:
     for grammar in (
         Grammar(kind="regex", text="(?=a)b"),
         Grammar(kind="ebnf", text="root ::= root"),
@@ -58,8 +58,8 @@ def test_bad_grammars_are_refused_as_the_requests_own_error_and_the_others_run(l
     run_out(llm)
 
 
-def test_a_form_that_leads_nowhere_ends_its_request_alone(llm: LLM) -> None:
-    """The grammar begins well and then allows no token at all, which only the vocabulary shows."""
+def test_a_dead_end_in_a_grammar_ends_its_request_alone(llm: LLM) -> None:
+    """The grammar starts well and then allows no token; only the vocabulary shows it."""
     vocabulary = range(llm._loop._grammars._setup.vocab_size)
     none = {"type": "exclude_token", "exclude_tokens": list(vocabulary)}
     steps = [{"type": "const_string", "value": "ab"}, none]
@@ -103,7 +103,7 @@ def test_a_lost_step_leaves_no_rules_behind(llm: LLM, monkeypatch: pytest.Monkey
 
 
 def test_aborts_in_every_state_leave_nothing_behind(llm: LLM) -> None:
-    """While it compiles, while it thinks, while the form is written."""
+    """During compilation, reasoning and constrained output."""
     prompt = llm.render([{"role": "user", "content": "What is 17 + 25?"}])
     for steps in (0, 1, 3, 12, 30):
         params = [
@@ -123,8 +123,8 @@ def test_aborts_in_every_state_leave_nothing_behind(llm: LLM) -> None:
         run_out(llm)
 
 
-def test_a_row_that_fails_is_run_apart_with_the_masks_of_the_others_intact(llm: LLM) -> None:
-    """The step is repeated row by row; each row gets its own mask again."""
+def test_a_failed_row_is_repeated_alone_with_all_masks_intact(llm: LLM) -> None:
+    """The step is repeated row by row, each row with its own mask."""
     params = [
         seeded(0, grammar=schema(PERSON), max_tokens=60),
         seeded(1, max_tokens=60, logit_bias={1: 1.0}, ignore_eos=True),
@@ -152,7 +152,7 @@ def test_a_row_that_fails_is_run_apart_with_the_masks_of_the_others_intact(llm: 
     ] == expected
 
 
-def test_a_grammar_process_that_dies_takes_only_its_own_requests_along(llm: LLM) -> None:
+def test_a_dead_grammar_process_ends_only_its_requests(llm: LLM) -> None:
     requests = admitted(
         llm,
         ["letters:", "Once upon a time"],
@@ -206,7 +206,7 @@ def test_a_request_whose_grammar_process_dies_ends_before_its_prompt_is_read(
     run_out(llm)
 
 
-def test_a_grammar_that_compiles_for_ever_is_refused_in_time_and_stalls_nobody(
+def test_an_endless_compilation_is_refused_and_delays_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(constraints, "COMPILE_SECONDS", 3.0)
@@ -250,7 +250,7 @@ def test_a_grammar_that_compiles_for_ever_is_refused_in_time_and_stalls_nobody(
         run_out(engine)
 
 
-def test_errors_of_the_engine_are_not_the_requests(
+def test_engine_errors_are_not_blamed_on_requests(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start() -> Any:

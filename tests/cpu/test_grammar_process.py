@@ -1,5 +1,5 @@
-"""A grammar process that stands still, cannot start, or is kept busy: its requests end or go on
-elsewhere, the engine lives.
+"""A grammar process that hangs, cannot start, or is overloaded: its requests end or move, the
+engine goes on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def says_yes(llm: LLM) -> bool:
 
 
 def drive(llm: LLM, params: Sequence[SamplingParams], *, seconds: float) -> list[SequenceUpdate]:
-    """Run one request for each of `params`; the last update of each."""
+    """Run a request for each of `params`. Return the last update of each."""
     tokens = [llm.tokenizer.encode("letters:")] * len(params)
     requests = [group[0][1] for group in llm._sequences(tokens, llm._admit(tokens, list(params)))]
     last: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def drive(llm: LLM, params: Sequence[SamplingParams], *, seconds: float) -> list
     return [last[request.request_id] for request in requests]
 
 
-def test_a_process_that_is_stopped_while_a_grammar_is_opened_is_replaced(llm: LLM) -> None:
+def test_a_process_stopped_while_it_opens_a_grammar_is_replaced(llm: LLM) -> None:
     assert says_yes(llm)
     client = llm._loop._grammars._client
     assert client is not None
@@ -67,7 +67,7 @@ def test_a_process_that_is_stopped_while_a_grammar_is_opened_is_replaced(llm: LL
     assert time.monotonic() - started < 150.0
 
 
-def test_a_process_is_given_up_when_it_is_stopped_for_long_not_when_it_is_seen_stopped(
+def test_a_process_is_given_up_only_after_it_is_stopped_for_some_time(
     llm: LLM,
 ) -> None:
     client = llm._loop._grammars.start()
@@ -82,7 +82,7 @@ def test_a_process_is_given_up_when_it_is_stopped_for_long_not_when_it_is_seen_s
     assert time.monotonic() - started > 1.0
 
 
-def test_a_process_that_can_open_no_file_costs_its_requests_and_not_the_engine(
+def test_a_process_without_files_fails_its_requests_and_not_the_engine(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spawn = supervision.spawn
@@ -100,7 +100,7 @@ def test_a_process_that_can_open_no_file_costs_its_requests_and_not_the_engine(
     assert says_yes(llm)
 
 
-def test_an_engine_that_can_open_no_file_refuses_what_needs_one(llm: LLM) -> None:
+def test_an_engine_without_files_refuses_grammars_alone(llm: LLM) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
@@ -114,7 +114,7 @@ def test_an_engine_that_can_open_no_file_refuses_what_needs_one(llm: LLM) -> Non
     assert says_yes(llm)
 
 
-def test_an_output_whose_mask_takes_too_long_ends_and_its_neighbour_goes_on(
+def test_an_output_with_a_slow_mask_ends_and_others_go_on(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hurried = msgspec.structs.replace(llm._loop._grammars._setup, mask_seconds=0.2)

@@ -1,6 +1,4 @@
-"""Requests with grammars in the steps of others: these do not notice, and whatever the steps are,
-the texts are the same.
-"""
+"""Requests with grammars in mixed batches: other requests and all texts are unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ def llm() -> Iterator[LLM]:
         yield engine
 
 
-def test_greedy_texts_beside_constrained_ones_change_by_no_bit(llm: LLM) -> None:
+def test_greedy_texts_next_to_constrained_ones_are_bit_identical(llm: LLM) -> None:
     questions = [
         llm.render([{"role": "user", "content": f"What is {n} + {n + 9}?"}]) for n in range(12, 18)
     ]
@@ -46,7 +44,7 @@ def test_greedy_texts_beside_constrained_ones_change_by_no_bit(llm: LLM) -> None
     assert all(is_person(completion.text) for completion in mixed[6:])
 
 
-def test_masks_that_come_too_late_cost_the_constrained_requests_steps_and_nobody_a_token(
+def test_late_masks_cost_constrained_requests_steps_but_no_tokens(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = ["A person:"] * 3 + ["Once upon a time"] * 2
@@ -68,7 +66,7 @@ def test_masks_that_come_too_late_cost_the_constrained_requests_steps_and_nobody
     run_out(llm)
 
 
-def test_preempted_outputs_go_on_where_they_were(llm: LLM) -> None:
+def test_preempted_outputs_continue(llm: LLM) -> None:
     prompts = [f"Person number {n}:" for n in range(10)]
     params = [seeded(seed, grammar=schema(PERSON)) for seed in range(10)]
     expected = [completion.token_ids for completion in outputs(llm, prompts, params)]
@@ -87,7 +85,7 @@ def test_steps_without_overlap_give_the_same_texts(llm: LLM) -> None:
         ] == expected
 
 
-def test_servers_that_never_see_a_grammar_start_no_process(llm: LLM) -> None:
+def test_without_grammars_no_process_starts(llm: LLM) -> None:
     with LLM("nano", num_threads=1, max_model_len=256) as engine:
         rules = reasoning(engine)
         outputs(

@@ -1,4 +1,4 @@
-"""What tests of several nodes share: an engine on them, requests, how soon a fault is noticed."""
+"""Helpers for tests of several nodes: an engine, requests, seconds until a fault is noticed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def meeting_at(network: Machines | OneMachine, count: int) -> dict[str, Any]:
 
 
 def seconds_until_noticed(llm: LLM, fault: Any, words: str) -> float:
-    """From `fault`, which comes while a request is answered, to the error that ends it."""
+    """Seconds from `fault`, during a request, to the error that ends the request."""
     hit: list[float] = []
 
     def strike() -> None:

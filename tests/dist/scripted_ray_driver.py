@@ -1,4 +1,4 @@
-"""In place of `negamax.engine.nodes.ray_driver`: does what the model's name says, without Ray."""
+"""A stand-in for `negamax.engine.nodes.ray_driver` whose behaviour the model's name selects."""
 
 from __future__ import annotations
 

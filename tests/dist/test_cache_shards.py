@@ -1,6 +1,4 @@
-"""Ranks with copies of a KV head that hold some blocks of its cache each say what one rank says,
-whatever else is asked of them.
-"""
+"""Ranks that share a KV head and hold parts of its cache give the text of one rank."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ SIZES: dict[str, Any] = {
     ids=str,
 )
 def test_m3_equals_transformers(kv_heads: int, ranks: dict[str, Any], tmp_path: Path) -> None:
-    """Contexts of many blocks, chunks that end inside blocks, prefixes that are found, requests
-    that are preempted.
-    """
+    """Long contexts, chunks that end inside blocks, cached prefixes, preemption."""
     sizes = sizes_of(kv_heads)
     model, prompts = tiny_m3.make_model(11, **sizes), prompts_of(11, sizes)
     engine = LLM(
@@ -93,15 +89,15 @@ def test_m3_equals_transformers(kv_heads: int, ranks: dict[str, Any], tmp_path: 
     ],
     ids=str,
 )
-def test_captured_steps_and_drafts_leave_the_text_as_it_is(
+def test_captured_steps_and_drafts_keep_the_text(
     family: str,
     method: str | None,
     ranks: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU, where small steps are replayed; as many drafts are right as on one rank. The
-    draft model's caches are whole on every rank.
+    """Captured steps as on a GPU; acceptance equals that of one rank. The draft's caches are not
+    sharded.
     """
     make = tiny.make_model if family == "m2" else tiny_m3.make_model
     folder = tiny.save(make(5, **(SIZES if family == "m2" else sizes_of(1))), tmp_path / "model")

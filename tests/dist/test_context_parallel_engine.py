@@ -1,6 +1,5 @@
-"""Context-parallel ranks, which share out the tokens of prompts and hold the same caches, say what
-one rank says; so do tensor-parallel groups of them, stages, and data-parallel ranks that consist of
-some each.
+"""Context-parallel ranks split prompts and give the text of one rank; so do their combinations with
+TP, PP and DP.
 """
 
 from __future__ import annotations
@@ -71,9 +70,9 @@ def ranks(counted: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield llm
 
 
-def test_ranks_say_what_one_says(ranks: LLM, of_one_rank: list[Answer]) -> None:
-    """Prompts in chunks, of odd lengths, shorter than the pieces of others, of one token; grammars
-    and log-probabilities of prompts; then from cached prefixes that end within a piece.
+def test_ranks_give_the_text_of_one(ranks: LLM, of_one_rank: list[Answer]) -> None:
+    """Chunked prompts, odd lengths, short ones, one token; grammars and prompt log-probabilities;
+    then cached prefixes that end within a shard.
     """
     for expected_cached in (0, 300):
         made = ranks.generate(PROMPTS, PARAMS)
@@ -86,7 +85,7 @@ def test_ranks_say_what_one_says(ranks: LLM, of_one_rank: list[Answer]) -> None:
     assert_same(said(ranks.generate(PROMPTS[5:], PARAMS[5:])), of_one_rank[5:])
 
 
-def test_who_is_aborted_harms_nobody(ranks: LLM, of_one_rank: list[Answer]) -> None:
+def test_aborts_do_not_change_other_requests(ranks: LLM, of_one_rank: list[Answer]) -> None:
     loop, found = ranks._loop, dict[str, list[int]]()
     loop._scheduler.reset_prefix_cache()
     admitted = ranks._admit(PROMPTS, PARAMS)
@@ -187,7 +186,7 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     ],
     ids=str,
 )
-def test_preemption_and_prefixes_leave_the_text_as_it_is(
+def test_preemption_and_prefixes_keep_the_text(
     tiny_m2: Path, preempted: list[list[int]], ranks: dict[str, Any]
 ) -> None:
     replicas = ranks.get("data_parallel_size", 1)
@@ -209,12 +208,10 @@ def test_preemption_and_prefixes_leave_the_text_as_it_is(
         pytest.param("ngram", 1, 2, marks=pytest.mark.full),
     ],
 )
-def test_draft_tokens_leave_the_text_as_it_is(
+def test_draft_tokens_keep_the_text(
     method: str, stages: int, replicas: int, tiny_m2: Path, tmp_path: Path
 ) -> None:
-    """As many drafts are right as on one rank: the draft model reads residual streams of all
-    tokens.
-    """
+    """Acceptance equals that of one rank: the draft model reads residual streams of all tokens."""
     config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
     if method == "eagle3":
         _, _, draft = tiny_draft.make(
@@ -239,7 +236,7 @@ def test_draft_tokens_leave_the_text_as_it_is(
 def test_captured_steps_run_all_tokens_on_every_rank(
     replicas: int, tiny_m2: Path, preempted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where small steps are replayed and not shared out."""
+    """As on a GPU, where captured small steps are not split."""
     spawn = supervision.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
@@ -266,7 +263,7 @@ def test_captured_steps_run_all_tokens_on_every_rank(
     ],
     ids=str,
 )
-def test_nano_m3_says_the_same(
+def test_nano_m3_gives_the_same_text(
     ranks: dict[str, Any], nano_m3: tuple[list[int], list[list[int]]]
 ) -> None:
     prompt, expected = nano_m3
@@ -275,7 +272,7 @@ def test_nano_m3_says_the_same(
 
 @pytest.fixture(scope="module")
 def nano_m3() -> tuple[list[int], list[list[int]]]:
-    """A prompt four times as long as what a query attends to, and the answers of one rank."""
+    """A prompt four times as long as the attended context, and one rank's answers."""
     (long,) = retrieval.problems("2k", 1, 5)
     with LLM("nano-m3", **COMMON, script="agents") as llm:
         text = llm.render(list(long.messages), tools=list(long.tools) or None)
@@ -284,8 +281,8 @@ def nano_m3() -> tuple[list[int], list[list[int]]]:
 
 
 def answers_of_m3(prompt: list[int], **ranks: Any) -> list[list[int]]:
-    """To the prompt, then to the same with one token more, behind the cached prefix. Index keys of
-    another width than keys and values.
+    """Then with one token more, after the cached prefix. Index keys have another width than keys
+    and values.
     """
     options = {"max_num_batched_tokens": 600, "index_cache_dtype": "fp8"}
     params = SamplingParams(temperature=0.0, max_tokens=24)
@@ -306,10 +303,10 @@ def answers_of_m3(prompt: list[int], **ranks: Any) -> list[list[int]]:
     ],
     ids=str,
 )
-def test_a_tiny_m3_says_the_same_on_data_parallel_ranks_of_two(
+def test_a_tiny_m3_gives_the_same_text_on_data_parallel_ranks_of_two(
     ranks: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Prompts of many blocks and of a few tokens, preempted, then behind a prefix."""
+    """Long and short prompts, preempted, then after a prefix."""
     sizes = tiny_m3.random_sizes(
         5, num_hidden_layers=3, vocab_size=96, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=32, dense_intermediate_size=32, shared_intermediate_size=32,
@@ -328,10 +325,10 @@ def test_a_tiny_m3_says_the_same_on_data_parallel_ranks_of_two(
     assert stats.preemption_count > 0 and cached >= 32
 
 
-def test_two_machines_share_out_prompts(
+def test_two_machines_split_prompts(
     of_one_rank: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Network namespaces, each with one of the groups."""
+    """Network namespaces, each with one group."""
     monkeypatch.setenv(KEY_VARIABLE, "of the tests")
     of_nano = ("--dtype", "float32", "--max-model-len", "512", "--max-num-batched-tokens", "96")
     try:

@@ -1,6 +1,4 @@
-"""Data-parallel ranks whose layers lie on pipeline stages: all run each step together, stage after
-stage, and say what one rank says.
-"""
+"""Data-parallel ranks on pipeline stages run every step together and give the text of one rank."""
 
 from __future__ import annotations
 
@@ -74,8 +72,8 @@ def ranks() -> Iterator[LLM]:
         yield llm
 
 
-def test_they_say_what_one_rank_says(ranks: LLM, expected: list[Generation]) -> None:
-    """Drawn and greedy tokens, masks, log-probabilities; the second time from cached prefixes."""
+def test_texts_equal_those_of_one_rank(ranks: LLM, expected: list[Generation]) -> None:
+    """Sampled and greedy tokens, masks, log-probabilities; then from cached prefixes."""
     for cached in (False, True):
         made = ranks.generate(PROMPTS, PARAMS)
         assert tokens(made) == tokens(expected)
@@ -88,8 +86,8 @@ def test_they_say_what_one_rank_says(ranks: LLM, expected: list[Generation]) -> 
     assert tokens(ranks.generate(PROMPTS[:1], GREEDY)) == tokens(expected)[:1]
 
 
-def test_who_is_aborted_harms_nobody(ranks: LLM, expected: list[Generation]) -> None:
-    """Slots and blocks go to others while tokens of them are on their way between the stages."""
+def test_aborts_do_not_change_other_requests(ranks: LLM, expected: list[Generation]) -> None:
+    """Slots and blocks are reused while tokens of their previous owners are between stages."""
     loop = ranks._loop
     prompts = [ranks.tokenizer.encode(prompt) for prompt in PROMPTS]
     params = ranks._admit(prompts, PARAMS)
@@ -109,8 +107,8 @@ def test_who_is_aborted_harms_nobody(ranks: LLM, expected: list[Generation]) -> 
     assert list(kept.values()) == tokens(expected)[:4]
 
 
-def test_benchmarks_ask_every_rank_which_experts_it_chose(ranks: LLM) -> None:
-    """One request: one row a step, on one data-parallel rank, in the layers of both stages."""
+def test_benchmarks_read_selected_experts_of_every_rank(ranks: LLM) -> None:
+    """One request: one row per step, on one data-parallel rank, in the layers of both stages."""
     loop = ranks._loop
     spec = locate(EngineOptions("nano")).spec
     loop.run_debug_command(OBSERVE_ROUTING, 1)
@@ -150,7 +148,7 @@ def m3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["whole-experts", "tp2-ep2"],
 )  # fmt: skip
 def test_experts_lie_on_the_ranks_of_a_stage(m3: Path, layout: dict[str, Any]) -> None:
-    """The first stage of two has a dense layer, and each has layers with experts or none."""
+    """The first of two stages has a dense layer."""
     prompts = [[5, 6, 7] * length for length in (1, 6, 14, 20, 3)]
     params = [
         SamplingParams(temperature=temperature, seed=4, max_tokens=20, ignore_eos=True)
@@ -168,8 +166,8 @@ def test_experts_lie_on_the_ranks_of_a_stage(m3: Path, layout: dict[str, Any]) -
 def test_captured_steps_of_data_ranks_on_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: a rank without rows replays the step of the others on each stage, and neither
-    sends nor receives anything.
+    """As on a GPU: a rank without rows replays the others' step on each stage and exchanges
+    nothing.
     """
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,

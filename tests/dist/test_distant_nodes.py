@@ -1,5 +1,5 @@
-"""Ranks on machines whose network delays, loses and cuts: the text of one machine, no alarm without
-cause, and a lost node noticed in time, whichever way it cannot be heard.
+"""Machines whose network delays, loses and cuts packets: the text of one machine, no false alarm,
+and a lost node noticed in time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def expected() -> list[list[int]]:
 
 
 class Group:
-    """Node 0 without ranks: what is known of the others, whose ranks wait to be told what to do."""
+    """Node 0 without ranks: its view of the others, whose ranks wait for plans."""
 
     def __init__(self, network: DistantMachines, count: int = 2) -> None:
         meeting = meeting_at(network, count)
@@ -87,7 +87,7 @@ class Group:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[NodeGroup]:
-        """With the other nodes, whose datagrams have come."""
+        """Wait until the other nodes' datagrams arrive."""
         group = NodeGroup(self._options, self._layout, facts=self.facts)
         group.meet()
         group.start()
@@ -99,7 +99,7 @@ class Group:
 
 
 def wait_until(holds: Callable[[], object], *, seconds: float = 20.0) -> float:
-    """The seconds until `holds`. Errors: `TimeoutError`."""
+    """Seconds until `holds`. Errors: `TimeoutError`."""
     began = time.monotonic()
     while not holds():
         if time.monotonic() > began + seconds:
@@ -109,7 +109,7 @@ def wait_until(holds: Callable[[], object], *, seconds: float = 20.0) -> float:
 
 
 def cut(network: DistantMachines, ways: list[tuple[int, int]], *, seconds: float) -> None:
-    """Some ways for a time."""
+    """Cut some directions for a time."""
     for source, target in ways:
         network.set_links(source=source, target=target, cut=True)
     time.sleep(seconds)
@@ -127,7 +127,7 @@ CUTS = (
 
 
 def has_ended(agent: Agent, times: int) -> bool:
-    """Its ranks, so many times."""
+    """Wait until an agent has started its ranks `count` times."""
     return agent.log.count("the ranks end") == times
 
 
@@ -135,7 +135,7 @@ def num_dropped(network: DistantMachines) -> int:
     return sum(dropped for _, dropped in network.set_links().values())
 
 
-def test_what_is_lost_for_a_moment_is_no_alarm_and_what_is_lost_longer_is(
+def test_short_losses_raise_no_alarm_and_long_ones_do(
     network: DistantMachines, agent: Agent
 ) -> None:
     node_0 = Group(network)
@@ -163,7 +163,7 @@ def test_what_is_lost_for_a_moment_is_no_alarm_and_what_is_lost_longer_is(
                 cutting.join()
 
 
-def test_stages_answer_as_one_rank_does_and_a_node_that_hears_nothing_is_lost(
+def test_stages_give_the_text_of_one_rank_and_a_deaf_node_is_lost(
     network: DistantMachines, agent: Agent, expected: list[list[int]]
 ) -> None:
     network.set_links(**NEAR)
@@ -184,8 +184,8 @@ def test_stages_answer_as_one_rank_does_and_a_node_that_hears_nothing_is_lost(
     assert agent.log.count("starting rank 1") == 1
 
 
-def test_a_way_between_two_others_is_watched_by_them(network: DistantMachines) -> None:
-    """Node 0 hears and is heard by both."""
+def test_agents_watch_the_link_between_them(network: DistantMachines) -> None:
+    """Node 0 reaches both others."""
     options = (*FLOAT32, "-pp", "3", "--nnodes", "3")
     agents = [Agent(network, node, *options) for node in (1, 2)]
     try:
@@ -201,7 +201,7 @@ def test_a_way_between_two_others_is_watched_by_them(network: DistantMachines) -
 def test_a_rank_behind_a_firewall_is_named(
     network: DistantMachines, agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agents' port is open, that of its plans is not."""
+    """The agents' port is open, the port of plans is not."""
     monkeypatch.setattr(executor, "CONNECT_SECONDS", 4.0)
     network.set_links(target=0, closed_ports=[MASTER_PORT + 3, 65535])
     endpoint = re.escape(f"tcp://{network.address(0)}:{MASTER_PORT + 3}")
@@ -216,7 +216,7 @@ def test_a_rank_behind_a_firewall_is_named(
 
 @pytest.mark.full
 @pytest.mark.parametrize("ways", [BOTH, TO_NODE_1, TO_NODE_0], ids=["both", "to 1", "to 0"])
-def test_no_gap_of_a_slow_network_is_an_alarm(
+def test_gaps_of_a_slow_network_raise_no_alarm(
     network: DistantMachines, agent: Agent, ways: list[tuple[int, int]]
 ) -> None:
     network.set_links(delay=FAR["delay"], jitter=FAR["jitter"])
@@ -229,7 +229,7 @@ def test_no_gap_of_a_slow_network_is_an_alarm(
 
 
 @pytest.mark.full
-def test_lost_packets_are_no_alarm(network: DistantMachines, agent: Agent) -> None:
+def test_lost_packets_raise_no_alarm(network: DistantMachines, agent: Agent) -> None:
     network.set_links(**FAR | {"loss": 0.15})  # from the first word on
     with Group(network).running() as group:
         time.sleep(60.0)
@@ -248,7 +248,7 @@ def test_lost_packets_are_no_alarm(network: DistantMachines, agent: Agent) -> No
     ],
     ids=["stages far", "data-parallel near", "prompts near", "stages 2 Mbit/s"],
 )
-def test_other_splits_answer_as_one_rank_does(
+def test_other_splits_give_the_text_of_one_rank(
     network: DistantMachines,
     expected: list[list[int]],
     sizes: dict[str, int],
@@ -267,10 +267,10 @@ def test_other_splits_answer_as_one_rank_does(
 
 
 @pytest.mark.full
-def test_three_far_machines_in_any_order(
+def test_three_distant_machines_in_any_order(
     network: DistantMachines, expected: list[list[int]]
 ) -> None:
-    """Node 2 is stopped, then node 1 hears node 0 no more, then node 2; then all are cut for a
+    """Node 2 is stopped; then node 1, then node 2 no longer hears node 0; then all are cut for a
     moment.
     """
     network.set_links(**NEAR)

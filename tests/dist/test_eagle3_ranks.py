@@ -1,5 +1,5 @@
-"""Several ranks guess what plain PyTorch guesses: from complete residual streams, which come from
-other pipeline stages, too, with the parts of vocabulary, heads and fc that each of them holds.
+"""Several ranks propose what plain PyTorch proposes, from residual streams of all stages and
+sharded vocabulary, heads and fc.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("variant", "layout"), CASES, ids=str)
-def test_ranks_guess_as_plain_pytorch(
+def test_ranks_propose_as_plain_pytorch(
     variant: str, layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny.make_model(5, **SIZES)

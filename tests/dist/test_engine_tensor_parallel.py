@@ -29,9 +29,7 @@ QUESTIONS = [
 
 
 def nano(tensor_parallel_size: int, *, expert_parallel_size: int | None = None) -> LLM:
-    """In float32: sums over ranks that are rounded to bfloat16 decide a near tie one way or the
-    other.
-    """
+    """In float32: bfloat16 rounding of sums over ranks decides near ties differently."""
     return LLM(
         "nano",
         device="cpu",
@@ -45,7 +43,7 @@ def nano(tensor_parallel_size: int, *, expert_parallel_size: int | None = None) 
 
 @pytest.fixture(scope="module")
 def strange_folder() -> Iterator[Path]:
-    """A folder for temporary files whose name is no plain path of a URL."""
+    """A temporary folder whose name is not a plain URL path."""
     folder = Path(tempfile.mkdtemp(prefix="a b?#%20:&=", dir="/tmp"))
     yield folder
     shutil.rmtree(folder)
@@ -60,9 +58,7 @@ def two_ranks(strange_folder: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_ranks_meet_whatever_the_folder_for_temporary_files_is_called(
-    two_ranks: LLM, strange_folder: Path
-) -> None:
+def test_ranks_connect_with_an_odd_temporary_folder(two_ranks: LLM, strange_folder: Path) -> None:
     assert any(strange_folder.glob("*/rendezvous"))
     assert all(greedy(two_ranks, 1))
 
@@ -73,14 +69,13 @@ def greedy(llm: LLM, max_tokens: int) -> list[list[int]]:
     return [generation.outputs[0].token_ids for generation in generations]
 
 
-def test_the_embedded_model_says_the_same_on_1_2_and_4_ranks(
+def test_the_embedded_model_gives_the_same_text_on_1_2_and_4_ranks(
     two_ranks: LLM, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """nano has 2 KV heads: on 4 ranks each is held by two of them, with its slice of the K-norm
-    weight. There experts are split by number and by width.
+    """nano has 2 KV heads: on 4 ranks two ranks hold each, with its slice of the K-norm weight.
+    Experts are sharded by number and by width.
 
-    Ranks that are stopped with a step in flight finish it: one that left would be an error to the
-    others.
+    Ranks that are stopped with a step in flight finish it: an early exit is an error to the others.
     """
     with nano(1) as one:
         expected = greedy(one, 32)
@@ -95,7 +90,7 @@ def test_the_embedded_model_says_the_same_on_1_2_and_4_ranks(
 def test_random_models_give_the_same_logprobs_on_several_ranks(
     num_heads: int, num_kv_heads: int, ranks: int, tmp_path: Path
 ) -> None:
-    """Each rank has a KV head of its own, or all share one; nano is between."""
+    """Each rank has its own KV head, or all share one; nano is in between."""
     model = tiny.make_model(
         ranks,
         vocab_size=96,
@@ -149,9 +144,8 @@ def test_a_rank_that_cannot_start_is_reported_and_nothing_is_left_running(
     assert capfd.readouterr().err == ""  # no rank complains about the others
 
 
-def test_a_first_rank_that_fails_in_a_step_ends_and_is_noticed(two_ranks: LLM) -> None:
-    """The rank that reports results has a thread for it, which must not keep a failed process
-    alive. The last test of these two ranks."""
+def test_a_first_rank_that_fails_in_a_step_ends_and_is_reported(two_ranks: LLM) -> None:
+    """The result thread must not keep a failed rank alive. The last test of these two ranks."""
     executor = two_ranks._loop.executor
     executor._sockets[0].send(PLAN + b"\xc1")  # no MessagePack: decoding raises in the rank
     with pytest.raises(EngineDeadError, match="rank 0 ended with exit code 1"):

@@ -1,4 +1,4 @@
-"""Every data-parallel rank gets its own plan, at whatever addresses the ranks are."""
+"""Every data-parallel rank gets its own plan, at any addresses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ SIZES: dict[str, Any] = {
 
 
 def tcp(count: int) -> tuple[str, ...]:
-    """Endpoints at free ports."""
     return tuple(f"tcp://127.0.0.1:{free_port()}" for _ in range(count))
 
 

@@ -1,6 +1,4 @@
-"""Experts move between ranks while requests run: the text is that of one rank, and afterwards the
-ranks have about the same to do.
-"""
+"""Experts move between ranks while requests run: texts stay, and the ranks' loads become even."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ NOTICED_SECONDS = 3.0  # from a rank's end to that of its requests, on a busy ma
 
 @pytest.fixture(scope="module")
 def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Experts 2 to 4, which begin on one rank of two, are chosen for most tokens."""
+    """Most tokens select experts 2 to 4, which start on one of two ranks."""
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 5,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
              "num_local_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K,
@@ -60,7 +58,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def of_one_rank(skewed: Path) -> tuple[list[list[int]], ExpertDump]:
-    """Text, and how often each expert is chosen for it."""
+    """Texts, and selections per expert."""
     counted = {"expert_distribution_recorder_mode": "stat", "max_num_batched_tokens": 64}
     with LLM(str(skewed), **COMMON, **counted, max_num_seqs=8) as llm:
         llm._loop.record_experts("start")
@@ -88,7 +86,7 @@ def two_ranks(skewed: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_text_stays_and_ranks_get_the_same_to_do(
+def test_texts_stay_and_loads_become_even(
     two_ranks: LLM, of_one_rank: tuple[list[list[int]], ExpertDump]
 ) -> None:
     loop, (text, counts) = two_ranks._loop, of_one_rank
@@ -120,7 +118,7 @@ def test_text_stays_and_ranks_get_the_same_to_do(
 
 
 def balancedness(counts: list[list[int]], slots: list[list[int]]) -> float:
-    """Of two ranks."""
+    """Balancedness of two ranks."""
     mean = most = 0.0
     for layer, table in zip(counts, slots, strict=True):
         copies, half = Counter(table), len(table) // 2
@@ -183,7 +181,7 @@ def balancedness(counts: list[list[int]], slots: list[list[int]]) -> float:
         ),
     ],
 )
-def test_every_layout_says_what_one_rank_says(
+def test_every_layout_gives_the_text_of_one_rank(
     copies: int,
     layout: dict[str, Any],
     skewed: Path,
@@ -219,8 +217,8 @@ def test_drafts_and_captured_steps_find_the_experts(
 
 
 @pytest.mark.full
-def test_nano_m3_says_the_same_while_its_experts_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a shared expert, which lies beside the others; they are chosen almost alike."""
+def test_nano_m3_gives_the_same_text_while_experts_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a shared expert; selections are almost even."""
     monkeypatch.setattr(expert_balancer, "LEAST_GAIN", 0.0)
     params = SamplingParams(temperature=0.0, max_tokens=40)
     with LLM("nano-m3", **COMMON) as llm:
@@ -238,10 +236,10 @@ def test_nano_m3_says_the_same_while_its_experts_move(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.full
-def test_experts_lie_at_start_as_they_were_dumped(
+def test_experts_start_as_dumped(
     skewed: Path, of_one_rank: tuple[list[list[int]], ExpertDump]
 ) -> None:
-    """By counts, with copies, on data-parallel ranks that leave them there."""
+    """By counts, with copies, on data-parallel ranks without rebalancing."""
     text, counts = of_one_rank
     located: dict[str, Any] = {
         "init_expert_location": json.dumps({"logical_count": counts.logical_count}),
@@ -258,14 +256,14 @@ def test_experts_lie_at_start_as_they_were_dumped(
     assert dump.balancedness > 0.93
 
 
-def test_a_rank_that_dies_in_a_move_costs_the_open_requests_alone(
+def test_a_rank_killed_during_a_move_ends_only_open_requests(
     skewed: Path,
     of_one_rank: tuple[list[list[int]], ExpertDump],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 1 is killed while rank 0 waits for an expert of it: whoever waits is told, and the
-    group comes back, with experts where the file says.
+    """Rank 1 is killed while rank 0 waits for one of its experts: open requests end with an error,
+    and the group restarts with the file's placement.
     """
     mark, located = tmp_path / "mark", tmp_path / "location.json"
     monkeypatch.setenv("ENGINE_MODULE", "tests.dist.killed_in_move")

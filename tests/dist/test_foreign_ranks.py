@@ -1,6 +1,4 @@
-"""A family of its own folder runs on two ranks: its heads and MLPs are split, the cache of its
-index is whole on both.
-"""
+"""An external family runs on two ranks: heads and MLPs are sharded, its index cache is not."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from negamax.base import supervision
 from negamax.models import registry
 
 
-def test_two_ranks_give_what_one_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_give_the_text_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.FAMILIES, FAMILY.architecture, FAMILY)
     spawn = supervision.spawn
 

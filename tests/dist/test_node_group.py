@@ -1,4 +1,4 @@
-"""What node 0 answers to agents, which are bare sockets here."""
+"""Node 0's answers to agents, which are bare sockets here."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import zmq
 
 from negamax.base.errors import ResourceError
 from negamax.engine.nodes import wire
-from negamax.engine.nodes.datagrams import Datagrams
 from negamax.engine.nodes.facts import find_differences
 from negamax.engine.nodes.group import NodeGroup
+from negamax.engine.nodes.heartbeats import Datagrams
 from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import MachineShare
@@ -31,7 +31,7 @@ SHARE = MachineShare("/models", None, None, None, 1, "/tmp/beats", "eth1")
 
 
 class Peer:
-    """An agent that says and hears what a test wants."""
+    """A scripted agent."""
 
     def __init__(self, context: zmq.Context[Any], port: int, *, node: int, name: str) -> None:
         self.socket = context.socket(zmq.DEALER)
@@ -55,14 +55,14 @@ class Peer:
         return wire.AgentHeartbeat(self.node, self.name, session, self.num_beats, death, 1, silence)
 
     def throw(self, frame: bytes) -> None:
-        """As a datagram."""
+        """Send as a datagram."""
         self.datagrams.send(frame, self.leader)
 
     def say(self, message: wire.FromAgent) -> None:
         self.socket.send(wire.encoder.encode(message))
 
     def hear(self, kind: Any, *, seconds: float = 20.0) -> Any:
-        """The next message of a kind; others are left out."""
+        """Receive the next message of a kind; drop others."""
         deadline = time.monotonic() + seconds
         while self.socket.poll(max(0, round(1000 * (deadline - time.monotonic())))):
             message = wire.from_node_0.decode(self.socket.recv())
@@ -72,7 +72,7 @@ class Peer:
 
 
 class Setting:
-    """Node 0 of two, on the loopback, and agents that may come."""
+    """Node 0 of two on the loopback, and its agents."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -99,7 +99,7 @@ class Setting:
         return peer, start.session
 
     def death(self, seconds: float = 20.0) -> str:
-        """What node 0 says of a node that is lost, once it has rung the alarm."""
+        """Node 0's reason for a lost node, after its alarm."""
         poller = select.poll()
         poller.register(self.group.alarms[0], 0)
         assert poller.poll(1000 * seconds)
@@ -107,7 +107,7 @@ class Setting:
 
 
 def silence(words: str) -> float:
-    """The seconds that node 0 tells of: more than its limit, on a machine that stands still."""
+    """The seconds in the reason; they exceed the limit on a machine that stands still."""
     match = re.search(r"sends no heartbeat for (\d+\.\d) s", words)
     assert match, words
     return float(match[1])
@@ -134,7 +134,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
     made.context.destroy(linger=0)
 
 
-def test_what_differs_is_named() -> None:
+def test_differences_are_named() -> None:
     here, there = {"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "4", "d": "5"}
     assert list(find_differences(here, there, name="node 1")) == [
         "b: 2 on node 0, 4 on node 1",
@@ -143,7 +143,7 @@ def test_what_differs_is_named() -> None:
     ]
 
 
-def test_agents_that_cannot_join_are_told_why(setting: Setting) -> None:
+def test_refused_agents_get_the_reason(setting: Setting) -> None:
     other = setting.peer("a")
     other.join({**FACTS, "--seed": "1"})
     assert "--seed: 0 on node 0, 1 on node 1" in other.hear(wire.Refusal).message
@@ -160,7 +160,7 @@ def test_agents_that_cannot_join_are_told_why(setting: Setting) -> None:
     assert setting.group.death() is None
 
 
-def test_what_an_agent_says_of_its_ranks_counts(setting: Setting) -> None:
+def test_an_agent_reports_its_ranks(setting: Setting) -> None:
     peer, session = setting.started("a")
     peer.beat(session, silence=4.5)
     peer.hear(wire.Node0Heartbeat)
@@ -178,7 +178,7 @@ def test_what_an_agent_says_of_its_ranks_counts(setting: Setting) -> None:
     assert ends[-1] == "rank 1 ended with exit code 3 on node 1 (host)"
 
 
-def test_an_agent_that_ends_is_lost_at_once(setting: Setting) -> None:
+def test_a_leaving_agent_is_lost_at_once(setting: Setting) -> None:
     peer, _ = setting.started("a")
     peer.say(wire.Leave(peer.node, peer.name))
     assert setting.death(1.5) == "node 1 (host) was stopped"
@@ -192,7 +192,7 @@ def test_an_agent_that_lost_its_ranks_is_lost(setting: Setting) -> None:
     assert setting.death() == "node 1 (host) has lost its ranks"
 
 
-def test_a_connection_that_is_closed_is_noticed_before_silence_is(
+def test_a_closed_connection_is_noticed_before_silence(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "SILENCE_SECONDS", 60.0)
@@ -202,8 +202,8 @@ def test_a_connection_that_is_closed_is_noticed_before_silence_is(
     assert wire.DISCONNECTED_SECONDS <= silence(setting.death()) < wire.SILENCE_SECONDS
 
 
-def test_datagrams_are_signs_of_life_unless_they_are_old_or_strange(setting: Setting) -> None:
-    """The connection is silent: half open, for all that node 0 knows."""
+def test_datagrams_count_as_heartbeats_unless_old_or_foreign(setting: Setting) -> None:
+    """The connection is silent, as if half open."""
     peer, session = setting.started("a")
     stranger = Datagrams("127.0.0.1")
     stranger._key = b"another"
@@ -242,7 +242,7 @@ def test_datagrams_are_signs_of_life_unless_they_are_old_or_strange(setting: Set
         repeating.join()
 
 
-def test_a_connection_that_stands_still_is_not_waited_for(
+def test_a_stalled_connection_is_given_up(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Datagrams alone carry no plans."""
@@ -254,8 +254,8 @@ def test_a_connection_that_stands_still_is_not_waited_for(
     assert "sends heartbeats by UDP, but nothing by TCP for 0." in setting.death()
 
 
-def test_strangers_that_hang_up_say_nothing_of_a_node(setting: Setting) -> None:
-    """Something that looks whether a port is open, as load balancers do."""
+def test_foreign_connections_do_not_affect_a_node(setting: Setting) -> None:
+    """Port probes, as of load balancers."""
     peer, session = setting.started("a")
     peer.beat(session)
     peer.hear(wire.Node0Heartbeat)
@@ -266,7 +266,7 @@ def test_strangers_that_hang_up_say_nothing_of_a_node(setting: Setting) -> None:
     assert time.monotonic() - began > (wire.DISCONNECTED_SECONDS + wire.SILENCE_SECONDS) / 2
 
 
-def test_a_node_that_has_not_heard_its_start_is_told_again(setting: Setting) -> None:
+def test_a_lost_start_is_repeated(setting: Setting) -> None:
     peer = setting.peer("a")
     peer.join()
     setting.meeting.join(20.0)
@@ -278,7 +278,7 @@ def test_a_node_that_has_not_heard_its_start_is_told_again(setting: Setting) -> 
     assert peer.hear(wire.Node0Heartbeat).session == start.session
 
 
-def test_a_udp_port_that_is_taken_is_named() -> None:
+def test_a_used_udp_port_is_named() -> None:
     port = free_port()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
         taken.bind(("127.0.0.1", port))
@@ -286,10 +286,10 @@ def test_a_udp_port_that_is_taken_is_named() -> None:
             NodeGroup(options(port), ParallelLayout(pp=2, nodes=2), facts=FACTS)
 
 
-def test_a_stop_in_order_is_heard_by_all(
+def test_an_orderly_stop_reaches_all_agents(
     setting: Setting, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ranks that end before their agent is told to are not lost."""
+    """Ranks that end early in an orderly stop are not lost."""
     peer, session = setting.started("a")
     setting.group.expect_end()
     for _ in range(3):

@@ -1,5 +1,5 @@
-"""Ranks on several machines, which are network namespaces here: the text of one machine, agents
-that come in any order, and machines that are lost.
+"""Ranks on several machines (network namespaces): the text of one machine, agents in any order,
+lost machines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.probes import probe
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Machines | OneMachine]:
-    """Machines of their own, where this process may make some."""
+    """Network namespaces where this process may create them."""
     with contextlib.ExitStack() as stack:
         try:
             made: Machines | OneMachine = stack.enter_context(machines(3))
@@ -54,10 +54,10 @@ def expected() -> list[list[int]]:
         return tokens(one)
 
 
-def test_data_parallel_ranks_on_two_machines_and_one_stands_still(
+def test_data_parallel_ranks_on_two_machines_notice_a_stopped_one(
     network: Machines | OneMachine, expected: list[list[int]]
 ) -> None:
-    """Node 0 waits for the agent, in vLLM's words."""
+    """Node 0 waits for the agent; options have vLLM's names."""
     agents: list[Agent] = []
     options = [
         "-dp", "2", "--headless", "--data-parallel-start-rank", "1", "--data-parallel-size-local",
@@ -84,7 +84,7 @@ def test_data_parallel_ranks_on_two_machines_and_one_stands_still(
 def test_agents_wait_for_the_next_engine_and_end_with_the_last(
     network: Machines | OneMachine, expected: list[list[int]]
 ) -> None:
-    """They are there before node 0. One of them is lost, comes back, and sees the other killed."""
+    """Agents start before node 0. One is lost, returns, and sees the other killed."""
     host = network.address(1)
     probes = ("--host", host, "--node-health-port", "0")
     second, first = (
@@ -137,7 +137,7 @@ def group_of_two(options: dict[str, Any], **facts: str) -> NodeGroup:
     return NodeGroup(NodeOptions(**options), ParallelLayout(pp=2, nodes=2), facts=facts)
 
 
-def test_an_agent_that_differs_ends_and_says_what_differs(network: Machines | OneMachine) -> None:
+def test_a_differing_agent_ends_and_names_the_difference(network: Machines | OneMachine) -> None:
     group = group_of_two(meeting_at(network, 2), **{"Negamax": "0.0.1", "--seed": "7"})
     threading.Thread(target=lambda: _ignoring_errors(group.meet), daemon=True).start()
     agent = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2", "--seed", "8")
@@ -150,12 +150,12 @@ def test_an_agent_that_differs_ends_and_says_what_differs(network: Machines | On
         group.close()
 
 
-def test_an_agent_with_another_key_is_not_heard(network: Machines | OneMachine) -> None:
+def test_an_agent_with_another_key_is_refused(network: Machines | OneMachine) -> None:
     group = group_of_two(meeting_at(network, 2))
     threading.Thread(target=lambda: _ignoring_errors(group.meet), daemon=True).start()
     agent = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2", **{KEY_VARIABLE: "another"})
     try:
-        agent.wait_for(f"is {KEY_VARIABLE} the same", seconds=60.0)
+        agent.wait_for(f"{KEY_VARIABLE} differs", seconds=60.0)
         agent.process.send_signal(signal.SIGTERM)
         assert agent.end() == 0
     finally:
@@ -163,7 +163,7 @@ def test_an_agent_with_another_key_is_not_heard(network: Machines | OneMachine) 
         group.close()
 
 
-def test_ports_that_are_taken_are_named(network: Machines | OneMachine) -> None:
+def test_used_ports_are_named(network: Machines | OneMachine) -> None:
     words = rf"port {network.port + 1} .* Address already in use; .* need 4"
     with (
         socket.create_server((network.address(0), network.port + 1)),
@@ -174,15 +174,18 @@ def test_ports_that_are_taken_are_named(network: Machines | OneMachine) -> None:
 
 @pytest.mark.parametrize(
     ("address", "words"),
-    [("127.0.0.1", "other machines do not reach .*--interface lo"), ("192.0.2.1", "no address of")],
+    [
+        ("127.0.0.1", "other machines cannot reach .*--interface lo"),
+        ("192.0.2.1", "not an address of"),
+    ],
 )
-def test_addresses_that_nobody_can_reach_are_refused(address: str, words: str) -> None:
+def test_unreachable_addresses_are_refused(address: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         group_of_two({"nnodes": 2, "master_addr": address})
 
 
 def _ignoring_errors(call: Any) -> None:
-    """For a thread whose socket is closed under it at the end."""
+    """Ignore errors of a thread whose socket is closed at the end."""
     try:
         call()
     except Exception:

@@ -1,5 +1,5 @@
-"""Draft tokens on pipeline stages: how many are right decides where a row goes on, which all stages
-learn in time; the answers are those without drafts.
+"""Draft tokens on pipeline stages: all stages learn in time how many are accepted, and texts equal
+those without drafts.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def words(made: list[Generation]) -> list[tuple[object, object]]:
 
 
 def known(params: list[SamplingParams], made: list[Generation]) -> str:
-    """What `drafting_rank` knows."""
+    """The texts from which `drafting_rank` proposes."""
     columns = zip(params, made, strict=True)
     return json.dumps([[p.seed, m.prompt_token_ids, m.outputs[0].token_ids] for p, m in columns])
 
 
 @pytest.fixture
 def knowing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Have the ranks guess the right tokens, wrong ones and none, at random, of what is known."""
+    """Let the ranks propose right, wrong and no tokens at random."""
     spawn = supervision.spawn
 
     def install(of: str) -> None:
@@ -77,7 +77,7 @@ def expected() -> Iterator[list[Generation]]:
 
 
 @pytest.mark.full
-def test_prompt_lookup_leaves_the_text_as_it_is(expected: list[Generation]) -> None:
+def test_prompt_lookup_keeps_the_text(expected: list[Generation]) -> None:
     with LLM("nano", **COMMON, **TIGHT, pipeline_parallel_size=2, speculative_config=NGRAM) as llm:
         assert words(llm.generate(PROMPTS, PARAMS)) == words(expected)
         stats = llm.stats()
@@ -85,11 +85,11 @@ def test_prompt_lookup_leaves_the_text_as_it_is(expected: list[Generation]) -> N
     assert stats.num_accepted_tokens > 10
 
 
-def test_three_stages_learn_how_many_guesses_are_right(
+def test_three_stages_learn_accepted_counts(
     expected: list[Generation], knowing: Callable[[str], None]
 ) -> None:
-    """Bit for bit the text without drafts, preemptions and a grammar among them; the second time
-    beside requests that are aborted, whose slots go to others.
+    """Bit-identical to the text without drafts, with preemption and a grammar; then next to aborted
+    requests whose slots are reused.
     """
     knowing(known(PARAMS, expected))
     with LLM("nano", **COMMON, **TIGHT, pipeline_parallel_size=3) as llm:
@@ -114,8 +114,8 @@ def test_three_stages_learn_how_many_guesses_are_right(
     assert stats.num_accepted_tokens > 100 and stats.preemption_count
 
 
-def test_the_slowest_stage_says_how_long_steps_take() -> None:
-    """The number of draft tokens is chosen by times that were measured at start, on each rank."""
+def test_the_slowest_stage_determines_step_times() -> None:
+    """The draft length follows step times that each rank measured at start."""
 
     def ready(*seconds: float) -> WorkerReady:
         measured = tuple(zip((1, 1, 8), (0, 2, 0), seconds, strict=False))
@@ -145,10 +145,10 @@ def m2(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
     ids=str,
 )
-def test_stages_of_several_ranks_learn_it_too(
+def test_stages_of_several_ranks_learn_accepted_counts(
     m2: str, layout: dict[str, Any], knowing: Callable[[str], None]
 ) -> None:
-    """And so do those where each step is committed before the next one is planned."""
+    """Also without overlap."""
     prompts = [[5, 6, 7] * length for length in (1, 6, 14, 20)]
     params = [
         SamplingParams(temperature=temperature, seed=seed, max_tokens=24, ignore_eos=True)
@@ -165,8 +165,8 @@ def test_stages_of_several_ranks_learn_it_too(
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the ranks replay captured steps, as on a GPU: the host learns later than the device how
-    far a row is.
+    """Let the ranks replay captured steps as on a GPU: the host learns a row's length later than
+    the device.
     """
     spawn = supervision.spawn
 
@@ -193,7 +193,7 @@ def test_captured_steps_with_drafts(
     captured: None,
     request: pytest.FixtureRequest,
 ) -> None:
-    """And so many of the guesses are right: what the draft reads has come from both stages."""
+    """Acceptance is as expected: the draft reads residual streams of both stages."""
     name = model if model == "nano" else request.getfixturevalue(model)
     prompts = [[5, 6, 7] * length for length in (1, 6, 20)]
     params = SamplingParams(temperature=0.0, max_tokens=50)

@@ -1,5 +1,5 @@
-"""Pipeline stages through the whole engine: rank processes that each hold some of the layers give
-the text of one rank.
+"""Pipeline stages through the whole engine: ranks with some layers each give the text of
+one rank.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def expected() -> list[tuple[object, ...]]:
         return words(one.generate(PROMPTS, PARAMS))
 
 
-def test_two_stages_say_the_same_as_one_rank(
+def test_two_stages_give_the_text_of_one_rank(
     two_stages: LLM, expected: list[tuple[object, ...]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Bit for bit, in bfloat16: greedy and drawn tokens, log-probabilities and masks; the second
-    time from cached prefixes.
+    """Bit-identical in bfloat16: greedy and sampled tokens, log-probabilities and masks; then from
+    cached prefixes.
     """
     log.setup("warning")
     for cached in (False, True):
@@ -92,10 +92,10 @@ def test_two_stages_say_the_same_as_one_rank(
     assert capfd.readouterr().err == ""
 
 
-def test_chunks_of_equal_time_leave_the_text_as_it_is(
+def test_chunks_of_equal_time_keep_the_text(
     two_stages: LLM, expected: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each token of a prompt costs more than the one before it."""
+    """Each prompt token costs more than the one before it."""
     (rank,) = two_stages._loop._scheduler.ranks
     length = EvenTimes(16, 16, (1.0, 1.5, 2.0, 3.0))
     monkeypatch.setattr(rank, "limits", replace(rank.limits, chunk_length=length))
@@ -113,10 +113,10 @@ def test_chunks_of_equal_time_leave_the_text_as_it_is(
     assert chunks[0] == 16 and max(chunks[1:]) <= 16  # of 24
 
 
-def test_requests_that_end_leave_those_in_the_pipeline_alone(
+def test_aborts_do_not_change_requests_in_the_pipeline(
     two_stages: LLM, expected: list[tuple[object, ...]]
 ) -> None:
-    """Slots and blocks of aborted requests go to others while their tokens are on their way."""
+    """Slots and blocks of aborted requests are reused while their tokens are in flight."""
     loop = two_stages._loop
     kept: dict[int, list[int]] = {0: [], 1: [], 3: []}
     prompts = [two_stages.tokenizer.encode(prompt) for prompt in PROMPTS]
@@ -191,8 +191,8 @@ def m3(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_stages_of_any_size_give_the_text_of_one_rank(
     family: str, layout: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """Of five and of four layers, dense ones first, beside ranks that split the layers. The first
-    stage holds nothing of the head, the last nothing of the embedding.
+    """Stages of five and four layers, dense ones first, next to tensor parallelism. The first stage
+    holds no head, the last no embedding.
     """
     folder = request.getfixturevalue(family)
     prompts = [[5, 6, 7] * length for length in (1, 6, 14, 20)]
@@ -211,8 +211,8 @@ def test_stages_of_any_size_give_the_text_of_one_rank(
 def test_captured_steps_of_stages_give_the_text_of_one_stage(
     m2: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, and with two ranks a stage: the stream enters and leaves fixed buffers, rows are
-    padded, tokens are received without waiting where no plan comes.
+    """As on a GPU, with two ranks a stage: fixed buffers, padded rows, tokens received without a
+    plan.
     """
     prompts = [[5, 6, 7] * length for length in (1, 6, 20)]
     params = [
@@ -248,12 +248,12 @@ def test_captured_steps_of_stages_give_the_text_of_one_stage(
         ),
     ],
 )
-def test_what_cannot_be_split_is_refused(m2: str, options: dict[str, Any], words: str) -> None:
+def test_impossible_splits_are_refused(m2: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         model(m2, **options)
 
 
-def test_a_killed_stage_is_noticed(m2: str) -> None:
+def test_a_killed_stage_is_reported(m2: str) -> None:
     with model(m2, pipeline_parallel_size=2) as llm:
         ranks = llm._loop.executor
         os.kill(ranks._processes[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
@@ -262,8 +262,8 @@ def test_a_killed_stage_is_noticed(m2: str) -> None:
     assert all(child.exit_code is not None for child in ranks._processes)  # type: ignore[attr-defined]
 
 
-def test_a_stage_with_the_wrong_tensors_is_refused_by_name(m2: str, tmp_path: Path) -> None:
-    """A tensor of a layer that only the last stage holds is missing."""
+def test_a_missing_tensor_of_a_stage_is_named(m2: str, tmp_path: Path) -> None:
+    """A tensor of the last stage is missing."""
     folder = tmp_path / "broken"
     folder.mkdir()
     for file in Path(m2).iterdir():

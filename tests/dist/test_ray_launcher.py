@@ -1,4 +1,4 @@
-"""The engine's side of Ray, and an agent that Ray has started: without Ray."""
+"""The engine's side of Ray, and an agent started as by Ray, without Ray."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def launcher(model: str, *, seconds: float = 60.0) -> Iterator[RayLauncher]:
         made.close()
 
 
-def test_options_of_ray_become_those_of_nodes() -> None:
+def test_ray_options_become_node_options() -> None:
     with launcher("placed") as made:
         options = made.options
         made.check()
@@ -68,7 +68,7 @@ def test_options_of_ray_become_those_of_nodes() -> None:
     assert process.poll() == 0  # it ends with its standard input
 
 
-def test_the_words_of_an_agent_that_ends_are_heard() -> None:
+def test_the_message_of_an_agent_that_ends_is_reported() -> None:
     with launcher("dies") as made, pytest.raises(ConfigError, match="it does not fit") as error:
         deadline = time.monotonic() + 20.0
         while time.monotonic() < deadline:
@@ -84,14 +84,18 @@ def test_the_words_of_an_agent_that_ends_are_heard() -> None:
         ("silent", "Ray does not answer within 0.3 s"),
     ],
 )
-def test_what_does_not_come_about(monkeypatch: pytest.MonkeyPatch, model: str, words: str) -> None:
+def test_failures_of_the_driver_are_reported(
+    monkeypatch: pytest.MonkeyPatch, model: str, words: str
+) -> None:
     monkeypatch.setattr(ray_launcher, "CONNECT_SECONDS", 0.2 if model == "silent" else 60.0)
     seconds = 0.1 if model == "silent" else 60.0
     with pytest.raises(ConfigError, match=words), launcher(model, seconds=seconds):
         pass
 
 
-def test_nobody_waits_for_agents_that_cannot_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_does_not_wait_for_agents_that_cannot_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "of the tests")
     setting = Setting()
 
@@ -109,7 +113,7 @@ def test_nobody_waits_for_agents_that_cannot_come(monkeypatch: pytest.MonkeyPatc
 
 
 class Leader:
-    """Node 0 as one agent sees it: it has ranks started, and says then that they are to end."""
+    """Node 0 as an agent sees it: starts ranks, then ends them."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -138,7 +142,7 @@ class Leader:
 
 
 def test_an_agent_of_ray_ends_with_its_ranks() -> None:
-    """Whoever starts the engine again has Ray start another."""
+    """After a restart of the engine Ray starts another agent."""
     leader = Leader(port := free_port())
     options = NodeOptions(
         nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=port, interface=loopback()

@@ -1,4 +1,4 @@
-"""A row that fails on all ranks, or on one of them, costs its own request alone."""
+"""A row that fails on one or all ranks ends only its own request."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def one_rank() -> Iterator[LLM]:
 
 
 def run(llm: LLM, victim: SamplingParams) -> tuple[list[list[int]], str | None]:
-    """The tokens of the neighbours, and the error of the victim that runs beside them."""
+    """The tokens of the other requests, and the victim's error."""
     prompts = [
         PROMPT,
         PROMPT[1:],
@@ -84,7 +84,7 @@ def run(llm: LLM, victim: SamplingParams) -> tuple[list[list[int]], str | None]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Callable[[LLM], list[list[int]]]:
-    """What the neighbours say beside a row without a fault."""
+    """The other requests' tokens next to a row without a fault."""
     known: dict[int, list[list[int]]] = {}
 
     def of(llm: LLM) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Two ranks verify the same drafts and accept the same ones."""
+"""Two ranks verify the same drafts and accept the same tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARAMS = [
 PROMPTS = [list(range(30 + start, 70)) for start in range(4)]
 
 
-def test_two_ranks_with_drafts_say_what_they_say_without(
+def test_two_ranks_with_drafts_give_the_text_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answers(**options: Any) -> tuple[list[tuple[object, object]], list[list[int]], int]:

@@ -1,4 +1,4 @@
-"""What may wait for the engine, and when the others should come back."""
+"""Limits of the queue, and when refused clients should return."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fill(queue: Admission, count: int, *, tokens: int = 10) -> None:
         queue.enter(f"s{index}", tokens)
 
 
-def test_batch_and_queue_fill_up_and_the_next_is_sent_away() -> None:
+def test_a_full_batch_and_queue_refuse_the_next_request() -> None:
     queue = admission()
     fill(queue, 5)
     with pytest.raises(OverloadedError) as refused:
@@ -35,7 +35,7 @@ def test_batch_and_queue_fill_up_and_the_next_is_sent_away() -> None:
     queue.check(1, 10, now=1.0)
 
 
-def test_request_that_never_fits_is_invalid_not_overload() -> None:
+def test_a_request_that_never_fits_is_invalid() -> None:
     with pytest.raises(InvalidRequestError):
         admission().check(6, 10, now=0.0)
 
@@ -51,7 +51,7 @@ def test_tokens_count_only_while_they_wait() -> None:
     assert queue.waiting_tokens == 50
 
 
-def test_prompt_longer_than_the_limit_is_taken_when_nothing_waits() -> None:
+def test_a_long_prompt_is_admitted_when_nothing_waits() -> None:
     queue = admission(tokens=100)
     queue.check(1, 5000, now=0.0)
     queue.enter("long", 5000)
@@ -61,7 +61,7 @@ def test_prompt_longer_than_the_limit_is_taken_when_nothing_waits() -> None:
     queue.check(1, 5000, now=0.0)
 
 
-def test_token_limit_follows_the_cache_where_none_is_given() -> None:
+def test_default_token_limit_follows_the_cache() -> None:
     queue = admission(tokens=None)
     fill(queue, 2, tokens=200)
     with pytest.raises(OverloadedError):
@@ -83,7 +83,7 @@ def test_retry_after_is_the_time_the_queue_takes() -> None:
     assert queue.retry_after(99.0 + 3600) == 120.0
 
 
-def test_sequence_that_left_the_queue_unserved_says_nothing_about_the_rate() -> None:
+def test_unserved_sequences_do_not_change_the_rate() -> None:
     queue = admission(waiting=100)
     for index in range(50):
         queue.enter(f"s{index}", 1)
@@ -100,7 +100,7 @@ def test_sequence_that_left_the_queue_unserved_says_nothing_about_the_rate() -> 
         max_size=80,
     )
 )
-def test_accounts_are_empty_when_all_have_left(steps: list[tuple[str, int, int]]) -> None:
+def test_counts_are_zero_when_all_have_left(steps: list[tuple[str, int, int]]) -> None:
     queue = admission()
     open_ids: set[str] = set()
     for action, number, tokens in steps:
@@ -154,7 +154,7 @@ _numbers = itertools.count()
 
 
 def fill_as(queue: Admission, tenant: str, count: int, *, tokens: int = 1) -> int:
-    """How many of `count` sequences are taken."""
+    """Submit `count` sequences of a tenant; return how many are admitted."""
     for taken in range(count):
         try:
             queue.check(1, tokens, now=0.0, sharer=tenant)
@@ -166,7 +166,7 @@ def fill_as(queue: Admission, tenant: str, count: int, *, tokens: int = 1) -> in
     return count
 
 
-def test_each_tenant_leaves_as_much_of_the_queue_as_it_holds() -> None:
+def test_each_tenant_leaves_as_much_of_the_queue_free_as_it_holds() -> None:
     queue = admission(running=2, waiting=12, tokens=10**6)
     fill(queue, 2)
     queue.start("s0")
@@ -194,7 +194,7 @@ def test_one_tenant_never_fills_the_queue(running: int, waiting: int, sizes: lis
     queue.check(1, 1, now=0.0, sharer="bert")
 
 
-def test_places_in_the_batch_are_no_share_of_the_queue() -> None:
+def test_running_sequences_do_not_count_as_queue_share() -> None:
     queue = admission(running=8, waiting=2, tokens=10**6)
     queue.check(9, 9, now=0.0, sharer="anna")
     with pytest.raises(InvalidRequestError, match="allowed: 9"):
@@ -210,7 +210,7 @@ def test_tenants_share_the_tokens_that_may_wait() -> None:
     queue.check(1, 30, now=0.0, sharer="carl")
 
 
-def test_tenants_have_one_share_whichever_process_they_ask() -> None:
+def test_tenants_have_one_share_over_all_processes() -> None:
     numbers = SharedNumbers(NUM_COLUMNS, num_rows=2)
     one, other = (
         Admission(

@@ -1,4 +1,4 @@
-"""What an engine process has said before it ended by itself counts, however late it arrives."""
+"""Messages of an engine process count even if they arrive after its end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = "there is no room for the weights"
 
 
 def ended() -> EngineConnection:
-    """A process that has ended when its last words are sent."""
+    """Start a process that ends before its last message is sent."""
     return EngineConnection(
         OPTIONS, num_servers=1, receive=lambda _: None, hang_seconds=300.0, module=MODULE
     )
@@ -37,7 +37,7 @@ def all_the_time_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_LAST_WORDS_SECONDS", 120.0)
 
 
-def test_a_start_that_failed_says_why() -> None:
+def test_a_failed_start_reports_its_reason() -> None:
     async def scene() -> None:
         engine = ended()
         try:
@@ -49,7 +49,7 @@ def test_a_start_that_failed_says_why() -> None:
         asyncio.run(scene())
 
 
-def test_an_engine_that_failed_later_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_failure_reports_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> str:
         engine = ended()
         try:
@@ -62,8 +62,8 @@ def test_an_engine_that_failed_later_says_why(monkeypatch: pytest.MonkeyPatch) -
     assert asyncio.run(scene()) == WORDS
 
 
-def test_counters_do_not_go_back_when_a_beat_is_late(tmp_path: Path) -> None:
-    """A beat is sent by another thread of the engine than the steps, over another socket."""
+def test_counters_do_not_decrease_when_a_heartbeat_is_late(tmp_path: Path) -> None:
+    """Heartbeats and steps use different threads and sockets."""
 
     def stats(at: float, generated: int) -> wire.EngineStats:
         return wire.EngineStats(0, 0, 1, 1, 0, 0, 0, 0, generated, at=at)
@@ -90,7 +90,7 @@ def test_counters_do_not_go_back_when_a_beat_is_late(tmp_path: Path) -> None:
 
 
 def send(folder: str, message: wire.EngineReady | wire.EngineFailed, *, is_first: bool) -> None:
-    """As an engine does, which begins when it was told to."""
+    """Send as an engine does, `is_first`: after its first message arrived."""
     address = wire.EngineAddress(folder)
     with zmq.Context() as context, context.socket(zmq.PULL) as requests:
         requests.connect(address.requests(0))

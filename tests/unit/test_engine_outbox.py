@@ -1,6 +1,4 @@
-"""What a step brought goes to the server process that asked for it, and the sequence's id says
-which that is.
-"""
+"""Updates go to the server process that the sequence's id names."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def update(name: str, token_id: int) -> SequenceUpdate:
     return SequenceUpdate(name, [token_id], None, None, None, None, 0, None)
 
 
-def test_each_server_gets_its_own_and_steps_are_counted_once(tmp_path: Path) -> None:
+def test_each_server_gets_its_own_updates_and_steps_are_counted_once(tmp_path: Path) -> None:
     address = wire.EngineAddress(str(tmp_path))
     with zmq.Context() as context:
         servers = [context.socket(zmq.PULL) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""How many threads a process may use."""
+"""The number of threads that a process may use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from negamax.base import env
         ({"cpu.max": "nonsense"}, math.inf),
     ],
 )
-def test_a_containers_quota_is_read(tmp_path: Path, files: dict[str, str], cores: float) -> None:
+def test_container_quota_is_read(tmp_path: Path, files: dict[str, str], cores: float) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

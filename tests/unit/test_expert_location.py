@@ -1,4 +1,4 @@
-"""`--init-expert-location`: where experts lie at start, and what is refused."""
+"""`--init-expert-location`: placement of experts at start, and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COPIES = ParallelLayout(tp=2, ep=2, redundant_experts=2)
 
 @dataclass(frozen=True)
 class Spec:
-    """As much of a model as is asked for."""
+    """The part of a model that placement reads."""
 
     num_layers: int = len(COUNTS)
     experts: tuple[int, int] | None = (EXPERTS, 8)
@@ -39,12 +39,12 @@ def place(layout: ParallelLayout, location: Any, spec: Spec = Spec()) -> Paralle
     return place_experts(layout, spec, text)  # type: ignore[arg-type]
 
 
-def test_without_it_experts_lie_in_order() -> None:
+def test_experts_lie_in_order_by_default() -> None:
     assert place(RANKS, "trivial") == RANKS
     assert place(ParallelLayout(), "trivial", Spec(experts=None)) == ParallelLayout()
 
 
-def test_counts_say_where_experts_lie(tmp_path: Path) -> None:
+def test_counts_determine_the_placement(tmp_path: Path) -> None:
     path = tmp_path / "dump.json"
     # as a server answers, with what is of no interest here
     path.write_text(json.dumps({"logical_count": COUNTS, "engines": [{"balancedness": 0.5}]}))
@@ -97,7 +97,7 @@ GOOD = [0, 1, 2, 3]
         ),
     ],
 )
-def test_what_is_not_of_this_model_is_refused(location: Any, words: str) -> None:
+def test_data_of_another_model_is_refused(location: Any, words: str) -> None:
     with pytest.raises(ConfigError, match="--init-expert-location") as caught:
         place(RANKS, location)
     assert re.search(words, f"{caught.value.message} {caught.value.hint}")
@@ -108,7 +108,7 @@ def test_no_rank_gets_an_expert_twice() -> None:
         place(COPIES, {"physical_to_logical_map": [[0, 1, 2, 3, 3, 0]] * 3})
 
 
-def test_it_is_for_whole_experts() -> None:
+def test_sharded_experts_are_refused() -> None:
     text = json.dumps({"logical_count": COUNTS})
     with pytest.raises(ConfigError, match="a part of every one") as caught:
         place(ParallelLayout(tp=2), text)
@@ -117,7 +117,7 @@ def test_it_is_for_whole_experts() -> None:
         place(RANKS, text, Spec(experts=None))
 
 
-def test_copies_may_lie_there_without_moving() -> None:
+def test_copies_are_allowed_without_rebalancing() -> None:
     copies = {"num_redundant_experts": 2}
     sizes: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     placed = EngineOptions("m", **sizes, eplb_config=copies, init_expert_location="{}")

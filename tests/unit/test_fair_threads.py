@@ -1,4 +1,4 @@
-"""A task that takes long holds up no other."""
+"""A slow task delays no other task."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tended(threads: FairThreads, check: Callable[[], bool], *, seconds: float = 
     return check()
 
 
-def test_a_thread_that_is_stuck_is_replaced_and_goes_when_it_is_done() -> None:
+def test_a_stuck_thread_is_replaced_and_ends_after_its_task() -> None:
     threads = FairThreads(1, patience=0.05, most=3, name="test")
     release, done = threading.Event(), list[int]()
     threads.submit(lambda: done.append(-1) if release.wait(120) else None)
@@ -28,7 +28,7 @@ def test_a_thread_that_is_stuck_is_replaced_and_goes_when_it_is_done() -> None:
     assert tended(threads, lambda: done[-1] == -1 and threads._num_threads == 1)
 
 
-def test_there_are_never_more_threads_than_allowed_and_what_waits_comes_later() -> None:
+def test_the_number_of_threads_is_bounded_and_waiting_tasks_run_later() -> None:
     threads = FairThreads(1, patience=0.0, most=3, name="test")
     release, done = threading.Event(), list[int]()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What a process imports at its start, and what that costs."""
+"""What a process imports at its start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from negamax.base.imports import large_imports
 
 
-def test_large_imports_are_no_garbage_to_look_for() -> None:
+def test_large_imports_are_excluded_from_garbage_collection() -> None:
     frozen = gc.get_freeze_count()
     with large_imports():
         assert not gc.isenabled()
@@ -35,7 +35,7 @@ assert info.device == "script"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_ctrl_c_while_the_command_is_imported_says_nothing() -> None:
+def test_ctrl_c_during_import_prints_nothing() -> None:
     code = """
 import sys
 from negamax.__main__ import main

@@ -1,5 +1,5 @@
-"""Lines on standard error: what a stranger sends forges none, floods none, and nobody waits for a
-reader.
+"""Log lines on standard error: clients can neither forge nor flood them, and writing never
+blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_control_characters_are_escaped() -> None:
     )
 
 
-def test_an_exception_forges_no_line() -> None:
+def test_an_exception_cannot_forge_a_line() -> None:
     try:
         raise ValueError("bad\nERROR negamax: forged\x1b[2J")
     except ValueError:
@@ -51,7 +51,7 @@ def test_an_exception_forges_no_line() -> None:
     assert all(line.startswith("    ") and "\x1b" not in line for line in others)
 
 
-def test_warnings_of_one_kind_are_braked_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_of_one_kind_are_rate_limited_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     brake = Brake()
     passed = sum(bool(brake.filter(record("bad request from %s", number))) for number in range(500))
     assert passed == 20
@@ -64,7 +64,7 @@ def test_warnings_of_one_kind_are_braked_and_counted(monkeypatch: pytest.MonkeyP
     assert later.getMessage() == "bad request from 100 % of them (and 480 more of this kind before)"
 
 
-def test_a_pipe_that_nobody_reads_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_pipe_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
     with os.fdopen(write, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)

@@ -26,7 +26,7 @@ def stats(**fields: Any) -> EngineStats:
     return EngineStats(**{**empty, "num_kv_blocks": 100, "num_free_kv_blocks": 100, **fields})
 
 
-def test_load_is_what_happened_between_two_looks() -> None:
+def test_load_covers_the_time_between_two_reports() -> None:
     report = LoadReport(stats(), now=0.0)
     assert report.next(stats(), now=10.0) is None
     busy = stats(
@@ -64,7 +64,7 @@ def test_load_is_what_happened_between_two_looks() -> None:
         ({}, ValueError("x"), "error"),
     ],
 )
-def test_record_says_how_a_request_ended(
+def test_record_holds_the_end_of_a_request(
     reasons: dict[int, str], error: BaseException | None, expected: str
 ) -> None:
     record = RequestRecord(

@@ -1,4 +1,4 @@
-"""What probes hear of a node without the API."""
+"""Health probes of a node without the API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.probes import probe
 HOST = "127.0.0.1"
 
 
-def test_a_node_lives_while_it_reads_and_while_its_loop_goes_round(
+def test_a_node_is_live_while_it_starts_and_while_its_loop_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     health = NodeHealth(HOST, 0)
@@ -36,7 +36,7 @@ def test_a_node_lives_while_it_reads_and_while_its_loop_goes_round(
         assert status == 503 and reason.startswith("the agent has been stuck for")
 
 
-def test_what_is_no_probe_harms_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_do_not_disturb_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_REQUEST_SECONDS", 0.3)
     health = NodeHealth(HOST, 0)
     address = (HOST, health.port)
@@ -62,7 +62,7 @@ def test_what_is_no_probe_harms_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe(HOST, health.port, "/livez") == (200, "ok")
 
 
-def test_a_port_that_is_taken_and_a_host_that_is_not_here_are_refused() -> None:
+def test_a_used_port_and_a_foreign_host_are_refused() -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         words = f"--node-health-port is {port}, which cannot be listened on at {HOST}: .*in use"

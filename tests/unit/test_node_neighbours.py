@@ -1,14 +1,14 @@
-"""What an agent knows of the other agents."""
+"""Heartbeats between agents."""
 
 from __future__ import annotations
 
 import pytest
 
 from negamax.engine.nodes import wire
-from negamax.engine.nodes.neighbours import Neighbours
+from negamax.engine.nodes.heartbeats import Neighbours
 
 
-def test_who_was_heard_and_is_not_any_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_neighbour_that_stops_its_heartbeats_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("negamax.base.supervision.time.monotonic", lambda: now)
     neighbours = Neighbours("s", {2: ("10.0.0.3", 1), 3: ("10.0.0.4", 1)})

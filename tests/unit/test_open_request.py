@@ -1,6 +1,4 @@
-"""A request seen from the server: everything is handed on, once, in order, and nothing is left in
-the engine afterwards.
-"""
+"""Open requests: outputs are handed on once and in order, and nothing is left in the engine."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def update(
 
 
 class Engine:
-    """What a generation does to its engine."""
+    """A stub of engine and replica."""
 
     def __init__(self, *, refuses: Exception | None = None) -> None:
         self.open: set[str] = set()
@@ -116,7 +114,7 @@ def give(to: OpenRequest, *updates: SequenceUpdate) -> None:
         to.push(one)
 
 
-def test_outputs_come_in_the_call_that_brings_them_in_order_and_once() -> None:
+def test_outputs_are_handed_on_at_once_in_order_and_once() -> None:
     async def run() -> None:
         engine, watcher, taken = Engine(), Watcher(), list[RequestOutput]()
         request = generation(engine, watcher=watcher)
@@ -142,7 +140,7 @@ def test_outputs_come_in_the_call_that_brings_them_in_order_and_once() -> None:
 
 
 @pytest.mark.parametrize("interval", [2, 3, 7, 1000])
-def test_outputs_have_as_many_tokens_as_were_asked_for(interval: int) -> None:
+def test_outputs_have_the_requested_number_of_tokens(interval: int) -> None:
     async def run() -> None:
         engine, watcher, taken = Engine(), Watcher(), list[RequestOutput]()
         request = generation(engine, n=2, watcher=watcher, interval=interval)
@@ -171,7 +169,7 @@ def test_outputs_have_as_many_tokens_as_were_asked_for(interval: int) -> None:
     asyncio.run(run())
 
 
-def test_what_waits_for_more_tokens_is_handed_on_before_an_error() -> None:
+def test_joined_outputs_are_handed_on_before_an_error() -> None:
     async def run() -> None:
         taken = list[RequestOutput]()
         request = generation(Engine(), interval=100)
@@ -236,7 +234,7 @@ def test_prompt_logprobs_of_the_first_update_survive_the_last() -> None:
     assert both.token_ids == [1, 2]
 
 
-def test_later_choices_are_sent_when_the_first_has_read_the_prompt() -> None:
+def test_later_choices_are_sent_after_the_first_token() -> None:
     async def run() -> None:
         engine = Engine()
         request = generation(engine, n=3)
@@ -252,7 +250,7 @@ def test_later_choices_are_sent_when_the_first_has_read_the_prompt() -> None:
     asyncio.run(run())
 
 
-def test_later_choices_of_a_request_that_is_to_end_are_never_sent() -> None:
+def test_later_choices_of_an_aborted_request_are_never_sent() -> None:
     async def run() -> None:
         engine, taken = Engine(), list[RequestOutput]()
         request = generation(engine, n=3)
@@ -283,7 +281,7 @@ def test_a_stop_string_ends_the_choice_in_the_engine_too() -> None:
     asyncio.run(run())
 
 
-def test_failure_comes_after_what_has_arrived_and_the_first_one_counts() -> None:
+def test_a_failure_follows_earlier_outputs_and_the_first_one_counts() -> None:
     async def run() -> None:
         engine, watcher, taken = Engine(), Watcher(), list[RequestOutput]()
         request = generation(engine, watcher=watcher)
@@ -314,7 +312,7 @@ def test_deadline_ends_what_runs() -> None:
     asyncio.run(run())
 
 
-def test_a_user_that_fails_ends_its_own_request_and_hears_why() -> None:
+def test_an_error_of_the_user_ends_its_own_request() -> None:
     async def run() -> None:
         engine = Engine()
         request = generation(engine)
@@ -334,7 +332,7 @@ def test_a_user_that_fails_ends_its_own_request_and_hears_why() -> None:
     asyncio.run(run())
 
 
-def test_refusals_are_raised_where_a_status_line_can_tell_them() -> None:
+def test_refusals_are_raised_before_the_first_output() -> None:
     async def begins(engine: Engine, act: Callable[[OpenRequest], None]) -> None:
         request = generation(engine)
         beginning = asyncio.create_task(request.first_output())
@@ -355,7 +353,7 @@ def test_refusals_are_raised_where_a_status_line_can_tell_them() -> None:
         asyncio.run(begins(Engine(refuses=OverloadedError("full")), lambda request: None))
 
 
-def test_what_came_before_the_user_is_kept_for_it() -> None:
+def test_outputs_before_run_are_kept() -> None:
     async def run() -> None:
         engine, taken = Engine(), list[RequestOutput]()
         request = generation(engine)

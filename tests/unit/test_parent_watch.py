@@ -1,4 +1,4 @@
-"""A parent that sends no heartbeat any more, watched by a child."""
+"""A child watches a parent that stops to send heartbeats."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ while True:
 """
 
 
-def test_a_parent_in_an_endless_loop_is_killed_after_the_reason_was_told(tmp_path: Path) -> None:
+def test_a_parent_in_an_endless_loop_is_killed_after_the_report(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, CHILD, str(tmp_path / "pulse"), str(HANG_SECONDS)]
     for _ in range(10):
         parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -55,7 +55,7 @@ def test_a_parent_in_an_endless_loop_is_killed_after_the_reason_was_told(tmp_pat
 
 
 def test_a_process_that_is_not_the_parent_is_not_killed(tmp_path: Path) -> None:
-    """As where the parent is gone, and another process has its id."""
+    """The parent is gone and another process has its id."""
     SharedNumbers(1, path=tmp_path / "pulse").row(0)[0] = 1.0
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
         command = [sys.executable, "-c", CHILD, str(stranger.pid), str(tmp_path / "pulse"), "0.2"]
@@ -64,7 +64,7 @@ def test_a_process_that_is_not_the_parent_is_not_killed(tmp_path: Path) -> None:
         stranger.kill()
 
 
-def test_a_process_that_knows_the_first_row_alone_leaves_the_others(tmp_path: Path) -> None:
+def test_mapping_the_first_row_alone_keeps_the_others(tmp_path: Path) -> None:
     table = SharedNumbers(1, num_rows=3, path=tmp_path / "pulses")
     table.row(2)[0] = 7.0
     first = SharedNumbers(1, path=tmp_path / "pulses")

@@ -1,6 +1,4 @@
-"""Which replica a request goes to: load, prompts seen before, pins, and engines that come and
-go.
-"""
+"""Choice of a replica: load, known prompts, named ranks, and engines that come and go."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ BLOCK = 16
 
 
 class Channel:
-    """An engine that runs, seen through its sockets."""
+    """The sockets of a running engine."""
 
     def __init__(self, stats: EngineStats | None = None) -> None:
         self.is_open = True
@@ -49,7 +47,7 @@ class Channel:
 def engine_of(
     count: int, *, ranks: int = 1, index: int = 0, queue: SharedQueue | None = None
 ) -> tuple[AsyncEngine, list[Channel]]:
-    """A client of `count` engines that all run."""
+    """A client of `count` running engines."""
     options = EngineOptions(model="nano", num_replicas=count)
     engine = AsyncEngine(options, tokenizer=TOKENIZER, chat_template=None, index=index, queue=queue)
     channels = [Channel() for _ in range(count)]
@@ -73,7 +71,7 @@ def ask(
     *,
     rank: int | None = None,
 ) -> tuple[OpenRequest, int]:
-    """A request that has been sent, and the replica it went to."""
+    """Send a request; return it and its replica."""
     request = engine.generate(
         tokens, SamplingParams(max_tokens=8), request_id=name, data_parallel_rank=rank
     )
@@ -84,7 +82,7 @@ def ask(
 
 
 def in_loop(scene: Callable[[], Any]) -> None:
-    """A client's futures belong to a loop."""
+    """Run in an event loop, which a client's futures need."""
 
     async def run_scene() -> None:
         scene()
@@ -96,7 +94,7 @@ def prompt(number: int, length: int = 40) -> list[int]:
     return [(7 * number + at) % 90 for at in range(length)]
 
 
-def test_load_is_what_all_server_processes_have_sent_and_not_yet_ended() -> None:
+def test_load_counts_open_sequences_of_all_server_processes() -> None:
     numbers = SharedNumbers(2 * NUM_COLUMNS, num_rows=2)
     mine, theirs = (ReplicaLoad(numbers, replica=1, index=index) for index in range(2))
     other = ReplicaLoad(numbers, replica=0, index=0)
@@ -116,7 +114,7 @@ def test_load_is_what_all_server_processes_have_sent_and_not_yet_ended() -> None
     assert mine.cost(0, num_ranks=1) == (0, 440)
 
 
-def test_what_a_server_process_that_died_had_sent_is_no_load(tmp_path: Path) -> None:
+def test_sequences_of_a_dead_server_process_are_no_load(tmp_path: Path) -> None:
     queue = SharedQueue.of(2, num_servers=2, folder=tmp_path)
     loads = [ReplicaLoad(queue.loads, replica=0, index=server) for server in range(2)]
     for number, load in enumerate(loads):
@@ -125,7 +123,7 @@ def test_what_a_server_process_that_died_had_sent_is_no_load(tmp_path: Path) -> 
     assert loads[0].cost(0, num_ranks=1) == (100 + ROW_COST + 25, 100)
 
 
-def test_prefixes_are_found_by_whatever_process_and_discarded(tmp_path: Path) -> None:
+def test_prefixes_are_shared_by_processes_and_discarded(tmp_path: Path) -> None:
     here, there = (SharedQueue.of(2, num_servers=2, folder=tmp_path).prefixes for _ in range(2))
     table, theirs = PrefixTable(here), PrefixTable(there)
     for one in (table, theirs):
@@ -181,7 +179,7 @@ def test_requests_are_spread_and_follow_their_prefixes_until_load_outweighs_them
     in_loop(scene)
 
 
-def test_alone_they_take_turns_so_that_caches_fill_alike() -> None:
+def test_single_requests_alternate_between_replicas() -> None:
     def scene() -> None:
         engine, _ = engine_of(2)
         places = []
@@ -194,7 +192,7 @@ def test_alone_they_take_turns_so_that_caches_fill_alike() -> None:
     in_loop(scene)
 
 
-def test_a_rank_is_one_of_a_replica_whatever_it_has_to_do() -> None:
+def test_a_named_rank_is_used_at_any_load() -> None:
     def scene() -> None:
         engine, channels = engine_of(2, ranks=2)
         assert engine.num_ranks == 4
@@ -208,7 +206,7 @@ def test_a_rank_is_one_of_a_replica_whatever_it_has_to_do() -> None:
     in_loop(scene)
 
 
-def test_dead_and_silent_replicas_get_nothing_while_others_answer() -> None:
+def test_dead_and_silent_replicas_get_nothing_while_others_run() -> None:
     def scene() -> None:
         engine, channels = engine_of(2)
         full = engine.admission._max_open
@@ -260,7 +258,7 @@ def test_server_ends_when_no_replica_is_left() -> None:
     in_loop(scene)
 
 
-def test_sums_go_on_where_an_engine_that_died_had_them() -> None:
+def test_counters_continue_after_an_engine_died() -> None:
     def stats(tokens: int) -> EngineStats:
         ranks = tuple(
             RankStats(1, 0, 50, 20, 3, 0, 5, 0, tokens + at, accepted_per_position=(tokens, at))
@@ -308,7 +306,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def given_out(monkeypatch: pytest.MonkeyPatch, variable: str | None, **options: Any) -> list[str]:
-    """The GPUs of each replica, on a machine without NVIDIA's driver."""
+    """The GPUs of each replica, on a machine without a driver."""
     monkeypatch.setenv("PATH", "")
     if variable is None:
         monkeypatch.delenv(VISIBLE, raising=False)
@@ -333,7 +331,7 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert refused.value.hint == "use --num-replicas 1"
 
 
-def test_replicas_on_unlike_devices_are_refused() -> None:
+def test_replicas_on_different_devices_are_refused() -> None:
     known = info()
     check_same_device([known, replace(known, device="cpu"), None])
     check_same_device([replace(known, device=f"cuda:{number}") for number in range(2)])

@@ -1,6 +1,4 @@
-"""`--performance-mode`: the GPUs of this machine, and the parallel sizes that are chosen for them
-where none is given.
-"""
+"""`--performance-mode`: the parallel sizes chosen for this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def gpu_name() -> str:
 
 @pytest.fixture
 def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_name: str) -> None:
-    """A driver's tool that knows four GPUs, the second with less memory than the others."""
+    """A fake nvidia-smi with four GPUs, the second with less memory."""
     rows = [f"{n}, GPU-{n}aaaaaaa-0000, {gpu_name}, {143_771 - 1000 * (n == 1)}" for n in range(4)]
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows), encoding="utf-8")
@@ -42,7 +40,7 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_name: str) ->
     ("visible", "count"),
     [(None, 4), ("0,2", 2), ("", 0), ("GPU-3aaaaaaa", 1), ("1,7,2", 1), ("-1", 0)],
 )
-def test_gpus_of_this_machine_are_those_that_cuda_sees(
+def test_gpus_are_those_that_cuda_sees(
     visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if visible is not None:
@@ -54,10 +52,10 @@ def test_gpus_of_this_machine_are_those_that_cuda_sees(
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_files_that_are_split_are_planned_for_the_ranks_that_they_are_for(
+def test_split_files_are_planned_for_their_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A server starts with no others."""
+    """A server starts with the same sizes."""
     folder = tmp_path / "split"
     shutil.copytree(EMBEDDED["nano"], folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     sizes = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "rank": 0}
@@ -73,7 +71,7 @@ def test_files_that_are_split_are_planned_for_the_ranks_that_they_are_for(
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_a_performance_mode_chooses_sizes_where_none_is_given() -> None:
+def test_a_performance_mode_chooses_missing_sizes() -> None:
     model = {"model": "minimax-m2", "load_format": "synthetic"}
     for mode in ("latency", "interactivity", "throughput"):
         options = choose_parallel_sizes(EngineOptions(**model, performance_mode=mode))
@@ -124,7 +122,7 @@ def test_a_performance_mode_of_a_server_uses_all_gpus() -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_gpus_that_can_be_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert visible_devices() == ["0", "1", "2", "3"]
     for variable, names in (("2, 0", ["2", "0"]), ("1,7,2", ["1"]), ("", []), ("-1", [])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
@@ -138,7 +136,7 @@ def test_gpus_that_can_be_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("gpu_name", ["NVIDIA Abacus"])
-def test_gpus_that_are_not_known_are_named(
+def test_unknown_gpus_are_named(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert main(["plan", "minimax-m2"]) == 2

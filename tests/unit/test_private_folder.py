@@ -1,4 +1,4 @@
-"""Private folders: short enough for sockets, closed to others, and gone after their makers."""
+"""Private folders: short paths, private access, removed after their makers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from negamax.base.private_folder import PrivateFolder
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for temporary files of this test's own, with a short path."""
+    """A temporary folder with a short path."""
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
@@ -33,7 +33,7 @@ def test_only_this_user_can_enter_and_it_is_removed(temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_a_folder_with_a_long_path_is_passed_over(
+def test_a_folder_with_a_long_path_is_skipped(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = temporary / ("a" * 90)
@@ -51,7 +51,7 @@ def test_a_folder_with_a_long_path_is_passed_over(
         PrivateFolder()
 
 
-def test_what_a_killed_process_left_is_removed_and_what_is_in_use_is_not(
+def test_folders_of_killed_processes_are_removed_and_used_ones_are_not(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (

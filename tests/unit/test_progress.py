@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
 
 
 def load(clock: pytest.MonkeyPatch, *, seconds: int, **options: object) -> None:
-    """A load of 10 GiB, told about every tenth of it."""
+    """Report a load of 10 GiB in ten parts."""
     now = [100.0]
     clock.setattr(progress.time, "monotonic", lambda: now[0])
     with Progress("loading weights", unit=format_bytes, **options) as shown:  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def test_a_terminal_gets_one_line_with_amount_rate_and_time_left(
     assert "\n" not in drawn and drawn.endswith("\r\x1b[K")
 
 
-def test_short_work_and_work_that_is_to_be_quiet_show_nothing(
+def test_short_and_quiet_work_shows_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
@@ -51,7 +51,7 @@ def test_short_work_and_work_that_is_to_be_quiet_show_nothing(
 
 
 @pytest.mark.parametrize(("level", "lines"), [("info", 5), ("warning", 5), ("error", 0)])
-def test_elsewhere_a_line_is_written_now_and_then_unless_only_errors_are_wanted(
+def test_off_a_terminal_lines_are_written_unless_only_errors_are_logged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], level: str, lines: int
 ) -> None:
     log.setup(level)
@@ -72,7 +72,7 @@ def test_a_json_log_on_a_terminal_stays_json(monkeypatch: pytest.MonkeyPatch) ->
     log.setup()
 
 
-def test_of_several_ranks_each_logs_and_the_first_alone_draws(
+def test_of_several_ranks_all_log_and_the_first_draws(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log.setup("info")

@@ -1,4 +1,4 @@
-"""What Ray is asked for, and what is said where it is not there or has no room: without Ray."""
+"""Requests for machines of Ray, and messages when it is missing or full, without Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RAY = {"distributed_executor_backend": "ray"}
 
 
 def placement(*nodes: tuple[float, float], **options: Any) -> RayPlacement:
-    """Of machines of 8 GPUs and 64 CPUs: (GPUs, CPUs) that are free on each; the first serves."""
+    """Machines of 8 GPUs and 64 CPUs by their free (GPUs, CPUs); the first serves."""
     total = Resources(gpus=8, cpus=64)
     cluster = [
         ClusterNode(str(place), f"10.0.0.{place + 1}", total, Resources(*free))
@@ -55,13 +55,13 @@ def placement(*nodes: tuple[float, float], **options: Any) -> RayPlacement:
         ([(0, 4), (0, 4)], {"data_parallel_size": 2, "device": "cpu"}, 1),
     ],
 )
-def test_the_fewest_machines_that_have_room(
+def test_the_fewest_machines_with_room_are_chosen(
     nodes: list[tuple[float, float]], options: dict[str, Any], count: int | None
 ) -> None:
     assert placement(*nodes, **options).choose() == count
 
 
-def test_what_a_machine_is_asked_for() -> None:
+def test_resources_of_each_machine() -> None:
     wanted = placement((8, 64), (8, 64), tensor_parallel_size=8, pipeline_parallel_size=2)
     assert wanted.share(2) == Resources(gpus=8, cpus=8)
     assert (wanted.device, wanted.master_addr, wanted.is_on_loopback) == ("cuda", "10.0.0.1", False)
@@ -97,7 +97,7 @@ def test_what_a_machine_is_asked_for() -> None:
         ([(8, 64)] * 20, {"data_parallel_size": 512}, "; and 4 more (use smaller sizes, or add"),
     ],
 )
-def test_a_refusal_says_what_is_wanted_and_what_there_is(
+def test_a_refusal_names_wanted_and_available_resources(
     nodes: list[tuple[float, float]], options: dict[str, Any], words: str
 ) -> None:
     wanted = placement(*nodes, **options)
@@ -105,7 +105,7 @@ def test_a_refusal_says_what_is_wanted_and_what_there_is(
     assert words in str(wanted.refusal(3.0))
 
 
-def test_a_machine_without_gpus_is_told_which_has_them() -> None:
+def test_a_refusal_names_a_machine_with_gpus() -> None:
     nodes = [
         ClusterNode("head", "10.0.0.1", Resources(0, 8), Resources(0, 8)),
         ClusterNode("gpus", "10.0.0.2", Resources(8, 64), Resources(8, 64)),
@@ -121,12 +121,12 @@ def test_a_machine_without_gpus_is_told_which_has_them() -> None:
         ({"node_rank": 1, "nnodes": 2}, "--node-rank is 1, and .* is ray"),
         ({"num_replicas": 2}, "--num-replicas is 2, and .* is ray"),
         ({"script": "agents"}, "--script answers without a model, and .* is ray"),
-        ({"ray_placement_timeout": 0.0}, "--ray-placement-timeout is 0.0; allowed: above 0"),
+        ({"ray_placement_timeout": 0.0}, "--ray-placement-timeout is 0; allowed: above 0"),
         ({"distributed_executor_backend": "external_launcher"}, "allowed: mp, ray"),
         ({"nnodes": 3, "data_parallel_size": 2}, "--nnodes is 3 and there are 2 ranks"),
     ],
 )
-def test_options_that_do_not_go_with_ray(options: dict[str, Any], words: str) -> None:
+def test_options_incompatible_with_ray_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         EngineOptions("nano", **(RAY | options))
 
@@ -146,7 +146,7 @@ def test_ray_knows_the_address_of_node_0() -> None:
         ("-dpb mp", "mp"),
     ],
 )
-def test_other_names_for_it(words: str, backend: str | None) -> None:
+def test_other_names_of_the_backend(words: str, backend: str | None) -> None:
     choices = resolve(GROUP, ["serve", "nano", *words.split()]).choices
     chosen = choices.get("distributed_executor_backend")
     assert (chosen and chosen.words[-1].partition("=")[2]) == backend
@@ -163,7 +163,7 @@ def test_variables_of_other_launchers_have_no_effect(
     assert "nnodes" not in resolve(GROUP, [*line, *words.split()]).choices
 
 
-def test_a_missing_extra_is_named(
+def test_a_missing_ray_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ray_launcher, "find_spec", lambda name: None)
@@ -175,7 +175,7 @@ def test_a_missing_extra_is_named(
         ray_launcher.RayLauncher(EngineOptions("nano", **RAY))
 
 
-def test_where_a_cluster_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_order_of_cluster_addresses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     assert find_cluster() is None
@@ -198,10 +198,10 @@ def test_where_a_cluster_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path
         ("auto", "no Ray cluster answers"),
         ("127.0.0.1:1", "no Ray cluster answers"),
         ("ray://head:10001", "node 0 is a machine of the cluster"),
-        ("head", "it is to be HOST:PORT"),
+        ("head", "allowed: HOST:PORT"),
     ],
 )
-def test_a_cluster_that_is_named_is_there(
+def test_a_named_cluster_must_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str, words: str
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -210,9 +210,7 @@ def test_a_cluster_that_is_named_is_there(
         find_cluster()
 
 
-def test_agents_find_folders_from_wherever_they_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_agents_get_absolute_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     options = EngineOptions("model", speculative_config={"method": "eagle3", "model": "org/draft"})

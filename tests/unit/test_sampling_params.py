@@ -1,6 +1,4 @@
-"""Parameters out of range are refused by name before they reach the engine; defaults come from the
-model.
-"""
+"""Out-of-range parameters are refused by name; defaults come from the model."""
 
 from __future__ import annotations
 
@@ -85,8 +83,8 @@ def test_missing_fields_take_the_models_defaults_and_given_ones_stay() -> None:
     assert SamplingParams(top_k=-1, max_tokens=3).resolved(defaults, room=77).top_k == 0
 
 
-def test_the_seeds_of_choices_wrap_around_where_the_seed_is_the_largest() -> None:
-    """A seed travels as a signed number of 64 bits."""
+def test_seeds_of_choices_wrap_after_the_largest_seed() -> None:
+    """A seed is a signed 64-bit number."""
     params = SamplingParams(n=3, seed=2**63 - 1, temperature=0.5)
     choices = [params.of_choice(index, seed=2**63 - 1) for index in range(3)]
     assert [choice.seed for choice in choices] == [2**63 - 1, -(2**63), 1 - 2**63]

@@ -1,4 +1,4 @@
-"""Scripts: rules and the messages they look at, answers in the template's words, broken files."""
+"""Scripts: matching rules, answers in the template's words, invalid files."""
 
 from __future__ import annotations
 
@@ -87,13 +87,15 @@ def rendered(messages: list[dict], **options: object) -> str:
     ],
     ids=["call", "no such tool", "tool result", "thinking closed", "no turns"],
 )
-def test_first_rule_that_fits_answers(answers: ScriptedAnswers, prompt: str, answer: str) -> None:
+def test_the_first_matching_rule_answers(
+    answers: ScriptedAnswers, prompt: str, answer: str
+) -> None:
     tokens = answers.answer(TOKENIZER.encode(prompt))
     assert tokens[-1] == EOS
     assert TOKENIZER.decode(tokens[:-1], skip_special_tokens=False) == answer
 
 
-def test_messages_since_the_last_answer_are_looked_at() -> None:
+def test_rules_match_messages_since_the_last_answer() -> None:
     assert find_new_messages(rendered(ASKED), MINIMAX_M2) == ("user", "How is the weather?")
     role, text = find_new_messages(rendered(CALLED), MINIMAX_M2)
     assert role == "tool"
@@ -125,7 +127,7 @@ def test_unknown_script_names_the_bundled_ones() -> None:
     assert read_script("agents").context_length > 100_000
 
 
-def test_a_mask_that_allows_nothing_costs_its_row_and_not_the_step() -> None:
+def test_a_mask_that_allows_nothing_fails_its_row_alone() -> None:
     loop, info = start_loop(EngineOptions(model="nano", script="agents", device="cpu"))
     prompt = TOKENIZER.encode("Hello")
     rows = [

@@ -1,4 +1,4 @@
-"""Numbers that processes share: what one writes the others see, and none overwrites another's."""
+"""Numbers that processes share: all see what one writes, and none overwrites another's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from negamax.base.shared_numbers import SharedNumbers
 
 
-def test_processes_see_each_others_numbers(tmp_path: Path) -> None:
+def test_processes_share_numbers(tmp_path: Path) -> None:
     path = tmp_path / "numbers"
     mine = SharedNumbers(3, num_rows=2, path=path)
     mine.row(0)[2] = 5.0
@@ -25,7 +25,7 @@ def test_processes_see_each_others_numbers(tmp_path: Path) -> None:
     assert list(mine.row(0)) == [0.0, 0.0, 5.0]
 
 
-def test_row_of_a_process_that_is_gone_is_cleared_alone(tmp_path: Path) -> None:
+def test_only_the_row_of_a_dead_process_is_cleared(tmp_path: Path) -> None:
     numbers = SharedNumbers(3, num_rows=3)
     for index in range(3):
         numbers.row(index)[:] = [1.0, 2.0, 3.0]

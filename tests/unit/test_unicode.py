@@ -1,4 +1,4 @@
-"""Lone surrogates in texts and in the escapes of JSON."""
+"""Lone surrogates in texts and in JSON escapes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_lone_surrogates_of_a_text_are_replaced(text: str, valid: str) -> None:
         rb'"\\\\\ud83d\n"',
     ],
 )
-def test_escaped_lone_surrogates_are_replaced_and_escaped_backslashes_are_not_escapes(
+def test_escaped_lone_surrogates_are_replaced_unless_the_backslash_is_escaped(
     body: bytes,
 ) -> None:
-    """Python's reader keeps lone surrogates, so it tells what each text says."""
+    """Python's JSON reader keeps lone surrogates, so it is the reference."""
     assert msgspec.json.decode(valid_escapes(body)) == valid_unicode(json.loads(body))
 
 

@@ -26,7 +26,7 @@ from negamax.engine.core.expert_balancer import ExpertBalancer
 from negamax.engine.grammar.manager import GrammarManager
 from negamax.engine.grammar.request_grammar import RequestGrammar
 from negamax.engine.nodes.ray_launcher import RayLauncher
-from negamax.engine.wire import EngineStats, ExpertDump, RankStats, StepOutputs
+from negamax.engine.wire import EngineStats, ExpertDump, RankStats, StepOutputs, sum_fields
 from negamax.scheduler import crash_details
 from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.request import GenerateRequest
@@ -161,37 +161,19 @@ class EngineLoop:
         return report
 
     def stats(self) -> EngineStats:
-        ranks = self._scheduler.ranks
-        accepted = [
-            sum(of_ranks)
-            for of_ranks in zip(*(rank.accepted_per_position for rank in ranks), strict=True)
-        ]
+        ranks = self._rank_stats()
         return EngineStats(
+            **sum_fields(RankStats, ranks) | {"step_count": self._step_count},
             at=time.monotonic(),
-            num_running=sum(rank.num_running for rank in ranks),
-            num_waiting=self._scheduler.num_waiting + self._grammars.num_opening,
-            num_kv_blocks=sum(rank.limits.num_blocks for rank in ranks),
-            num_free_kv_blocks=sum(rank.num_free_blocks for rank in ranks),
-            step_count=self._step_count,
-            preemption_count=sum(rank.preemption_count for rank in ranks),
-            prompt_tokens=sum(rank.prompt_tokens for rank in ranks),
-            cached_prompt_tokens=sum(rank.cached_prompt_tokens for rank in ranks),
-            generated_tokens=sum(rank.generated_tokens for rank in ranks),
             device_seconds=self._device_seconds,
             idle_seconds=self._idle_seconds,
-            num_drafts=sum(rank.draft_rows for rank in ranks),
-            num_draft_tokens=sum(rank.draft_tokens for rank in ranks),
-            num_accepted_tokens=sum(accepted),
-            accepted_per_position=tuple(accepted),
             prefill_tokens=self._prefill_tokens,
-            ranks=self._rank_stats() if len(ranks) > 1 else (),
+            ranks=ranks if len(ranks) > 1 else (),
             experts=None if self._experts is None else self._experts.stats,
         )
 
     def _rank_stats(self) -> tuple[RankStats, ...]:
-        """Statistics by data-parallel rank. Requests without a rank count as waiting at the
-        first.
-        """
+        """By data-parallel rank. Requests without a rank count as waiting at the first."""
         ranks = self._scheduler.ranks
         on_none = self._scheduler.num_waiting - sum(rank.num_waiting for rank in ranks)
         on_none += self._grammars.num_opening

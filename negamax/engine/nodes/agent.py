@@ -23,10 +23,9 @@ from negamax.engine.core.local_ranks import LocalRanks
 from negamax.engine.core.setup import choose_num_threads, find_device
 from negamax.engine.core.source import locate
 from negamax.engine.nodes import network, wire
-from negamax.engine.nodes.datagrams import Datagrams
 from negamax.engine.nodes.facts import collect_facts
 from negamax.engine.nodes.health import NodeHealth
-from negamax.engine.nodes.neighbours import Neighbours
+from negamax.engine.nodes.heartbeats import Datagrams, Neighbours
 from negamax.options.engine import EngineOptions
 from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.parallel.layout import ParallelLayout

@@ -22,8 +22,8 @@ from negamax.base.private_folder import PrivateFolder
 from negamax.base.supervision import Silence
 from negamax.engine.core.executor import MultiProcessExecutor
 from negamax.engine.nodes import network, wire
-from negamax.engine.nodes.datagrams import Address, Datagrams
 from negamax.engine.nodes.facts import find_differences
+from negamax.engine.nodes.heartbeats import Address, Datagrams
 from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import MachineShare, RankAddresses, WorkerConfig

@@ -10,10 +10,12 @@ import contextlib
 import hashlib
 import hmac
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from negamax.base.errors import ResourceError
+from negamax.base.supervision import Silence
+from negamax.engine.nodes import wire
 from negamax.worker.node_sockets import shared_key
 
 _MAC_BYTES = 16
@@ -71,3 +73,31 @@ class Datagrams:
 
     def _mac(self, frame: bytes) -> bytes:
         return hashlib.blake2b(frame, key=self._key, digest_size=_MAC_BYTES).digest()
+
+
+class Neighbours:
+    """The other agents of one session: node 0 cannot see when two of them lose each other. Single
+    user: a thread that looks several times a second.
+    """
+
+    def __init__(self, session: str, addresses: Mapping[int, tuple[str, int]]) -> None:
+        """`addresses`: host and UDP port by node."""
+        self.addresses = addresses
+        self._session = session
+        self._numbers = dict.fromkeys(addresses, 0)  # of the latest heartbeat of each
+        self._silences = {node: Silence() for node in addresses}
+
+    def receive(self, message: wire.PeerHeartbeat) -> None:
+        node, number = message.node, message.number
+        if message.session == self._session and number > self._numbers.get(node, number):
+            self._numbers[node] = number
+
+    def lost(self) -> str | None:
+        """Return which node has stopped to send heartbeats, or None. A node that never sent any may
+        be behind a firewall; node 0 watches it.
+        """
+        for node, silence in self._silences.items():
+            seconds = silence.seconds(self._numbers[node])
+            if seconds > wire.NEIGHBOUR_SECONDS:
+                return f"node {node} sent no heartbeat for {seconds:.1f} s"
+        return None
