@@ -65,10 +65,10 @@ def fp8(
     input_scale: str | None = None,
     fnuz: bool = False,
 ) -> TensorFormat:
-    """E4M3 with a scale for each part that `scale` says.
+    """Make an E4M3 format with one scale per part of the matrix that `scale` describes.
 
     `input_scale` names a scale of the activations. `fnuz`: the bits are MI300's, whichever of the
-    two dtypes the files say.
+    two dtypes the files state.
     """
     dtypes, also = ((E4M3_FNUZ, E4M3), ()) if fnuz else ((E4M3,), (E4M3_FNUZ,))
     return TensorFormat(
@@ -109,14 +109,14 @@ def e4m3_blocks(values: Tensor, scale: Tensor) -> StoredWeight:
 
 
 def mxfp8(*, scale_name: str = "weight_scale") -> TensorFormat:
-    """E4M3 with an E8M0 scale for 32 columns."""
+    """Make the format of E4M3 with an E8M0 scale per 32 columns."""
     values = StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS))
     scales = StoredTensor(scale_name, Role.SCALE, E8M0, (ROWS, Dim(Axis.COLUMNS, MX_GROUP)))
     return TensorFormat("mxfp8", E4M3, (values, scales), rounding=Rounding(to_powers=True))
 
 
 def mxfp4(*, values: str = "weight") -> TensorFormat:
-    """E2M1 with an E8M0 scale for 32 columns."""
+    """Make the format of E2M1 with an E8M0 scale per 32 columns."""
     tensors = (
         StoredTensor(values, Role.VALUES, ("uint8",), (ROWS, Dim(Axis.COLUMNS, 2))),
         StoredTensor("weight_scale", Role.SCALE, E8M0, (ROWS, Dim(Axis.COLUMNS, MX_GROUP))),
@@ -132,8 +132,9 @@ def nvfp4(
     divides: bool = False,
     input_scale: str | None = None,
 ) -> TensorFormat:
-    """E2M1 with an E4M3 scale for 16 columns and one, `global_scale`, for the matrix, which
-    multiplies, or `divides`.
+    """Make the format of E2M1 with an E4M3 scale per 16 columns and one scale of the matrix.
+
+    `global_scale` names the latter; it multiplies, or `divides`.
     """
     tensors = (
         StoredTensor(values, Role.VALUES, ("uint8",), (ROWS, Dim(Axis.COLUMNS, 2))),

@@ -9,22 +9,22 @@ from negamax.base.errors import ConfigError
 
 
 class Feature(StrEnum):
-    """What a kernel may need of a device (`Kernel.requires`)."""
+    """A requirement that a kernel may have of a device (`Kernel.requires`)."""
 
     CPU = "cpu"  # kernels of the host: oneDNN, native functions
     TRITON = "triton"  # a GPU for which Triton compiles
     BF16 = "bf16"  # tensor cores multiply bf16
-    INT8 = "int8"  # and int8
-    FP8 = "fp8"  # and e4m3, of whichever form
-    E4M3FN = "e4m3fn"  # in the form in which checkpoints are stored; else e4m3fnuz
-    SPIN_WAIT = "spin_wait"  # a program may wait for what others of its launch write
+    INT8 = "int8"  # tensor cores multiply int8
+    FP8 = "fp8"  # tensor cores multiply e4m3, in either form
+    E4M3FN = "e4m3fn"  # e4m3 is e4m3fn, as in checkpoints; otherwise e4m3fnuz
+    SPIN_WAIT = "spin_wait"  # a program may wait for writes of other programs of its launch
     PEER_MEMORY = "peer_memory"  # a kernel writes the memory of other GPUs
     PDL = "pdl"  # programmatic dependent launch
     TMA = "tma"  # tensor memory accelerator
     CUBLAS_BLOCK_FP8 = "cublas_block_fp8"  # cuBLAS multiplies FP8 with scales per block
 
 
-# from which compute capability on an NVIDIA GPU has a feature
+# the compute capability from which an NVIDIA GPU has a feature
 _NVIDIA = {
     Feature.SPIN_WAIT: (7, 0),
     Feature.PEER_MEMORY: (7, 0),
@@ -40,7 +40,7 @@ _AMD = {
     "gfx942": frozenset({Feature.BF16, Feature.FP8}),
     "gfx950": frozenset({Feature.BF16, Feature.FP8, Feature.E4M3FN}),
 }
-MEASURED_ARCHS = ("sm_90",)  # kernels were tested, and tiles chosen, on H200
+MEASURED_ARCHS = ("sm_90",)  # architectures on which kernels were tested and tiles chosen
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Platform:
 
     @property
     def is_measured(self) -> bool:
-        """Whether tests and measurements of the kernels were made on such a device."""
+        """Whether the kernels were tested and measured on such a device."""
         return self.vendor == "cpu" or self.arch in MEASURED_ARCHS
 
     @property
@@ -76,11 +76,11 @@ class Platform:
         return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
 
     def missing(self, requires: frozenset[Feature]) -> list[str]:
-        """What of `requires` this device lacks, by name."""
+        """Return the features of `requires` that this device lacks, by name."""
         return sorted(requires - self.features)
 
     def check(self, *, fp8_cache: bool) -> None:
-        """Refuse what does not run here. Errors: `ConfigError` naming the device and what does."""
+        """Refuse devices that Negamax does not support. Errors: `ConfigError`."""
         if self.vendor == "amd":
             raise ConfigError(
                 f"{self.label}: AMD GPUs (ROCm) are not supported yet",
@@ -90,7 +90,7 @@ class Platform:
             self.check_arithmetic(fp8_cache=fp8_cache)
 
     def check_arithmetic(self, *, fp8_cache: bool) -> None:
-        """Refuse a GPU that lacks arithmetic. Errors: `ConfigError` naming it."""
+        """Refuse a GPU without bf16, or without FP8 for an FP8 cache. Errors: `ConfigError`."""
         if Feature.BF16 not in self.features:
             raise ConfigError(
                 f"{self.label} has no bfloat16 arithmetic; 8.0 or higher is needed",
@@ -103,14 +103,16 @@ class Platform:
             )
 
 
-# Its warps and multiprocessors are those of Triton's interpreter, which plays a small GPU.
+# Warps and multiprocessors are those of Triton's interpreter, which simulates a small GPU.
 CPU = Platform("cpu", "CPU", "cpu", 32, 2, 2**20, frozenset({Feature.CPU}))
 
 
 def nvidia(
     capability: tuple[int, int], *, name: str, multiprocessors: int = 132, shared_memory: int = 0
 ) -> Platform:
-    """An NVIDIA GPU of this compute capability; `shared_memory` in bytes per multiprocessor."""
+    """Describe an NVIDIA GPU of this compute capability; `shared_memory` is bytes per
+    multiprocessor.
+    """
     features = {feature for feature, least in _NVIDIA.items() if capability >= least}
     if capability == (9, 0):
         features.add(Feature.CUBLAS_BLOCK_FP8)
@@ -122,7 +124,7 @@ def nvidia(
 
 
 def amd(arch: str, *, name: str, multiprocessors: int, shared_memory: int) -> Platform:
-    """An AMD GPU of this architecture ("gfx942")."""
+    """Describe an AMD GPU of this architecture ("gfx942")."""
     features = _AMD.get(arch, frozenset())
     return Platform(
         "amd", name, arch, 64, multiprocessors, shared_memory, features | {Feature.TRITON}

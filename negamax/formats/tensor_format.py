@@ -27,26 +27,26 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 
 class Axis(Enum):
-    """What a dimension of a stored tensor runs over."""
+    """The dimension of the matrix that a dimension of a stored tensor runs over."""
 
     ROWS = 0
     COLUMNS = 1
-    FIXED = 2  # neither: every rank has all of it
+    FIXED = 2  # neither: every rank holds all of it
 
 
 class Role(Enum):
-    """What a stored tensor is for."""
+    """The purpose of a stored tensor."""
 
     VALUES = "values"
     SCALE = "scale"
     ZERO_POINT = "zero point"
-    PERMUTATION = "permutation"  # of the columns: the group of each
+    PERMUTATION = "permutation"  # the group of each column
     SHAPE = "shape"
-    ACTIVATION = "activation"  # of the activations, which are not quantised: never read
+    ACTIVATION = "activation"  # of activations, which stay unquantized: never read
 
 
 class Known(Enum):
-    """The entries of a tensor that a format fixes. The loader compares and does not keep it."""
+    """Entries that the format fixes. The loader compares them and does not keep them."""
 
     ZEROS = "zeros"
     SHAPE = "shape"  # of the matrix
@@ -54,7 +54,7 @@ class Known(Enum):
 
 
 class CodePacking(Enum):
-    """How the tensor of the values holds codes."""
+    """How the tensor of values holds codes."""
 
     ENTRIES = "one code per entry"
     NIBBLES = "two columns per byte, the low half first"
@@ -64,11 +64,11 @@ class CodePacking(Enum):
 
 
 class GlobalScale(Enum):
-    """What the scale of level 2 does to the scales of level 1."""
+    """The effect of the level-2 scale on the level-1 scales."""
 
     MULTIPLIES = "multiplies"
     DIVIDES = "divides"
-    IS_INCLUDED = "is included"  # they are stored times it: it is the scale of the activations
+    IS_INCLUDED = "is included"  # it is the scale of the activations, and stored scales include it
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ class Dim:
     unit: int = 1
 
     def size(self, shape: tuple[int, int]) -> int:
-        """Entries for a matrix of this shape."""
+        """Return the number of entries for a matrix of this shape."""
         return self.unit if self.axis is Axis.FIXED else -(-shape[self.axis.value] // self.unit)
 
     def part(self, region: Region) -> range:
-        """The entries for the part `region` of a matrix, which begins on an entry."""
+        """Return the entries of the part `region` of a matrix; it must start at an entry."""
         if self.axis is Axis.FIXED:
             return range(self.unit)
         part = region[self.axis.value]
@@ -105,16 +105,16 @@ ROWS, COLUMNS, ONE = Dim(Axis.ROWS), Dim(Axis.COLUMNS), Dim(Axis.FIXED)
 class StoredTensor:
     """One tensor of a stored matrix."""
 
-    name: str  # behind the module's name in a checkpoint
+    name: str  # after the module's name in a checkpoint
     role: Role
-    # as PyTorch spells them; it is kept in the first, which holds the values of all
+    # PyTorch's names; the tensor is kept in the first, which holds the values of all
     dtypes: tuple[str, ...]
     dims: tuple[Dim, ...]
-    also: tuple[str, ...] = ()  # dtypes with other values, read where the matrix is dequantised
-    level: int = 1  # 2: a scale of the scales
-    optional: bool = False  # a checkpoint may lack it: one that is not kept
+    also: tuple[str, ...] = ()  # dtypes with other values, read only to dequantize the matrix
+    level: int = 1  # 2: scales the scales
+    optional: bool = False  # a checkpoint may lack it; it is not kept then
     known: Known | None = None
-    group: int = 0  # of a permutation: columns of a group, -1 for all
+    group: int = 0  # columns per group of a permutation, -1 for all
 
     @property
     def is_kept(self) -> bool:
@@ -123,46 +123,45 @@ class StoredTensor:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is one number for the matrix."""
+        """Whether it is one number per matrix."""
         return all(dim == Dim(Axis.FIXED) for dim in self.dims)
 
     def held(self) -> StoredTensor:
-        """How a parameter holds it that is filled from several matrices: a number once per row."""
+        """Return its form in a parameter filled from several matrices: a single number once per
+        row.
+        """
         return replace(self, dims=(Dim(Axis.ROWS),)) if self.is_number else self
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """Its shape for a matrix of shape `shape`."""
+        """Return its shape for a matrix of `shape`."""
         return tuple(dim.size(shape) for dim in self.dims)
 
     def part(self, region: Region) -> tuple[range, ...]:
-        """What of it belongs to the part `region` of the matrix."""
+        """Return its entries for the part `region` of the matrix."""
         return tuple(dim.part(region) for dim in self.dims)
 
     def axis(self, axis: Axis) -> int | None:
-        """Which of its dimensions runs over `axis`."""
+        """Return the dimension that runs over `axis`, if any."""
         return next((n for n, dim in enumerate(self.dims) if dim.axis is axis), None)
 
 
 @dataclass(frozen=True)
 class TensorFormat:
-    """One way to store a matrix. `name` says element and groups: "fp8" alone would leave the scale
-    open.
-    """
+    """One way to store a matrix. `name` gives element and groups, never "fp8" alone."""
 
     name: str
     element: str  # of the matrix: "float8_e4m3fn", "uint4"
     tensors: tuple[StoredTensor, ...]  # the values first
     packing: CodePacking = CodePacking.ENTRIES
-    zero_offset: int = 0  # stored zero points are too small by it
+    zero_offset: int = 0  # added to stored zero points
     global_scale: GlobalScale = GlobalScale.MULTIPLIES
     # how matrices are quantized to it; None: it is only read
     rounding: Rounding | None = field(default=None, compare=False)
-    # the same tensors with groups of so many columns; None: groups are what they are
+    # returns the format with groups of fewer columns; None: groups cannot change
     regroup: Callable[[int], TensorFormat] | None = field(default=None, compare=False)
-    # how the method rounds what the matrix is multiplied with; None: not at all
+    # how the method rounds activations; None: not at all
     activation: ActivationFormat | None = None
-    # how the checkpoint holds the matrices, which are quantised to this format while they are
-    # read; None: in this format
+    # the format in the checkpoint of matrices that are quantized during loading; None: this format
     made_of: TensorFormat | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -170,7 +169,7 @@ class TensorFormat:
         assert not any(tensor.optional and tensor.is_kept for tensor in self.tensors)
 
     def __hash__(self) -> int:
-        return hash(self.name)  # of all fields it would take long, for each of 50,000 matrices
+        return hash(self.name)  # hashing all fields is slow for 50,000 matrices
 
     def find(self, role: Role, *, level: int = 1) -> StoredTensor | None:
         """Return the tensor of this role that is kept, if any."""
@@ -180,7 +179,7 @@ class TensorFormat:
 
     @property
     def is_online(self) -> bool:
-        """Whether matrices are quantised to it while they are read."""
+        """Whether matrices are quantized to it during loading."""
         return self.made_of is not None
 
     @property
@@ -189,7 +188,7 @@ class TensorFormat:
         return self.tensors[0]
 
     def is_held_as(self, other: TensorFormat) -> bool:
-        """Whether the tensors have the same names, and those that are kept mean the same."""
+        """Return whether all tensors have the same names, and kept tensors the same meaning."""
         return (
             all(
                 getattr(self, name) == getattr(other, name)
@@ -204,13 +203,15 @@ class TensorFormat:
 
     @property
     def permuted(self) -> bool:
-        """Whether columns belong to groups by a stored order: their scales are read in full."""
+        """Whether a stored order assigns columns to groups: then scales are read in full."""
         return any(t.role is Role.PERMUTATION and t.is_kept for t in self.tensors)
 
     @property
     def stacks(self) -> bool:
-        """Whether matrices lie on each other in one: each tensor that is held runs over the rows,
-        and the first of its dtypes holds the others' values, or their bits.
+        """Whether matrices can be stacked into one.
+
+        Each kept tensor must run over the rows, and its first dtype must hold the values or bits of
+        the others.
         """
         held = [tensor for tensor in self.tensors if tensor.is_kept]
         return all(
@@ -220,22 +221,22 @@ class TensorFormat:
         )
 
     def unit(self, axis: Axis) -> int:
-        """Rows or columns that cannot be cut apart without cutting an entry."""
+        """Return the rows or columns that must not be split, because they share an entry."""
         return math.lcm(*(d.unit for tensor in self.tensors for d in tensor.dims if d.axis is axis))
 
     @property
     def width_unit(self) -> int:
-        """Likewise, of a width that is the rows of one matrix and the columns of the next."""
+        """The unit of a width that is the rows of one matrix and the columns of the next."""
         return math.lcm(self.unit(Axis.ROWS), self.unit(Axis.COLUMNS))
 
     def split_width(
         self, columns: int, reads: Callable[[TensorFormat], bool]
     ) -> tuple[TensorFormat, int]:
-        """For a width of which ranks have `columns` each, the rows of one matrix and the columns of
-        the next: how the next one is held, and the unit in which the width is cut.
+        """Split a width that is the rows of one matrix and the columns of the next: `columns` per
+        rank.
 
-        Groups of columns that such a share would cut become smaller ones, with a copy of the scale
-        each, where the kernel `reads` them.
+        Returns the format of the next matrix, and the unit of the split. Groups that the split
+        would cut become smaller ones, each with a copy of the scale, if the kernel `reads` them.
         """
         held = self
         if self.regroup is not None and columns % self._group:
@@ -250,7 +251,7 @@ class TensorFormat:
         return max(d.unit for scale in scales for d in scale.dims if d.axis is Axis.COLUMNS)
 
     def enclose(self, region: Region, shape: tuple[int, int]) -> Region:
-        """The least part of a matrix of `shape` that holds `region` and cuts no entry."""
+        """Return the smallest part of a matrix that holds `region` and splits no entry."""
         rows, columns = (
             _enclose(part, self.unit(axis), total)
             for part, axis, total in zip(region, (Axis.ROWS, Axis.COLUMNS), shape, strict=True)
@@ -258,8 +259,9 @@ class TensorFormat:
         return rows, range(shape[1]) if self.permuted else columns
 
     def quantized_alone(self, region: Region, shape: tuple[int, int]) -> Region:
-        """The least part of a matrix of `shape` that holds `region` and gets the same values when
-        it is quantised alone: what shares a scale stays together.
+        """Return the smallest part that holds `region` and quantizes to the same values alone.
+
+        Elements that share a scale stay together.
         """
         scales = [tensor for tensor in self.tensors if tensor.role is Role.SCALE]
         rows, columns = (
@@ -271,7 +273,7 @@ class TensorFormat:
         return rows, columns
 
     def bytes_per_weight(self, shape: tuple[int, int]) -> float:
-        """Bytes of all tensors of a matrix of `shape`, per element of it."""
+        """Return the bytes of all kept tensors of a matrix of `shape`, per element."""
         stored = sum(
             math.prod(t.held().shape(shape)) * ITEM_BYTES[t.dtypes[0]]
             for t in self.tensors
@@ -282,8 +284,8 @@ class TensorFormat:
 
 @dataclass(frozen=True)
 class ActivationFormat:
-    """Rounded activations: `element` values and an fp32 scale per token and `group` columns, or,
-    with 0, per token.
+    """Rounded activations: `element` values with an fp32 scale per token, and per `group` columns
+    unless 0.
     """
 
     element: str
@@ -299,7 +301,7 @@ class StoredWeight:
 
     @property
     def values(self) -> Tensor:
-        """The values, which plain weights have alone."""
+        """The tensor of values; plain weights have no other."""
         return self.tensors[self.format.values.name]
 
     @property

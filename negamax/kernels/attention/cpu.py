@@ -1,16 +1,14 @@
-"""Attention for the CPU: gathered keys, PyTorch's fused attention loop, lengths padded as the
-query's position alone says.
+"""Attention on the CPU: gathered keys and PyTorch's fused attention, batch-invariant.
 
-A query at position p is computed over `padded_keys(p + 1)` keys, those after p masked. Sequences of
-one padded length run as one batch, a prefill in tiles of queries that share a padded length; the
-query heads of a KV head share its keys. What a query computes therefore does not change with the
-batch, with chunk borders, or between prefill and decode, as far as the loop treats its query rows
-alike; with 4 rows or more it does, to the bit (tests/cpu/test_batch_invariance.py), so fewer are
-padded.
+A query at position p is computed over `padded_keys(p + 1)` keys, with later keys masked. Sequences
+of one padded length run as one batch, and a prefill in tiles of queries that share a padded length.
+The query heads of a KV head share its keys. A query's result therefore does not depend on the batch
+or on chunk borders, and is the same in prefill and decode. PyTorch's loop treats query rows alike,
+to the bit, from 4 rows on (tests/cpu/test_batch_invariance.py), so fewer are padded.
 
-Measured on two Zen 4 cores with caches cold (16 sequences, 384 keys, 2 KV heads of 128, bf16): 0.82
-ms, of which the gathers
-0.36 ms; as batched matrix products with an fp32 softmax 1.44 ms. Scores and sums are fp32.
+Measured on two Zen 4 cores with cold caches (16 sequences, 384 keys, 2 KV heads of 128, bf16): 0.82
+ms, of which the gathers take 0.36 ms; batched GEMMs with an fp32 softmax took 1.44 ms. Scores and
+sums are fp32.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ _GATHER_ROWS = 64  # sequences whose keys are gathered at a time; bounds the mem
 
 
 def padded_keys(length: int, block_size: int) -> int:
-    """Keys computed for a query that sees `length` of them, in whole blocks.
+    """Return the keys computed for a query that sees `length` of them, in whole blocks.
 
     Multiples of 64; from 512 up, eight steps per power of two.
     """
@@ -56,11 +54,11 @@ def padded_keys(length: int, block_size: int) -> int:
 def gather_index(
     tables: NDArray[np.int64], lengths: NDArray[np.int64], *, num_keys: int, shape: PagedShape
 ) -> Tensor:
-    """Blocks to gather for sequences padded to `num_keys` keys, as indices into a cache seen as
-    [-1, block_size, head_dim].
+    """Return the blocks to gather for sequences padded to `num_keys` keys.
 
-    tables [S, max_blocks], lengths [S, 1] -> [S * kv_heads * num_keys / block_size] int64. Padding
-    repeats a sequence's own last block, whose contents are masked.
+    tables [S, max_blocks], lengths [S, 1] -> [S * kv_heads * num_keys / block_size] int64, indices
+    into a cache viewed as [-1, block_size, head_dim]. Padding repeats a sequence's last block,
+    which is masked.
     """
     last_block = (lengths - 1) // shape.block_size
     columns = np.minimum(np.arange(num_keys // shape.block_size), last_block)  # [S, blocks]
@@ -69,9 +67,7 @@ def gather_index(
 
 
 def gather(cache: Tensor, index: Tensor, *, matrices: int) -> Tensor:
-    """cache [num_blocks, kv_heads, block_size, head_dim] -> [matrices, 1, gathered keys,
-    head_dim].
-    """
+    """Gather cache [num_blocks, kv_heads, block_size, head_dim]: [matrices, 1, keys, head_dim]."""
     _, _, block_size, head_dim = cache.shape
     return (
         cache.view(-1, block_size, head_dim).index_select(0, index).view(matrices, 1, -1, head_dim)
@@ -83,7 +79,7 @@ def gather(cache: Tensor, index: Tensor, *, matrices: int) -> Tensor:
 
 @dataclass(frozen=True)
 class DecodeBucket:
-    """S sequences of one padded length N."""
+    """S sequences with one padded length N."""
 
     rows: Tensor | None  # [S] int64 which queries; None: all of them
     blocks: Tensor  # from gather_index
@@ -128,8 +124,9 @@ def decode(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """q [S, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] of q's dtype ->
-    [S, heads * head_dim].
+    """Attend with q [S, heads, head_dim] and return [S, heads * head_dim].
+
+    The caches [num_blocks, kv_heads, block_size, head_dim] have q's dtype.
     """
     assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, (
         "scaled caches are read on the GPU only"
@@ -148,7 +145,7 @@ def decode(
 
 def _decode_bucket(q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: DecodeBucket) -> Tensor:
     num_seqs, heads, head_dim = q.shape
-    # one product per sequence and KV head, its query heads as rows
+    # one GEMM per sequence and KV head; its query heads are the rows
     matrices = num_seqs * k_cache.shape[1]
     group = heads // k_cache.shape[1]
     queries = q.reshape(matrices, 1, group, head_dim)
@@ -171,7 +168,7 @@ def _decode_bucket(q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: DecodeBu
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """Some queries of a run, and which of the keys they see."""
+    """Some queries of a run, and the mask of their keys."""
 
     queries: slice
     mask: Tensor  # [queries padded to whole rows, keys] of the cache's dtype, 0 or -inf
@@ -179,7 +176,7 @@ class PrefillTile:
 
 @dataclass(frozen=True)
 class PrefillRun:
-    """One sequence's run of queries among the T."""
+    """One sequence's run among the T queries."""
 
     queries: slice
     blocks: Tensor  # from gather_index
@@ -206,7 +203,7 @@ def plan_prefill(
 def _plan_tiles(
     start: int, end: int, *, block_size: int, dtype: torch.dtype
 ) -> tuple[PrefillTile, ...]:
-    """Queries at positions start to end - 1, cut where the padded length may change."""
+    """Split queries at positions start to end - 1 where the padded length may change."""
     tiles = []
     first = start
     while first < end:
@@ -228,8 +225,9 @@ def prefill(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] of q's dtype ->
-    [T, heads * head_dim].
+    """Attend with q [T, heads, head_dim] and return [T, heads * head_dim].
+
+    The caches [num_blocks, kv_heads, block_size, head_dim] have q's dtype.
     """
     assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, (
         "scaled caches are read on the GPU only"
@@ -242,7 +240,7 @@ def prefill(
 
 
 def _prefill_run(q: Tensor, k_cache: Tensor, v_cache: Tensor, run: PrefillRun, out: Tensor) -> None:
-    """q [T, heads, head_dim] of one sequence; fills out [T, heads * head_dim]."""
+    """Attend with q [T, heads, head_dim] of one sequence; fills out [T, heads * head_dim]."""
     num_tokens, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads
@@ -277,7 +275,7 @@ def qk_norm_rope_write(
     group: Collective | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """As the definition; q and k are rotated in place."""
+    """Compute the op as defined; q and k are rotated in place."""
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = qk_norm(q, k, norm, group=group)
     rotary_dim = cos.shape[-1]

@@ -1,13 +1,13 @@
-"""Block-sparse attention for the CPU.
+"""Block-sparse attention on the CPU, batch-invariant.
 
-Tokens that see no more than they may attend to are computed as in dense attention, prefills in the
-tiles of `attention/cpu.py`. Behind that, and in decode, each token and KV head is a sequence of its
-own in the decode of dense attention: its block table is the pages of the chosen blocks, and how
-long it is follows from the position alone. What a query computes therefore does not change with
-the batch or with chunk borders here either.
+Tokens that see no more blocks than they may attend to are computed as in dense attention, prefills
+in the tiles of `attention/cpu.py`. In decode and for later tokens, each token and KV head is a
+sequence in dense decode attention. Its block table is the pages of the selected blocks, and its
+length follows from the position alone. A query's result therefore does not depend on the batch or
+on chunk borders.
 
-Scores need no masks: a token sees the blocks before its local one whole, and the local one is
-chosen whatever its score.
+Scores need no masks: a token sees all of each block before its local one, and the local block is
+always selected.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from negamax.kernels.block_sparse.op import (
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
 
-_SCORES = 2**21  # of tokens, computed at a time; bounds the memory that they take
+_SCORES = 2**21  # tokens computed at a time; bounds their memory
 
 # --- choice --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """Tokens that see more than they may attend to, of sequences with equally many blocks."""
+    """Tokens that see more blocks than they attend to, of sequences with equally many blocks."""
 
     rows: Tensor  # [S, n] int64, which of the step's tokens, n of each sequence
     tables: Tensor  # [S, blocks of the cache] int64
@@ -58,15 +58,15 @@ class ScoredTokens:
 
 @dataclass(frozen=True)
 class OwnBlocks:
-    """The same tokens with those blocks alone whose index keys this rank holds."""
+    """The same tokens, with only the blocks whose index keys this rank holds."""
 
     tokens: ScoredTokens  # `tables`: of the rank's own cache
-    numbers: Tensor  # [S, sparse blocks] int64, in the sequence, ascending; NO_BLOCK behind them
+    numbers: Tensor  # [S, sparse blocks] int64, in the sequence, ascending, then NO_BLOCK
 
 
 @dataclass(frozen=True)
 class SelectPlan:
-    """A choice in which the scored tokens' is still to be made."""
+    """A selection that lacks the blocks of the scored tokens."""
 
     choice: BlockChoice
     scored: tuple[ScoredTokens, ...]
@@ -75,7 +75,7 @@ class SelectPlan:
 
 @dataclass(frozen=True)
 class SelectShardPlan:
-    """What a rank scores."""
+    """The tokens that a rank scores."""
 
     scored: tuple[OwnBlocks, ...]
     shape: SparseShape
@@ -84,7 +84,7 @@ class SelectShardPlan:
 def plan_select(
     queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> SelectPlan:
-    """The choice of all tokens that attend to whatever they see."""
+    """Select blocks for all tokens that attend to all blocks they see."""
     positions = queries.positions.view(-1, 1, 1)
     blocks = torch.arange(shape.topk_blocks)
     ids = blocks.where(blocks <= positions // shape.sparse_block_size, -1).int()
@@ -98,13 +98,13 @@ def plan_select(
 def plan_select_shard(
     queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> SelectShardPlan:
-    """The scored tokens with the blocks of this rank's shard."""
+    """Restrict the scored tokens to the blocks of this rank's shard."""
     scored = _scored(queries, queries.used_tables(shape.block_size), shape)
     return SelectShardPlan(tuple(_own_blocks(tokens, shape) for tokens in scored), shape)
 
 
 def _own_blocks(tokens: ScoredTokens, shape: SparseShape) -> OwnBlocks:
-    """Sequences that have fewer such blocks have others behind them."""
+    """Find the shard's blocks of each sequence; shorter rows are padded with other blocks."""
     shard, per_block = shape.shard, shape.block_size // shape.sparse_block_size
     is_mine = tokens.tables % shard.ranks == shard.rank
     counts = is_mine.sum(1, keepdim=True)
@@ -120,9 +120,7 @@ def _own_blocks(tokens: ScoredTokens, shape: SparseShape) -> OwnBlocks:
 def _scored(
     queries: AttentionMetadata, tables: Tensor, shape: SparseShape
 ) -> Iterator[ScoredTokens]:
-    """The scored tokens: those of decodes by how many blocks there are to score, and tiles of each
-    run.
-    """
+    """Group the scored tokens: decodes by the number of blocks to score, and tiles of each run."""
     lengths, counts = queries.host_seq_lens, queries.host_query_lens
     decodes: dict[int, list[tuple[int, int]]] = {}
     ends = list(accumulate(counts))
@@ -153,20 +151,20 @@ def _scored(
 
 
 def _padded_blocks(length: int, block_size: int) -> int:
-    """The blocks of `length` tokens, rounded up to eight steps per power of two."""
+    """Return the blocks of `length` tokens, rounded up to eight steps per power of two."""
     blocks, step = -(-length // block_size), 1
     while blocks > 8 * step:
         step *= 2
     return -(-blocks // step) * step
 
 
-# of index_q [S, n, heads, dim], an index cache, the tokens and the size of a sparse block: the
-# scores [S, n, heads, sparse blocks] fp32 of the blocks before a token's own, of others any
+# index_q [S, n, heads, dim], an index cache, the tokens and the size of a sparse block -> scores
+# [S, n, heads, sparse blocks] fp32 of the blocks before a token's own; others are undefined
 Score = Callable[[Tensor, Tensor, ScoredTokens, int], Tensor]
 
 
 def select_kernels(score: Score, provider: str, **properties: Any) -> tuple[AnyKernel, AnyKernel]:
-    """The choice with the scores of `score`, of all index keys and of a shard of them."""
+    """Block selection with the scores of `score`, over all index keys or a shard of them."""
 
     def scores_of(
         index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, shape: SparseShape
@@ -203,7 +201,7 @@ def select_kernels(score: Score, provider: str, **properties: Any) -> tuple[AnyK
 
 
 def products(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: int) -> Tensor:
-    """A `Score` by matrix products of each sequence."""
+    """Score blocks by a GEMM per sequence."""
     (sequences, count, heads, dim), tables = index_q.shape, tokens.tables
     stored = index_cache.view(torch.uint8)  # indexing does not take FP8
     keys = stored.index_select(0, tables.flatten()).view(index_cache.dtype).float()
@@ -219,7 +217,7 @@ def products(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: i
 
 @dataclass(frozen=True)
 class PagedDecode:
-    """The decode of dense attention, for sequences whose block tables each layer chooses."""
+    """Dense decode attention for sequences whose block tables change in each layer."""
 
     plan: Callable[[Tensor, SparseShape, torch.dtype], Any]  # of lengths [rows] int64
     # q [rows, group, head_dim], pages of keys and of values, block tables [rows, topk_blocks]
@@ -254,7 +252,7 @@ class BlockSparseDecodePlan:
 
 @dataclass(frozen=True)
 class BlockSparsePrefillPlan:
-    """The step's tokens in two parts, each None where there are none."""
+    """The step's tokens in two parts; an empty part is None."""
 
     dense: tuple[dense.PrefillRun, ...] | None
     dense_rows: Tensor  # [n] int64, which of the T tokens
@@ -266,7 +264,7 @@ class BlockSparsePrefillPlan:
 def attention_kernels(
     decode: PagedDecode, provider: str, **properties: Any
 ) -> tuple[AnyKernel, AnyKernel]:
-    """The kernels of decode and prefill over `decode`."""
+    """Make the kernels of decode and prefill that use `decode`."""
 
     def plan_decode(
         queries: AttentionMetadata,
@@ -354,7 +352,7 @@ def _check_plain(q: Tensor, cache: Tensor, kv_scales: tuple[float, float]) -> No
 def _plan_dense(
     queries: AttentionMetadata, shape: SparseShape, dtype: torch.dtype
 ) -> tuple[dense.PrefillRun, ...]:
-    """The plan of the tokens of each run that attend to all that they see."""
+    """Plan the tokens of each run that attend to all blocks they see."""
     runs = [
         (sequence, min(length, shape.dense_tokens), length - count)
         for sequence, (length, count) in enumerate(
@@ -380,7 +378,7 @@ def _plan_dense(
 def _plan_buckets(
     lengths: Tensor, shape: SparseShape, dtype: torch.dtype
 ) -> tuple[dense.DecodeBucket, ...]:
-    """Buckets whose blocks are places in block tables [rows, topk_blocks]."""
+    """Buckets whose blocks are indices into block tables [rows, topk_blocks]."""
     rows, pages = len(lengths), PagedShape(1, shape.group, shape.sparse_block_size)
     places = torch.arange(rows * shape.topk_blocks).view(rows, -1)
     queries = attention_metadata(places, lengths.tolist(), [1] * rows, num_decodes=rows)

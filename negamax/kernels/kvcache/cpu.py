@@ -1,5 +1,5 @@
-"""Where a step's tokens lie, on the CPU: rows by NumPy, whose calls cost less than PyTorch's; the
-angles of a token do not depend on how many others there are (`rowwise`).
+"""Cache rows and rope angles on the CPU. NumPy computes the rows, since its calls cost less than
+PyTorch's; the angles are batch-invariant (`rowwise`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def locate(
     kv_heads: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the definition."""
+    """Compute the op as defined."""
     num_tokens = positions.shape[0]
     slots = slots_of(positions, token_slots, block_tables, block_size=block_size).numpy()
     within = slots % block_size

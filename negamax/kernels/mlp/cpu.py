@@ -1,6 +1,4 @@
-"""The activation of an MLP on the CPU where there are no native kernels; a row's result does not
-depend on how many rows there are (`rowwise`).
-"""
+"""The activation of an MLP on CPUs without native kernels; batch-invariant (`rowwise`)."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ from negamax.kernels.rowwise import apply, padded_rows
 
 
 def swiglu(gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False) -> Tensor:
-    """As the definition."""
+    """Compute the op as defined."""
     assert not quantize, "FP8 output is made on the GPU only"
     return activation(gate_up, sigmoid=_sigmoid)
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """x [T, width] fp32 -> likewise."""
+    """Return the sigmoid of x [T, width] fp32."""
     num_tokens, width = x.shape
     rows = padded_rows(num_tokens, width=width)
     return apply(torch.sigmoid, F.pad(x, (0, 0, 0, rows - num_tokens)))[:num_tokens]

@@ -1,9 +1,9 @@
-"""Router and experts on the CPU; a token's results do not depend on the others in its batch.
+"""Router and experts on the CPU; a token's results do not depend on the batch composition.
 
-The router's rows are padded (`rowwise`, `gemm/cpu.py`). The experts run over tokens sorted by
-expert: each expert that was hit runs once, on one slice. A token's outputs are summed in the order
-of its choices. The products are the table's own `gemm.linear`, one prepared weight per expert and
-projection.
+The router's rows are padded (`rowwise`, `gemm/cpu.py`). Experts run on tokens sorted by expert:
+each selected expert runs once, on one slice. A token's outputs are summed in the order of its
+selections. The GEMMs are those of the table's `gemm.linear`, with one prepared weight per expert
+and projection.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE, apply, padded_rows
 
 @dataclass(frozen=True)
 class PreparedExperts:
-    """One weight for each expert and projection, as `prepare` makes it."""
+    """One weight per expert and projection, as `prepare` makes it."""
 
     gate_up: list[Tensor]  # of [2 * width, hidden]
     down: list[Tensor]  # of [hidden, width]
@@ -35,12 +35,12 @@ class PreparedExperts:
     prepare: Callable[[StoredWeight], Prepared]
 
     def tensors(self, expert: int) -> list[Tensor]:
-        """See `ExpertWeights`."""
+        """Return both weights of an expert."""
         weights = (self.gate_up[expert], self.down[expert])
         return [weight.to_dense() if weight.is_mkldnn else weight for weight in weights]
 
     def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
-        """See `ExpertWeights`."""
+        """Copy another expert's weights into the place of this one."""
         for weights, tensor in zip((self.gate_up, self.down), tensors, strict=True):
             if weights[expert].is_mkldnn:
                 weights[expert] = self.prepare(plain(tensor))
@@ -51,7 +51,7 @@ class PreparedExperts:
 def route(
     x: Hidden, router: Router, *, top_k: int, active: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the definition."""
+    """Compute the op as defined."""
     gate, bias = router.gate, router.bias
     wide = unquantized(x).float()
     num_tokens = wide.shape[0]
@@ -70,7 +70,7 @@ ROUTE_KERNEL = Kernel(ROUTE, "padded", route, Router)
 
 
 def kernel(linear: AnyKernel) -> AnyKernel:
-    """The `moe.experts` kernel built on `linear`, a `gemm.linear` kernel."""
+    """Make the `moe.experts` kernel that multiplies with `linear`, a `gemm.linear` kernel."""
     prepare_weight, product = linear.prepare, linear.run
 
     def prepare(
@@ -122,7 +122,7 @@ def _one_token(
     count: int,
     product: Callable[..., Tensor],
 ) -> Tensor:
-    """The chosen experts one after another; nothing to sort or gather."""
+    """Run the selected experts one after another, without sorting or gathering."""
     gate_up, down, activation = experts.gate_up, experts.down, experts.activation
     outputs = []
     for expert in ids[0].tolist():  # host-sync: which experts to run
@@ -144,8 +144,8 @@ def _many_tokens(
     count: int,
     product: Callable[..., Tensor],
 ) -> Tensor:
-    """Gather all (token, choice) pairs of the local experts in expert order, run each expert on its
-    slice, put back.
+    """Gather all (token, selection) pairs of local experts by expert, run each expert on its slice,
+    and restore the order.
     """
     gate_up, down, activation = experts.gate_up, experts.down, experts.activation
     num_tokens, top_k = ids.shape
@@ -179,9 +179,7 @@ def _many_tokens(
 
 
 def _combine(outputs: Tensor, weights: Tensor) -> Tensor:
-    """outputs [T * top_k, hidden] in choice order, weights [T, top_k] fp32 -> the weighted sums [T,
-    hidden].
-    """
+    """Sum outputs [T * top_k, hidden], in the order of selections, weighted, to [T, hidden]."""
     num_tokens, top_k = weights.shape
     weighted = outputs.view(num_tokens, top_k, -1) * weights.unsqueeze(-1)
     return weighted.sum(1).to(outputs.dtype)

@@ -1,4 +1,4 @@
-"""Compiles `rows.c` with the machine's C compiler, once per machine and source, and loads it."""
+"""Compile `rows.c` once per machine and source, and load it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ COMPILE_SECONDS = 60.0
 
 @cache
 def load(*, fp32: bool = False) -> ctypes.PyDLL | None:
-    """The library for tensors in bf16, or in fp32; None where there is no compiler or it fails, and
-    the reason is logged once.
+    """Return the library for tensors in bf16 or fp32; None without a working compiler.
 
-    `PyDLL` keeps the interpreter lock: the calls are shorter than handing it over.
+    The reason is logged once. `PyDLL` keeps the GIL: the calls are shorter than releasing it.
     """
     compiler = shutil.which(env.get("CC") or "cc")
     if compiler is None:
@@ -53,7 +52,7 @@ def load(*, fp32: bool = False) -> ctypes.PyDLL | None:
 
 
 def _reason(error: Exception) -> str:
-    """What a compiler said first, or why it could not be run."""
+    """Return the compiler's first line of output, or why it could not run."""
     if isinstance(error, subprocess.CalledProcessError):
         said: list[str] = error.stderr.decode(errors="replace").split("\n")
         return f"{error.cmd[0]} ended with exit code {error.returncode}: {said[0][:200]}"
@@ -61,8 +60,8 @@ def _reason(error: Exception) -> str:
 
 
 def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
-    """The shared object for this source, compiler and processor, from the user's cache or made
-    now.
+    """Return the shared object for this source, compiler and processor, from the user's cache or
+    built.
     """
     version = subprocess.run(
         [compiler, "--version"],
@@ -91,7 +90,7 @@ def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
 
 
 def _processor() -> bytes:
-    """What `-march=native` depends on: a home folder may be shared by machines of several kinds."""
+    """Identify the processor of `-march=native`: different machines may share a home folder."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return f"{platform.machine()} {platform.processor()}".encode()

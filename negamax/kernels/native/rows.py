@@ -1,6 +1,4 @@
-"""The kernels of `rows.c` behind the signatures of their ops: bf16 or fp32 on the CPU; tensors are
-contiguous.
-"""
+"""The kernels of `rows.c` with the signatures of their ops: contiguous bf16 or fp32 on the CPU."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor:
-    """residual += x, in place; returns the norm of the residual. x [T, width] or its parts [T, P,
-    width].
-    """
+    """Compute `norm.add_rms` as defined; x [T, width] or its parts [T, P, width]."""
     x = sum_parts(x)
     assert x.is_contiguous() and residual.is_contiguous()
     out = torch.empty_like(residual)
@@ -101,7 +97,7 @@ def qk_norm_rope_write(
     group: Collective | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """As the definition. With several ranks the sums cross the group halfway: PyTorch's ops run."""
+    """Compute the op as defined; with several ranks PyTorch ops run around the all-reduce."""
     if (
         (group is not None and group.size > 1)
         or k_cache.dtype != qkv.dtype
@@ -144,7 +140,7 @@ def head_norm_rope_write(
     group: Collective | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """As the definition."""
+    """Compute the op as defined."""
     if k_cache.dtype != qkv.dtype or kv_scales != (1.0, 1.0):
         return attention.head_norm_rope_write(
             qkv, norm, cos, sin, k_cache, v_cache, rows, kv_scales=kv_scales
@@ -167,7 +163,7 @@ def sparse_norm_rope_write(
     index_rows: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:
-    """As the definition."""
+    """Compute the op as defined."""
     caches = (k_cache, v_cache, index_cache)
     is_plain = {cache.dtype for cache in caches} == {projected.dtype} and kv_scales == (1.0, 1.0)
     if not is_plain or index_rows is not None:
@@ -231,10 +227,10 @@ def decode(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """q [S, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [S, heads *
-    head_dim].
+    """Attend with q [S, heads, head_dim] and return [S, heads * head_dim].
 
-    Keys and values are read once, where they lie; gathering them first moves three times the bytes.
+    The caches are [num_blocks, kv_heads, block_size, head_dim]. Keys and values are read once, in
+    place; gathering them first moves three times the bytes.
     """
     assert q.is_contiguous()
     assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, (
@@ -264,7 +260,7 @@ def decode(
 def _decode_pages(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, lengths: Tensor
 ) -> Tensor:
-    """As `PagedDecode.run` asks."""
+    """Implement `PagedDecode.run`."""
     return decode(q, k_pages, v_pages, (tables, lengths))
 
 
@@ -273,8 +269,8 @@ def _plan_pages(lengths: Tensor, shape: SparseShape, dtype: torch.dtype) -> Tens
 
 
 def _block_scores(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: int) -> Tensor:
-    """A `Score`: keys are read once, where they lie, for one token of each sequence; several share
-    them in `products`.
+    """Score blocks: keys are read once, in place, for one token per sequence; several use
+    `products`.
     """
     sequences, count, heads, dim = index_q.shape
     if count > 1 or index_cache.dtype != index_q.dtype:
@@ -295,7 +291,7 @@ def _block_scores(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, si
 def route(
     x: Hidden, router: Router, *, top_k: int, active: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the definition."""
+    """Compute the op as defined."""
     gate, bias = router.gate, router.bias
     x = unquantized(x)
     assert x.is_contiguous()
@@ -317,7 +313,7 @@ def route(
 
 
 def swiglu(gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False) -> Tensor:
-    """gate_up [T, 2 * width], gate first -> [T, width]."""
+    """Activate gate_up [T, 2 * width], gate first, to [T, width]."""
     assert not quantize, "FP8 output is made on the GPU only"
     assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -330,9 +326,7 @@ def swiglu(gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False) -> Te
 
 
 def experts_kernel(linear: AnyKernel) -> AnyKernel:
-    """`moe.experts` over the products of `linear`, a `gemm.linear` kernel; everything between them
-    in C.
-    """
+    """Make the `moe.experts` kernel over `linear`, a `gemm.linear` kernel; the rest runs in C."""
     product = linear.run
 
     def run(
@@ -385,9 +379,7 @@ def experts_kernel(linear: AnyKernel) -> AnyKernel:
 
 
 def kernels(linear: AnyKernel) -> tuple[AnyKernel, ...]:
-    """All kernels of this file for the one dtype of `linear`, the `gemm.linear` that the experts
-    use.
-    """
+    """Make all kernels of this file for the dtype of `linear`, the experts' `gemm.linear`."""
     (dtype,) = linear.dtypes
 
     def kernel(op: Op[P, R], run: R, prepare: P) -> Kernel[P, R]:

@@ -1,5 +1,7 @@
-"""RMS norm where the CPU has no C compiler (`kernels/native`): in place, with the constants as
-tensors, whose conversion in every call took 5 of 21 us (one row of 256 on Zen 4).
+"""RMS norm on CPUs without a C compiler (`kernels/native`): in place, with the constants as
+tensors.
+
+Their conversion in every call took 5 of 21 us (one row of 256 on Zen 4).
 """
 
 from __future__ import annotations
@@ -10,20 +12,20 @@ from torch import Tensor
 from negamax.kernels.norm.op import ADD_RMS, sum_parts
 from negamax.kernels.op import Kernel
 
-# weight [width], width [] fp32, eps [] fp32, whether 1 + weight is multiplied by
+# weight [width], width [] fp32, eps [] fp32, whether to multiply by 1 + weight
 NormTensors = tuple[Tensor, Tensor, Tensor, bool]
 
 
 def prepare(
     weight: Tensor, eps: float, *, quantize: bool = False, gemma: bool = False
 ) -> NormTensors:
-    """weight [width], eps under the root."""
+    """Make the constants of a norm with weight [width]."""
     assert not quantize, "FP8 output is made on the GPU only"
     return weight, torch.tensor(float(weight.shape[0])), torch.tensor(eps), gemma
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormTensors) -> Tensor:
-    """As the definition, to the bit."""
+    """Compute the op as defined, to the bit."""
     weight, width, eps, gemma = norm
     wide = residual.add_(sum_parts(x)).float()
     scale = wide.square().sum(-1, keepdim=True).div_(width).add_(eps).rsqrt_()

@@ -1,7 +1,6 @@
-"""Codes: a quantised matrix with one entry per element, however a checkpoint packs it.
+"""Codes: a quantized matrix with one entry per element, independent of a checkpoint's packing.
 
-A format's `unpack` gives them; dequantisation, kernels and quantisers go on from there, so that
-none of them knows how a checkpoint lays out its nibbles.
+`stored.decode` makes them; dequantization, kernels and quantizers work on them.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7; bit 3
 
 @dataclass(frozen=True)
 class Codes:
-    """value[n, k] = (number of code[n, k] - zero_point[n, g]) * scale[n / rows, g] * global_scale,
-    where g is the column's group: k / columns, or group_of[k].
+    """value[n, k] = (code[n, k] - zero_point[n, g]) * scale[n / rows, g] * global_scale
 
-    The dtype of `values` says what a code is: floating point and signed integers are the number
-    itself, uint8 is unsigned 4 or 8 bits, or, with `is_e2m1`, a code of FP4.
+    g is the column's group: k / columns, or group_of[k]. Codes of floating-point and signed integer
+    dtypes are numbers. uint8 holds unsigned 4 or 8 bits, or, with `is_e2m1`, codes of FP4.
     """
 
     values: Tensor  # [..., N, K] float, e4m3, int8 or uint8
@@ -32,11 +30,11 @@ class Codes:
     block: tuple[int, int] = (1, 1)  # rows and columns that share a scale
     zero_point: Tensor | None = None  # [..., ceil(N / rows), groups] uint8
     global_scale: Tensor | None = None  # [...], [..., 1] or, one per row, [..., N] fp32
-    group_of: Tensor | None = None  # [K] int32, where columns belong to groups by a stored order
+    group_of: Tensor | None = None  # [K] int32, if a stored order assigns columns to groups
     is_e2m1: bool = False
 
     def dequantize(self) -> Tensor:
-        """The matrix [..., N, K] in fp32."""
+        """Return the matrix [..., N, K] in fp32."""
         rows, columns = self.block
         if self.scale is None:
             return self._numbers()
@@ -46,12 +44,12 @@ class Codes:
         numbers = self._numbers()
         numbers = numbers.clone() if numbers is self.values else numbers
         height, width = numbers.shape[-2:]
-        # whole groups of columns, each of which is one number of a scale
+        # whole groups of columns, each with one scale
         is_even = self.group_of is None and width % columns == 0 and self.scale.shape[-1] > 1
         grouped = numbers.unflatten(-1, (-1, columns)) if is_even else numbers
 
         def spread(each: Tensor) -> Tensor:
-            """One entry per group -> per element of `grouped`."""
+            """Expand one entry per group to the shape of `grouped`."""
             each = _floats(each)
             each = each.repeat_interleave(rows, -2)[..., :height, :] if rows > 1 else each
             if is_even:
@@ -60,7 +58,7 @@ class Codes:
                 order = self.group_of.long()
                 if numbers.stride(-1) == 1:
                     return each.contiguous().index_select(-1, order)
-                # GPTQ's codes lie column by column: to read scales row by row takes long
+                # GPTQ's codes are column-major: reading scales row by row is slow
                 return each.mT.contiguous().index_select(-2, order).mT
             if each.shape[-1] == 1:
                 return each
@@ -79,10 +77,10 @@ class Codes:
         return {values: self.values, scale: self.scale}
 
     def _numbers(self) -> Tensor:
-        """What the codes stand for, fp32."""
+        """Return the numbers of the codes in fp32."""
         return e2m1_numbers(self.values) if self.is_e2m1 else _floats(self.values)
 
 
 def _floats(numbers: Tensor) -> Tensor:
-    """fp32."""
+    """Convert to fp32."""
     return e4m3_numbers(numbers) if numbers.dtype in _E4M3 else numbers.float()

@@ -1,8 +1,8 @@
 """E4M3 and E2M1 to fp32 on the CPU, several times as fast as PyTorch.
 
-PyTorch converts a value at a time. Shifted to where fp16 has its exponent, the bits of a value are
-an fp16 number with the same mantissa and an exponent that is too small by a constant, and fp16 is
-converted by vector instructions. The rows of one block stay in the processor's cache.
+PyTorch converts one value at a time. Shifted to fp16's fields, the bits of a value are an fp16
+number with the same mantissa and an exponent that is too small by a constant; vector instructions
+convert fp16. The rows of one block stay in the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def dequantize_block(
     weight: Tensor,  # [N, K] float8_e4m3fn
     scale: Tensor,  # [ceil(N / 128), ceil(K / 128)] fp32
 ) -> Tensor:  # [N, K] fp32
-    """The plain weight: as the definition, to the bit."""
+    """Dequantize a weight as `op.dequantize_block` does, to the bit."""
     rows, columns = weight.shape
     stored = weight.view(torch.int8)
     has_nan = bool(stored.numel() and stored.bitwise_and(_NAN).amax() == _NAN)
@@ -37,7 +37,7 @@ def dequantize_block(
 
 
 def e4m3_numbers(values: Tensor) -> Tensor:
-    """values [..., K] float8_e4m3fn or float8_e4m3fnuz -> fp32."""
+    """Convert values [..., K] float8_e4m3fn or float8_e4m3fnuz to fp32."""
     stored = values.view(torch.int8)
     if values.dtype is torch.float8_e4m3fnuz:
         numbers, is_nan = _numbers(stored, 7, _FP16_BITS, 2.0**7), stored == _FNUZ_NAN
@@ -48,7 +48,7 @@ def e4m3_numbers(values: Tensor) -> Tensor:
 
 
 def e2m1_numbers(codes: Tensor) -> Tensor:
-    """codes [..., K] uint8, 0 to 15 -> fp32."""
+    """Convert codes [..., K] uint8, 0 to 15, to fp32."""
     return _numbers((codes << 4).view(torch.int8), 5, _E2M1_BITS, 2.0**14)
 
 

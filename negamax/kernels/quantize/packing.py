@@ -1,5 +1,5 @@
-"""Unsigned integers of 2, 4 or 8 bits in words of 32, as AWQ, GPTQ and compressed-tensors pack
-them, and codes of FP4 in bytes.
+"""Packing of 2, 4 and 8 bit integers in 32-bit words, as in AWQ, GPTQ and compressed-tensors, and
+of FP4 codes in bytes.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Where AWQ puts the 8 numbers of a word: the second one into the fifth nibble.
+# AWQ's place of each of the 8 numbers of a word: the second is in the fifth nibble.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack(words: Tensor, bits: int, *, axis: int = -1, order: Sequence[int] = ()) -> Tensor:
-    """words int32 -> uint8, with 32 / bits numbers for each entry of dimension `axis`. Number i of
-    a word begins at bit bits * order[i] of it; without `order`, at bits * i.
+    """Unpack words int32 to uint8, 32 / bits numbers per entry of dimension `axis`.
+
+    Number i of a word begins at bit bits * order[i], or without `order` at bits * i.
     """
     axis %= words.dim()
     mask = (1 << bits) - 1

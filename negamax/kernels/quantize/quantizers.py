@@ -1,7 +1,7 @@
-"""Round to nearest: from a plain matrix to its codes, the inverse of `Codes.dequantize`.
+"""Round a plain matrix to the nearest codes, the inverse of `Codes.dequantize`.
 
-Scales are rounded to the dtype in which they are stored before the codes are chosen, so that a code
-is the nearest to its element for the scale that readers see. A group of zeros has scale 1.
+Scales are rounded to their stored dtype before codes are chosen, so a code is the nearest for the
+stored scale. A group of zeros has scale 1.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def to_e4m3(
     largest: float = E4M3_MAX,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> Codes:
-    """matrix [N, K] fp32 -> e4m3 values and an fp32 scale for each block of rows and columns. The
-    largest magnitude of a block becomes `largest`.
+    """Quantize matrix [N, K] fp32 to e4m3 with an fp32 scale per block of rows and columns.
+
+    The largest magnitude of a block becomes `largest`.
     """
     scale = _positive(_largest(matrix, block) / largest)
     values = (matrix / _spread(scale, block, matrix)).clamp_(-largest, largest)
@@ -34,9 +35,11 @@ def to_e4m3(
 def to_integers(
     matrix: Tensor, bits: int, columns: int, *, scale_dtype: torch.dtype = torch.float32
 ) -> Codes:
-    """matrix [N, K] fp32 -> symmetric int8 codes of `bits` bits, a scale per row and `columns`
-    columns: the largest magnitude / ((2^bits - 1) / 2), as compressed-tensors has it. That costs a
-    positive largest element half a step at most, and makes the steps of the others smaller.
+    """Quantize matrix [N, K] fp32 to symmetric int8 codes of `bits` bits, with group scales.
+
+    The scale per row and `columns` columns is the largest magnitude / ((2^bits - 1) / 2), as in
+    compressed-tensors. A positive largest element loses half a step at most; the steps of all
+    others shrink.
     """
     least = -(2 ** (bits - 1))
     block = (1, columns)
@@ -46,9 +49,10 @@ def to_integers(
 
 
 def to_e4m3_powers(matrix: Tensor, columns: int, *, rows: int = 1) -> Codes:
-    """matrix [N, K] fp32 -> e4m3 values and an e8m0 scale per `rows` rows and `columns` columns:
-    the least power of two with which nothing exceeds 448 (the OCP formula, a floor, cuts elements
-    off).
+    """Quantize matrix [N, K] fp32 to e4m3 with an e8m0 scale per `rows` rows and `columns` columns.
+
+    The scale is the least power of two with which nothing exceeds 448. The OCP formula, a floor,
+    truncates elements.
     """
     block = (rows, columns)
     scale = _power_of_two(_largest(matrix, block) / E4M3_MAX)
@@ -57,21 +61,22 @@ def to_e4m3_powers(matrix: Tensor, columns: int, *, rows: int = 1) -> Codes:
 
 
 def to_e2m1_powers(matrix: Tensor, columns: int) -> Codes:
-    """The same to FP4, whose largest value is 6."""
+    """Quantize to FP4, whose largest value is 6, with powers of two as scales."""
     block = (1, columns)
     scale = _power_of_two(_largest(matrix, block) / E2M1_MAX)
     return Codes(_e2m1(matrix / _spread(scale.float(), block, matrix)), scale, block, is_e2m1=True)
 
 
 def to_e2m1(matrix: Tensor, columns: int) -> Codes:
-    """matrix [N, K] fp32 -> FP4 codes, an e4m3 scale per row and `columns` columns, and one fp32
-    scale of the scales: the largest magnitude of the matrix / (6 * 448).
+    """Quantize matrix [N, K] fp32 to FP4 with an e4m3 scale per row and `columns` columns.
+
+    One fp32 scale of the scales is the largest magnitude of the matrix / (6 * 448).
     """
     block = (1, columns)
     groups = _largest(matrix, block) / E2M1_MAX
     whole = _positive(groups.amax().reshape(1) / E4M3_MAX)
     scale = (groups / whole).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
-    # A group that is tiny beside the largest has scale 0, and so have all its elements.
+    # a group that is tiny compared with the largest has scale 0, and all its elements are 0
     divisor = scale.float().where(scale.float() > 0, torch.inf) * whole
     return Codes(
         _e2m1(matrix / _spread(divisor, block, matrix)), scale, block, global_scale=whole,
@@ -80,7 +85,7 @@ def to_e2m1(matrix: Tensor, columns: int) -> Codes:
 
 
 def _largest(matrix: Tensor, block: tuple[int, int]) -> Tensor:
-    """The largest magnitude in each block; those at the lower and right edge may be ragged."""
+    """The largest magnitude of each block; blocks at the lower and right edge may be ragged."""
     rows, columns = block[0], min(block[1], matrix.shape[1])
     height, width = matrix.shape
     padded = F.pad(matrix.abs(), (0, -width % columns, 0, -height % rows))
@@ -89,7 +94,7 @@ def _largest(matrix: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _spread(scale: Tensor, block: tuple[int, int], matrix: Tensor) -> Tensor:
-    """One entry per block -> per element, or per row where a block is as wide as the matrix."""
+    """Expand one entry per block to elements, or to rows where a block is as wide as the matrix."""
     height, width = matrix.shape
     scale = scale.repeat_interleave(block[0], 0)[:height] if block[0] > 1 else scale
     if scale.shape[1] == 1:
@@ -98,13 +103,13 @@ def _spread(scale: Tensor, block: tuple[int, int], matrix: Tensor) -> Tensor:
 
 
 def _positive(scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`scale` in `dtype`; 1 for zeros, and never 0 for others."""
+    """Convert `scale` to `dtype`; 1 for zeros, and never 0 for others."""
     stored = scale.to(dtype).clamp_min(torch.finfo(torch.bfloat16).tiny)
     return stored.where(scale != 0, 1.0)
 
 
 def _power_of_two(scale: Tensor) -> Tensor:
-    """The least power of two that is not below `scale`, e8m0; 1 for zeros."""
+    """The least power of two >= `scale`, e8m0; 1 for zeros."""
     mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
     exponent = exponent - (mantissa == 0.5).int()
     biased = (exponent + 127).clamp(0, 254).where(scale != 0, 127)
@@ -112,8 +117,9 @@ def _power_of_two(scale: Tensor) -> Tensor:
 
 
 def _e2m1(numbers: Tensor) -> Tensor:
-    """The nearest FP4 code of each number, uint8; halfway the one with the even code. The values
-    are 0.5 apart up to 2, 1 up to 4 and 2 up to 6.
+    """The nearest FP4 code of each number, uint8; ties go to the even code.
+
+    The values are 0.5 apart up to 2, 1 up to 4 and 2 up to 6.
     """
     size = numbers.abs()
     upper = (2 + size.round()).where(size < 4, 4 + (size / 2).round())
