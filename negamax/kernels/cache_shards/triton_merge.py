@@ -22,7 +22,7 @@ from negamax.kernels.attention.triton_shared import clamp_empty_max, outputs, re
 from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.collectives.triton_ll import add_flag, load_peer_base, load_peer_bases, poll
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
-from negamax.kernels.launch.words import as_words, unpack
+from negamax.kernels.launch.triton_words import as_words, unpack
 from negamax.kernels.peers import Collective, PeerRegion
 
 

@@ -45,7 +45,13 @@ from negamax.kernels.collectives.triton_ll import (
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.tile import warps_of_row
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
-from negamax.kernels.launch.words import as_words, make_word_indices, num_parts, sum_parts, unpack
+from negamax.kernels.launch.triton_words import (
+    as_words,
+    make_word_indices,
+    num_parts,
+    sum_parts,
+    unpack,
+)
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.op import NormWeight
 from negamax.kernels.norm.triton import add_and_normalise, normalise, quantise, store_quantised

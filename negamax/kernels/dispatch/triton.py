@@ -34,7 +34,7 @@ from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 from negamax.kernels.dispatch.op import COMBINE, DISPATCH
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
-from negamax.kernels.launch.words import as_words, make_word_indices, num_parts, sum_parts
+from negamax.kernels.launch.triton_words import as_words, make_word_indices, num_parts, sum_parts
 from negamax.kernels.peers import Collective, PeerRegion
 
 

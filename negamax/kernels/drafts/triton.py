@@ -13,7 +13,7 @@ from negamax.kernels.drafts import op as spec
 from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED, EMBED_NORMS, RECORD_GUESS
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
-from negamax.kernels.launch.words import as_words, make_word_indices, unpack
+from negamax.kernels.launch.triton_words import as_words, make_word_indices, unpack
 from negamax.kernels.norm import tiles
 from negamax.kernels.op import FLOAT_DTYPES
 

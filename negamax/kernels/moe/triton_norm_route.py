@@ -23,7 +23,7 @@ from negamax.kernels.collectives.triton_ll import poll
 from negamax.kernels.launch.ptx import INTERPRETED, pack_pair
 from negamax.kernels.launch.tile import warps_of_row
 from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
-from negamax.kernels.launch.words import add_parts, as_words, fetch_parts, num_parts, unpack
+from negamax.kernels.launch.triton_words import add_parts, as_words, fetch_parts, num_parts, unpack
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_route import (
     PreparedGate,

@@ -27,7 +27,7 @@ from negamax.kernels.launch.triton import (
     launch_options,
     triton_kernel,
 )
-from negamax.kernels.launch.words import (
+from negamax.kernels.launch.triton_words import (
     add_parts,
     as_words,
     fetch_parts,

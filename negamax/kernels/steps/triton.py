@@ -10,7 +10,7 @@ from torch import Tensor
 
 from negamax.kernels.launch.ptx import launch_dependents
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
-from negamax.kernels.launch.words import as_words
+from negamax.kernels.launch.triton_words import as_words
 from negamax.kernels.norm import tiles
 from negamax.kernels.op import FLOAT_DTYPES
 from negamax.kernels.steps import op as spec
