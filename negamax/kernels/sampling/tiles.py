@@ -13,13 +13,12 @@ from negamax.kernels import platform
 class Tiles:
     """Unmeasured sizes."""
 
-    measured_on: str | None = None
     pick_block: int = 1024  # logits of a program
     strip_block: int = 4096  # logits of a program that keeps the maximum of every strip
     draw_warps: int = 4  # of the program of a row
 
 
-_H200 = Tiles("H200", pick_block=1024, strip_block=4096, draw_warps=8)
+_H200 = Tiles(draw_warps=8)  # measured
 _BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # cpu: the interpreter
 
 
