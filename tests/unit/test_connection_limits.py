@@ -179,14 +179,14 @@ def test_connections_above_a_limit_are_closed_at_once(limits: ConnectionLimits) 
 
 def test_a_client_with_ipv6_has_one_network() -> None:
     assert (
-        listening._client_of("2001:db8::1")
-        == listening._client_of("2001:db8::ffff")
-        != listening._client_of("2001:db9::1")
+        listening._get_client("2001:db8::1")
+        == listening._get_client("2001:db8::ffff")
+        != listening._get_client("2001:db9::1")
     )
     assert (
-        listening._client_of("::ffff:10.0.0.1")
-        == listening._client_of("10.0.0.1")
-        != listening._client_of("10.0.0.2")
+        listening._get_client("::ffff:10.0.0.1")
+        == listening._get_client("10.0.0.1")
+        != listening._get_client("10.0.0.2")
     )
 
 
