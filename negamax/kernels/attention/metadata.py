@@ -1,6 +1,4 @@
-"""Positions of a step's tokens and the caches of their sequences: what every kind of attention
-reads.
-"""
+"""Attention metadata: positions of a step's tokens and the caches of their sequences."""
 
 from __future__ import annotations
 
@@ -18,9 +16,10 @@ from negamax.kernels.peers import Collective
 
 @dataclass(frozen=True)
 class DecodeRuns:
-    """Decodes with draft tokens, of S sequences: sequence s has the last query_starts[s + 1] -
-    query_starts[s] of its tokens in the step, at most `AttentionMetadata.max_decode_run`, for each
-    of which the step has a token; the tokens from query_starts[S] on are padding.
+    """Decodes with draft tokens, grouped by sequence.
+
+    Sequence s has query_starts[s + 1] - query_starts[s] tokens in the step, its last ones, at most
+    `AttentionMetadata.max_decode_run`. Tokens from query_starts[S] on are padding.
     """
 
     block_table_indices: Tensor  # [S] int64
@@ -30,8 +29,9 @@ class DecodeRuns:
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """The tokens of a step that the ranks of `group` share out, N of each, padding included: those
-    of its first rank, then those of the next one. Padding stands in a sequence of nobody.
+    """Tokens of a step that the ranks of `group` split, N per rank with padding, in rank order.
+
+    Padding belongs to the padding sequence.
     """
 
     group: Collective
@@ -41,79 +41,81 @@ class SharedTokens:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The T tokens of a step, for a mixture of experts. By default all are real, no copy of an
-    expert is preferred, and every rank has T.
+    """The T tokens of a step, for a mixture of experts.
+
+    By default all are real, no copy of an expert is preferred, and every rank has T.
     """
 
-    num_actual_tokens: Tensor | None = None  # as in `AttentionMetadata`, like those below
-    positions: Tensor | None = None  # they say which copy of an expert a token takes; None: all 0
+    num_actual_tokens: Tensor | None = None  # as in `AttentionMetadata`, like the next fields
+    # they name the copy of an expert that a token uses; None: all 0
+    positions: Tensor | None = None
     most_tokens: int | None = None
     is_share: bool = False
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """T tokens of S sequences, whose keys are in paged caches. A sequence's queries are its last
-    tokens; first come `num_decodes` sequences of one query each, then runs of several.
+    """T query tokens of S sequences with keys in paged caches.
 
-    Sequence s has the queries query_starts[s] to query_starts[s + 1] - 1 of the T, and its blocks
-    are block_tables[block_table_indices[s]]. Tensors are on the device of the caches. The host's
-    copies serve whoever prepares on the host; they are () while a graph is captured, and bounds
-    where draft tokens of an earlier step are still being verified, which is never so on a CPU.
+    A sequence's queries are its last tokens. First come `num_decodes` sequences of one query each,
+    then runs of several. Sequence s has the queries query_starts[s] to query_starts[s + 1] - 1, and
+    its blocks are block_tables[block_table_indices[s]]. Tensors are on the device of the caches.
+    The host's copies serve preparation on the host. They are () during graph capture, and upper
+    bounds while draft tokens of an earlier step are being verified, which does not happen on a CPU.
     """
 
     positions: Tensor  # [T] int64
     token_slots: Tensor  # [T] int64, row of block_tables of each token's sequence
     block_tables: Tensor  # [slots, max_blocks] int32 or int64
     block_table_indices: Tensor  # [S] int64
-    # [S] int32, tokens including this step; 0: a row of padding, whose output is 0
+    # [S] int32, tokens including this step; 0: a row of padding, with output 0
     seq_lens: Tensor
     query_starts: Tensor  # [S + 1] int32
     num_decodes: int
-    host_seq_lens: tuple[int, ...]  # [S] the lengths, or where not `is_exact` at least as much
+    host_seq_lens: tuple[int, ...]  # [S] lengths; upper bounds unless `is_exact`
     host_query_lens: tuple[int, ...]  # [S] queries of each sequence
-    # [1] int32, tokens that are real, the others being padding; None: all
+    # [1] int32, the number of real tokens, before the padding; None: all
     num_actual_tokens: Tensor | None = None
-    # of the rank that has the most of this step, or more; None: all that speak of it have T
+    # tokens of the rank that has the most in this step, or more; None: all ranks have T
     most_tokens: int | None = None
     is_share: bool = False  # context-parallel ranks have different tokens of this step
-    # of context-parallel ranks, where the T are a share; None: every rank has all tokens, or none
+    # the split over context-parallel ranks; None: every rank has all tokens, or none
     shared_tokens: SharedTokens | None = None
     is_exact: bool = True
-    # Neighbours among the decodes that may be of one sequence, each a token longer than the one
-    # before it, at most; of a step with draft tokens whose lengths the device alone knows.
+    # Adjacent decodes that may belong to one sequence, at most; each is one token longer than the
+    # previous. Set for steps with draft tokens whose lengths only the device knows.
     max_decode_run: int = 1
-    # The same decodes by sequence, for kernels that read the keys of neighbours once; None: not
-    # known, or one each.
+    # The same decodes by sequence, for kernels that read the keys of adjacent decodes once; None:
+    # not known, or one each.
     decode_runs: DecodeRuns | None = None
-    # by kind of attention, what its layers share in this step
+    # by kind of attention, the plan that its layers share in this step
     prepared: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_captured(self) -> bool:
-        """Whether the device alone knows the lengths."""
+        """Whether only the device knows the lengths."""
         return len(self.host_seq_lens) < self.block_table_indices.shape[0]
 
     @cached_property
     def step_tokens(self) -> StepTokens:
-        """What a mixture of experts needs to know of the step."""
+        """Return the step's tokens for a mixture of experts."""
         return StepTokens(
             self.num_actual_tokens, self.positions, self.most_tokens, is_share=self.is_share
         )
 
     @property
     def decodes(self) -> AttentionMetadata | None:
-        """The sequences of one query each; None: there are none."""
+        """Return the sequences with one query each; None if there are none."""
         return self._part(0, self.num_decodes)
 
     @property
     def prefills(self) -> AttentionMetadata | None:
-        """The sequences with runs of queries; None: there are none."""
+        """Return the sequences with runs of queries; None if there are none."""
         return self._part(self.num_decodes, self.block_table_indices.shape[0])
 
     def used_tables(self, block_size: int) -> Tensor:
-        """The tables of the S sequences, as wide as the longest of them needs. [S, blocks] int64,
-        from the host's lengths.
+        """Return the tables [S, blocks] int64, as wide as the longest sequence needs by the host's
+        lengths.
         """
         width = max(1, -(-max(self.host_seq_lens, default=0) // block_size))
         return self.block_tables[:, :width].index_select(0, self.block_table_indices).long()
@@ -140,13 +142,14 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class CacheShard:
-    """Which blocks of keys and values a rank holds: of several ranks with copies of a KV head each
-    has every `ranks`-th block of the pool. Block b is block b // ranks + 1 of rank b % ranks,
-    whatever it holds and wherever in a sequence that stands; block 0 of each rank is nobody's.
+    """The blocks of keys and values that a rank holds.
+
+    Of several ranks with copies of a KV head, each has every `ranks`-th block of the pool. Block b
+    is block b // ranks + 1 of rank b % ranks. Block 0 of each rank is the padding block.
     """
 
     rank: int = 0
-    ranks: int = 1  # 1: all blocks, under their numbers in the pool
+    ranks: int = 1  # 1: all blocks, with their indices in the pool
 
 
 WHOLE_CACHE = CacheShard()
@@ -170,8 +173,10 @@ def attention_metadata(
     indices: Sequence[int] | None = None,
     num_decodes: int = 0,
 ) -> AttentionMetadata:
-    """The last query_lens[s] tokens of each sequence of seq_lens[s] tokens, whose blocks are
-    block_tables[s], or block_tables[indices[s]].
+    """Build the metadata of the last query_lens[s] tokens of each sequence.
+
+    Sequence s has seq_lens[s] tokens, and its blocks are block_tables[s], or
+    block_tables[indices[s]].
     """
     device = block_tables.device
     rows = range(len(seq_lens)) if indices is None else indices

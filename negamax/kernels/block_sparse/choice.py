@@ -1,14 +1,14 @@
-"""Which blocks of a sequence a token attends to.
+"""Top-k block selection: which blocks of a sequence a token attends to.
 
-A sequence's tokens are counted off in sparse blocks of `sparse_block_size` from position 0 on; a
-token sees those up to its own, the local block. Of these it attends to `topk_blocks`: the first
-`init_blocks`, the last `local_blocks`, and of the others those with the highest scores; of equal
-scores that of the lower block. Each KV head has a choice of its own.
+A sequence is divided into sparse blocks of `sparse_block_size` tokens. A token sees the blocks up
+to its own, the local block. It attends to `topk_blocks` of them: the first `init_blocks`, the last
+`local_blocks`, and of the others those with the highest scores. Ties go to the lower block. Each KV
+head has its own selection.
 
-A block of the cache holds one sparse block or several. A cache [num_blocks, kv_heads, block_size,
-width] seen as [num_pages, 1, sparse_block_size, width] has a page for each sparse block and head:
-attention of one token and one KV head is that of a sequence whose block table is the pages of the
-chosen blocks in ascending order, of which the last alone is partly filled.
+A cache block holds one or more sparse blocks. A cache [num_blocks, kv_heads, block_size, width]
+viewed as [num_pages, 1, sparse_block_size, width] has one page per sparse block and head. Attention
+of one token and KV head is that of a sequence whose block table is the pages of its selected blocks
+in ascending order; only the last is partly filled.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ NO_KEY = -(2**63)  # below the key of any block
 
 @dataclass(frozen=True)
 class IndexShard:
-    """Which index keys a rank holds: those of every `ranks`-th block of the cache. Block b is block
-    b // ranks of rank b % ranks, whatever it holds and wherever in a sequence that stands.
+    """The index keys that a rank holds: those of every `ranks`-th block of the cache.
+
+    Block b is block b // ranks of rank b % ranks.
     """
 
     rank: int = 0
     ranks: int = 1  # 1: all keys
-    # of several ranks each has the queries of the index heads of all; its own are some of them
+    # with several ranks each has the queries of all ranks' index heads; some of them are its own
     heads: int = 0
     first_head: int = 0
 
 
 @dataclass(frozen=True)
 class SparseShape(PagedShape):
-    """Sizes that a plan depends on. `block_size` is a multiple of `sparse_block_size`, there is a
-    local block at least, and `init_blocks` + `local_blocks` are `topk_blocks` at most.
+    """Sizes that a plan depends on.
+
+    `block_size` is a multiple of `sparse_block_size`. There is at least one local block, and
+    `init_blocks` + `local_blocks` <= `topk_blocks`.
     """
 
     sparse_block_size: int  # tokens
@@ -52,32 +55,34 @@ class SparseShape(PagedShape):
 
     @property
     def index_heads(self) -> int:
-        """The index heads whose queries a rank has."""
+        """The number of index heads whose queries a rank has."""
         return self.shard.heads or self.kv_heads
 
     @property
     def dense_tokens(self) -> int:
-        """A token that sees so many at most attends to all of them."""
+        """A token that sees at most this many tokens attends to all of them."""
         return self.topk_blocks * self.sparse_block_size
 
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """The blocks that T tokens attend to."""
+    """The selected blocks of T tokens."""
 
-    # [T, kv_heads, topk_blocks] int32, numbers of sparse blocks of the token's sequence, ascending
-    # (the local block is the last one), -1 behind them and in rows of padding
+    # [T, kv_heads, topk_blocks] int32, indices of sparse blocks in the token's sequence, ascending
+    # (the local block is last), then -1; -1 in rows of padding
     ids: Tensor
     pages: Tensor  # [T, kv_heads, topk_blocks] int32, the pages of `ids`; 0 where these are -1
 
     def of(self, tokens: slice) -> BlockChoice:
-        """The choice of some of the tokens."""
+        """Return the selection of some of the tokens."""
         return BlockChoice(self.ids[tokens], self.pages[tokens])
 
 
 def choose(scores: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
-    """The `ids` of a `BlockChoice` of tokens at `positions` [T]; scores [T, kv_heads, blocks] fp32
-    of the blocks of their sequence, of which any behind a token's local block count for nothing.
+    """Select the `ids` of a `BlockChoice` for tokens at `positions` [T].
+
+    scores [T, kv_heads, blocks] fp32 are those of the blocks of their sequence; blocks after a
+    token's local block are ignored.
     """
     blocks = torch.arange(scores.shape[-1], device=scores.device)
     local = (positions // shape.sparse_block_size).view(-1, 1, 1)
@@ -90,13 +95,11 @@ def choose(scores: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
 
 
 def best_keys(scores: Tensor, numbers: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
-    """What a rank that holds some of the blocks contributes to a choice: the keys [T, heads,
-    topk_blocks] int64 of its best ones.
+    """Return the keys [T, heads, topk_blocks] int64 of the best blocks among those a rank holds.
 
-    scores [T, heads, blocks] fp32 of the blocks whose numbers are `numbers` [T, blocks]; those
-    behind a token's local block count for nothing. A key is the score, as an integer of the same
-    order, above the block's number counted down: of equal scores that of the lower block is the
-    larger key. NO_KEY where there are fewer blocks.
+    scores [T, heads, blocks] fp32 belong to the blocks `numbers` [T, blocks]; blocks after a
+    token's local block are ignored. A key is the score as an order-preserving integer, above the
+    negated block index, so ties go to the lower block. NO_KEY fills up missing blocks.
     """
     numbers, local = numbers.unsqueeze(1), (positions // shape.sparse_block_size).view(-1, 1, 1)
     is_forced = (numbers < shape.init_blocks) | (numbers > local - shape.local_blocks)
@@ -108,8 +111,9 @@ def best_keys(scores: Tensor, numbers: Tensor, positions: Tensor, shape: SparseS
 
 
 def blocks_of_keys(keys: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
-    """The `ids` of a `BlockChoice` of tokens at `positions` [T] from the best keys [T, kv_heads, n]
-    of all blocks, which are not looked at where a token attends to all that it sees.
+    """Select the `ids` of a `BlockChoice` from the best keys [T, kv_heads, n] of all blocks.
+
+    The keys of tokens at `positions` [T] that attend to all blocks they see are ignored.
     """
     best = keys.topk(shape.topk_blocks, dim=-1).values
     blocks = (NO_BLOCK - (best & NO_BLOCK)).sort(dim=-1).values
@@ -119,8 +123,8 @@ def blocks_of_keys(keys: Tensor, positions: Tensor, shape: SparseShape) -> Tenso
 
 
 def pages_of(ids: Tensor, tables: Tensor, shape: SparseShape) -> Tensor:
-    """The `pages` of a `BlockChoice`'s `ids` [T, kv_heads, topk_blocks]; tables [T, blocks] of each
-    token's sequence.
+    """Return the pages of `ids` [T, kv_heads, topk_blocks]; tables [T, blocks] of each token's
+    sequence.
     """
     per_block = shape.block_size // shape.sparse_block_size
     known = ids.clamp_min(0).long()
@@ -131,8 +135,6 @@ def pages_of(ids: Tensor, tables: Tensor, shape: SparseShape) -> Tensor:
 
 
 def attended_tokens(positions: Tensor, shape: SparseShape) -> Tensor:
-    """How many tokens those at `positions` [T] attend to, whatever they choose; 0 at position
-    -1.
-    """
+    """Return the number of tokens that those at `positions` [T] attend to; 0 at position -1."""
     in_blocks = (positions // shape.sparse_block_size).clamp_max(shape.topk_blocks - 1)
     return in_blocks * shape.sparse_block_size + positions % shape.sparse_block_size + 1

@@ -1,6 +1,4 @@
-"""Partial results of attention to a rank's own blocks, in the form in which they are sent: outputs
-of T tokens, followed by their weights, in one message.
-"""
+"""Partial results of attention to a rank's blocks, as one message: outputs, then their weights."""
 
 from __future__ import annotations
 
@@ -14,9 +12,9 @@ from negamax.kernels.peers import Collective
 
 @dataclass(frozen=True)
 class PartialResults:
-    """Attention of T tokens to some of their keys, and the log2 of the sums that the results were
-    divided by; views of `message`. With messages of several ranks both have a dimension more, in
-    front.
+    """Attention of T tokens to some of their keys, and the log2 of the softmax sums.
+
+    Both are views of `message`. Messages of several ranks add a leading dimension to both.
     """
 
     message: Tensor  # [bytes] uint8, or [ranks, bytes]
@@ -25,27 +23,27 @@ class PartialResults:
 
     @classmethod
     def empty(cls, q: Tensor) -> PartialResults:
-        """Results for queries q [T, heads, head_dim], not yet written."""
+        """Allocate results for queries q [T, heads, head_dim]."""
         assert q.itemsize > 1, "queries are not in FP8"
         num_bytes = q.numel() * q.element_size() + 4 * q.shape[0] * q.shape[1]
         return cls.of(torch.empty(num_bytes, dtype=torch.uint8, device=q.device), q)
 
     def gathered(self, group: Collective) -> PartialResults:
-        """The results of all ranks of the group."""
+        """Gather the results of all ranks of the group."""
         messages = group.all_gather(self.message.unsqueeze(0), dim=0)
         q = self.out.unflatten(-1, (self.lse.shape[-1], -1))
         return PartialResults.of(messages, q)
 
     @classmethod
     def joined(cls, out: Tensor, lse: Tensor) -> PartialResults:
-        """The message of `out` and `lse`."""
+        """Put `out` and `lse` into one message."""
         message = torch.cat([part.flatten().view(torch.uint8) for part in (out, lse)])
         return cls(message, out, lse)
 
     @classmethod
     def of(cls, message: Tensor, q: Tensor) -> PartialResults:
-        """The results in a message of one rank, or in those of several. All ranks had queries of
-        the shape and dtype of `q`.
+        """View the results in the message of one rank or of several, all with the shape and dtype
+        of `q`.
         """
         num_tokens, heads, head_dim = q.shape
         out, lse = message.split(

@@ -1,4 +1,4 @@
-"""Which experts each rank of a group has."""
+"""The experts of each rank of a group."""
 
 from __future__ import annotations
 

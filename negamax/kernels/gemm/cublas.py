@@ -1,5 +1,7 @@
-"""Products of many tokens through cuBLAS, by way of PyTorch's public functions. Measured on an H200
-against the Triton kernels at [8192, 3072] x [2048, 3072]: FP8 blocks 1155 TFLOP/s (Triton 917)."""
+"""GEMMs of many tokens through cuBLAS, by PyTorch's public functions.
+
+Measured on an H200 at [8192, 3072] x [2048, 3072]: FP8 blocks 1155 TFLOP/s (Triton 917).
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,23 @@ from negamax.kernels.activations import QuantizedActivations
 
 
 def linear(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-    """x [T, K], weight [N, K] in one 16-bit dtype -> [T, N] in `out_dtype`, from fp32 sums."""
+    """Multiply x [T, K] and weight [N, K] of one 16-bit dtype to [T, N] in `out_dtype`."""
     if out_dtype is x.dtype:
         return F.linear(x, weight)
     return torch.mm(x, weight.t(), out_dtype=out_dtype)
 
 
 def linear_blocks(x: QuantizedActivations, weight: Tensor, scale: Tensor) -> Tensor:
-    """x [T, K] with T a multiple of 4, weight [N, K] e4m3, scale [ceil(N / 128), K / 128] fp32 ->
-    [T, N] bf16.
+    """Multiply x [T, K] (T a multiple of 4) with weight [N, K] e4m3 to [T, N] bf16.
+
+    scale is [ceil(N / 128), K / 128] fp32.
     """
     if scale.shape[1] % 4:  # cuBLAS reads rows of scales 16 bytes at a time
         scale = F.pad(scale, (0, -scale.shape[1] % 4))
     out: Tensor = F.scaled_mm(
         x.q,
         weight.t(),
-        x.scale.t().contiguous().t(),  # the scales of one block of columns lie together
+        x.scale.t().contiguous().t(),  # the scales of one block of columns are adjacent
         F.ScalingType.BlockWise1x128,
         scale.t(),
         F.ScalingType.BlockWise128x128,

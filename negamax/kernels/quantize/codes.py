@@ -71,11 +71,6 @@ class Codes:
             numbers.mul_(self.global_scale.float().reshape(*numbers.shape[:-2], -1, 1))
         return numbers
 
-    def tensors(self, values: str, scale: str) -> dict[str, Tensor]:
-        """Values and scales by these names."""
-        assert self.scale is not None
-        return {values: self.values, scale: self.scale}
-
     def _numbers(self) -> Tensor:
         """Return the numbers of the codes in fp32."""
         return e2m1_numbers(self.values) if self.is_e2m1 else _floats(self.values)

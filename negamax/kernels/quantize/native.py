@@ -1,5 +1,6 @@
-"""E4M3 in the form in which a GPU multiplies it: e4m3fn, as checkpoints store it, or on MI300
-e4m3fnuz, in which the same bits stand for half as much and those of -0 for NaN.
+"""The form of E4M3 that a GPU multiplies: e4m3fn as in checkpoints, or on MI300 e4m3fnuz.
+
+In e4m3fnuz the same bits stand for half as much, and those of -0 for NaN.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from negamax.kernels.activations import GROUP
 
 
 def native_e4m3(device: torch.device) -> torch.dtype:
-    """The form of `device`."""
+    """Return the E4M3 dtype that `device` multiplies."""
     features = platform.platform_of(device).features
     is_fnuz = Feature.FP8 in features and Feature.E4M3FN not in features
     return torch.float8_e4m3fnuz if is_fnuz else torch.float8_e4m3fn
 
 
 def empty_e4m3(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the FP8 form of `like` [T, width]: the values, and the scales [T, width / 128]."""
+    """Allocate the FP8 form of `like` [T, width]: values, and scales [T, width / 128]."""
     num_tokens, width = like.shape
     scale = torch.empty((num_tokens, width // GROUP), dtype=torch.float32, device=like.device)
     return torch.empty_like(like, dtype=native_e4m3(like.device)), scale
 
 
 def to_native(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """values e4m3fn and their multipliers -> the same numbers in the form of their device."""
+    """Convert e4m3fn values and their scales to the E4M3 form of their device."""
     if native_e4m3(values.device) is torch.float8_e4m3fn:
         return values, scale
     bits = values.view(torch.uint8)

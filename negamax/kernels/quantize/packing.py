@@ -28,7 +28,7 @@ def unpack(words: Tensor, bits: int, *, axis: int = -1, order: Sequence[int] = (
 
 
 def pack(numbers: Tensor, bits: int, *, axis: int = -1, order: Sequence[int] = ()) -> Tensor:
-    """The inverse; a last word that is not full gets zeros."""
+    """Pack numbers into words, the inverse of `unpack`; a partial last word gets zeros."""
     axis %= numbers.dim()
     per_word = 32 // bits
     padding = [0, 0] * (numbers.dim() - 1 - axis) + [0, -numbers.shape[axis] % per_word]
@@ -40,12 +40,12 @@ def pack(numbers: Tensor, bits: int, *, axis: int = -1, order: Sequence[int] = (
 
 
 def nibbles(packed: Tensor) -> Tensor:
-    """packed uint8 [..., K / 2] -> [..., K], one code each: the low nibble is the even column."""
+    """Unpack uint8 [..., K / 2] to codes [..., K]; the low nibble is the even column."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """The inverse; a last byte that is not full gets a zero."""
+    """Pack codes [..., K] into bytes; a partial last byte gets a zero."""
     even, odd = F.pad(codes, (0, codes.shape[-1] % 2)).unflatten(-1, (-1, 2)).unbind(-1)
     packed: Tensor = even + (odd << 4)
     return packed

@@ -1,6 +1,4 @@
-"""Random tensors of a matrix that is stored in 4 or 8 bits, of a given standard deviation: for
-benchmarks, tests and synthetic weights.
-"""
+"""Random 4-bit and 8-bit matrices of a given standard deviation, for synthetic weights."""
 
 from __future__ import annotations
 
@@ -12,10 +10,10 @@ from torch import Tensor
 from negamax.formats.floats import E2M1, E4M3, E4M3_MAX
 from negamax.formats.tensor_format import Role, StoredTensor, TensorFormat
 
-# Standard deviations of the numbers that `_values` draws
+# standard deviations of the numbers that `_values` draws
 _STD = {E2M1: 2.93, "uint4": 3.24, "int4": 3.24, "uint8": 73.9, "int8": 73.9, E4M3: 80.0}
 _SCALE_SPREAD = 0.1  # of scales, relative to their mean
-_LEVEL_1 = 16.0  # their mean where there are scales of the scales
+_LEVEL_1 = 16.0  # mean of the scales under a scale of level 2
 
 
 def draw(
@@ -26,8 +24,9 @@ def draw(
     std: float,
     generator: torch.Generator,
 ) -> Tensor:
-    """`tensor` of matrices in the format `stored`, whose elements have the standard deviation
-    `std`; `shape` is that of `tensor`, with any leading dimensions.
+    """Draw `tensor` of matrices in the format `stored` with standard deviation `std`.
+
+    `shape` is that of `tensor`, with any leading dimensions.
     """
     dtype, device = getattr(torch, tensor.dtypes[0]), generator.device
     if tensor.role is Role.VALUES:
@@ -54,7 +53,7 @@ def draw(
 def _values(
     element: str, dtype: torch.dtype, shape: tuple[int, ...], *, generator: torch.Generator
 ) -> Tensor:
-    """E4M3: normal. Others: bytes; integers of 4 bits from 1 to 15, those near 8 more often."""
+    """Draw normal E4M3 values, or bytes; 4-bit integers are 1 to 15, more often near 8."""
     if element == E4M3:
         normal = torch.randn(
             shape, dtype=torch.bfloat16, generator=generator, device=generator.device

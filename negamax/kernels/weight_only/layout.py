@@ -31,42 +31,42 @@ from negamax.kernels.quantize.stored import decode
 
 PackedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 SPAN_BYTES = 64
-SIDE_COLUMNS = 128  # of a row, whose scales, and whose zero points, lie together
-# of the bytes of a span of 8 bits, as [2, 2, 2, 4, 2], the order in which they are stored: those of
-# a pair are two bytes apart
+SIDE_COLUMNS = 128  # columns of a row whose scales, and whose zero points, are adjacent
+# stored order of the bytes of an 8-bit span, as [2, 2, 2, 4, 2]: those of a pair are two bytes
+# apart
 AXES = (3, 0, 1, 4, 2)
-# Where the bits of a code of 4 bits lie in a word, from the lowest on, for the first code of each
-# pair; those of the second lie 16 bits further, round about. Bits of e2m1 come to where bf16 has
-# its own by one shift or rotation and one mask for each pair but the first (`launch.ptx`).
+# The places in a word of the bits of a 4-bit code, from the lowest on, for the first code of each
+# pair; those of the second are 16 bits further, modulo 32. One shift or rotation and one mask bring
+# bits of e2m1 to where bf16 has its own, for each pair but the first (`launch.ptx`).
 BITS = {
     "uint4": ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)),
     "e2m1": ((14, 7, 8, 15), (4, 5, 6, 13), (0, 1, 2, 9), (26, 27, 28, 3)),
 }
-E5M3_BIAS = 23  # of the exponents of E4M3, -9 to 8, the highest is 31 then
+E5M3_BIAS = 23  # of the exponents of E4M3, -9 to 8; the highest becomes 31
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Constants of the kernels that read a `PackedWeight`, one argument `P: tl.constexpr`."""
+    """Constants of kernels that read a `PackedWeight`, passed as one `P: tl.constexpr`."""
 
     ELEMENT: str  # "uint4", "e2m1", "uint8", "int8", "e4m3"
-    CODES: int  # in a byte
+    CODES: int  # codes per byte
     K: int  # columns
-    K_PACKED: int  # columns, filled up
-    GROUP: int  # columns that share a scale; 0: scales per row alone
+    K_PACKED: int  # columns, padded
+    GROUP: int  # columns that share a scale; 0: only scales per row
     SCALE: str  # "float", "e5m3", "e8m0"
-    ZEROS: bool  # zero points per group; else 0, of uint4 8, stands for 0
+    ZEROS: bool  # zero points per group; otherwise the code for 0 is 0, or 8 for uint4
     ROW_SCALE: bool
 
     @property
     def IN_WORDS(self) -> bool:
-        """Whether scales are read as words, of four each."""
+        """Whether scales are read as words of four."""
         return self.SCALE != "float" and 4 * self.GROUP <= SIDE_COLUMNS
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """Matrices below each other. What `packing` has not is `qweight` once more, and is not read."""
+    """Stacked matrices. Fields that `packing` lacks are `qweight` again, and are not read."""
 
     qweight: Tensor
     scales: Tensor
@@ -76,12 +76,12 @@ class PackedWeight:
 
     @property
     def num_rows(self) -> int:
-        """R."""
+        """The number of rows R."""
         return self.qweight.shape[-2]
 
     @property
     def tensors(self) -> PackedTensors:
-        """One argument of the kernels, in words what they read as such."""
+        """Return the tensors that kernels take, as words where they read words."""
         scales = self.scales.view(torch.int32) if self.packing.IN_WORDS else self.scales
         return self.qweight.view(torch.int32), scales, self.zeros, self.row_scale
 
@@ -89,7 +89,7 @@ class PackedWeight:
 def packed_rows(
     tensors: PackedTensors, packing: Packing, matrix: int, num_rows: int
 ) -> list[Tensor]:
-    """Views of `PackedWeight.tensors` for one of its matrices, each of `num_rows` rows."""
+    """Return views of `PackedWeight.tensors` for one of its matrices, each of `num_rows` rows."""
     qweight, scales, zeros, row_scale = tensors
     rows = slice(matrix * num_rows, (matrix + 1) * num_rows)
     found = [qweight[..., rows, :]]
@@ -103,8 +103,9 @@ def packed_rows(
 
 
 def pack(weight: StoredWeight) -> PackedWeight:
-    """weight [N, K] or [count, N, K] in a format that `reads_packed` accepts. One matrix
-    after the other: their codes take a byte each.
+    """Pack weight [N, K] or [count, N, K] in a format that `reads_packed` accepts.
+
+    Matrices are packed one by one, since their unpacked codes take a byte each.
     """
     lead = weight.values.shape[:-2]
     bits = 4 if "int4" in weight.format.element else 8
@@ -129,7 +130,7 @@ def pack(weight: StoredWeight) -> PackedWeight:
 
 
 def _room(part: PackedWeight, count: int) -> PackedWeight:
-    """Memory for `count` matrices like `part`."""
+    """Allocate `count` matrices like `part`."""
     own, rows = part.packing, count * part.num_rows
 
     def room(each: Tensor) -> Tensor:
@@ -143,7 +144,7 @@ def _room(part: PackedWeight, count: int) -> PackedWeight:
 
 
 def _pack(codes: Codes, *, bits: int) -> PackedWeight:
-    """One matrix [N, K]."""
+    """Pack one matrix [N, K]."""
     element, values, zero_point = _unsigned(codes, bits=bits)
     (N, K), scale = values.shape, codes.scale
     assert scale is not None and codes.group_of is None
@@ -186,11 +187,11 @@ def _pack(codes: Codes, *, bits: int) -> PackedWeight:
 
 
 def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
-    """codes [N, K] of 4 bits as bytes -> [K / 128, N, 64] uint8, the bytes of words."""
+    """Pack 4-bit codes [N, K], one per byte, into words: bytes [K / 128, N, 64] uint8."""
     spans = codes.view(len(codes), -1, 2, 2, 2, 2, 4, 2)
-    # [N, spans, thread, 64 columns, 32 columns, pair of a word, neighbour]
+    # [N, spans, thread, 64 columns, 32 columns, pair of a word, code of a pair]
     pairs = spans.permute(0, 1, 6, 2, 3, 4, 5, 7).flatten(5, 6)
-    # what a code becomes as the first of each pair: the lower and the upper half of a word
+    # bits of a code as the first of each pair: the lower and the upper half of a word
     values = torch.tensor(
         [
             sum((code >> bit & 1) << place for bit, place in enumerate(places))
@@ -211,18 +212,20 @@ def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
 
 
 def _held(scale: Tensor) -> tuple[str, Tensor]:
-    """The kind of scales, and their numbers or bits."""
+    """Return the kind of scales, and their numbers or bits."""
     if scale.dtype is torch.float8_e8m0fnu:
         return "e8m0", scale.view(torch.uint8)
     if scale.dtype is not torch.float8_e4m3fn:
         return "float", scale
-    mantissa, exponent = torch.frexp(scale.float())  # 1 / 2 to 1
+    mantissa, exponent = torch.frexp(scale.float())  # from 1 / 2 to 1
     return "e5m3", ((exponent - 1 + E5M3_BIAS) * 8 + (mantissa * 16 - 8).int()).to(torch.uint8)
 
 
 def _widened(each: Tensor, group: int, widest: str) -> Tensor:
-    """In 4 bytes at least for 128 columns of a row: copies to shared memory that go on while a
-    program computes take as many of a thread, and a thread of a tile of 128 x 128 has one row.
+    """Widen entries to at least 4 bytes per 128 columns of a row.
+
+    Asynchronous copies to shared memory take 4 bytes per thread, and a thread of a 128 x 128 tile
+    has one row.
     """
     size = min(4, 4 * group // 128)
     if each.itemsize >= size:
@@ -231,14 +234,14 @@ def _widened(each: Tensor, group: int, widest: str) -> Tensor:
 
 
 def _by_row(each: Tensor, group: int) -> Tensor:
-    """[groups, N] -> [K / 128, N, groups of 128 columns]"""
+    """Reorder [groups, N] to [K / 128, N, groups of 128 columns]."""
     count = max(1, SIDE_COLUMNS // group)
     each = F.pad(each, (0, 0, 0, -len(each) % count))
     return each.view(-1, count, each.shape[1]).transpose(1, 2).contiguous()
 
 
 def _unsigned(codes: Codes, *, bits: int) -> tuple[str, Tensor, Tensor | None]:
-    """The element in memory, its bits as uint8 [N, K], and zero points."""
+    """Return the element in memory, its bits as uint8 [N, K], and zero points."""
     values, zero_point = codes.values, codes.zero_point
     if codes.is_e2m1:
         return "e2m1", values, None
@@ -255,7 +258,7 @@ def _unsigned(codes: Codes, *, bits: int) -> tuple[str, Tensor, Tensor | None]:
 
 
 def _by_group(each: Tensor, codes: Codes, N: int) -> Tensor:
-    """[ceil(N / rows), groups] -> [groups, N]"""
+    """Expand [ceil(N / rows), groups] to [groups, N]."""
     if each.shape[0] == 1:
         return each.t().expand(-1, N)
     rows = codes.block[0]
