@@ -12,29 +12,29 @@ from negamax.kernels.op import FLOAT_DTYPES, AnyKernel, Op
 from tests.kernel_cases import CASES
 from tests.kernel_cases.case import Case
 
-FURTHEST = 8.0  # a value may be so many times as wrong as all together, in units of their size
+FURTHEST = 8.0  # allowed error of one value, relative to that of all values together
 
 
 def contracts(kernels: tuple[AnyKernel, ...]) -> list[tuple[AnyKernel, torch.dtype]]:
-    """Each kernel in each dtype that it computes in."""
+    """Pair each kernel with each of its dtypes."""
     return [
         (kernel, dtype) for kernel in kernels for dtype in FLOAT_DTYPES if dtype in kernel.dtypes
     ]
 
 
 def contract_id(kernel: AnyKernel, dtype: torch.dtype) -> str:
-    """A name for the test of one contract."""
+    """Name the test of one contract."""
     return f"{kernel.op}-{kernel.provider}-{str(dtype).removeprefix('torch.')}"
 
 
 def cases(kernel: AnyKernel, dtype: torch.dtype) -> list[Case]:
-    """The cases of the kernel's op whose weights it reads."""
+    """Return the cases of the kernel's op whose weights it reads."""
     found = CASES[kernel.op].small(dtype, torch.Generator().manual_seed(0))
     return [case for case in found if kernel.reads(case.stored)]
 
 
 def check(kernel: AnyKernel, case: Case, dtype: torch.dtype) -> None:
-    """Fails with what is wrong, and in which case."""
+    """Compare the kernel with the definition on one case."""
     op = kernel.op
     with torch.inference_mode():
         expected = CASES[op].apply(op.reference, case.upcast())
@@ -57,9 +57,7 @@ def check(kernel: AnyKernel, case: Case, dtype: torch.dtype) -> None:
 
 
 def check_quantized(op: Op[Any, Any], got: Tensor, want: Tensor, label: str) -> None:
-    """Products of quantised factors: what the op allows at full size, of all values together and
-    of each.
-    """
+    """Check GEMMs of quantized factors by the op's error at full size, together and per value."""
     size, error = want.norm(), got - want
     assert error.norm() <= op.wide_error * size, f"{label}: {error.norm() / size:.2e}"
     worst = FURTHEST * op.wide_error * size / max(want.numel(), 1) ** 0.5

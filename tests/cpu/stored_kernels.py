@@ -1,5 +1,6 @@
-"""Kernels for the CPU that take weights as they are stored, in any format: dequantised when they
-are prepared. With them ranks hold what ranks on GPUs hold.
+"""CPU kernels that take weights in any stored format and dequantize them in `prepare`.
+
+With them ranks hold the same tensors as on GPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from negamax.kernels.weight_only.layout import PackedWeight, pack
 
 
 def unpacked(packed: PackedWeight) -> Tensor:
-    """[rows, columns] fp32: what the kernels on GPUs read, as its layout is described."""
+    """Read a packed weight as its layout is described: [rows, columns] fp32."""
     own, rows = packed.packing, packed.num_rows
     qweight = packed.qweight.transpose(0, 1) if own.CODES == 2 else packed.qweight
     words = qweight.reshape(rows, -1, 4, 4, 4)  # spans, threads, their words, bytes
@@ -36,7 +37,7 @@ def unpacked(packed: PackedWeight) -> Tensor:
     else:
         word, pair = columns // 16, columns // 8 % 2
         places = 8 * pair[:, None] + torch.arange(8)
-    words = words | words << 32  # round about
+    words = words | words << 32  # rotate
     held = words[:, :, thread, word] >> 16 * right  # [rows, spans, columns]
     codes = sum((held >> place & 1) << bit for bit, place in enumerate(places.unbind(-1)))
     codes = codes.to(torch.uint8)
@@ -73,7 +74,7 @@ def _groups(each: Tensor, packed: PackedWeight) -> Tensor:
 
 
 def dequantized(weight: StoredWeight) -> Tensor:
-    """[..., rows, columns] fp32; through the layout for weight-only kernels where these read it."""
+    """Dequantize to [..., rows, columns] fp32, through the weight-only layout if readable."""
     lead = weight.values.shape[:-2]
     if reads_packed(weight.format):
         whole = unpacked(pack(weight))
@@ -89,7 +90,7 @@ def dequantized(weight: StoredWeight) -> Tensor:
 
 
 def keeping_stored(table: KernelTable) -> KernelTable:
-    """`table`, whose products take every format as it is stored, too."""
+    """Add kernels to `table` that take every format as it is stored."""
 
     def stored(kernel: AnyKernel) -> AnyKernel:
         def prepare(*weights: StoredWeight, **numbers: object) -> object:
@@ -102,7 +103,7 @@ def keeping_stored(table: KernelTable) -> KernelTable:
 
 
 def random_stored(stored: TensorFormat, shape: tuple[int, int], *, seed: int) -> dict[str, Tensor]:
-    """Tensors of a matrix of `shape`: of random numbers, or any codes and scales around 1."""
+    """Draw the tensors of a matrix: random numbers, or random codes and scales around 1."""
     generator = torch.Generator().manual_seed(seed)
     if stored.rounding is not None:
         return dict(encode(stored, torch.randn(shape, generator=generator)))

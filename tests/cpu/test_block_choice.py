@@ -1,4 +1,4 @@
-"""Which blocks are chosen, counted out one by one."""
+"""Block selection against a count, block by block."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def counted_out(scores: list[float], position: int, shape: SparseShape) -> list[
 
 @pytest.mark.parametrize(("topk", "init", "local"), [(1, 0, 1), (4, 0, 1), (4, 1, 2), (5, 3, 2)])
 def test_forced_blocks_and_the_best_of_the_others(topk: int, init: int, local: int) -> None:
-    """Scores of few values, so that many are equal: the lower block wins."""
+    """Scores take few values, so there are many ties: the lower block wins."""
     shape = SparseShape(2, 1, 64, 32, topk, init, local)
     generator = torch.Generator().manual_seed(topk)
     positions = torch.tensor([0, 31, 32, 100, 255, 256, 383, 70])
     scores = torch.randint(-3, 3, (len(positions), 2, 12), generator=generator).float()
     ids = choose(scores, positions, shape)
-    shards = [  # of blocks dealt out to three ranks, of which one has the first alone
+    shards = [  # blocks of three ranks; one rank has only the first
         best_keys(scores[..., mine], mine.expand(len(positions), -1), positions, shape)
         for mine in map(torch.tensor, ([0], [1, 4, 5, 6, 11], [2, 3, 7, 8, 9, 10]))
     ]
@@ -42,7 +42,7 @@ def test_forced_blocks_and_the_best_of_the_others(topk: int, init: int, local: i
         for head in range(2):
             wanted = counted_out(scores[token, head].tolist(), position, shape)
             assert ids[token, head].tolist() == wanted
-    # each token's blocks as they lie in a cache, of which a block holds two sparse ones
+    # each token's blocks in a cache whose blocks hold two sparse ones
     tables = torch.stack([torch.randperm(40, generator=generator)[:6] for _ in positions])
     pages = pages_of(ids, tables, shape)
     cache = torch.arange(40 * 2 * 64).view(40, 2, 64, 1)

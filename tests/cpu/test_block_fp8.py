@@ -1,6 +1,4 @@
-"""Block FP8 against a scalar reading of the format, at its edges, and against transformers' own
-dequantisation.
-"""
+"""Block FP8 against a scalar decoder, at its edges, and against transformers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""FP8 and FP4 as published: what the formats read is what plain arithmetic makes of the bits, and
-parts of matrices held together are what each is alone.
+"""Published FP8 and FP4 layouts against plain arithmetic on the bits; stacked matrices keep their
+values.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_every_entry_is_what_its_bits_say(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.unit(Axis.ROWS) == 1])
 def test_matrices_held_together_are_each_what_it_is_alone(name: str) -> None:
-    """Of two experts, gate and up have scales of their own, one number each where it is one."""
+    """Gate and up of two experts have their own scales."""
     layout, stored = LAYOUTS[name], FORMATS[name]
     weights = WeightFormat(torch.float32, CPU, Scheme((stored,), lambda module: stored))
     rows, columns = 8, 64

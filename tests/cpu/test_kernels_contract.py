@@ -1,6 +1,4 @@
-"""Every registered kernel against its op's definition in fp32, on the op's own cases: to be listed
-is to be tested.
-"""
+"""Every registered kernel against its op's definition in fp32, on all cases of the op."""
 
 from __future__ import annotations
 

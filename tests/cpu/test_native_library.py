@@ -1,6 +1,4 @@
-"""The native row kernels are an option: without a working C compiler the same model answers through
-the other providers.
-"""
+"""Without a working C compiler a model runs with the other providers."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def ask(code: str = ASK, **environment: str) -> str:
 
 
 def test_without_a_working_compiler_the_answer_is_the_same(tmp_path: Path) -> None:
-    """`false` is there and fails: that must not stop the start either."""
+    """A compiler that exists and fails does not stop the start."""
     assert ask(LOAD, CC="no-such-compiler", XDG_CACHE_HOME=str(tmp_path)) == "False\n"
     output = ask(CC="false", XDG_CACHE_HOME=str(tmp_path))
     assert "native" not in output

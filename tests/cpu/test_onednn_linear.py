@@ -1,6 +1,4 @@
-"""The oneDNN linear computes few counts of rows, whatever it is asked for: every count more stays
-in memory.
-"""
+"""The oneDNN linear pads to few row counts, since every count keeps a kernel in memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""GPUs that cannot run a model are refused in one sentence before anything is loaded; their
-capability is faked here.
-"""
+"""GPUs that cannot run a model are refused before anything is loaded (with fake capabilities)."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """Lets PyTorch name a GPU that is not there."""
+    """Make PyTorch report a GPU that does not exist."""
 
     def fake(name: str, capability: tuple[int, int], hip: str | None = None) -> torch.device:
         found = SimpleNamespace(
@@ -167,7 +165,7 @@ def test_kernels_overlap_their_launches_from_hopper_on(
     ("machine", "onednn", "instructions", "dtype"),
     [
         ("x86_64", True, True, BF16),
-        ("x86_64", True, False, torch.float32),  # AVX-512 alone: oneDNN widens every value
+        ("x86_64", True, False, torch.float32),  # only AVX-512: oneDNN widens every value
         ("x86_64", False, False, torch.float32),
         ("aarch64", True, False, BF16),
     ],

@@ -1,5 +1,6 @@
-"""What an AMD GPU gets (its kernels' numbers: `test_triton_contract.py`): no program waits for
-another one, nothing is said in PTX, and on MI300 FP8 values are e4m3fnuz.
+"""Kernels of AMD GPUs: no spin waits, no PTX, and e4m3fnuz on MI300.
+
+`test_triton_contract.py` compares their results.
 """
 
 from __future__ import annotations

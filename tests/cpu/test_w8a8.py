@@ -1,6 +1,6 @@
-"""Products of rounded activations with int8 and FP8 weights: which formats take them on which GPU,
-how activations are rounded, and what becomes of broken ones. In Triton's interpreter; that the
-kernels compute their ops is in `test_triton_contract.py`.
+"""W8A8 in Triton's interpreter: formats per GPU, rounding of activations, and broken activations.
+
+`test_triton_contract.py` compares the results of the kernels.
 """
 
 from __future__ import annotations

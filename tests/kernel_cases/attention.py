@@ -1,4 +1,4 @@
-"""Inputs of the attention ops, how kernels are called with them, and what they cost."""
+"""Cases of the attention ops: inputs, calls and costs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def qk_norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def qk_norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's slices under TP1, TP2 and TP4."""
+    """MiniMax-M2's shards under TP1, TP2 and TP4."""
     return [
         _qk_norm_case(
             dtype,
@@ -79,7 +79,7 @@ def qk_norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
 
 
 def head_norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, some; odd sizes; all of a head rotated."""
+    """No tokens, one, some; odd sizes; rope on all dimensions of a head."""
     return [
         _qk_norm_case(
             dtype,
@@ -101,7 +101,7 @@ def head_norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case
 
 
 def head_norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's slices under TP1 and TP4."""
+    """MiniMax-M3's shards under TP1 and TP4."""
     return [
         _qk_norm_case(
             dtype,
@@ -133,7 +133,7 @@ def rope_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def rope_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """What drafts of MiniMax-M2.5 and M3 have under TP1 and TP4."""
+    """The draft models of MiniMax-M2.5 and M3 under TP1 and TP4."""
     return [
         _rope_case(
             dtype, generator, num_tokens, heads, kv_heads, 128, cache=(64, 64), cache_dtype=cache
@@ -182,7 +182,7 @@ def _qk_norm_case(
     cache_dtype: torch.dtype | None = None,
     norm_per_head: bool = False,
 ) -> Case:
-    """`cache` is the number of blocks and their size; in FP8 it has scales other than 1."""
+    """`cache` is the number of blocks and their size. An FP8 cache has scales other than 1."""
     num_blocks, block_size = cache
     norm_shape = (2, head_dim) if norm_per_head else ((heads + kv_heads) * head_dim,)
     normal = partial(randn, generator=generator)
@@ -214,12 +214,10 @@ def apply_qk_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def apply_head_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """As `apply_qk_norm`."""
     return _apply_norm(kernel, case)
 
 
 def apply_rope(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """As `apply_qk_norm`."""
     return _apply_norm(kernel, case, has_norm=False)
 
 
@@ -253,8 +251,8 @@ def qk_norm_cost(case: Case) -> Cost:
 
 
 def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One sequence, several; blocks full and not. Runs of all sizes, of one program and of two, and
-    rows of padding.
+    """One sequence, several; full and partial blocks. Runs of all sizes, of one program and of two,
+    and rows of padding.
     """
     return [
         _attention_case(
@@ -312,9 +310,11 @@ def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's slices (8, 4 and 2 KV heads), one to a hundred sequences, rows of padding, one
-    very long sequence; those of MiniMax-M3's dense layers (4 KV heads and 1). With three draft
-    tokens each, one sequence to a hundred, on 1,000 and on 8,000 tokens.
+    """Shards of MiniMax-M2 (8, 4 and 2 KV heads) and of MiniMax-M3's dense layers (4 KV heads and
+    1).
+
+    One to a hundred sequences, rows of padding, one very long sequence; with three draft tokens
+    each, one to a hundred sequences of 1,000 and of 8,000 tokens.
     """
     uneven = [1 + 37 * i % 2200 for i in range(99)] + [0]
     return [
@@ -363,9 +363,7 @@ def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
 
 
 def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's slices: whole prompts, chunks on a prefix, odd counts, prompts beside generated
-    tokens.
-    """
+    """MiniMax-M2's shards: whole prompts, chunks on a prefix, odd counts, mixed batches."""
     return [
         _attention_case(
             dtype,
@@ -396,8 +394,10 @@ def _attention_case(
     cache_dtype: torch.dtype | None = None,
     max_run: int = 0,
 ) -> Case:
-    """Queries of the last `counts` tokens of each sequence, with `max_run` as those of decodes with
-    draft tokens and padding; a cache in FP8 has scales other than 1.
+    """Queries of the last `counts` tokens of each sequence.
+
+    With `max_run` they are decodes with draft tokens and padding. An FP8 cache has scales other
+    than 1.
     """
     heads = shape.kv_heads * shape.group
     num_queries = max_run * len(lengths) or sum(counts)
@@ -450,7 +450,6 @@ def paged_caches(
 
 
 def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The weighted sums of values."""
     t, n = case.tensors, case.numbers
     plan = plan_of(kernel, case)
     scales = n.get("kv_scales", (1.0, 1.0))
@@ -458,7 +457,6 @@ def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def plan_of(kernel: AnyKernel, case: Case) -> Any:
-    """What the kernel prepares."""
     t, n = case.tensors, case.numbers
     describe = partial(run_metadata, max_run=n["max_run"]) if "max_run" in n else attention_metadata
     queries = describe(t["block_tables"], n["lengths"], n["counts"])
@@ -468,8 +466,9 @@ def plan_of(kernel: AnyKernel, case: Case) -> Any:
 def run_metadata(
     block_tables: Tensor, seq_lens: Sequence[int], query_lens: Sequence[int], *, max_run: int
 ) -> AttentionMetadata:
-    """The last query_lens[s] tokens of each sequence, each a decode of its own; for each of fewer
-    than `max_run` there is padding behind all.
+    """Make each of the last query_lens[s] tokens of each sequence a decode of its own.
+
+    Padding at the end fills up sequences with fewer than `max_run` tokens.
     """
     ends = [
         (row, end)
@@ -492,9 +491,7 @@ def run_metadata(
 
 
 def attention_cost(case: Case) -> Cost:
-    """Every key and value of the sequences read once, queries read and results written; the
-    products of visible pairs.
-    """
+    """Keys and values read once, queries read, results written; the products of visible pairs."""
     q, n = case.tensors["q"], case.numbers
     row_bytes = n["shape"].kv_heads * q.shape[-1] * case.tensors["k_cache"].element_size()
     pairs = sum(

@@ -1,8 +1,7 @@
-"""Kernels with their arguments bound, so that a benchmark calls nothing else.
+"""Kernels with bound arguments, so that a benchmark calls nothing else.
 
-An op's `apply` says how its kernels are called: it prepares weights, copies what is written in
-place, and calls `run`. Here it is followed once, and the calls of `run` that it makes are kept with
-their arguments; repeating them runs the kernel alone.
+An op's `apply` prepares weights, copies tensors that are written in place, and calls `run`. `bind`
+runs it once and records the calls of `run`; repeating them runs the kernel alone.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ Call = Callable[[], Any]
 
 
 def bind(kernel: AnyKernel, case: Case) -> Call:
-    """A closure that repeats the kernel calls of the op's `apply` on the same prepared
-    arguments.
-    """
+    """Return a closure that repeats the `run` calls of the op's `apply` on the same arguments."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def record(*args: Any, **kwargs: Any) -> Any:
@@ -44,9 +41,7 @@ def bind(kernel: AnyKernel, case: Case) -> Call:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` (a tensor, or tensors in tuples, lists, dicts and dataclasses) with `change` applied
-    to every tensor.
-    """
+    """Apply `change` to every tensor in `value`, including tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple | list):
@@ -65,7 +60,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def copy_case(case: Case) -> Case:
-    """The same case on tensors of its own."""
+    """Copy a case and its tensors."""
     return replace(case, tensors=map_tensors(case.tensors, lambda tensor: tensor.clone()))
 
 

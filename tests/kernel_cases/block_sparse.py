@@ -1,6 +1,4 @@
-"""Inputs of the ops of block-sparse attention, how kernels are called with them, and what they
-cost.
-"""
+"""Cases of block-sparse attention: inputs, calls and costs."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ def norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's slices under TP1 and TP4."""
+    """MiniMax-M3's shards under TP1 and TP4."""
     return [
         _norm_case(
             dtype,
@@ -104,8 +102,8 @@ def _norm_case(
     cache_dtype: torch.dtype | None = None,
     shard: IndexShard = WHOLE,
 ) -> Case:
-    """`heads` and KV heads; `widths` of heads and of index heads; `cache` is the number of blocks
-    and their size; keys and values in FP8 have scales other than 1.
+    """`heads` and KV heads; `widths` of heads and of index heads; `cache`: the number of blocks and
+    their size. Keys and values in FP8 have scales other than 1.
     """
     (own, kv), (head_dim, index_dim), (num_blocks, block_size) = heads, widths, cache
     normal = partial(randn, generator=generator)
@@ -134,7 +132,6 @@ def _norm_case(
 
 
 def apply_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """q, index_q and the caches, these of the dtype that the case names, else of the case's own."""
     t, n = case.tensors, case.numbers
     caches = [
         t[name].to(n.get("cache_dtype", t[name].dtype), copy=True)
@@ -168,7 +165,7 @@ _DECODE = (
     ((5, 130, 1, 520), (1, 1, 1, 1), (2, 3, 16, 32, 32, 3, 0, 1)),
     ((333, 32, 31), (1, 1, 1), (2, 2, 20, 16, 16, 4, 1, 2)),
 )
-# The same of rows with drafts, each token a decode, with padding behind them.
+# The same for rows with drafts: each token is a decode, and padding follows.
 _RUNS = (
     ((150, 140, 65, 1), (4, 2, 4, 1), (2, 2, 16, 32, 16, 3, 0, 1)),
     ((333, 32, 31, 200, 90), (3, 1, 4, 4, 2), (1, 4, 32, 16, 16, 4, 1, 2)),
@@ -183,8 +180,8 @@ _PREFILL = (
 
 
 def select_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Fewer blocks than are chosen, more; cache blocks of several sparse ones; keys in FP8; rows
-    with drafts.
+    """Fewer blocks than top-k, more; cache blocks of several sparse blocks; keys in FP8; rows with
+    drafts.
     """
     small = (*_DECODE, *_PREFILL)
     cases = (
@@ -225,8 +222,8 @@ def _shape(sizes: tuple[int, ...]) -> SparseShape:
     return SparseShape(kv_heads, group, *of_blocks)
 
 
-# MiniMax-M3's slice on one of four ranks: contexts of 1k to 1M tokens, rows of padding;
-# rows that verify three draft tokens; whole prompts and chunks on a prefix.
+# MiniMax-M3's shard on one of four ranks: contexts of 1k to 1M tokens, rows of padding; rows that
+# verify three draft tokens; whole prompts and chunks on a prefix.
 _LONG = [1000, 32_000, 0, 128_001]
 _DECODE_FULL = (
     ([1064], None),
@@ -245,7 +242,7 @@ _PREFILL_FULL = (
 
 
 def select_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's slice: decodes, drafts and prefills."""
+    """MiniMax-M3's shard: decodes, drafts and prefills."""
     decodes = (
         (lengths, [1] * len(lengths), cache)
         for lengths, cache in (*_DECODE_FULL, ([48_000, 200_001], FP8), ([1_000_000], FP8))
@@ -278,9 +275,9 @@ def select_shard_full_size(dtype: torch.dtype, generator: torch.Generator) -> li
 
 
 def _sharded(case: Case, *, rank: int, ranks: int) -> Case:
-    """The case for a rank that has a shard of the index keys."""
+    """The same case for a rank with a shard of the index keys."""
     cache, shape = case.tensors["index_cache"], case.numbers["shape"]
-    own = cache[: -(-len(cache) // ranks)]  # as good as others
+    own = cache[: -(-len(cache) // ranks)]  # any block
     shape = replace(shape, shard=IndexShard(rank, ranks, shape.kv_heads))
     label = f"{case.label} rank {rank} of {ranks}"
     return Case(label, case.tensors | {"index_cache": own}, case.numbers | {"shape": shape})
@@ -297,7 +294,7 @@ def merge_shards_small(dtype: torch.dtype, generator: torch.Generator) -> list[C
 
 
 def merge_shards_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's slice on one of four ranks."""
+    """MiniMax-M3's shard on one of four ranks."""
     decodes = ((lengths, [1] * len(lengths), cache) for lengths, cache in _DECODE_FULL)
     return [
         _merge_case(generator, lengths, counts, replace(M3, shard=SHARD))
@@ -328,7 +325,7 @@ def _merge_case(
 
 
 def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's slice."""
+    """MiniMax-M3's shard."""
     return [
         _attention_case(dtype, generator, lengths, [1] * len(lengths), M3, cache_dtype=cache)
         for lengths, cache in _DECODE_FULL
@@ -339,7 +336,7 @@ def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
 
 
 def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's slice."""
+    """MiniMax-M3's shard."""
     return [
         _attention_case(dtype, generator, lengths, counts, M3, cache_dtype=cache)
         for lengths, counts, cache in _PREFILL_FULL
@@ -383,8 +380,9 @@ def _attention_case(
     cache_dtype: torch.dtype | None = None,
     max_run: int = 0,
 ) -> Case:
-    """Queries of the last `counts` tokens of each sequence, and blocks chosen at random; a cache in
-    FP8 has scales other than 1; `max_run`: as `run_metadata`.
+    """Queries of the last `counts` tokens of each sequence, and random blocks.
+
+    An FP8 cache has scales other than 1. `max_run` is that of `run_metadata`.
     """
     heads, num_queries = shape.kv_heads * shape.group, max_run * len(lengths) or sum(counts)
     tensors = {
@@ -417,9 +415,7 @@ def _numbers(
 def _positions(
     lengths: Sequence[int], counts: Sequence[int], num_queries: int | None = None
 ) -> Tensor:
-    """The positions of the last `counts` tokens of each sequence; -1 of padding behind them, where
-    there are more queries.
-    """
+    """Positions of the last `counts` tokens of each sequence, then -1 for padding."""
     parts = [torch.arange(n - count, n) for n, count in zip(lengths, counts, strict=True)]
     padding = torch.full(((num_queries or sum(counts)) - sum(counts),), -1)
     return torch.cat((*parts, padding))
@@ -448,7 +444,6 @@ def _label(
 
 
 def plan_of(kernel: AnyKernel, case: Case, *, dtype: torch.dtype) -> Any:
-    """What the kernel prepares."""
     n = case.numbers
     if "max_run" in n:
         queries = run_metadata(
@@ -466,7 +461,6 @@ def plan_of(kernel: AnyKernel, case: Case, *, dtype: torch.dtype) -> Any:
 
 
 def apply_select(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The choice."""
     t = case.tensors
     plan = plan_of(kernel, case, dtype=t["index_q"].dtype)
     choice = kernel.run(t["index_q"], t["index_cache"], plan)
@@ -474,7 +468,7 @@ def apply_select(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def apply_select_shard(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The blocks in ascending order, -1 before them where there are fewer or nothing to choose."""
+    """The blocks in ascending order, after -1 for missing blocks."""
     t, shape = case.tensors, case.numbers["shape"]
     keys = kernel.run(
         t["index_q"], t["index_cache"], plan_of(kernel, case, dtype=t["index_q"].dtype)
@@ -487,14 +481,12 @@ def apply_select_shard(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def apply_merge_shards(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The choice."""
     plan = plan_of(kernel, case, dtype=torch.bfloat16)
     choice = kernel.run(case.tensors["keys"], plan, None)
     return choice.ids, choice.pages
 
 
 def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The weighted sums of values."""
     t = case.tensors
     plan = plan_of(kernel, case, dtype=t["q"].dtype)
     choice, scales = BlockChoice(t["ids"], t["pages"]), case.numbers.get("kv_scales", (1.0, 1.0))
@@ -502,8 +494,8 @@ def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def select_cost(case: Case) -> Cost:
-    """Index keys of sequences with more blocks than are chosen read once, index queries read and
-    the choice written; the products of visible pairs of such sequences.
+    """Index keys of sequences with more than top-k blocks read once, index queries read, the
+    selection written; the products of visible pairs of such sequences.
     """
     t, n = case.tensors, case.numbers
     shape, (num_tokens, heads, width) = n["shape"], t["index_q"].shape
@@ -522,15 +514,15 @@ def select_cost(case: Case) -> Cost:
 
 
 def merge_cost(case: Case) -> Cost:
-    """The keys of the rank's heads read, the choice written."""
+    """The keys of the rank's heads read, the selection written."""
     keys, shape = case.tensors["keys"], case.numbers["shape"]
     share = num_bytes(keys) * shape.kv_heads // shape.index_heads
     return Cost(num_bytes=share + share // len(keys), flops=0)
 
 
 def attention_cost(case: Case) -> Cost:
-    """Each key and value that some query of its sequence attends to read once, queries read and
-    results written; the products of attended pairs.
+    """Attended keys and values read once, queries read, results written; the products of attended
+    pairs.
     """
     t, n = case.tensors, case.numbers
     q, ids, shape = t["q"], t["ids"], n["shape"]

@@ -1,6 +1,4 @@
-"""Inputs of these ops: those of attention to all blocks, of which the rank holds some. How kernels
-are called with them, and what they cost.
-"""
+"""Cases of attention over cache shards: those of dense attention for a rank with some blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
 
 def own_rows_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No token, some; one head and several; a block of nobody in front."""
+    """No token, some; one head and several; a padding block in front."""
     on_device: dict[str, Any] = {"generator": generator, "device": generator.device}
     return [
         Case(
@@ -52,7 +50,6 @@ def own_rows_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]
 
 
 def apply_own_rows(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The rows."""
     return (kernel.run(*case.tensors.values(), **case.numbers),)
 
 
@@ -80,7 +77,7 @@ def _of_rank(cases: Iterable[Case], *, rank: int, ranks: int) -> list[Case]:
 
 
 def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """As `attention.decode`, with sequences of which no block is on the rank."""
+    """Those of `attention.decode`, some sequences without a block on the rank."""
     whole = dense.decode_small(dtype, generator)
     return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole[-3:], rank=0, ranks=4)
 
@@ -91,7 +88,7 @@ def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
 
 
 def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """As `attention.prefill`, likewise."""
+    """Those of `attention.prefill`, the same way."""
     whole = dense.prefill_small(dtype, generator)
     return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole, rank=0, ranks=3)
 
@@ -102,7 +99,7 @@ def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
 
 
 def sparse_decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """As `block_sparse.decode`, likewise."""
+    """Those of `block_sparse.decode`, the same way."""
     whole = sparse.decode_small(dtype, generator)
     return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole[1:3], rank=0, ranks=3)
 
@@ -113,7 +110,7 @@ def sparse_decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> l
 
 
 def sparse_prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """As `block_sparse.prefill`, likewise."""
+    """Those of `block_sparse.prefill`, the same way."""
     whole = sparse.prefill_small(dtype, generator)
     return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole[2:], rank=0, ranks=3)
 
@@ -124,7 +121,6 @@ def sparse_prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> 
 
 
 def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The results and their lse."""
     t, n = case.tensors, case.numbers
     plan = dense.plan_of(kernel, case)
     scales = n.get("kv_scales", (1.0, 1.0))
@@ -133,7 +129,6 @@ def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def apply_sparse_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The results and their lse."""
     t, n = case.tensors, case.numbers
     plan = sparse.plan_of(kernel, case, dtype=t["q"].dtype)
     choice, scales = BlockChoice(t["ids"], t["pages"]), n.get("kv_scales", (1.0, 1.0))
@@ -142,12 +137,12 @@ def apply_sparse_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def attention_cost(case: Case) -> Cost:
-    """A rank's part of `attention.cases.attention_cost`, the queries and results whole."""
+    """A rank's part of the cost of dense attention; queries and results are whole."""
     return _part(dense.attention_cost(case), case)
 
 
 def sparse_attention_cost(case: Case) -> Cost:
-    """A rank's part of `block_sparse.cases.attention_cost`, the queries and results whole."""
+    """A rank's part of the cost of block-sparse attention; queries and results are whole."""
     return _part(sparse.attention_cost(case), case)
 
 
@@ -160,8 +155,8 @@ def _part(whole: Cost, case: Case) -> Cost:
 
 
 def merge_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One token, some; heads of one rank among those of all; tokens of which no rank, or only one,
-    has a key.
+    """One token, some; heads of one rank among those of all; tokens whose keys no rank has, or only
+    one.
     """
     return [
         _merge_case(dtype, generator, *sizes)
@@ -200,7 +195,6 @@ def _merge_case(
 
 
 def apply_merge(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The results of all keys."""
     out, lse = case.tensors.values()
     parts = PartialResults(out.new_empty(0, dtype=torch.uint8), out, lse)
     return (kernel.run(parts, None, **case.numbers),)

@@ -1,5 +1,6 @@
-"""How sums over ranks are called with the inputs of `norm.add_rms`, on one rank. What several ranks
-make of it needs several processes: tests/gpu and tests/dist.
+"""Cases of the fused all-reduce: the inputs of `norm.add_rms` on one rank.
+
+tests/gpu and tests/dist run several ranks.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ from tests.kernel_cases.norm import case_outputs, prepare_case
 
 
 def apply_all_reduce(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The norm, and the residual."""
     residual = case.tensors["residual"].clone()
     out = kernel.run(case.tensors["x"].clone(), residual, prepare_case(kernel, case), None)
     return (*case_outputs(out, case), residual)
 
 
 def apply_complete(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The copy."""
     return (kernel.run(case.tensors["residual"], None),)
 
 

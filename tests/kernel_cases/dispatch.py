@@ -1,5 +1,6 @@
-"""Inputs of dispatch and combine, on a group of one rank that holds some of the experts. Groups of
-several ranks need several processes: tests/gpu and tests/dist.
+"""Cases of dispatch and combine, on a group of one rank that holds some of the experts.
+
+tests/gpu and tests/dist run several ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ HELD = range(3, 7)  # the experts of the one rank
 
 
 class OneRank:
-    """The group of one rank, which sends itself words through memory of its own."""
+    """A group of one rank that sends words to itself through its own memory."""
 
     size, rank = 1, 0
 
@@ -42,20 +43,17 @@ class OneRank:
         )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The tensor."""
         return tensor
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """The tensor."""
         return tensor
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
-        """The tensor."""
         return tensor
 
 
 def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One token and several, with padding and without; more choices than a power of two."""
+    """One token and several, with padding and without; a top_k that is no power of two."""
     return [
         _case(dtype, generator, num_tokens=tokens, num_rows=rows, width=width, top_k=top_k)
         for tokens, rows, width, top_k in ((1, 1, 128, 4), (5, 7, 256, 8), (3, 3, 384, 5))
@@ -63,7 +61,7 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Rows of MiniMax-M2 and of MiniMax-M3, as many as a rank decodes."""
+    """Rows of MiniMax-M2 and MiniMax-M3, as many as a rank decodes."""
     return [
         _case(dtype, generator, num_tokens=tokens, num_rows=tokens, width=width, top_k=top_k)
         for width, top_k in ((3072, 8), (6144, 4))
@@ -80,7 +78,7 @@ def _case(
     width: int,
     top_k: int,
 ) -> Case:
-    """The rank holds `HELD` of ten experts. Some tokens chose none of these, one chose nothing."""
+    """The rank holds `HELD` of ten experts. Some tokens selected none of these, one no expert."""
     device = generator.device
     ids = torch.rand(num_tokens, 10, generator=generator, device=device).argsort(1)
     ids = ids[:, :top_k].to(torch.int32)
@@ -114,12 +112,11 @@ def _padded_ids(case: Case) -> Tensor:
 
 
 def _are_held(ids: Tensor) -> Tensor:
-    """Which rows chose an expert of the rank, [rows, 1]."""
+    """Return whether each row selected an expert of the rank, [rows, 1]."""
     return (ids.ge(HELD.start) & ids.lt(HELD.stop)).any(1, keepdim=True)
 
 
 def apply_dispatch(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The ids and, where they are defined, the columns; twice through the same memory."""
     t, num_rows = case.tensors, case.numbers["num_rows"]
     meeting = _meet(case)
     for columns in ([t["weights"], t["x"]], [t["weights"], t["q"], t["scale"], t["x"]]):
@@ -128,7 +125,6 @@ def apply_dispatch(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def apply_combine(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The sums, of two parts and of one."""
     ids = _padded_ids(case)
     out = case.tensors["out"] * _are_held(ids).unsqueeze(-1)
     meeting = _meet(case)

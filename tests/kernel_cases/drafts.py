@@ -1,4 +1,4 @@
-"""Drafts to run and to count, how kernels are called with them, and what that costs."""
+"""Cases of drafting and verification: inputs, calls and costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
 
 def count_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """All right, none, some; fewer than there is room for; missing ones; rows of padding."""
+    """All drafts accepted, none, some; fewer than K; missing ones; rows of padding."""
     draw, cases = partial(torch.randint, generator=generator), []
     for counts, room, padding in (([0], 1, 0), ([3, 2, 0, 3, 1], 3, 2), ([15] * 40, 15, 0)):
         num_drafts = torch.tensor([*counts, *[0] * padding])
@@ -32,7 +32,6 @@ def count_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def apply_count(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The counts."""
     return (kernel.run(*case.tensors.values()),)
 
 
@@ -61,7 +60,6 @@ def advance_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def apply_advance(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """All that is written."""
     *inputs, num_computed = case.tensors.values()
     num_computed = num_computed.clone()
     lengths, ends = (torch.empty_like(inputs[0]) for _ in range(2))
@@ -75,7 +73,7 @@ def advance_cost(case: Case) -> Cost:
 
 
 def record_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No guess, the first and the last token, padding; behind the window."""
+    """No draft token, the first and the last token, padding; beyond the context length."""
     draw, cases = partial(torch.randint, generator=generator), []
     for rows, place in ((1, 0), (3, 1), (5, 2)):
         tensors = {
@@ -91,7 +89,6 @@ def record_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def apply_record(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """What the next pass runs, and the drafts."""
     *inputs, drafts = case.tensors.values()
     drafts = drafts.clone()
     return *kernel.run(*inputs, **case.numbers, drafts=drafts), drafts
@@ -103,15 +100,13 @@ def record_cost(case: Case) -> Cost:
 
 
 def embed_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No token and some, ids beyond the table; hidden states with a norm and without; a width of no
-    whole words.
-    """
+    """No token and some, ids beyond the table; with a norm and without; an odd width."""
     sizes = ((0, 64, True), (1, 128, True), (5, 192, True), (5, 96, False), (2, 7, True))
     return [_embed_case(dtype, generator, *size) for size in sizes]
 
 
 def embed_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """The widths of MiniMax-M2.5's and M3's drafts."""
+    """The widths of the draft models of MiniMax-M2.5 and M3."""
     sizes = ((1, 3072, True), (4, 3072, False), (400, 3072, True), (16, 6144, True))
     return [_embed_case(dtype, generator, *size) for size in sizes]
 
@@ -133,7 +128,6 @@ def _embed_case(
 
 
 def apply_embed(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The row of both."""
     *inputs, weights = case.tensors.values()
     hidden_weight = weights[1] if case.numbers["has_norm"] else None
     return (kernel.run(*inputs, weights[0], hidden_weight, eps=1e-6),)

@@ -1,6 +1,4 @@
-"""Inputs of products with weights, plain, FP8 and packed, how kernels are called with them, and
-what they cost.
-"""
+"""Cases of linear layers with plain, FP8 and packed weights: inputs, calls and costs."""
 
 from __future__ import annotations
 
@@ -132,9 +130,11 @@ def fp8_case(
     generator: torch.Generator,
     label: str = "",
 ) -> Case:
-    """A case with an FP8 weight. The activations are e4m3 values times a power of two, 7 the
-    largest of each 128, so that their FP8 form is exact and kernels that read either form have one
-    result."""
+    """A case with an FP8 weight.
+
+    Activations are e4m3 values times a power of two, and 7 is the largest of each 128: their FP8
+    form is exact, so kernels that read either form have one result.
+    """
     x = randn(num_tokens, inputs, dtype=torch.float32, generator=generator).clamp(-6.5, 6.5)
     x = (x * 64).to(torch.float8_e4m3fn).float() / 64
     x[:, ::E4M3_GROUP] = 7.0
@@ -193,7 +193,6 @@ def stored_weight(case: Case, name: str) -> StoredWeight:
 
 
 def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The product, with the activations that the kernel wants; parts of it added up."""
     x: Hidden = case.tensors["x"]
     if kernel.activation is not None:
         x = quantize.quantize_activations(case.tensors["x"])

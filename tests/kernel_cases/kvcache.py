@@ -1,4 +1,4 @@
-"""Tokens to locate, how kernels are called with them, and what that costs."""
+"""Cases of token location: inputs, calls and costs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """Cosines, sines and cache rows."""
     outputs: tuple[Tensor, ...] = kernel.run(*case.tensors.values(), **case.numbers)
     return outputs
 

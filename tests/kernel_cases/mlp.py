@@ -1,4 +1,4 @@
-"""Gate and up projections, how kernels are called with them, and what that costs."""
+"""Cases of the MLP activation: inputs, calls and costs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's dense layers whole, and cut for four and eight ranks."""
+    """MiniMax-M3's dense layers under TP1, TP4 and TP8."""
     return [
         _case(num_tokens, width, M3, True, dtype, generator)
         for width in (12288, 3072, 1536)
@@ -61,7 +61,7 @@ def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def cost(case: Case) -> Cost:
-    """Both projections read, the result written, in FP8 too where asked for."""
+    """Both projections read, the result written, also in FP8 if requested."""
     gate_up = case.tensors["gate_up"]
     count = gate_up.numel() // 2
     in_fp8 = count + 4 * count // GROUP if case.numbers["quantize"] else 0

@@ -1,4 +1,4 @@
-"""Inputs of the router and of the experts, how kernels are called with them, and what they cost."""
+"""Cases of the router and the experts: inputs, calls and costs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests.kernel_cases.gemm import fp8_weight, stored_weight
 _TOKENS = (1, 4, 16, 64, 100, 1000)
 _LONG = 8192  # for other tiles, or with rounded activations
 _PACKED_WIDTHS = (1536, 384)
-_WIDTHS = (1536, 768, 384)  # MiniMax-M2's experts whole, and cut for two and four ranks
-_M3_WIDTHS = (768, 384)  # MiniMax-M3's cut for four and eight ranks
-_M3_PACKED_WIDTHS = (1536,)  # and for two, which hold it in 4 bits
+_WIDTHS = (1536, 768, 384)  # MiniMax-M2's experts under TP1, TP2 and TP4
+_M3_WIDTHS = (768, 384)  # MiniMax-M3's under TP4 and TP8
+_M3_PACKED_WIDTHS = (1536,)  # and under TP2, in 4 bits
 _M3_NORM_ROUTE: dict[str, Any] = {"scaling": 2.0, "shared": True, "gemma": True}
 M3 = {"activation": SwiGlu(alpha=1.702, limit=7.0, beta=1.0), "shared": True}
 
 
 def route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, odd counts and widths, rows of padding; every expert chosen."""
+    """No tokens, one, odd counts and widths, rows of padding; every expert selected."""
     wide, cases = partial(randn, dtype=torch.float32, generator=generator), []
     for num_tokens, active, hidden, num_experts, top_k, bias in (
         (0, 0, 16, 4, 2, 1.0),
@@ -74,8 +74,10 @@ def route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case
 
 
 def norm_route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One or two tokens and more, one part and several, odd widths, rows of padding; then for FP8,
-    as Gemma has it, and with a shared expert. The bias decides: roundings choose no other expert.
+    """One or two tokens and more, one part and several, odd widths, rows of padding; then FP8
+    output, Gemma's norm, and a shared expert.
+
+    The bias is so large that rounding selects no other expert.
     """
     return [
         _norm_route_case(*sizes, dtype=dtype, generator=generator, bias=30.0, **numbers)
@@ -127,7 +129,7 @@ def _norm_route_case(
     bias: float,
     **numbers: Any,
 ) -> Case:
-    """x of `shape`, of which `active` rows are no padding."""
+    """x of `shape`; rows from `active` on are padding."""
     of_norm = norm.made(
         shape,
         dtype,
@@ -183,7 +185,7 @@ def _place_case(
 
 
 def experts_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, several; all experts here, or some. Then FP8 weights."""
+    """No tokens, one, several; all experts on this rank, or some. Then FP8 weights."""
     normal, cases = partial(randn, dtype=dtype, generator=generator), []
     for num_tokens, hidden, width, num_experts, top_k, first, count in (
         (0, 16, 8, 4, 2, 0, 4),
@@ -222,8 +224,9 @@ def experts_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def _as_in_m3(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """With MiniMax-M3's activation (of plain weights with a limit that cuts) and a shared expert:
-    plain weights, FP8 and packed ones.
+    """MiniMax-M3's activation and a shared expert, with plain, FP8 and packed weights.
+
+    With plain weights the limit is low enough to clamp values.
     """
     m3 = {"first": 0, "count": 6, **M3, "activation": SwiGlu(alpha=1.702, limit=0.8, beta=1.0)}
     make = partial(randn, dtype=dtype, generator=generator)
@@ -255,7 +258,7 @@ def _m3_case(
     generator: torch.Generator,
     weights: dict[str, Tensor] | None = None,
 ) -> Case:
-    """`num_experts` and a shared one. A quarter of more than one token are padding."""
+    """`num_experts` and a shared one. A quarter of several tokens are padding."""
     choices = _shared_choices(num_tokens, num_experts, top_k, generator)
     choices["ids"][num_tokens - num_tokens // 4 :] = -1
     tensors = {
@@ -270,7 +273,7 @@ def _m3_case(
 def _shared_choices(
     num_tokens: int, num_experts: int, top_k: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """`_choices` twice as heavy, and expert `num_experts` as every token's last one."""
+    """`_choices` with doubled weights, and expert `num_experts` as every token's last one."""
     chosen = _choices(num_tokens, num_experts, top_k, generator)
     return {
         "ids": F.pad(chosen["ids"], (0, 1), value=num_experts),
@@ -287,8 +290,9 @@ def _fp8_experts_case(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> Case:
-    """The last quarter of the tokens are padding. Many tokens choose the same two experts, which
-    have more of them then than a tile holds.
+    """The last quarter of the tokens are padding.
+
+    Many tokens select the same two experts, which then have more tokens than a tile.
     """
     choices = _choices(num_tokens, num_experts, 2, generator)
     if num_tokens > 16:
@@ -412,7 +416,6 @@ def _choices(
 
 
 def apply_route(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The chosen experts by number, and their weights: their order is the provider's own."""
     t = case.tensors
     router = {name: case.numbers[name] for name in ("scaling", "shared") if name in case.numbers}
     ids, weights = kernel.run(
@@ -430,7 +433,6 @@ def _by_number(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_norm_route(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The norm, the residual, and of the choices what `apply_route` returns."""
     t, numbers = case.tensors, case.numbers
     residual = t["residual"].clone()
     router = {name: numbers[name] for name in ("scaling", "shared") if name in numbers}
@@ -450,14 +452,12 @@ def apply_norm_route(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def apply_place(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The slots, and how often each expert was chosen until now."""
     *inputs, counts = case.tensors.values()
     counts = counts.clone()
     return kernel.run(*inputs, counts), counts
 
 
 def apply_experts(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The sum over parts, with the activations that the kernel wants."""
     t = case.tensors
     x = t["x"] if kernel.activation is None else quantize.quantize_activations(t["x"])
     prepared = kernel.prepare(
@@ -472,7 +472,7 @@ def apply_experts(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def route_cost(case: Case) -> Cost:
-    """All tensors read; the products with the gate."""
+    """All tensors read; the GEMM with the gate."""
     t = case.tensors
     return Cost(
         num_bytes=num_bytes(t["x"], t["gate"], t["bias"]),
@@ -496,7 +496,7 @@ def place_cost(case: Case) -> Cost:
 
 
 def experts_cost(case: Case) -> Cost:
-    """The weights of the experts that were chosen, read once; tokens read and written."""
+    """The weights of selected experts read once; tokens read and written."""
     t, n = case.tensors, case.numbers
     chosen = t["ids"][(t["ids"] >= n["first"]) & (t["ids"] < n["first"] + n["count"])]
     weights = {name: each for name, each in t.items() if name.startswith(("gate_up", "down"))}

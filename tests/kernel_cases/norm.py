@@ -1,4 +1,4 @@
-"""Inputs of norms, how kernels are called with them, and what they cost."""
+"""Cases of norms: inputs, calls and costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kernel_cases.quantize import outputs as quantized_outputs
 
 
 def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """x [T, width], then x [T, P, width]: no tokens, one, odd counts and widths; then for FP8."""
+    """x [T, width], then x [T, P, width]: no tokens, one, odd sizes; then FP8 output."""
     shapes: tuple[tuple[int, ...], ...] = (
         (0, 64), (1, 256), (7, 37), (11, 3072), (0, 8, 64), (1, 8, 256), (5, 3, 136), (3, 1, 200),
     )  # fmt: skip
@@ -32,7 +32,7 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's hidden states: one token to a prompt's chunk, as one part or one per chosen
+    """MiniMax-M2's hidden states: one token to a prompt's chunk, one part or one per selected
     expert, plain and FP8; then MiniMax-M3's.
     """
     shapes: tuple[tuple[int, ...], ...] = (
@@ -73,12 +73,11 @@ def made(
 
 
 def quantizes(kernel: AnyKernel, case: Case) -> bool:
-    """Whether the norm gives FP8: the case asks for it and the kernel is one for GPUs."""
+    """Return whether the norm writes FP8: the case requests it and the kernel is for GPUs."""
     return case.numbers["quantize"] and Feature.TRITON in kernel.requires
 
 
 def prepare_case(kernel: AnyKernel, case: Case) -> Any:
-    """The norm of a case."""
     return kernel.prepare(
         case.tensors["weight"],
         case.numbers["eps"],
@@ -88,23 +87,20 @@ def prepare_case(kernel: AnyKernel, case: Case) -> Any:
 
 
 def apply_add_rms(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The norm, and the residual."""
     residual = case.tensors["residual"].clone()
     out = kernel.run(case.tensors["x"], residual, prepare_case(kernel, case))
     return (*case_outputs(out, case), residual)
 
 
 def case_outputs(out: Tensor | QuantizedActivations, case: Case) -> tuple[Tensor, ...]:
-    """What a norm returned, as tensors to compare; twice where the case asks for FP8, as
-    `quantize.cases.outputs` has it.
-    """
+    """Return the norm's output as tensors to compare, twice for FP8 (`quantize.outputs`)."""
     if isinstance(out, QuantizedActivations):
         return quantized_outputs(out)
     return (out, out) if case.numbers["quantize"] else (out,)
 
 
 def cost(case: Case) -> Cost:
-    """x and the residual read, the residual and the norm written, in FP8 too where asked for."""
+    """x and the residual read, the residual and the norm written, also in FP8 if requested."""
     x, residual, weight = case.tensors["x"], case.tensors["residual"], case.tensors["weight"]
     in_fp8 = residual.numel() + 4 * residual.numel() // GROUP if case.numbers["quantize"] else 0
     moved = num_bytes(x) + 3 * num_bytes(residual) + num_bytes(weight) + in_fp8

@@ -1,4 +1,4 @@
-"""Activations to quantise, how kernels are called with them, and what that costs."""
+"""Cases of activation quantization: inputs, calls and costs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,11 @@ def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The plain values, and where their FP8 form is right."""
     return outputs(kernel.run(case.tensors["x"]))
 
 
 def outputs(out: QuantizedActivations) -> tuple[Tensor, Tensor]:
-    """The plain values, and once more with NaN wherever the FP8 form is further away from them
-    than its rounding explains.
-    """
+    """Return the plain values, and again with NaN where the FP8 form exceeds its rounding error."""
     wide = out.hidden.float()
     largest = wide.unflatten(-1, (-1, GROUP)).abs().amax(dim=-1)
     scale = torch.where(largest > 0, largest / torch.finfo(out.q.dtype).max, 1.0)

@@ -1,4 +1,4 @@
-"""Logits to sample from, how kernels are called with them, and what that costs."""
+"""Cases of sampling: inputs, calls and costs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
 
 def pick_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No rows, one, several; rows that hold what is not finite, and a tie; a tie of two tiles, in
-    rows with other values behind them.
+    """No rows, one, several; rows with NaN or infinity, and a tie; a tie between two tiles, in rows
+    with other values after them.
     """
     sizes = ((0, 16), (1, 4160), (9, 331), (5, 2048))
     broken = _pick_case(6, 300, generator, label="NaN, infinities, a tie")
@@ -47,8 +47,8 @@ def _pick_case(rows: int, vocab: int, generator: torch.Generator, *, label: str 
 
 
 def leading_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No rows, one, several; rows that hold what is not finite, and ties; ties of which top_k takes
-    the first two, in rows with other values behind them.
+    """No rows, one, several; rows with NaN or infinity, and ties; ties of which top_k takes the
+    first two, in rows with other values after them.
     """
     sizes = ((0, 100), (1, 700), (3, 331), (7, 64), (2, 20))
     broken = _leading_case(4, 300, generator, label="NaN, infinities, ties")
@@ -73,7 +73,7 @@ def leading_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
 
 
 def _leading_case(rows: int, vocab: int, generator: torch.Generator, *, label: str = "") -> Case:
-    """Every third slot is not to be drawn: it is greedy, has no top_k, or one that is too large."""
+    """Every third slot is not drawn: it is greedy, has no top_k, or one that is too large."""
     device, slots = generator.device, rows + 2
     uniform = partial(torch.rand, slots, generator=generator, device=device)
     top_k = torch.randint(1, CANDIDATES + 1, (slots,), generator=generator, device=device).float()
@@ -88,7 +88,7 @@ def _leading_case(rows: int, vocab: int, generator: torch.Generator, *, label: s
 
 
 def _rows(rows: int, vocab: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Logits of some of `rows` + 2 slots, and what a row's random numbers are computed from."""
+    """Logits of some of `rows` + 2 slots, and the inputs of a row's random numbers."""
     device = generator.device
     draw = partial(torch.randint, generator=generator, device=device)
     return {
@@ -106,7 +106,6 @@ def _inside_longer_rows(logits: Tensor) -> Tensor:
 
 
 def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The token of each row."""
     tensors = dict(case.tensors)
     logits = tensors.pop("logits")
     return (kernel.run(logits, **tensors, **case.numbers),)

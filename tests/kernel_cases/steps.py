@@ -1,4 +1,4 @@
-"""Steps to begin and to end, how kernels are called with them, and what that costs."""
+"""Cases of the ends of a step: inputs, calls and costs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ def place_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def apply_place(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """All that is written, and all known tokens."""
     t, numbers = case.tensors, case.numbers
     tokens, slot = t["tokens"].clone(), numbers["num_seqs"]
     new = partial(torch.empty, dtype=torch.int64, device=tokens.device)
@@ -73,7 +72,7 @@ def place_cost(case: Case) -> Cost:
 
 
 def embed_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No token and some, ids beyond the table; a width of no whole words."""
+    """No token and some, ids beyond the table; an odd width."""
     return [_embed_case(dtype, generator, *size) for size in ((0, 64), (1, 128), (5, 96), (3, 7))]
 
 
@@ -96,7 +95,6 @@ def _embed_case(
 
 
 def apply_embed(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """Embeddings and residual."""
     outputs: tuple[Tensor, ...] = kernel.run(*case.tensors.values(), **case.numbers)
     return outputs
 
@@ -108,7 +106,7 @@ def embed_cost(case: Case) -> Cost:
 
 
 def store_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One row, some with none found and padding, many; slots whose lengths drafts decide on."""
+    """One row, some with no token and padding, many; slots of draft verification."""
     cases = []
     for rows, padding, has_drafts in ((1, 0, False), (4, 3, False), (200, 0, False), (6, 1, True)):
         none = torch.zeros(padding, dtype=torch.int64)
@@ -126,7 +124,6 @@ def store_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def apply_store(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """All that is written."""
     *inputs, tokens, num_computed = case.tensors.values()
     tokens, num_computed, out = tokens.clone(), num_computed.clone(), torch.empty_like(inputs[0])
     written = None if case.numbers["has_drafts"] else num_computed

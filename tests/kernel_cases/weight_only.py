@@ -1,5 +1,6 @@
-"""Formats of 4 and 8 bits, and weights in them: inputs of the weight-only kernels. Checkpoints
-store integers in other orders; `Codes` are what all share.
+"""Formats of 4 and 8 bits, and random weights in them, for weight-only kernels.
+
+Checkpoints store integers in other orders; `Codes` are common to all.
 """
 
 from __future__ import annotations
