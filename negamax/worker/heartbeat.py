@@ -1,6 +1,4 @@
-"""The thread of a rank process that shows that the rank lives, and ends waits for ranks that do not
-come.
-"""
+"""The heartbeat thread of a rank process. It also ends waits for ranks that do not answer."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 BEAT_SECONDS = 0.1
-# that a rank which lost another one waits to be ended: the executor should find that one gone, not
-# this one
+# for the executor to find the dead rank, before this rank ends because of it
 LOST_SECONDS = 2.0
 
 
 class RankHeartbeat:
-    """Beats of rank `rank` in `beats`, a table with a row for each rank and one more, which the
-    executor sets to let kernels that wait for other ranks give up."""
+    """Heartbeats of one rank. `beats` has a row for each rank and one more, which the executor sets
+    to abort kernels that wait for other ranks.
+    """
 
     def __init__(self, beats: SharedNumbers, rank: int) -> None:
         self._rank = rank
@@ -34,14 +32,12 @@ class RankHeartbeat:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def watch(self, control: PollControl | None) -> None:
-        """Keep the clock of these waits from now on, and end the process when one of them was given
-        up.
-        """
+        """Keep the clock of the kernels' waits, and end the process when one of them times out."""
         self._control = control
 
     @property
     def is_aborted(self) -> bool:
-        """Whether waits were given up: the steps since then are void."""
+        """Whether waits were aborted: later steps are void."""
         return self._control is not None and self._control.is_aborted
 
     def _beat(self) -> None:
@@ -49,7 +45,7 @@ class RankHeartbeat:
         while True:
             now = self._row[0] = time.monotonic()
             if self._control is not None:
-                # A process that was stopped has not waited meanwhile.
+                # do not count the time in which this process was stopped
                 self._control.tick(min(now - last, 2 * BEAT_SECONDS))
                 if self._abort[0]:
                     self._control.abort()

@@ -1,9 +1,8 @@
-"""ZeroMQ sockets between machines: encrypted, and only for those who have the same key.
+"""Encrypted ZeroMQ sockets between machines with the same key.
 
-Both ends derive two key pairs of CurveZMQ from the environment variable NEGAMAX_NODE_KEY, that of
-the end that listens and that of the one that connects. Who does not know the variable knows neither
-public key, and is not heard. Where it is not set everybody who runs Negamax has the key: it guards
-against strays then, and against no attacker.
+Both ends derive CurveZMQ key pairs for the listening and the connecting end from the environment
+variable NEGAMAX_NODE_KEY. A peer without the key is ignored. If the variable is unset, every
+Negamax has the same key: this keeps out accidental peers, not attackers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _TCP = "tcp://"
 
 
 def has_key() -> bool:
-    """Whether the key is one of the user's own."""
+    """Whether the user has set a key."""
     return env.get(KEY_VARIABLE) is not None
 
 
@@ -31,9 +30,7 @@ def tcp_endpoint(address: str, port: int) -> str:
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Listen at `endpoint`; with the key where other machines can reach it. Errors:
-    `ResourceError`.
-    """
+    """Listen at `endpoint`, encrypted if it is a TCP endpoint. Errors: `ResourceError`."""
     if endpoint.startswith(_TCP):
         socket.ipv6 = "[" in endpoint
         socket.curve_server = True
@@ -45,7 +42,7 @@ def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """The other end of `bind`."""
+    """Connect to the endpoint of a `bind`."""
     if endpoint.startswith(_TCP):
         own = _secret_key("connects")
         socket.ipv6 = "[" in endpoint
@@ -55,7 +52,7 @@ def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 def shared_key(purpose: str) -> bytes:
-    """32 bytes that everybody knows who has the key."""
+    """Derive 32 bytes from the key."""
     given = (env.get(KEY_VARIABLE) or "").encode()
     return hashlib.blake2b(
         given, digest_size=32, person=f"negamax {purpose}"[:16].encode()
