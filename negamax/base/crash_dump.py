@@ -67,12 +67,7 @@ class CrashDumps:
         return path
 
     def _write(
-        self,
-        folder: Path,
-        reason: str,
-        *,
-        details: Mapping[str, Any],
-        error: BaseException | None,
+        self, folder: Path, reason: str, *, details: Mapping[str, Any], error: BaseException | None
     ) -> Path:
         at = datetime.datetime.now(datetime.UTC)
         dump = {

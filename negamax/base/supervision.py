@@ -90,11 +90,7 @@ class Supervised:
     """A child process, from its start (as by `spawn`) to `reap`."""
 
     def __init__(
-        self,
-        module: str,
-        *args: str,
-        heartbeat: Row | None = None,
-        **options: Unpack[SpawnOptions],
+        self, module: str, *args: str, heartbeat: Row | None = None, **options: Unpack[SpawnOptions]
     ) -> None:
         """`heartbeat`: the first number changes as long as the child runs; 0: not yet."""
         self._child = spawn(module, *args, **options)

@@ -74,9 +74,7 @@ def _takes_fields_of(
 ) -> Callable[[Callable[[LLM, LLMOptions], None]], Callable[Concatenate[LLM, P], None]]:
     """Give an `__init__` the parameters of a dataclass, also for editors and type checkers."""
 
-    def decorate(
-        init: Callable[[LLM, LLMOptions], None],
-    ) -> Callable[Concatenate[LLM, P], None]:
+    def decorate(init: Callable[[LLM, LLMOptions], None]) -> Callable[Concatenate[LLM, P], None]:
         def wrapper(self: LLM, *args: P.args, **kwargs: P.kwargs) -> None:
             for name, value in kwargs.items():
                 if isinstance(value, str):

@@ -7,16 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from grammar_support import (
-    PERSON,
-    TOKENIZER,
-    admitted,
-    drive,
-    reasoning,
-    run_out,
-    schema,
-    seeded,
-)
+from grammar_support import PERSON, TOKENIZER, admitted, drive, reasoning, run_out, schema, seeded
 
 from negamax import LLM
 from negamax.config.grammar import Grammar

@@ -9,16 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from grammar_support import (
-    PERSON,
-    admitted,
-    drive,
-    outputs,
-    reasoning,
-    run_out,
-    schema,
-    seeded,
-)
+from grammar_support import PERSON, admitted, drive, outputs, reasoning, run_out, schema, seeded
 
 from negamax import LLM, SamplingParams
 from negamax.base.errors import EngineError, InvalidRequestError, ResourceError

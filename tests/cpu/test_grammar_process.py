@@ -67,9 +67,7 @@ def test_a_process_stopped_while_it_opens_a_grammar_is_replaced(llm: LLM) -> Non
     assert time.monotonic() - started < 150.0
 
 
-def test_a_process_is_given_up_only_after_it_is_stopped_for_some_time(
-    llm: LLM,
-) -> None:
+def test_a_process_is_given_up_only_after_it_is_stopped_for_some_time(llm: LLM) -> None:
     client = llm._loop._grammars.start()
     since = client._heard = time.monotonic() - 2.0
     os.kill(client._process.pid, signal.SIGSTOP)

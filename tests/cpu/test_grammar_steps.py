@@ -6,15 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from grammar_support import (
-    PERSON,
-    is_person,
-    outputs,
-    reasoning,
-    run_out,
-    schema,
-    seeded,
-)
+from grammar_support import PERSON, is_person, outputs, reasoning, run_out, schema, seeded
 
 from negamax import LLM, SamplingParams
 from negamax.engine.grammar import manager as constraints

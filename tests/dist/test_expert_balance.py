@@ -166,9 +166,7 @@ def balancedness(counts: list[list[int]], slots: list[list[int]]) -> float:
             marks=pytest.mark.full,
         ),
         pytest.param(
-            8,
-            {"tensor_parallel_size": 4, "enable_expert_parallel": True},
-            marks=pytest.mark.full,
+            8, {"tensor_parallel_size": 4, "enable_expert_parallel": True}, marks=pytest.mark.full
         ),
         pytest.param(
             2,
@@ -197,9 +195,7 @@ def test_every_layout_gives_the_text_of_one_rank(
 
 
 def test_drafts_and_captured_steps_find_the_experts(
-    skewed: Path,
-    of_one_rank: tuple[list[list[int]], ExpertDump],
-    monkeypatch: pytest.MonkeyPatch,
+    skewed: Path, of_one_rank: tuple[list[list[int]], ExpertDump], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spawn = supervision.spawn
 

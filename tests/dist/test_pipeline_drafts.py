@@ -187,11 +187,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["ngram", "eagle3"],
 )
 def test_captured_steps_with_drafts(
-    model: str,
-    drafts: dict[str, Any],
-    share: float,
-    captured: None,
-    request: pytest.FixtureRequest,
+    model: str, drafts: dict[str, Any], share: float, captured: None, request: pytest.FixtureRequest
 ) -> None:
     """Acceptance is as expected: the draft reads residual streams of both stages."""
     name = model if model == "nano" else request.getfixturevalue(model)

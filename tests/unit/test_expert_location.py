@@ -91,10 +91,7 @@ GOOD = [0, 1, 2, 3]
         ({"physical_to_logical_map": [GOOD] * 4}, "has 4 layers"),
         ({"physical_to_logical_map": [GOOD, GOOD, [0, 1, 2, 4]]}, "is expert 4; allowed: 0 to 3"),
         ({"physical_to_logical_map": [GOOD, [0, 1, 2, 2], GOOD]}, "layer 1.* expert 3 has no slot"),
-        (
-            {"physical_to_logical_map": [[0, 1, 2, 3, 0, 1]] * 3},
-            'num_redundant_experts": 2',
-        ),
+        ({"physical_to_logical_map": [[0, 1, 2, 3, 0, 1]] * 3}, 'num_redundant_experts": 2'),
     ],
 )
 def test_data_of_another_model_is_refused(location: Any, words: str) -> None:

@@ -65,11 +65,7 @@ def run(engine: AsyncEngine, replica: int, channel: Channel, *, ranks: int = 1) 
 
 
 def ask(
-    engine: AsyncEngine,
-    tokens: Sequence[int],
-    name: str,
-    *,
-    rank: int | None = None,
+    engine: AsyncEngine, tokens: Sequence[int], name: str, *, rank: int | None = None
 ) -> tuple[OpenRequest, int]:
     """Send a request; return it and its replica."""
     request = engine.generate(

@@ -41,9 +41,7 @@ def test_a_terminal_gets_one_line_with_amount_rate_and_time_left(
     assert "\n" not in drawn and drawn.endswith("\r\x1b[K")
 
 
-def test_short_and_quiet_work_shows_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_short_and_quiet_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     load(monkeypatch, seconds=0)
     load(monkeypatch, seconds=60, enabled=False)

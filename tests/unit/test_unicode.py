@@ -38,9 +38,7 @@ def test_lone_surrogates_of_a_text_are_replaced(text: str, valid: str) -> None:
         rb'"\\\\\ud83d\n"',
     ],
 )
-def test_escaped_lone_surrogates_are_replaced_unless_the_backslash_is_escaped(
-    body: bytes,
-) -> None:
+def test_escaped_lone_surrogates_are_replaced_unless_the_backslash_is_escaped(body: bytes) -> None:
     """Python's JSON reader keeps lone surrogates, so it is the reference."""
     assert msgspec.json.decode(valid_escapes(body)) == valid_unicode(json.loads(body))
 

@@ -302,11 +302,7 @@ class MultiProcessExecutor:
         return poller
 
     def _wait_for_any(
-        self,
-        sockets: list[zmq.Socket[bytes]],
-        poller: zmq.Poller,
-        *,
-        seconds: float | None = None,
+        self, sockets: list[zmq.Socket[bytes]], poller: zmq.Poller, *, seconds: float | None = None
     ) -> zmq.Socket[bytes]:
         """Return the first ready socket of `sockets`. Errors: `EngineDeadError` if a rank ends
         first; `TimeoutError` after about `seconds`.

@@ -14,12 +14,7 @@ from typing import Any
 import msgspec
 
 from negamax.base.crash_dump import CrashDumps
-from negamax.base.errors import (
-    EngineDeadError,
-    EngineError,
-    InvalidRequestError,
-    NegamaxError,
-)
+from negamax.base.errors import EngineDeadError, EngineError, InvalidRequestError, NegamaxError
 from negamax.base.log import get_logger
 from negamax.engine.core.executor import Executor, StepHandle
 from negamax.engine.core.expert_balancer import ExpertBalancer

@@ -64,8 +64,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
         split_for=ranks_of(source.tokenizer_folder) if is_read else (),
     )
     plan = replace(
-        plan,
-        candidates=tuple(each for each in plan.candidates if _is_taken(options, each)),
+        plan, candidates=tuple(each for each in plan.candidates if _is_taken(options, each))
     )
     best = plan.busiest if mode == "throughput" else plan.fastest
     if best is None:

@@ -251,10 +251,7 @@ def _make_balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalanc
     if config.experts == FIXED or sizes is None:
         return None
     return ExpertBalancer(
-        config.layout,
-        num_layers=config.spec.num_layers,
-        num_experts=sizes[0],
-        config=options.eplb,
+        config.layout, num_layers=config.spec.num_layers, num_experts=sizes[0], config=options.eplb
     )
 
 
