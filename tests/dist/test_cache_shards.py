@@ -18,8 +18,9 @@ from test_m3_ranks import sizes_of
 from negamax import LLM, SamplingParams
 from negamax.base import supervision
 from tests import tiny, tiny_draft, tiny_m3
+from tests.layouts import full, parallel
 
-TWO: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+TWO: dict[str, Any] = parallel(tp=2, decode_context_parallel_size=2)
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 5,
     "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "rotary_dim": 8,
@@ -31,21 +32,8 @@ SIZES: dict[str, Any] = {
     ("kv_heads", "ranks"),
     [
         (1, {**TWO, "index_cache_sharding": "on"}),
-        pytest.param(
-            2,
-            {
-                "tensor_parallel_size": 4,
-                "decode_context_parallel_size": 2,
-                "index_cache_sharding": "on",
-                "enable_expert_parallel": True,
-            },
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            1,
-            {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
-            marks=pytest.mark.full,
-        ),
+        full(2, parallel(tp=4, decode_context_parallel_size=2, index_cache_sharding="on", ep=True)),
+        full(1, parallel(tp=4, decode_context_parallel_size=2)),
     ],
     ids=str,
 )
@@ -78,12 +66,12 @@ def test_m3_equals_transformers(kv_heads: int, ranks: dict[str, Any], tmp_path: 
     [
         ("m2", "eagle3", TWO),
         *(
-            pytest.param(family, method, {**TWO, **more}, marks=pytest.mark.full)
+            full(family, method, {**TWO, **more})
             for family, method, more in (
                 ("m3", "ngram", {"index_cache_sharding": "on"}),
-                ("m3", None, {"data_parallel_size": 2, "enable_expert_parallel": True}),
-                ("m3", "ngram", {"pipeline_parallel_size": 2, "index_cache_sharding": "on"}),
-                ("m2", "ngram", {"data_parallel_size": 2, "pipeline_parallel_size": 2}),
+                ("m3", None, parallel(dp=2, ep=True)),
+                ("m3", "ngram", parallel(pp=2, index_cache_sharding="on")),
+                ("m2", "ngram", parallel(dp=2, pp=2)),
             )
         ),
     ],

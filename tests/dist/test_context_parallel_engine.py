@@ -35,6 +35,7 @@ from negamax.base import supervision
 from negamax.options.nodes import KEY_VARIABLE
 from tests import tiny, tiny_draft, tiny_m3
 from tests.dist.machines import Agent, NoMachinesError, machines
+from tests.layouts import full, parallel
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +50,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[
-        {"prefill_context_parallel_size": 2},
-        {"prefill_context_parallel_size": 2, "data_parallel_size": 2},
-    ],
-    ids=["pcp2", "dp2-pcp2"],
+    scope="module", params=[parallel(pcp=2), parallel(pcp=2, dp=2)], ids=["pcp2", "dp2-pcp2"]
 )
 def ranks(counted: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     spawn = supervision.spawn
@@ -139,49 +135,27 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 @pytest.mark.parametrize(
     "ranks",
     [
-        {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2},
-        pytest.param(
-            {
-                "prefill_context_parallel_size": 2,
-                "data_parallel_size": 2,
-                "expert_parallel_size": 2,
-            },
-            marks=pytest.mark.full,
+        parallel(pcp=2, tp=2, ep=2),
+        full(parallel(pcp=2, dp=2, ep=2)),
+        full(
+            parallel(
+                pcp=2,
+                dp=2,
+                ep=True,
+                enable_eplb=True,
+                eplb_config={"num_redundant_experts": 4, "step_interval": 10, "window_size": 10},
+            )
         ),
-        pytest.param(
-            {
-                "prefill_context_parallel_size": 2,
-                "data_parallel_size": 2,
-                "enable_expert_parallel": True,
-                "enable_eplb": True,
-                "eplb_config": {"num_redundant_experts": 4, "step_interval": 10, "window_size": 10},
-            },
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            {
-                "prefill_context_parallel_size": 2,
-                "data_parallel_size": 2,
-                "pipeline_parallel_size": 2,
-            },
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            {"prefill_context_parallel_size": 2, "pipeline_parallel_size": 2},
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            {"prefill_context_parallel_size": 4, "enable_expert_parallel": True},
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            {
-                "prefill_context_parallel_size": 2,
-                "enable_expert_parallel": True,
-                "enable_eplb": True,
-                "eplb_config": {"num_redundant_experts": 2, "step_interval": 10, "window_size": 10},
-            },
-            marks=pytest.mark.full,
+        full(parallel(pcp=2, dp=2, pp=2)),
+        full(parallel(pcp=2, pp=2)),
+        full(parallel(pcp=4, ep=True)),
+        full(
+            parallel(
+                pcp=2,
+                ep=True,
+                enable_eplb=True,
+                eplb_config={"num_redundant_experts": 2, "step_interval": 10, "window_size": 10},
+            )
         ),
     ],
     ids=str,
@@ -202,10 +176,10 @@ def test_preemption_and_prefixes_keep_the_text(
     ("method", "stages", "replicas"),
     [
         ("eagle3", 1, 1),
-        pytest.param("eagle3", 1, 2, marks=pytest.mark.full),
-        pytest.param("eagle3", 2, 1, marks=pytest.mark.full),
-        pytest.param("ngram", 1, 1, marks=pytest.mark.full),
-        pytest.param("ngram", 1, 2, marks=pytest.mark.full),
+        full("eagle3", 1, 2),
+        full("eagle3", 2, 1),
+        full("ngram", 1, 1),
+        full("ngram", 1, 2),
     ],
 )
 def test_draft_tokens_keep_the_text(
@@ -221,18 +195,14 @@ def test_draft_tokens_keep_the_text(
     prompts = [[5, 6, 7, 8, 9] * 6, [5, 6, 7, 8, 9] * 3, [11, 12, 13] * 4]
     options = {"speculative_config": config, "max_num_batched_tokens": 20}
     expected, of_one, _ = tokens_of(tiny_m2, prompts, LONGER, **options)
-    ranks = {
-        "prefill_context_parallel_size": 2,
-        "pipeline_parallel_size": stages,
-        "data_parallel_size": replicas,
-    }
+    ranks = parallel(pcp=2, pp=stages, dp=replicas)
     found, stats, _ = tokens_of(tiny_m2, prompts, LONGER, **options, **ranks)
     assert found == expected
     assert stats.num_draft_tokens == of_one.num_draft_tokens > 20
     assert stats.num_accepted_tokens == of_one.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("replicas", [1, full(2)])
 def test_captured_steps_run_all_tokens_on_every_rank(
     replicas: int, tiny_m2: Path, preempted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +213,7 @@ def test_captured_steps_run_all_tokens_on_every_rank(
         return spawn("tests.dist.captured_rank", *args)
 
     monkeypatch.setattr(supervision, "spawn", captured)
-    ranks = {"prefill_context_parallel_size": 2, "data_parallel_size": replicas}
+    ranks = parallel(pcp=2, dp=replicas)
     options = {"max_num_batched_tokens": 80, "max_num_seqs": 5, **ranks}
     assert tokens_of(tiny_m2, SHARED[:6], SHORT, **options)[0] == preempted
 
@@ -251,15 +221,8 @@ def test_captured_steps_run_all_tokens_on_every_rank(
 @pytest.mark.parametrize(
     "ranks",
     [
-        {"prefill_context_parallel_size": 2},  # the shared expert among the others
-        pytest.param(
-            {
-                "prefill_context_parallel_size": 2,
-                "tensor_parallel_size": 2,
-                "enable_expert_parallel": True,
-            },
-            marks=pytest.mark.full,
-        ),
+        parallel(pcp=2),  # the shared expert among the others
+        full(parallel(pcp=2, tp=2, ep=True)),
     ],
     ids=str,
 )
@@ -293,16 +256,7 @@ def answers_of_m3(prompt: list[int], **ranks: Any) -> list[list[int]]:
         return [each.outputs[0].token_ids for each in (*first, *again)]
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        {},
-        pytest.param(
-            {"enable_expert_parallel": True, "index_cache_dtype": "fp8"}, marks=pytest.mark.full
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("ranks", [{}, full(parallel(ep=True, index_cache_dtype="fp8"))], ids=str)
 def test_a_tiny_m3_gives_the_same_text_on_data_parallel_ranks_of_two(
     ranks: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -319,7 +273,7 @@ def test_a_tiny_m3_gives_the_same_text_on_data_parallel_ranks_of_two(
     options = {"block_size": 32, "max_num_batched_tokens": 48, "max_model_len": 160}
     index = {"index_cache_dtype": ranks.get("index_cache_dtype", "auto")}
     expected, *_ = tokens_of(folder, prompts, LONGER, **options, **index)
-    split = {"prefill_context_parallel_size": 2, "data_parallel_size": 2, "num_kv_blocks": 7}
+    split = parallel(pcp=2, dp=2, num_kv_blocks=7)
     found, stats, cached = tokens_of(folder, prompts, LONGER, **options, **split, **ranks)
     assert found == expected
     assert stats.preemption_count > 0 and cached >= 32

@@ -21,6 +21,7 @@ from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import DECODE_SECONDS, DISTINCT_EXPERTS, OBSERVE_ROUTING
 from tests import tiny, tiny_m3
+from tests.layouts import parallel
 
 COMMON: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
 # prompts run in chunks, and the blocks of a rank do not suffice for all its answers at a time
@@ -67,7 +68,7 @@ def expected() -> list[Generation]:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[LLM]:
-    layout = {"data_parallel_size": 2, "pipeline_parallel_size": 2, "enable_expert_parallel": True}
+    layout = parallel(dp=2, pp=2, ep=True)
     with LLM("nano", **COMMON, **TIGHT, **layout) as llm:
         yield llm
 
@@ -141,7 +142,7 @@ def m3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "layout",
     [
-        {"data_parallel_size": 2, "pipeline_parallel_size": 2, "enable_expert_parallel": True},
+        parallel(dp=2, pp=2, ep=True),
         {"data_parallel_size": 2, "pipeline_parallel_size": 2, "tensor_parallel_size": 2,
          "expert_parallel_size": 2, "pp_layer_partition": "1,2"},
     ],
@@ -189,7 +190,7 @@ def test_captured_steps_of_data_ranks_on_stages(
     monkeypatch.setattr(supervision, "spawn", captured)
     texts = []
     for stages in (1, 2):
-        layout = {"data_parallel_size": 2, "pipeline_parallel_size": stages}
+        layout = parallel(dp=2, pp=stages)
         with LLM(folder, **limits, **layout) as llm:
             texts.append(tokens(llm.generate(prompts, params)))
             time.sleep(0.3)  # without a plan

@@ -36,6 +36,7 @@ from tests.dist.nodes import (
     seconds_until_noticed,
     tokens,
 )
+from tests.layouts import parallel
 
 # cut for so long, nothing happens; for longer than the other, the group starts again
 HARMLESS_SECONDS, NOTICED_AT_LEAST_SECONDS = 1.4, 2.3
@@ -241,10 +242,10 @@ def test_lost_packets_raise_no_alarm(network: DistantMachines, agent: Agent) -> 
 @pytest.mark.parametrize(
     ("sizes", "settings"),
     [
-        ({"pipeline_parallel_size": 2}, FAR),
-        ({"data_parallel_size": 2}, NEAR),
-        ({"prefill_context_parallel_size": 2}, NEAR),
-        ({"pipeline_parallel_size": 2}, {"rate": 2e6}),
+        (parallel(pp=2), FAR),
+        (parallel(dp=2), NEAR),
+        (parallel(pcp=2), NEAR),
+        (parallel(pp=2), {"rate": 2e6}),
     ],
     ids=["stages far", "data-parallel near", "prompts near", "stages 2 Mbit/s"],
 )

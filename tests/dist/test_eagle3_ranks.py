@@ -14,6 +14,7 @@ import pytest
 from negamax import LLM, SamplingParams
 from negamax.base import supervision
 from tests import tiny, tiny_draft
+from tests.layouts import full
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 5,
@@ -31,13 +32,11 @@ TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
 # of three stages the first has none of the layers that the draft reads
 CASES = [
     ("biases, two layers", {TP: 2}),
-    pytest.param("borrows embedding and head", {TP: 2}, marks=pytest.mark.full),
-    pytest.param("borrows embedding and head", {PP: 3}, marks=pytest.mark.full),
-    pytest.param(
-        "biases, two layers", {PP: 2, "pp_layer_partition": "4,1"}, marks=pytest.mark.full
-    ),
-    pytest.param("borrows embedding and head", {PP: 2, TP: 2}, marks=pytest.mark.full),
-    pytest.param("plain", {PP: 2, "data_parallel_size": 2}, marks=pytest.mark.full),
+    full("borrows embedding and head", {TP: 2}),
+    full("borrows embedding and head", {PP: 3}),
+    full("biases, two layers", {PP: 2, "pp_layer_partition": "4,1"}),
+    full("borrows embedding and head", {PP: 2, TP: 2}),
+    full("plain", {PP: 2, "data_parallel_size": 2}),
 ]
 
 

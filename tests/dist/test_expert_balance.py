@@ -20,6 +20,7 @@ from negamax.engine.core import expert_balancer
 from negamax.engine.wire import ExpertDump
 from tests import tiny
 from tests.e2e.conftest import STUB, eventually, serving
+from tests.layouts import full, parallel
 
 COMMON: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
 OFTEN = {"enable_eplb": True, "eplb_config": {"step_interval": 12, "window_size": 12}}
@@ -133,50 +134,14 @@ def balancedness(counts: list[list[int]], slots: list[list[int]]) -> float:
 @pytest.mark.parametrize(
     ("copies", "layout"),
     [
-        (4, {"data_parallel_size": 4, "enable_expert_parallel": True}),
-        pytest.param(
-            0, {"tensor_parallel_size": 4, "expert_parallel_size": 2}, marks=pytest.mark.full
-        ),
-        pytest.param(
-            2,
-            {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2},
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            2,
-            {"prefill_context_parallel_size": 2, "enable_expert_parallel": True},
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            4,
-            {
-                "data_parallel_size": 2,
-                "prefill_context_parallel_size": 2,
-                "enable_expert_parallel": True,
-            },
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            2,
-            {
-                "data_parallel_size": 2,
-                "enable_expert_parallel": True,
-                "all2all_backend": "one_sided",
-            },
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            8, {"tensor_parallel_size": 4, "enable_expert_parallel": True}, marks=pytest.mark.full
-        ),
-        pytest.param(
-            2,
-            {
-                "tensor_parallel_size": 2,
-                "pipeline_parallel_size": 2,
-                "enable_expert_parallel": True,
-            },
-            marks=pytest.mark.full,
-        ),
+        (4, parallel(dp=4, ep=True)),
+        full(0, parallel(tp=4, ep=2)),
+        full(2, parallel(dp=2, tp=2, ep=2)),
+        full(2, parallel(pcp=2, ep=True)),
+        full(4, parallel(dp=2, pcp=2, ep=True)),
+        full(2, parallel(dp=2, ep=True, all2all_backend="one_sided")),
+        full(8, parallel(tp=4, ep=True)),
+        full(2, parallel(tp=2, pp=2, ep=True)),
     ],
 )
 def test_every_layout_gives_the_text_of_one_rank(
@@ -204,7 +169,7 @@ def test_drafts_and_captured_steps_find_the_experts(
 
     monkeypatch.setattr(supervision, "spawn", captured)
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
-    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    ranks = parallel(tp=2, ep=True)
     with balancing(skewed, copies=2, **ranks, speculative_config=drafts) as llm:
         assert tokens_of(llm) == of_one_rank[0]
         experts, children = llm.stats().experts, llm._loop.executor._processes  # type: ignore[attr-defined]
@@ -223,7 +188,7 @@ def test_nano_m3_gives_the_same_text_while_experts_move(monkeypatch: pytest.Monk
             for each in tool_calls.problems(3, 5)
         ]
         text = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
-    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    ranks = parallel(tp=2, ep=True)
     with balancing("nano-m3", copies=2, max_num_batched_tokens=256, **ranks) as llm:
         found = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
         experts = llm.stats().experts
@@ -242,7 +207,7 @@ def test_experts_start_as_dumped(
         "eplb_config": {"num_redundant_experts": 2},
         "expert_distribution_recorder_mode": "stat",
     }
-    ranks = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    ranks = parallel(dp=2, ep=True)
     sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
     with LLM(str(skewed), **COMMON, **located, **ranks, **sizes) as llm:
         llm._loop.record_experts("start")

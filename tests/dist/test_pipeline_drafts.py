@@ -19,6 +19,7 @@ from negamax.engine.core import executor
 from negamax.engine.llm import Generation
 from negamax.worker.config import WorkerReady
 from tests import tiny
+from tests.layouts import full, parallel
 
 COMMON: dict[str, Any] = {"device": "cpu", "num_threads": 1}
 # prompts run in chunks, and running requests are thrown out
@@ -138,12 +139,7 @@ def m2(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "layout",
-    [
-        {"pipeline_parallel_size": 2, "data_parallel_size": 2, "tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2, "enable_overlap": False},
-    ],
-    ids=str,
+    "layout", [parallel(pp=2, dp=2, tp=2), parallel(pp=2, enable_overlap=False)], ids=str
 )
 def test_stages_of_several_ranks_learn_accepted_counts(
     m2: str, layout: dict[str, Any], knowing: Callable[[str], None]
@@ -181,7 +177,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "drafts", "share"),
     [
-        pytest.param("m2", NGRAM, 0.1, marks=pytest.mark.full),
+        full("m2", NGRAM, 0.1),
         ("nano", {"method": "eagle3", "model": "nano-draft", "adaptive": False}, 0.6),
     ],
     ids=["ngram", "eagle3"],

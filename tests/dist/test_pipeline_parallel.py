@@ -26,6 +26,7 @@ from negamax.engine.llm import Generation
 from negamax.scheduler.chunk_length import EvenTimes
 from negamax.scheduler.step import StepPlan
 from tests import tiny, tiny_m3
+from tests.layouts import parallel
 
 NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
 # in 8 blocks of 16 tokens not all of the prompts' answers have room at a time, and a step runs 24
@@ -241,7 +242,7 @@ def test_captured_steps_of_stages_give_the_text_of_one_stage(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"pipeline_parallel_size": 6}, r"5 layers .* 6 .*stages \(use --pipeline-.*-size 5 or"),
+        (parallel(pp=6), r"5 layers .* 6 .*stages \(use --pipeline-.*-size 5 or"),
         (
             {"pipeline_parallel_size": 2, "pp_layer_partition": "3,3"},
             r"adds up to 6 layers, the model has 5 \(for example 3,2\)",

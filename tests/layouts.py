@@ -1,0 +1,30 @@
+"""Parallel sizes and marks for parametrised tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+_SIZES = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "pcp": "prefill_context_parallel_size",
+    "ep": "expert_parallel_size",
+}
+
+
+def parallel(**options: Any) -> dict[str, Any]:
+    """Options with parallel sizes by short names. `ep` True: over all ranks."""
+    return {
+        "enable_expert_parallel"
+        if option is True and name == "ep"
+        else _SIZES.get(name, name): option
+        for name, option in options.items()
+    }
+
+
+def full(*values: Any) -> Any:
+    """Parameters that only `make test-full` runs."""
+    return pytest.param(*values, marks=pytest.mark.full)
