@@ -139,7 +139,6 @@ def check_admin(request: Request) -> None:
 
 
 def _read_key(headers: _Headers) -> bytes:
-    """Return the key in a request's headers; empty if there is none."""
     given = b""
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":

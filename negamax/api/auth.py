@@ -215,7 +215,6 @@ def _check_host(headers: _Headers, allowed: set[str]) -> None:
 
 
 def _parse_host(value: str) -> str:
-    """Return the name in a Host header, without its port."""
     if value.startswith("["):
         return value[1:].partition("]")[0].lower()
     return value.partition(":")[0].strip().lower()

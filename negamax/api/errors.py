@@ -59,7 +59,6 @@ def describe_error(error: Exception) -> tuple[int, ErrorAnswer]:
 def build_error_response(
     scope: Scope, status: int, answer: ErrorAnswer, *, headers: dict[str, str] | None = None
 ) -> Response:
-    """Build an error in the shape that the route's clients know."""
     if not scope["path"].startswith(MESSAGES_PATH):
         return build_json_response(answer, status=status, headers=headers)
     request_id = scope["state"]["request_id"]
@@ -134,7 +133,6 @@ class ErrorMiddleware:
 
 
 def handle_error(request: Request, error: Exception) -> Response:
-    """Answer one of our own errors."""
     status, answer = describe_error(error)
     if status == 500:
         logger.error("request %s failed: %s", request.state.request_id, error, exc_info=error)
@@ -151,7 +149,6 @@ def handle_error(request: Request, error: Exception) -> Response:
 
 
 def handle_http_error(request: Request, error: Exception) -> Response:
-    """Answer an error of the router: unknown route, wrong method."""
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path[:200]}"
     headers = dict(error.headers or {})
@@ -171,7 +168,6 @@ def handle_http_error(request: Request, error: Exception) -> Response:
 
 
 def handle_client_gone(request: Request, error: Exception) -> Response:
-    """End a request whose client closed its connection."""
     logger.debug("request %s: the client hung up", request.state.request_id)
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 

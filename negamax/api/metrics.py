@@ -93,7 +93,6 @@ class ServerMetrics(Collector):
             replica.on_steps = self._count_steps
 
     async def watch(self) -> None:
-        """Measure rates every second until cancelled."""
         report = LoadReport(self._engine.stats, now=time.monotonic())
         while True:
             await asyncio.sleep(_SAMPLE_SECONDS)

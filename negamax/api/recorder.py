@@ -15,8 +15,6 @@ from negamax.scheduler.request import SamplingParams
 
 @dataclass(slots=True)
 class ChoiceRecord:
-    """One choice of a request; times are monotonic seconds."""
-
     first_token: float | None = None
     latest_token: float = 0.0
     num_tokens: int = 0

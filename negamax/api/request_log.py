@@ -33,7 +33,6 @@ class RequestLog:
         self._max_prompt_chars = max_prompt_chars
 
     def began(self, record: RequestRecord, prompt_token_ids: Sequence[int]) -> None:
-        """Log a request that the engine has admitted."""
         fields: dict[str, Any] = {
             "request_id": record.request_id,
             "x_request_id": record.http_request_id,

@@ -71,7 +71,6 @@ _WILDCARDS = ("0.0.0.0", "::", "")
 
 
 def create_app(context: ApiContext) -> FastAPI:
-    """Create the ASGI app in front of a started engine."""
     options = context.options
     app = FastAPI(
         title="Negamax",
@@ -182,7 +181,6 @@ def _build_bind_error(error: OSError, *, host: str, port: int) -> ConfigError:
 
 
 def make_event_loop() -> asyncio.Runner:
-    """Create the event loop of a server process: uvloop's if it is installed."""
     try:
         from uvloop import Loop as loop_factory
     except ImportError:

@@ -76,7 +76,6 @@ class RequestTracer:
         self._failed = Status(StatusCode.ERROR)
 
     def ended(self, record: RequestRecord) -> None:
-        """Make the span of a request that has ended."""
         offset = time.time_ns() - int(time.monotonic() * 1e9)  # of monotonic times
         headers = record.headers
         carrier = {name: headers[name] for name in _PARENT_HEADERS if name in headers}
@@ -102,7 +101,6 @@ class RequestTracer:
 
 
 def build_span_attributes(record: RequestRecord) -> dict[str, Any]:
-    """Return the attributes of a span; latencies are in seconds."""
     sampling = record.sampling
     start, first = record.start, record.first_token
     attributes = {

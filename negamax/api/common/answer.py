@@ -80,7 +80,6 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         """Build the whole response from all that was taken."""
 
     def start(self) -> bytes:
-        """Return the beginning of a stream, before the first output."""
         return b""
 
     def end(self) -> bytes:
@@ -88,7 +87,6 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         return DONE
 
     def failure(self, error: Exception) -> bytes:
-        """Return the end of a stream that fails after its status line."""
         return encode_failure(error, request_id=self.id) + DONE
 
     @property

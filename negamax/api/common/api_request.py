@@ -31,8 +31,6 @@ ParamsT_co = TypeVar("ParamsT_co", bound=RequestModel, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class ApiRequest(Generic[ParamsT_co]):
-    """A request whose body was read."""
-
     http: Request
     params: ParamsT_co
     num_bytes: int  # of the body; decides whether work on it leaves the event loop
@@ -49,7 +47,6 @@ async def read_api_request(
 
 
 def get_cache_salt(request: ApiRequest[EngineRequest]) -> str:
-    """Return the salt of the request's cached prefixes."""
     return get_salt(request.http, request.params.cache_salt)
 
 

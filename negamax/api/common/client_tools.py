@@ -25,5 +25,4 @@ _TOOLS = msgspec.json.decode(
 
 
 def load_client_tools(dialect: str) -> dict[str, ClientTool]:
-    """Return the tools of a dialect by type."""
     return {kind: tool for tool in _TOOLS[dialect] for kind in tool.types}

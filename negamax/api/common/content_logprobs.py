@@ -87,7 +87,6 @@ class ContentLogprobs:
         self._end += len(text)
 
     def _end_character(self) -> None:
-        """End the open character: no more bytes of it will come."""
         self._append(self._decoder.decode(b"", final=True))
         self._is_mid_character = False
 

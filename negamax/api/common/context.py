@@ -125,7 +125,6 @@ class ApiContext:
         return requested
 
     def hidden_thoughts(self) -> HiddenThoughts:
-        """Return the reader of one request's hidden thoughts."""
         template = self.chat_format.template
         shows_earlier = template is not None and template.shows_earlier_thinking
         return HiddenThoughts(

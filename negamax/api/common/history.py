@@ -34,7 +34,6 @@ class History:
         self.places.append(place)
 
     def add_assistant(self, parts: AssistantParts, *, place: str) -> None:
-        """Append an assistant message; `reveal` adds its hidden thoughts later."""
         if any(isinstance(thought, HiddenThought) for thought in parts.reasoning):
             self._hidden.append((len(self.messages), parts))
         self.add(parts.message(), place=place)

@@ -87,7 +87,6 @@ class TextLogprobWriter:
         self._add(entry.token_id, chosen, texts)
 
     def push_first(self, token_id: int) -> None:
-        """Add the first token of a prompt, which has no probability."""
         self._add(token_id, None, None)
 
     def take(self) -> TextLogprobs:

@@ -157,8 +157,6 @@ async def start_turn(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainPrompt:
-    """One of the prompts of a request without a conversation."""
-
     prompt: str | list[int]
     sampling: SamplingParams
     form: Callable[[], Grammar | None]  # of the answer; may take long

@@ -66,11 +66,9 @@ class Lifecycle:
         return max(self._numbers.row(index)[self._LAG] for index in range(self._numbers.num_rows))
 
     def opened(self) -> None:
-        """Count a request that was received."""
         self._row[self._OPEN] += 1
 
     def closed(self) -> None:
-        """Count a request that is over."""
         self._row[self._OPEN] -= 1
 
     def check_accepting(self) -> None:

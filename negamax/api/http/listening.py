@@ -33,8 +33,6 @@ _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Connections that may be open at a time."""
-
     in_all: int
     per_address: int
 
@@ -151,7 +149,6 @@ class Acceptor:
         task.add_done_callback(self._opening.discard)
 
     async def _open(self, connection: socket.socket, protocol: LimitedProtocol) -> None:
-        """Hand a connection to its protocol, after a TLS handshake if there is TLS."""
         try:
             if self._tls is None:
                 await self._loop.connect_accepted_socket(lambda: protocol, connection)
@@ -178,7 +175,6 @@ class Acceptor:
                 del self._counts[client]
 
     def _pause(self, error: OSError) -> None:
-        """Let connections wait while the system has no room for them."""
         self._warn("connections wait: %s", error.strerror)
         self._loop.remove_reader(self._listener.fileno())
         self._retry = self._loop.call_later(
@@ -193,7 +189,6 @@ class Acceptor:
 
 
 def _get_client(address: str) -> str:
-    """Return the client of an address: for IPv6 its network."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

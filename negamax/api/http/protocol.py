@@ -72,7 +72,6 @@ class BodyChannel:
 
     @property
     def is_full(self) -> bool:
-        """Whether the client is behind, so that what is written waits in memory."""
         protocol = self._protocol()
         return protocol is not None and protocol.flow.write_paused
 
@@ -237,7 +236,6 @@ class LimitedProtocol(HttpToolsProtocol):
                 self.parser.feed_data(head)
 
     def _head_without_upgrade(self) -> bytes:
-        """Return the head of the last message without its offer of another protocol."""
         options = [
             option.strip()
             for name, value in self.headers
@@ -295,7 +293,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer without the app if no answer was begun, and close."""
         if not self._can_answer:
             self._hang_up()
             return

@@ -43,7 +43,6 @@ class Unpacker:
         self._holds_more = False  # the decoder may hold output although it has consumed its input
 
     def feed(self, packed: bytes) -> None:
-        """Add input, after `take` has returned nothing."""
         self._packed += packed
 
     def take(self) -> bytes:
@@ -100,5 +99,4 @@ class Unpacker:
 
 
 def _has_frame(packed: bytes) -> bool:
-    """Return whether deflated data has the header of zlib's format."""
     return packed[0] & 15 == 8 and int.from_bytes(packed[:2]) % 31 == 0

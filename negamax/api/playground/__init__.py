@@ -67,8 +67,6 @@ def read_browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes
 
 @dataclass(frozen=True)
 class _File:
-    """One file of the page and its headers."""
-
     body: bytes
     headers: dict[str, str]
 
@@ -90,7 +88,6 @@ class _File:
         return cls(body, headers)
 
     async def answer(self, request: Request) -> Response:
-        """Return the file, or 304 to a browser that has it."""
         known = [
             tag.strip().removeprefix("W/")
             for tag in request.headers.get("if-none-match", "").split(",")

@@ -82,8 +82,6 @@ class PeerClient:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def when_asked(self, question: str, answer: Callable[[Any], object]) -> None:
-        """Answer a question of other processes with `answer`."""
-
         def encoded(body: bytes) -> bytes:
             return msgspec.json.encode(answer(msgspec.json.decode(body)))
 
@@ -190,7 +188,6 @@ class _Exchange:
         self._writer.close()
 
     async def _read(self) -> bool:
-        """Read what arrives next; return False at the end."""
         part = await self._reader.read(_READ_BYTES)
         if part:
             self._parser.feed_data(part)

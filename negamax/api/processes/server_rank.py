@@ -49,7 +49,6 @@ class ServerRank:
         return self.folder / f"server-{index}"
 
     def new_id(self, prefix: str, *, num_bytes: int) -> str:
-        """Return a random id of an object that this process owns."""
         random = secrets.token_hex(num_bytes - _MARK_DIGITS // 2)
         return f"{prefix}_{random}{self.index:0{_MARK_DIGITS}x}"
 

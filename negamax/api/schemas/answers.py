@@ -175,7 +175,6 @@ _ERROR_TYPES = {
 
 
 def build_message_error(status: int, answer: ErrorAnswer, *, request_id: str) -> MessageError:
-    """Convert an error to Anthropic's shape."""
     kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     code = answer.error.code
     details = UNSET if code is None else MessageErrorDetails(code)

@@ -218,7 +218,6 @@ class RequestModel(BaseModel):
 
 @functools.cache
 def _find_integer_fields(model: type[RequestModel]) -> frozenset[str]:
-    """Return the fields that hold integers only."""
     return frozenset(
         name
         for name, field in model.model_fields.items()

@@ -65,7 +65,6 @@ NO_CHOICE = ThinkingChoice()
 
 
 def read_switch(is_on: bool | None) -> str | None:
-    """Return the mode of a plain switch."""
     return None if is_on is None else "enabled" if is_on else "disabled"
 
 
@@ -87,5 +86,4 @@ def read_template_switch(kwargs: Mapping[str, Any]) -> str | None:
 
 
 def drop_switches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `chat_template_kwargs` without the names of the thinking mode."""
     return {name: value for name, value in kwargs.items() if name not in _TEMPLATE_SWITCHES}

@@ -66,7 +66,6 @@ Tools = Annotated[list[dict[str, Any]], AfterValidator(check_function_tools)]
 def build_function_tool(
     name: str, *, description: Any, parameters: Any, is_strict: bool
 ) -> dict[str, Any]:
-    """Build a tool as chat completions have it; None values are omitted."""
     function = {"name": name, "description": description, "parameters": parameters}
     if is_strict:
         function["strict"] = True
@@ -140,7 +139,6 @@ class CallChoice:
         return self.mode in ("required", "function")
 
     def callable_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        """Return the declared `tools` that may be called."""
         if tools is None or self.allowed is None:
             return tools
         return [tool for tool in tools if tool["function"]["name"] in self.allowed]

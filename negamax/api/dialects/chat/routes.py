@@ -79,7 +79,6 @@ def make_chat_router(context: ApiContext) -> APIRouter:
 
 
 def _build_sampling(context: ApiContext, chat: schema.ChatRequest) -> SamplingParams:
-    """Build and check the engine's parameters."""
     limit = 1 if chat.token_limit == 0 else chat.token_limit
     sampling = chat.sampling_params(max_tokens=limit, logprobs=chat.num_logprobs)
     if (sampling.logprobs or 0) > context.engine.info.max_logprobs:

@@ -340,7 +340,6 @@ def _build_server_info(context: ApiContext) -> schema.NativeServerInfo:
 
 
 def _describe_speculation(info: ModelInfo) -> dict[str, Any]:
-    """Return the fields of `NativeServerInfo` about speculative decoding."""
     if (speculation := info.speculation) is None:
         return {}
     return {
@@ -354,7 +353,6 @@ def _describe_speculation(info: ModelInfo) -> dict[str, Any]:
 
 
 def _describe_drafts(rows: int, tokens: int, right: int) -> dict[str, Any]:
-    """Return the fields of `MetaInfo` about a request's drafts."""
     return {
         "spec_verify_ct": rows,
         "spec_draft_token_num": tokens,

@@ -125,7 +125,6 @@ class NativeRequest(EngineRequest):
         return prompts
 
     def samplings(self, count: int) -> list[NativeSampling]:
-        """Return the parameters of each of `count` prompts."""
         sent = self.sampling_params
         if isinstance(sent, dict):
             return [NativeSampling.parse(sent)] * count
@@ -137,7 +136,6 @@ class NativeRequest(EngineRequest):
         return [NativeSampling.parse(each) for each in sent]
 
     def ids(self, count: int) -> list[str | None]:
-        """Return the client's id of each of `count` prompts."""
         if self.rid is None or isinstance(self.rid, str):
             return [
                 self.rid if count == 1 or self.rid is None else f"{self.rid}_{index}"

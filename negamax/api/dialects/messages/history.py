@@ -84,7 +84,6 @@ def _add_system(history: History, system: str | list[dict[str, Any]] | None) -> 
 
 
 def _group_turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Blocks]]:
-    """Yield runs of messages of one role, as their blocks."""
     run: Blocks = []
     last: str | None = None
     last_user = max((i for i, one in enumerate(messages) if one.get("role") == "user"), default=-1)
@@ -191,7 +190,6 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
 
 
 def _read_user_text(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> str | None:
-    """Return the text of a block; None for one that becomes a note."""
     kind = block.get("type")
     if kind == "text":
         return _read_text(block, place)
@@ -206,7 +204,6 @@ def _read_user_text(block: Mapping[str, Any], place: str, family: ChatFamily | N
 
 
 def _read_document(block: Mapping[str, Any]) -> str | None:
-    """Return the text of a document or a search result; None if there is none."""
     source, content = block.get("source"), block.get("content")
     match block.get("type"):
         case "document" if isinstance(source, dict) and source.get("type") == "text":

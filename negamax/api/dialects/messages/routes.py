@@ -171,7 +171,6 @@ class _MessageWriter(BlockAnswerWriter[schema.MessageAnswer]):
         )
 
     def _start(self) -> bytes:
-        """Return the beginning of a stream, without the reason of its end."""
         message = replace(self._message([]), stop_reason=None, stop_sequence=None)
         return encode_named_event("message_start", schema.MessageStart(message)) + _PING
 
@@ -209,7 +208,6 @@ class _MessageWriter(BlockAnswerWriter[schema.MessageAnswer]):
                 return schema.InputJsonDelta(text)
 
     def _block(self, block: Block, *, is_empty: bool = False) -> schema.ContentBlock:
-        """Build a block; `is_empty`: as it is at its start."""
         text = "" if is_empty else block.text
         match block.kind:
             case BlockKind.REASONING:

@@ -176,7 +176,6 @@ class CountRequest(TurnRequest):
         return list(in_effect.values())
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
-        """Return which of the offered tools must be called."""
         choice = self.tool_choice or ToolChoice(type="auto")
         return check_call_choice(
             _CHOICES[choice.type],
@@ -240,7 +239,6 @@ def _find_latest_effort(messages: list[dict[str, Any]]) -> str | None:
 
 
 def _get_name(place: str, tool: Mapping[str, Any]) -> str:
-    """Return the name of a tool, or its place if it has none."""
     name = tool.get("name")
     return name if isinstance(name, str) else place
 

@@ -85,7 +85,6 @@ def render_result(item: Mapping[str, Any], place: str) -> str:
 
 
 def _render_command(part: object, place: str) -> str:
-    """Return the output of a command and how it ended, unless well."""
     result = check_type(part, dict, place)
     texts = [
         check_type(result.get(name) or "", str, f"{place}.{name}") for name in ("stdout", "stderr")

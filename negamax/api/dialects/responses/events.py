@@ -149,14 +149,12 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         return self._sequence_number
 
     def _id(self, block: Block) -> str:
-        """Return the id of a block's item, the same in all its events."""
         while len(self._ids) <= block.index:
             kind = self.blocks[len(self._ids)].kind
             self._ids.append(self._new_id(_ID_PREFIXES[kind]))
         return self._ids[block.index]
 
     def _item(self, block: Block, status: str, *, is_empty: bool = False) -> items.OutputItem:
-        """Build the item of a block; `is_empty`: as it is at its start."""
         item_id, text = self._id(block), "" if is_empty else block.text
         match block.kind:
             case BlockKind.REASONING:

@@ -76,7 +76,6 @@ def _build_ids(items: Sequence[Mapping[str, Any]], response_id: str) -> list[str
 
 
 def _complete_item(item: Mapping[str, Any], item_id: str) -> Item:
-    """Return the item with the fields that clients may omit."""
     kind = item.get("type", "message")
     listed: Item = {**item, "type": kind, "id": item_id}
     if kind in _ID_PREFIXES and not isinstance(item.get("status"), str):
@@ -109,7 +108,6 @@ def _build_content(item: Mapping[str, Any]) -> list[Any]:
 
 
 def _complete_part(part: Any, text_kind: str) -> Any:
-    """Return a part of a message or a result; text gets the type of its place."""
     if not isinstance(part, dict):
         return part
     kind = part.get("type", "text")

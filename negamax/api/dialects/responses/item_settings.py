@@ -57,7 +57,6 @@ def apply_settings(
 
 
 def _check_objects(value: object, place: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the objects in a list, with their places."""
     entries = enumerate(check_type(value, list, place, "a list of tools"))
     return [
         (f"{place}[{index}]", check_type(entry, dict, f"{place}[{index}]"))
@@ -66,6 +65,5 @@ def _check_objects(value: object, place: str) -> list[tuple[str, dict[str, Any]]
 
 
 def _get_object(item: Mapping[str, Any], name: str, place: str) -> Mapping[str, Any]:
-    """Return the object in a field; empty if there is none."""
     value = item.get(name)
     return {} if value is None else check_type(value, dict, f"{place}.{name}")

@@ -143,7 +143,6 @@ class _Responses:
         )
 
     def kept(self, response_id: str, tenant: str) -> StoredResponse:
-        """Return a stored response of the tenant. Errors: `NotFoundError`."""
         kept = self._store.get(response_id, tenant=tenant)
         if kept is None:
             raise _build_unknown_error(response_id, param="response_id", code="response_not_found")

@@ -244,7 +244,6 @@ def read_declared_tools(placed: Sequence[tuple[str, dict[str, Any]]]) -> list[De
 
 
 def _read_tool(tool: dict[str, Any], *, where: str, namespace: str | None) -> list[DeclaredTool]:
-    """Return the tool; empty if the client does not run it."""
     kind = tool.get("type")
     if isinstance(kind, str) and is_run_by_client(tool):
         tool_shown = CLIENT_TOOLS[kind]

@@ -33,11 +33,9 @@ class StoredTurn:
 
     @property
     def num_bytes(self) -> int:
-        """Its size, without the turns below."""
         return len(self.input_items) + len(self.output_items)
 
     def conversation(self) -> list[Item]:
-        """Return all items from the first turn on."""
         parts: list[bytes] = []
         turn: StoredTurn | None = self
         while turn is not None:
