@@ -48,7 +48,7 @@ FULL_COUNTS = {"fp8 of M2": 96_103, "fp8": 96_103, "bf16": 48_239, "m3, bf16": 2
 def names_respelled_once() -> Iterator[None]:
     """Return the placed names, the same for all splits and formats."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spellings, "_respelled", cache(spellings._respelled))
+        patch.setattr(spellings, "_respell", cache(spellings._respell))
         yield
 
 
