@@ -217,7 +217,8 @@ def rows_of(cache: Tensor, table: Tensor, length: int) -> Tensor:
     return blocks.transpose(1, 2).flatten(0, 1)[:length].float()
 
 
-_ATTENTION_TOLERANCE = rounding_tolerance(
+ROPE_TOLERANCE = rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5")
+ATTENTION_TOLERANCE = rounding_tolerance(
     reason="probabilities and the result are rounded to the dtype once each; |out| about 1"
 )
 
@@ -227,7 +228,7 @@ QK_NORM_ROPE_WRITE = op(
     prepare_qk_norm,
     summary="full-width RMS norm of q and k, rope, keys and values into the paged cache",
     sequence=("attention.qk_norm", "rope.half_split", "kvcache.write"),
-    tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5"),
+    tolerance=ROPE_TOLERANCE,
     wide_error=5e-3,
 )
 HEAD_NORM_ROPE_WRITE = op(
@@ -236,14 +237,14 @@ HEAD_NORM_ROPE_WRITE = op(
     prepare_head_norm,
     summary="RMS norm of each head of q and k, rope, keys and values into the paged cache",
     sequence=("attention.head_norm", "rope.half_split", "kvcache.write"),
-    tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5"),
+    tolerance=ROPE_TOLERANCE,
     wide_error=5e-3,
 )
 ROPE_WRITE = op(
     "attention.rope_write",
     rope_write,
     summary="rope of q and k, keys and values into the paged cache",
-    tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5"),
+    tolerance=ROPE_TOLERANCE,
     wide_error=5e-3,
 )
 DECODE = op(
@@ -251,7 +252,7 @@ DECODE = op(
     attend,
     plan,
     summary="one query per sequence against its paged keys and values",
-    tolerance=_ATTENTION_TOLERANCE,
+    tolerance=ATTENTION_TOLERANCE,
     wide_error=5e-3,
 )
 PREFILL = op(
@@ -259,6 +260,6 @@ PREFILL = op(
     attend,
     plan,
     summary="runs of queries, one per sequence, causal, each on top of its cached prefix",
-    tolerance=_ATTENTION_TOLERANCE,
+    tolerance=ATTENTION_TOLERANCE,
     wide_error=5e-3,
 )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import Hidden
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.attention.op import head_norm, rows_of
+from negamax.kernels.attention.op import ATTENTION_TOLERANCE, ROPE_TOLERANCE, head_norm, rows_of
 from negamax.kernels.block_sparse.choice import (
     BlockChoice,
     IndexShard,
@@ -279,9 +279,7 @@ def attend(
     return out.flatten(1)
 
 
-_ATTENTION_TOLERANCE = rounding_tolerance(
-    reason="probabilities and the result are rounded to the dtype once each; |out| about 1"
-)
+_WHOLE_NUMBERS = rounding_tolerance(scale=0.0, reason="whole numbers")
 
 BLOCK_SPARSE_NORM_ROPE_WRITE = op(
     "block_sparse.norm_rope_write",
@@ -289,43 +287,43 @@ BLOCK_SPARSE_NORM_ROPE_WRITE = op(
     prepare_norms,
     summary="norm and rope of each head and index head; keys, values, index keys into caches",
     sequence=("attention.head_norm", "rope.half_split", "kvcache.write", "kvcache.store"),
-    tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5"),
+    tolerance=ROPE_TOLERANCE,
     wide_error=5e-3,
 )
 BLOCK_SPARSE_SELECT = op(
     "block_sparse.select",
     select,
     plan,
-    summary="the blocks that each token attends to, as numbers and as pages",
-    tolerance=rounding_tolerance(scale=0.0, reason="whole numbers"),
+    summary="top-k blocks of each token, as indices and pages",
+    tolerance=_WHOLE_NUMBERS,
 )
 BLOCK_SPARSE_SELECT_SHARD = op(
     "block_sparse.select_shard",
     select_shard,
     plan,
-    summary="the best blocks of a rank's shard of the index keys, for the index heads of all",
-    tolerance=rounding_tolerance(scale=0.0, reason="whole numbers"),
+    summary="best blocks of a shard of the index keys, for all index heads",
+    tolerance=_WHOLE_NUMBERS,
 )
 BLOCK_SPARSE_MERGE_SHARDS = op(
     "block_sparse.merge_shards",
     merge_shards,
     plan,
-    summary="the choice among the best blocks of all shards",
-    tolerance=rounding_tolerance(scale=0.0, reason="whole numbers"),
+    summary="top-k blocks among the best of all shards",
+    tolerance=_WHOLE_NUMBERS,
 )
 BLOCK_SPARSE_DECODE = op(
     "block_sparse.decode",
     attend,
     plan,
-    summary="one query per sequence against the blocks that it chose",
-    tolerance=_ATTENTION_TOLERANCE,
+    summary="one query per sequence against its selected blocks",
+    tolerance=ATTENTION_TOLERANCE,
     wide_error=5e-3,
 )
 BLOCK_SPARSE_PREFILL = op(
     "block_sparse.prefill",
     attend,
     plan,
-    summary="runs of queries, one per sequence, each against the blocks that it chose",
-    tolerance=_ATTENTION_TOLERANCE,
+    summary="runs of queries, each query against its selected blocks",
+    tolerance=ATTENTION_TOLERANCE,
     wide_error=5e-3,
 )

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import Hidden
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
+from negamax.kernels.attention.op import ATTENTION_TOLERANCE
 from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
 from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.kvcache.op import cache_rows, slots_of
@@ -187,14 +188,10 @@ def merge(
     return merged.flatten(1).to(dtype)
 
 
-_TOLERANCE = rounding_tolerance(
-    reason="probabilities and the result are rounded to the dtype once each; |out| about 1"
-)
-
 OWN_ROWS = op(
     "cache_shards.own_rows",
     own_rows,
-    summary="cache rows of a step's tokens where ranks share out the blocks",
+    summary="cache rows of a step's tokens with sharded blocks",
     tolerance=rounding_tolerance(scale=0.0, reason="whole numbers"),
 )
 PARTIAL_DECODE = op(
@@ -202,7 +199,7 @@ PARTIAL_DECODE = op(
     attend,
     plan,
     summary="one query per sequence against the keys in a rank's blocks",
-    tolerance=_TOLERANCE,
+    tolerance=ATTENTION_TOLERANCE,
     wide_error=5e-3,
 )
 PARTIAL_PREFILL = op(
@@ -210,28 +207,28 @@ PARTIAL_PREFILL = op(
     attend,
     plan,
     summary="runs of queries against the keys in a rank's blocks",
-    tolerance=_TOLERANCE,
+    tolerance=ATTENTION_TOLERANCE,
     wide_error=5e-3,
 )
 PARTIAL_SPARSE_DECODE = op(
     "cache_shards.sparse_decode",
     attend_to_blocks,
     plan,
-    summary="one query per sequence against the blocks of a rank that it chose",
-    tolerance=_TOLERANCE,
+    summary="one query per sequence against its selected blocks on a rank",
+    tolerance=ATTENTION_TOLERANCE,
     wide_error=5e-3,
 )
 PARTIAL_SPARSE_PREFILL = op(
     "cache_shards.sparse_prefill",
     attend_to_blocks,
     plan,
-    summary="runs of queries against the blocks of a rank that each chose",
-    tolerance=_TOLERANCE,
+    summary="runs of queries against their selected blocks on a rank",
+    tolerance=ATTENTION_TOLERANCE,
     wide_error=5e-3,
 )
 MERGE_PARTIALS = op(
     "cache_shards.merge",
     merge,
-    summary="a rank's heads from the results of all ranks that hold their keys",
+    summary="a rank's heads, merged from the partial results of all ranks",
     tolerance=rounding_tolerance(reason="one rounding to the dtype; |out| about 1"),
 )

@@ -57,6 +57,6 @@ ALL_REDUCE_ADD_RMS = op(
 COMPLETE_RESIDUAL = op(
     "collectives.complete_residual",
     complete_residual,
-    summary="all rows of a residual that ranks may share out",
+    summary="all rows of a residual that may be sharded",
     tolerance=rounding_tolerance(scale=0.0, reason="a copy"),
 )

@@ -74,12 +74,12 @@ def combine(
 DISPATCH = op(
     "dispatch.dispatch",
     dispatch,
-    summary="tokens to the ranks whose experts they chose",
+    summary="tokens to the ranks of their selected experts",
     tolerance=rounding_tolerance(scale=0.0, reason="a copy"),
 )
 COMBINE = op(
     "dispatch.combine",
     combine,
-    summary="what experts of several ranks made of tokens, summed on the tokens' ranks",
+    summary="expert outputs, summed on the tokens' ranks",
     tolerance=rounding_tolerance(reason="a sum of few values"),
 )

@@ -97,25 +97,25 @@ _EXACT = dict.fromkeys(FLOAT_DTYPES, Tolerance(0.0, 0.0, "integers"))
 COUNT_ACCEPTED = op(
     "drafts.count_accepted",
     count_accepted,
-    summary="how many drafts of each row are right",
+    summary="accepted draft tokens of each row",
     tolerance=_EXACT,
 )
 ADVANCE_ROWS = op(
     "drafts.advance_rows",
     advance_rows,
-    summary="how long rows with drafts are now",
+    summary="lengths of rows after verification",
     tolerance=_EXACT,
 )
 RECORD_GUESS = op(
     "drafts.record_guess",
     record_guess,
-    summary="a draft's guesses, and where the next pass stands",
+    summary="keep draft tokens, and inputs of the next pass",
     tolerance=_EXACT,
 )
 EMBED_NORMS = op(
     "drafts.embed_norms",
     embed_norms,
-    summary="norms of tokens' embeddings and of hidden states, side by side",
+    summary="norms of token embeddings and of hidden states, concatenated",
     sequence=("embedding", "norm.add_rms", "norm.add_rms", "concatenate"),
     tolerance=rounding_tolerance(scale=2.0, reason="as norm.add_rms"),
     wide_error=WIDE_ERROR,

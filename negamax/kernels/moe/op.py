@@ -213,7 +213,7 @@ NORM_ROUTE = op(
     "moe.norm_route",
     norm_route,
     prepare_norm_route,
-    summary="the norm before the experts, and their choice",
+    summary="the norm before the experts, and the router",
     sequence=("norm.add_rms", "moe.route"),
     tolerance=rounding_tolerance(scale=2.0, reason="as norm.add_rms"),
     wide_error=WIDE_ERROR,
@@ -221,14 +221,14 @@ NORM_ROUTE = op(
 PLACE = op(
     "moe.place",
     place,
-    summary="the slots of the chosen experts, which are counted",
+    summary="slots of the selected experts, with counts",
     tolerance=rounding_tolerance(reason="integers"),
 )
 EXPERTS = op(
     "moe.experts",
     experts,
     stack,
-    summary="SwiGLU networks of the chosen experts, weighted sum in fp32",
+    summary="SwiGLU networks of the selected experts, weighted sum in fp32",
     tolerance=rounding_tolerance(
         reason="three products and the activation are rounded to the dtype; |out| about 0.5"
     ),

@@ -226,7 +226,7 @@ def _top_ids(logprobs: Tensor, num_top: int) -> Tensor:
 
 
 _NEAR_TIES = 1e-6  # tokens that nearly tie may change places
-_EXACT = rounding_tolerance(scale=0.0, reason="a token is right or wrong")
+_EXACT = rounding_tolerance(scale=0.0, reason="tokens are compared for equality")
 
 PICK = op(
     "sampling.pick",
