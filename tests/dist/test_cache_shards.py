@@ -115,7 +115,7 @@ def test_captured_steps_and_drafts_keep_the_text(
             stats = llm.stats()
             children = getattr(llm._loop.executor, "_processes", [])
         assert made[-1].num_cached_tokens > 100
-        assert [child.poll() for child in children] == [0] * len(children)  # and replayed steps
+        assert [child.exit_code for child in children] == [0] * len(children)  # and replayed steps
         counts = stats.num_draft_tokens, stats.num_accepted_tokens
         found.append(([each.outputs[0].token_ids for each in made], counts))
     (expected, of_one), (said, of_all) = found

@@ -196,5 +196,5 @@ def test_captured_steps_of_data_ranks_on_stages(
             time.sleep(0.3)  # without a plan
             assert tokens(llm.generate(prompts[1:2], params[1])) == texts[0][1:2]
             children = llm._loop.executor._processes  # type: ignore[attr-defined]
-        assert [child.poll() for child in children] == [0] * len(children)  # and replayed steps
+        assert [child.exit_code for child in children] == [0] * len(children)  # and replayed steps
     assert texts[0] == texts[1]

@@ -174,7 +174,7 @@ def test_drafts_and_captured_steps_find_the_experts(
         assert tokens_of(llm) == of_one_rank[0]
         experts, children = llm.stats().experts, llm._loop.executor._processes  # type: ignore[attr-defined]
     assert experts is not None and experts.num_moved >= 5
-    assert [child.poll() for child in children] == [0, 0]  # and replayed steps
+    assert [child.exit_code for child in children] == [0, 0]  # and replayed steps
 
 
 @pytest.mark.full

@@ -199,6 +199,6 @@ def test_captured_steps_with_drafts(
         assert words(llm.generate(prompts, params)) == expected
         stats = llm.stats()
         children = llm._loop.executor._processes  # type: ignore[attr-defined]
-    assert [child.poll() for child in children] == [0, 0]  # and replayed steps
+    assert [child.exit_code for child in children] == [0, 0]  # and replayed steps
     assert stats.num_draft_tokens > 60
     assert stats.num_accepted_tokens > share * stats.num_draft_tokens
