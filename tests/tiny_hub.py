@@ -1,6 +1,4 @@
-"""A model hub on this machine: what huggingface_hub asks for a download, and the ways in which that
-can fail.
-"""
+"""A local model hub for huggingface_hub's downloads and their failures."""
 
 from __future__ import annotations
 
@@ -17,11 +15,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class TinyHub(http.server.ThreadingHTTPServer):
-    """Serves `files` as the repositories `lab/model` and `lab/MiniMax-M2.7`; other names of `lab`
-    fail in the way they say.
+    """Serves `files` as `lab/model` and `lab/MiniMax-M2.7`; other `lab` names fail as named.
 
-    `lab/gated` needs terms accepted, `lab/token` refuses the token, `lab/ill` is an internal error,
-    `lab/cut` has the same files and ends `cuts` answers with more than `cut_at` bytes there.
+    `lab/gated` requires accepted terms, `lab/token` refuses the token, `lab/ill` is an internal
+    error. `lab/cut` truncates its first `cuts` answers longer than `cut_at` bytes.
     """
 
     daemon_threads = True
@@ -31,13 +28,13 @@ class TinyHub(http.server.ThreadingHTTPServer):
         self.files = files
         self.cuts = 0
         self.cut_at = 1000
-        self.served: list[str] = []  # names of files asked for
-        self.card: dict[str, Any] = {}  # what the model's card says of it
-        self.ranges: list[str] = []  # what of them, where that was not all
+        self.served: list[str] = []  # requested file names
+        self.card: dict[str, Any] = {}  # licence fields of the model card
+        self.ranges: list[str] = []  # requested byte ranges
 
     @property
     def environment(self) -> dict[str, str]:
-        """Has huggingface_hub, in a process of its own, use this hub."""
+        """Point huggingface_hub in a subprocess to this hub."""
         endpoint = f"http://127.0.0.1:{self.server_port}"
         return {
             "HF_ENDPOINT": endpoint,
@@ -50,7 +47,7 @@ class TinyHub(http.server.ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def tiny_hub(files: Mapping[str, bytes]) -> Iterator[TinyHub]:
-    """A hub that listens until the block ends."""
+    """Run a hub until the block ends."""
     with TinyHub(files) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         try:
@@ -132,7 +129,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def reply(
         self, status: int, headers: Mapping[str, str], body: bytes = b"", cut: int | None = None
     ) -> None:
-        """Answer with `body`, or with its first `cut` bytes under its whole length."""
+        """Answer with `body`, or with its first `cut` bytes and the full length in the header."""
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)

@@ -1,4 +1,4 @@
-"""ModelScope on this machine: what its client asks for a download."""
+"""A local ModelScope server for its client's downloads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 
 class TinyModelScope(http.server.ThreadingHTTPServer):
-    """Serves `files` as the model `lab/model`, committed at `changed`; other models do not
-    exist.
-    """
+    """Serves `files` as `lab/model`, committed at `changed`; other models do not exist."""
 
     daemon_threads = True
 
@@ -23,17 +21,17 @@ class TinyModelScope(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files = dict(files)
         self.changed = 1_000_000_000  # seconds since 1970
-        self.served: list[str] = []  # names of files asked for, and "licence"
+        self.served: list[str] = []  # requested file names, and "licence"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Has ModelScope's client, in a process of its own, use this server."""
+        """Point ModelScope's client in a subprocess to this server."""
         return {"MODELSCOPE_ENDPOINT": f"http://127.0.0.1:{self.server_port}"}
 
 
 @contextlib.contextmanager
 def tiny_modelscope(files: Mapping[str, bytes]) -> Iterator[TinyModelScope]:
-    """A server that listens until the block ends."""
+    """Run a server until the block ends."""
     with TinyModelScope(files) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:

@@ -1,1 +1,1 @@
-"""Checkpoints: finding, checking, reading and loading them."""
+"""Find, check, read and load checkpoints."""

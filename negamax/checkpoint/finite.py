@@ -1,10 +1,9 @@
-"""Weights that are NaN or infinite, and scales that are no scales, are found at load: a damaged or
-unfinished file, or a failed conversion.
+"""Checks at load for NaN and infinite weights and for invalid scales.
 
-Each parameter is looked at once, on its own device, behind the copy that filled it. The results
-stay there until the last tensor is written, so that a GPU is waited for once, not once per tensor.
-Scales are looked at on the host, as they were read. Only of a tensor that is refused are the values
-counted, in the file.
+They find damaged files, incomplete files and failed conversions. Each parameter is checked once, on
+its own device, after the copy that filled it. The results stay on the device until the last tensor
+is written, so a GPU is synchronized once and not once per tensor. Scales are checked on the host.
+Broken values are counted only in tensors that are refused.
 """
 
 from __future__ import annotations
@@ -20,47 +19,50 @@ from negamax.checkpoint.holes import check_zeros
 from negamax.checkpoint.reader import CheckpointReader, TensorEntry
 
 _MAX_NAMED = 5
-# A value is NaN or infinite where all bits of its exponent are set; e4m3fn has no infinities, and
-# its NaN sets all bits but the sign.
+# In NaN and infinity all exponent bits are set. E4M3FN has no infinities; in its NaN all bits but
+# the sign are set.
 _SPECIAL_BITS = {
     torch.float32: (torch.int32, 0x7F800000),
     torch.bfloat16: (torch.int16, 0x7F80),
     torch.float16: (torch.int16, 0x7C00),
     torch.float8_e4m3fn: (torch.uint8, 0x7F),
 }
-_POWERS = (torch.uint8, torch.float8_e8m0fnu)  # of two, by their exponents
+_POWERS = (torch.uint8, torch.float8_e8m0fnu)  # powers of two, stored as exponents
 
 
 class _Part(NamedTuple):
-    """What was written of a tensor, or of several."""
+    """A written part of one tensor, or of several."""
 
     sources: tuple[TensorEntry, ...]
     matrix: str | None
     dtype: torch.dtype
-    exponent: Tensor  # the largest, [] integer
+    exponent: Tensor  # [] integer: the largest
 
 
 @dataclass
 class FiniteCheck:
-    """Gathers what was written. Single writer: the loader."""
+    """Collects the checks of all written tensors. Single writer: the loader."""
 
     _parts: list[_Part] = field(default_factory=list)
     _scales: dict[str, BrokenScale] = field(default_factory=dict)
 
     def add(self, values: Tensor, *sources: TensorEntry, matrix: str | None = None) -> None:
-        """Look at `values`, made from the tensors `sources` of the checkpoint, without waiting.
-        `matrix`: the name of that of which they are a part.
+        """Check `values`, made from the tensors `sources`, without waiting for the device.
+
+        `matrix` is the name of the matrix that `values` are a part of.
         """
         if values.numel() and values.dtype in _SPECIAL_BITS:
             self._parts.append(_Part(sources, matrix, values.dtype, _largest_exponent(values)))
 
     def add_scale(self, scale: BrokenScale) -> None:
-        """Name it in the end."""
+        """Report `scale` in `finish`."""
         self._scales[scale.entry.name] = scale
 
     def finish(self, reader: CheckpointReader) -> None:
-        """Errors: `CheckpointError` naming the tensors with such values, how many, and the
-        first; those of `check_zeros`.
+        """Report all broken tensors.
+
+        Errors: `CheckpointError` with the tensors, the number of broken values and the first one;
+        those of `check_zeros`.
         """
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for number, part in enumerate(self._parts):
@@ -103,18 +105,18 @@ class FiniteCheck:
 
 @dataclass(frozen=True)
 class BrokenScale:
-    """A tensor of scales that are none, and whether they may be negative."""
+    """A scale tensor with invalid values."""
 
     entry: TensorEntry
     may_be_negative: bool
 
     def describe(self, reader: CheckpointReader) -> str:
-        """How many, and the first of them."""
+        """Return the number of invalid scales and the first one."""
         values = reader.read(self.entry)
         broken = _no_scales(values, may_be_negative=self.may_be_negative)
         places = broken.nonzero()
-        if not len(places):  # all of a rank's part are 0
-            return f"{self.entry.name}, of which a rank's part is 0"
+        if not len(places):  # the rank's part is all 0
+            return f"{self.entry.name}: a rank's part is all 0"
         value = _numbers(values)[tuple(places[0].tolist())].item()
         return f"{_spot(self.entry, places)}: {value:g}"
 
@@ -122,7 +124,7 @@ class BrokenScale:
 def broken_scale(
     values: Tensor, entry: TensorEntry, *, may_be_negative: bool
 ) -> BrokenScale | None:
-    """Whether `values`, on the CPU, read from `entry`, hold a scale that is none."""
+    """Return a `BrokenScale` if `values` (read from `entry`, on the CPU) hold an invalid scale."""
     if values.numel() == 0:
         return None
     if values.dtype not in _POWERS:
@@ -135,16 +137,18 @@ def broken_scale(
 
 
 def _numbers(values: Tensor) -> Tensor:
-    """The values in fp32. ModelSlim keeps the bits of fp32 in int64."""
+    """Convert scales to fp32. ModelSlim stores the bits of fp32 in int64."""
     if values.dtype is torch.int64:
         return values.to(torch.int32).view(torch.float32)
     return values.float()
 
 
 def _no_scales(values: Tensor, *, may_be_negative: bool) -> Tensor:
-    """True where `values` cannot be scales. Those of fp16 and FP8 may have been rounded to 0, but
-    not all of them. Of powers of two not all are the least, as bytes of 0 are, and 255 is NaN. None
-    of a real weight is above 2^10, and bf16 times 2^116, as kernels hold them, ends at 2^11.
+    """Return True where `values` cannot be scales.
+
+    Single scales in fp16 and FP8 may have been rounded to 0, but not all of them. Exponents: 255 is
+    NaN, and exponents that are all 0 are a hole. Real weights have no scale above 2^10; kernels
+    hold bf16 scales times 2^116, which overflows at 2^11.
     """
     if values.dtype in _POWERS:
         exponents = values.view(torch.uint8)
@@ -160,21 +164,23 @@ def _no_scales(values: Tensor, *, may_be_negative: bool) -> Tensor:
 
 
 def not_finite(values: Tensor) -> Tensor:
-    """True where `values` (fp32, bf16, fp16 or e4m3fn, on any device) is NaN or infinite."""
+    """Return True where `values` (fp32, bf16, fp16 or e4m3fn, any device) is NaN or infinite."""
     bits, special = _SPECIAL_BITS[values.dtype]
     return (values.view(bits) & special) == special
 
 
 def _largest_exponent(values: Tensor) -> Tensor:
-    """[] integer: the bits of it, all of them where a value is not finite, and 0 where all are 0.
-    Several times as fast as `not_finite(values).any()`.
+    """Return the largest exponent bits, [] integer.
+
+    All of them are set if a value is not finite; 0 means that all values are 0. This is several
+    times as fast as `not_finite(values).any()`.
     """
     bits, special = _SPECIAL_BITS[values.dtype]
     return (values.view(bits) & special).amax()
 
 
 def _describe(reader: CheckpointReader, sources: tuple[TensorEntry, ...]) -> str:
-    """Which of `sources` is broken, in how many values, the first of them where."""
+    """Describe the first broken tensor in `sources`: name, number of broken values, first index."""
     for entry in sources:
         values = reader.read(entry)
         if not values.is_floating_point():
@@ -183,7 +189,7 @@ def _describe(reader: CheckpointReader, sources: tuple[TensorEntry, ...]) -> str
         places = (not_finite(values) if is_plain else ~values.float().isfinite()).nonzero()
         if len(places):
             return _spot(entry, places)
-    return f"{sources[0].name}, whose values are too large for the dtype that the model computes in"
+    return f"{sources[0].name}: its values are too large for the compute dtype"
 
 
 def _spot(entry: TensorEntry, places: Tensor) -> str:

@@ -1,8 +1,8 @@
-"""Holes in files: zeros where a download that was broken off has left space for weights.
+"""Detection of holes: zeros that an interrupted download left in place of weights.
 
-Formats with scales refuse them, since no scale is 0. Plain matrices of nothing but zeros may be
-meant, as experts that were pruned. No hole ends where tensors do, though: a tensor beside it is
-zeros at that end alone.
+Quantised formats refuse them, since no scale is 0. Plain matrices of zeros can be intended, such as
+pruned experts. A hole, however, does not end at a tensor border: the next tensor then starts or
+ends with zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from negamax.checkpoint.reader import CheckpointReader, TensorEntry, first_names
 
 logger = get_logger(__name__)
 
-_EDGE_BYTES = 4096  # at the end of a tensor
+_EDGE_BYTES = 4096  # checked at the end of a tensor
 _CHUNK_BYTES = 2**20
 _MOST_LOOKED_AT = 100
 
@@ -25,7 +25,7 @@ _MOST_LOOKED_AT = 100
 def zeros_among(
     reader: CheckpointReader, matrices: Mapping[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Those of zeros alone; of the others the beginning is read."""
+    """Return the matrices that hold only zeros. Of the others, only the first bytes are read."""
     return {
         name: entry
         for name, entry in matrices.items()
@@ -34,25 +34,26 @@ def zeros_among(
 
 
 def check_zeros(reader: CheckpointReader, zeros: Mapping[str, TensorEntry]) -> None:
-    """Warn of matrices that are zeros alone, by name, with the tensor that each is read from.
+    """Warn of matrices that hold only zeros: name -> the tensor that it is read from.
 
-    Errors: `CheckpointError` where they lie in a hole.
+    Errors: `CheckpointError` if one of them lies in a hole.
     """
     for name, entry in list(zeros.items())[:_MOST_LOOKED_AT]:
         if (torn := _torn(reader, entry)) is not None:
             raise CheckpointError(
-                f"{entry.file} has a hole: {name} is zeros alone, and so is an end of {torn.name}",
+                f"{entry.file} has a hole: {name} holds only zeros, and so does an end of "
+                f"{torn.name}",
                 hint="download the file again",
             )
     if zeros:
         logger.warning(
-            "%d matrices are zeros alone: %s; unless that is meant, download their files again",
+            "%d matrices hold only zeros: %s; unless that is meant, download their files again",
             len(zeros), first_names(list(zeros)),
         )  # fmt: skip
 
 
 def _torn(reader: CheckpointReader, entry: TensorEntry) -> TensorEntry | None:
-    """The tensor in which the zeros around `entry` begin or end; None: they do so between two."""
+    """Return the tensor in which the zeros around `entry` start or end; None at tensor borders."""
     entries = sorted(read_header(entry.file), key=lambda each: each.offset)
     place = [each.name for each in entries].index(entry.name)
     for others, is_before in ((entries[:place][::-1], True), (entries[place + 1 :], False)):
@@ -76,7 +77,7 @@ def _first_with_values(
 
 
 def _is_zero(reader: CheckpointReader, entry: TensorEntry, start: int, stop: int) -> bool:
-    """Whether the bytes of its file from `start` to `stop` are zeros."""
+    """Return whether the bytes from `start` to `stop` of the entry's file are all zero."""
     size = _EDGE_BYTES
     while start < stop:
         data = torch.empty(min(size, stop - start), dtype=torch.uint8)

@@ -1,6 +1,4 @@
-"""From the MODEL that a user names to a folder on disk: a local folder, an embedded
-checkpoint, or an id of a hub, Hugging Face's or ModelScope.
-"""
+"""From a user's MODEL argument to a folder: a local folder, an embedded checkpoint or a hub id."""
 
 from __future__ import annotations
 
@@ -34,15 +32,14 @@ def resolve_model(
     check: Callable[[Path], object] | None = None,
     needs_weights: bool = True,
 ) -> Path:
-    """The folder of `model`; a hub model is downloaded first, as far as files of it are missing.
+    """Return the folder of `model`. Missing files of a hub model are downloaded first.
 
-    `revision` is a branch, tag or commit and only means something for a hub id; `download_dir`
-    replaces the hub's own cache; `source` is one of `options.engine.SOURCES`. Of a hub model the
-    weights are fetched last, if at all, and only where `check` takes the folder with the others.
+    `revision` is a branch, tag or commit of a hub model. `download_dir` replaces the hub's own
+    cache. `source` is one of `options.engine.SOURCES`. Weights are downloaded last, after `check`
+    accepted the folder with the other files, and only with `needs_weights`.
 
-    Errors: those of `check`; `ConfigError` for a name that is none of the three, an unknown or
-    closed repository or revision, and for whatever goes wrong on the way to the hub;
-    `ResourceError` where the disk does not take the files.
+    Errors: those of `check`; `ConfigError` for an unknown name, an unknown or closed repository or
+    revision, and failed downloads; `ResourceError` if the disk cannot take the files.
     """
     if (embedded := EMBEDDED.get(model) or EMBEDDED_DRAFTS.get(model)) is not None:
         return embedded
@@ -52,7 +49,7 @@ def resolve_model(
             return folder
         if folder.is_file():
             raise ConfigError(f"model {model!r} is a file; give the folder that holds it")
-    except (OSError, RuntimeError):  # a name too long for a path, "~" of an unknown user
+    except (OSError, RuntimeError):  # the name is too long for a path, or "~" is of an unknown user
         pass
     if not _HUB_ID.fullmatch(model):
         raise ConfigError(
@@ -78,14 +75,15 @@ def resolve_model(
         )
     except NegamaxError:
         raise
-    # among them the HTTP library's, which differs by the client's version
+    # The exception types of the HTTP library differ between versions of the client.
     except Exception as error:
         raise client.failure(error, where) from error
 
 
 def _named(folder: Path) -> list[str]:
-    """Files in folders that those at the top of `folder` name: without them some models run, and
-    others that read them do not.
+    """Return the paths in subfolders that the top-level files name, such as a QuaRot rotation.
+
+    Without them some models compute wrong results.
     """
     config = folder / "config.json"
     rotation = rotation_file(read_json_object(config), folder) if config.is_file() else None

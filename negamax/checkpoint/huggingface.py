@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: fetched into its cache by its own client."""
+"""Downloads from the Hugging Face hub into its cache, by its own client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from negamax.checkpoint.licence import Licence, say_licence
 from negamax.config.json_file import read_json_object
 
 NAME = "the Hugging Face hub"
-_IGNORED_FILES = ("*/*",)  # never subfolders
+_IGNORED_FILES = ("*/*",)  # never files in subfolders
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -29,10 +29,11 @@ def download(
     check: Callable[[Path], object] | None,
     weights: Sequence[str],
 ) -> Path:
-    """The snapshot of `model` in the `cache`, with the files at its top that the patterns name;
-    what of them is there is not fetched. First the others, then, where `check` takes the folder,
-    weights, with the files that are `named` in the others. Errors: those of `named` and `check`,
-    and whatever goes wrong, see `failure`.
+    """Return the snapshot of `model` in `cache`; download the files that are missing.
+
+    Files match the patterns at the top level of the repository. The `others` are downloaded first.
+    If `check` accepts the folder, the weights follow, with the files that `named` returns. Errors:
+    those of `named` and `check`; others are translated by `failure`.
     """
     folder = _fetch(model, revision, cache, others)
     if check is not None:
@@ -43,14 +44,14 @@ def download(
     licence = _licence(model, folder)
     if licence is not None:
         say_licence(model, licence)
-    # its name is the commit: a branch may have moved on
+    # The folder's name is the commit; a branch may have moved on.
     if missing:
         _fetch(model, folder.name, cache, missing, ignored=())
     return _fetch(model, folder.name, cache, weights)
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether all files of weights are in the snapshot `folder`."""
+    """Return whether the snapshot `folder` has all weight files."""
     try:
         index = read_json_object(folder / _INDEX) if (folder / _INDEX).exists() else {}
         names = set(index.get("weight_map", {"": _SINGLE}).values())
@@ -74,15 +75,17 @@ def _fetch(
         cache_dir=cache,
         allow_patterns=list(patterns),
         ignore_patterns=list(ignored),
-        # a terminal gets the hub's own bars
+        # A terminal shows the hub's own progress bars.
         tqdm_class=None if sys.stderr is not None and sys.stderr.isatty() else _logged_bar(),
     )
     return Path(folder)
 
 
 def _licence(model: str, snapshot: Path) -> Licence | None:
-    """The licence of `model`, from its card. None where `snapshot` already has the weights, and
-    where the hub cannot be asked: the download will say why.
+    """Return the licence from the model card.
+
+    None if `snapshot` already has the weights, or if the hub does not answer: the download then
+    reports the reason.
     """
     from huggingface_hub import HfApi, constants
 
@@ -107,19 +110,18 @@ def _licence(model: str, snapshot: Path) -> Licence | None:
 
 
 def _logged_bar() -> type[Any]:
-    """A progress bar for the hub's client that logs a line now and then."""
+    """A progress bar for the hub's client that logs a line from time to time."""
     from huggingface_hub.utils import tqdm
 
     class LoggedBar(tqdm):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            # Beside the bar of bytes there are one of files and, in some versions, one of what the
-            # network has brought.
+            # The client also has a bar of files and, in some versions, a bar of network traffic.
             counts_bytes = options.get("unit") == "B" and not str(options.get("name")).endswith(
                 ".transfer"
             )
             self._progress = Progress("fetching", unit=format_bytes, enabled=counts_bytes)
             self._done = options.get("initial") or 0
-            self._counting = threading.Lock()  # files are fetched by several threads
+            self._counting = threading.Lock()  # several threads download files
             super().__init__(*arguments, **options)
 
         def update(self, n: float | None = 1) -> bool | None:
@@ -133,7 +135,7 @@ def _logged_bar() -> type[Any]:
 
 
 def failure(error: Exception, where: str) -> NegamaxError:
-    """What to tell the user of an error that the hub's client has raised."""
+    """Translate an exception of the hub's client into an error for the user."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -150,7 +152,7 @@ def failure(error: Exception, where: str) -> NegamaxError:
         hint = "free some space or use --download-dir"
         return ResourceError(f"{where} cannot be stored: {error}", hint=hint)
     not_found = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
-    # why the hub was of no help; None: it is not asked at all
+    # Why the hub could not answer; None: it was not asked.
     cause = error.__cause__ if not_found else error
     reason = (
         ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[:1]])

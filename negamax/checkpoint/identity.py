@@ -1,4 +1,4 @@
-"""Which checkpoint a folder holds: what is made of it is known by that to be of it."""
+"""Identity of a checkpoint folder, by which caches and conversions recognise their source."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ _DESCRIPTIONS = ("config.json", "hf_quant_config.json", "quant_model_description
 
 
 def identity_of(folder: Path) -> str:
-    """Of the files that weights are read from: their names, sizes, and times or the hub's commit;
-    and the content of what describes them.
+    """Return lines that identify a checkpoint.
+
+    They hold names and sizes of the weight files, their times or the hub's commit, and the content
+    of the files that describe them.
     """
     commit = commit_of(folder)
     described = [path for name in _DESCRIPTIONS for path in sorted(folder.glob(name))]
@@ -25,12 +27,12 @@ def identity_of(folder: Path) -> str:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit whose snapshot `folder` is, in a cache of the hub."""
+    """Return the commit if `folder` is a snapshot in a hub cache."""
     folder = folder.resolve()
     is_snapshot = folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name)
     return folder.name if is_snapshot else None
 
 
 def digest(parts: Iterable[str]) -> str:
-    """SHA-256 of lines, in hexadecimal digits."""
+    """Return the SHA-256 of lines, in hexadecimal."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

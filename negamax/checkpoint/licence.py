@@ -1,6 +1,6 @@
-"""The licence of a model is said before its weights are downloaded: its name, and where it stands.
+"""The log line about a model's licence before its weights are downloaded.
 
-What is said here of a licence was read in that licence; the licence alone counts.
+The limits below were read in the licences; only the licences themselves are binding.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# Models whose licence limits what many want to do with them: a part of their names in lower case,
-# and the limit. https://github.com/MiniMax-AI/MiniMax-M2.7/blob/main/LICENSE, of 2026
+# Models whose licence restricts common uses: a lower-case part of their names, and the restriction.
+# https://github.com/MiniMax-AI/MiniMax-M2.7/blob/main/LICENSE, of 2026
 _LIMITS = {
     "minimax-m2.7": "it prohibits commercial use without a prior written authorization from MiniMax"
 }
@@ -23,15 +23,15 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Licence:
-    """What a model's card says of its licence."""
+    """The licence fields of a model card."""
 
     name: str | None
-    link: str  # to the licence, or to the card
-    base_models: Sequence[str] = ()  # that the model was made from
+    link: str  # of the licence, or of the card
+    base_models: Sequence[str] = ()  # base models
 
 
 def say_licence(model: str, licence: Licence) -> None:
-    """One line: in the log, or on standard error where the log leaves such lines out."""
+    """Log one line, or write it to standard error if the log level hides it."""
     name = licence.name or "not named on the model's card"
     line = f"licence of {model}: {name}, see {licence.link}"
     for part, limit in _LIMITS.items():

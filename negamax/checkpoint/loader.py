@@ -1,11 +1,10 @@
-"""Loading a checkpoint into a model: every tensor goes to one place, every slot is filled once, or
-the start is refused.
+"""Loading a checkpoint into a model.
 
-All names, shapes and dtypes are checked from the files' headers before the first byte of data is
-read (`plan.py`). Then the tensors are read layer by layer, in file order, in large pieces
-(`stream.py`), and of each only what this rank keeps. A quantised matrix goes as it is stored into
-slots of its own, where a kernel reads that; else it is dequantised on the way, from the part that
-this rank's share lies in.
+Every tensor has one place and every slot is filled once; otherwise the start is refused. All names,
+shapes and dtypes are checked from the file headers before any data is read (`plan.py`). Tensors are
+then read layer by layer, in file order and in large pieces (`stream.py`), and each rank keeps only
+its part. A quantised matrix is copied as stored if a kernel reads its format. Otherwise the rank's
+part is dequantised while it is read.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What was loaded and what was left out."""
+    """What a load read and skipped."""
 
-    num_tensors: int  # of the checkpoint, scales included, skipped ones not
+    num_tensors: int  # in the checkpoint, with scales, without skipped ones
     num_bytes: int  # read on this rank
     num_dequantized: int  # weights
-    num_kept: int  # weights that stay as they are stored, with their scales
-    dequantized_formats: str  # by name
+    num_kept: int  # weights kept as stored
+    dequantized_formats: str  # names of formats
     kept_formats: str
     skipped: Mapping[str, tuple[str, ...]]  # reason -> tensor names
     seconds: float
 
     def summary(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         text = (
             f"loaded {self.num_tensors} tensors ({format_bytes(self.num_bytes)}) in "
             f"{self.seconds:.2f} s, {self.num_bytes / self.seconds / 1e9:.1f} GB/s with {THREADS} "
@@ -67,10 +66,10 @@ def load_weights(
     *,
     progress: ShowProgress | None = None,
 ) -> CheckpointReport:
-    """Fill the `slots` of a model from the safetensors files in `folder`. The caller packs it
-    afterwards.
+    """Fill the `slots` of a model from the safetensors files in `folder`.
 
-    `progress` is called after each tensor. Errors: those of `plan_load` and `fill`.
+    The caller packs the model. `progress` is called after each tensor. Errors: those of `plan_load`
+    and `fill`.
     """
     return fill(slots, plan_load(slots, spec, folder), progress=progress)
 
@@ -78,10 +77,9 @@ def load_weights(
 def fill(
     slots: Mapping[str, WeightSlot], plan: LoadPlan, *, progress: ShowProgress | None = None
 ) -> CheckpointReport:
-    """As `load_weights`, by a plan that was made for the same model, on whichever device.
+    """Fill `slots` by a plan that was made for the same model on any device.
 
-    Errors: `CheckpointError` for a file that cannot be read, and for tensors with values that are
-    NaN or infinite.
+    Errors: `CheckpointError` for unreadable files and for values that are NaN or infinite.
     """
     began = time.perf_counter()
     needed = [replace(move, slot=slots[move.slot.name]) for move in plan.needed]
@@ -102,7 +100,8 @@ def fill(
     unused = sum(t.role is Role.ACTIVATION for move in plan.moves for t, _ in move.tensors)
     if unused:
         logger.info(
-            "%d scales of activations are not used: these are not quantised by them", unused
+            "%d activation scales are not used: activations are not quantised with stored scales",
+            unused,
         )
     for reason, names in plan.skipped.items():
         logger.warning("skipped %d tensors: %s (%s)", len(names), reason, first_names(list(names)))
@@ -116,7 +115,7 @@ def fill(
             written = move.slot.write_part(part.tensor, move.tensors[0][1].matrix)
             for scale in part.broken:
                 check.add_scale(scale)
-            # A GPU has many scales of a few numbers each; they are copied as they are.
+            # Scales are many small tensors, copied unchanged: check them on the host.
             stored = move.slot.stored
             looked_at = part.tensor if stored and stored.role is not Role.VALUES else written
             is_matrix = move.is_of_values and len(move.slot.shape) == 2

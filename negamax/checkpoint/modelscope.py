@@ -1,6 +1,6 @@
-"""Models of ModelScope: fetched into its cache by its own client, which `negamax[modelscope]`
-brings. (The package `modelscope` does the same and imports torch; its hub has become a package of
-its own.)
+"""Downloads from ModelScope into its cache, by its own client (`negamax[modelscope]`).
+
+The client is the package of its hub. The package `modelscope` imports torch and is not used.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ def download(
     check: Callable[[Path], object] | None,
     weights: Sequence[str],
 ) -> Path:
-    """The snapshot of `model` in the `cache`, with the files at its top that the patterns name;
-    what of them is there is not fetched. First the others, then, where `check` takes the folder,
-    weights, with the files that are `named` in the others. Errors: those of `named` and `check`,
-    and whatever goes wrong, see `failure`.
+    """Return the snapshot of `model` in `cache`; download the files that are missing.
+
+    The order, the arguments and the errors are those of `huggingface.download`.
     """
     hub = _client()
     api, place = hub.HubApi(), {"revision": revision, "cache_dir": cache}
@@ -59,7 +58,7 @@ def download(
         folder = Path()
 
     def fetch(is_wanted: Callable[[str], bool], *, tells_licence: bool = False) -> Path:
-        """The snapshot with the files that are wanted."""
+        """Return the snapshot with the wanted files."""
         missing = [
             file
             for file in listed
@@ -96,12 +95,12 @@ def download(
 
 
 def _at_top(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a path is that of a file at the top that one of `patterns` names."""
+    """Return a predicate for top-level files that match one of `patterns`."""
     return lambda path: "/" not in path and any(fnmatch.fnmatch(path, one) for one in patterns)
 
 
 def _client() -> Any:
-    """The client's package. Its own log lines and bars of files stay away."""
+    """Import the client, without its own log lines and file bars."""
     env.set_default("TQDM_DISABLE", "1")
     try:
         import modelscope_hub
@@ -118,8 +117,9 @@ def _client() -> Any:
 
 
 def _is_current(path: Path, file: Any) -> bool:
-    """Whether the file at `path` is what ModelScope has: of its size, and not older. (A snapshot of
-    a branch is changed in place. To compare the hashes of weights takes minutes.)
+    """Return whether the local file has the size of ModelScope's file and is not older.
+
+    Snapshots of branches are changed in place. Hashes are not compared: that takes minutes.
     """
     if not path.is_file() or path.stat().st_size != file.size:
         return False
@@ -130,19 +130,19 @@ def _is_current(path: Path, file: Any) -> bool:
 def _licence(api: Any, model: str) -> str | None:
     try:
         found: str | None = api.get_repo(model, "model").license
-    except Exception:  # the download tells what is wrong
+    except Exception:  # the download reports the reason
         return None
     return found
 
 
 def _counting(hub: Any, progress: Progress, total: int) -> type[Any]:
-    """What the client calls for each file and each part of it."""
+    """The client's progress callback, called for each file and each part of it."""
     counting, done = threading.Lock(), 0
 
     class Counted(hub.ProgressCallback):  # type: ignore[misc]
         def update(self, size: int) -> None:
             nonlocal done
-            with counting:  # files are fetched by several threads
+            with counting:  # several threads download files
                 done += size
                 progress(min(done, total), total)
 
@@ -150,9 +150,9 @@ def _counting(hub: Any, progress: Progress, total: int) -> type[Any]:
 
 
 def failure(error: Exception, where: str) -> NegamaxError:
-    """What to tell the user of an error that the client has raised."""
+    """Translate an exception of the client into an error for the user."""
     hub = _client()
-    for cause in getattr(error, "failed_files", {}).values():  # of which one says enough
+    for cause in getattr(error, "failed_files", {}).values():  # one of them is enough
         return failure(cause, where)
     if isinstance(error, OSError) and (
         error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -1,9 +1,9 @@
-"""What a load will do, from the files' headers alone: which tensor of a checkpoint fills which slot
-of a model, every tensor once and every slot once, or the start is refused.
+"""Load plans: which tensor of a checkpoint fills which slot of a model, from file headers alone.
 
-No data is read and no parameter needs memory: slots of a model on the meta device will do. A tensor
-that holds several matrices (q, k and v; gate and up; all experts of a layer) fills a slot for each,
-with a window of it.
+Every tensor and every slot is used once; otherwise the start is refused. No data is read and no
+parameter needs memory: slots of a model on the meta device suffice. A fused tensor (q, k and v;
+gate and up; all experts of a layer) fills a slot for each of its matrices, each with a slice of the
+tensor.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ PLAIN_DTYPES = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor of a checkpoint, or the window of it that stands for one matrix."""
+    """A tensor of a checkpoint, or the slice of it that holds one matrix."""
 
     entry: TensorEntry
     shape: tuple[int, ...]
-    index: tuple[int, ...] = ()  # in the leading dimensions of `entry`
-    start: tuple[int, ...] = ()  # in the others; (): at the beginning of each
-    matrix: tuple[int, int] | None = None  # of which `entry` is the shape; None: the slot's
+    index: tuple[int, ...] = ()  # indices into the leading dimensions of `entry`
+    start: tuple[int, ...] = ()  # offsets in the other dimensions; (): 0 in each
+    # matrix whose shape a shape tensor holds; None: the slot's
+    matrix: tuple[int, int] | None = None
 
     def region(self, part: tuple[range, ...]) -> tuple[range, ...]:
-        """The part `part` of this window (one range per dimension) in the entry's dimensions."""
-        if len(part) != len(self.shape):  # one number, in its other spelling
+        """Translate `part` (one range per dimension) into the entry's dimensions."""
+        if len(part) != len(self.shape):  # one number, stored as [] or [1]
             part = tuple(map(range, self.shape))
         start = self.start or (0,) * len(part)
         moved = (range(p.start + s, p.stop + s) for p, s in zip(part, start, strict=True))
@@ -61,48 +62,46 @@ class Source:
     def check(
         self, stored: StoredTensor, found: Tensor, part: tuple[range, ...], shape: tuple[int, int]
     ) -> None:
-        """Call `check_entries` for what was read of a matrix of `shape`."""
+        """Call `check_entries` on the values read for a matrix of `shape`."""
         check_entries(stored, found, part, self.matrix or shape, name=self.entry.name)
 
     def num_bytes(self, part: tuple[range, ...]) -> int:
-        """Of the part `part`."""
+        """Return the bytes of `part`."""
         elements = math.prod(map(len, part))
         return self.entry.num_bytes * elements // max(1, math.prod(self.entry.held))
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What fills one slot: a tensor of the checkpoint, or all those of a matrix that is dequantised
-    on the way.
-    """
+    """The tensors that fill one slot: one, or all those of a matrix to dequantise."""
 
     slot: WeightSlot
-    tensors: tuple[tuple[StoredTensor, Source], ...]  # of the slot's format, values first
+    tensors: tuple[tuple[StoredTensor, Source], ...]  # of the slot's format; values first
     layer: int = 0
 
     @property
     def is_dequantized(self) -> bool:
-        """Whether the slot takes a stored matrix plain."""
+        """Whether a stored matrix fills a plain slot."""
         is_plain = self.is_quantized or self.tensors[0][0] is PLAIN.values
         return self.slot.stored is None and not is_plain
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the matrix is quantised on the way, of which the slot may take one tensor."""
+        """Whether the matrix is quantised while it is read, into one slot per tensor."""
         return self.slot.source.is_online
 
     @property
     def is_of_values(self) -> bool:
-        """Whether it fills the values of a matrix, stored or plain."""
+        """Whether it fills the values of a matrix, not its scales."""
         return self.slot.stored in (None, self.slot.source.values)
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """Where the tensors lie."""
+        """The checkpoint's entries of the tensors."""
         return tuple(source.entry for _, source in self.tensors)
 
     def parts(self) -> Iterator[tuple[StoredTensor, Source, tuple[range, ...]]]:
-        """What is read of each tensor, in the dimensions that it should have."""
+        """Yield the part to read of each tensor, in the dimensions that its format prescribes."""
         if not (self.is_dequantized or self.is_quantized):
             ((stored, source),) = self.tensors
             yield stored, source, self.slot.region
@@ -113,7 +112,7 @@ class Move:
 
     @property
     def read_region(self) -> Region:
-        """The part of a matrix that is read to be dequantised or quantised."""
+        """The part of a matrix to read for dequantisation or quantisation."""
         source, shape = self.slot.source, self.slot.matrix_shape
         if source.made_of is None:
             return source.enclose(self.slot.matrix_region, shape)
@@ -122,14 +121,15 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Read on this rank. A matrix that is quantised is read once for all its tensors."""
+        """Bytes read on this rank. A matrix to be quantised is read once for all its tensors."""
         if self.is_quantized and not self.is_of_values:
             return 0
         return sum(source.num_bytes(part) for _, source, part in self.parts())
 
     def split(self, num_bytes: int) -> Iterator[Move]:
-        """This move, or, of a tensor that goes as it is, moves of at most `num_bytes` each or one
-        row, whose slots take the place of this one's.
+        """Split a plain copy into moves of at most `num_bytes` or one row each.
+
+        The slots of the new moves replace this move's slot.
         """
         rows = len(self.slot.region[0]) if self.slot.region else 0
         is_whole = self.is_dequantized or len(self.tensors) > 1
@@ -142,15 +142,15 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """All moves of one rank, in reading order, and the names that are skipped, by reason."""
+    """All moves of one rank in reading order, and the skipped names by reason."""
 
     moves: list[Move]
     skipped: Mapping[str, tuple[str, ...]]
-    num_tensors: int  # of the checkpoint, skipped ones not
+    num_tensors: int  # in the checkpoint, without skipped ones
 
     @property
     def needed(self) -> list[Move]:
-        """The moves that bring something to this rank."""
+        """The moves that this rank needs data for."""
         return [move for move in self.moves if move.slot.needed]
 
 
@@ -162,13 +162,14 @@ def plan_load(
     *,
     progress: ShowProgress | None = None,
 ) -> LoadPlan:
-    """How the safetensors files in `folder` fill `slots`, those of a model of `spec` on the rank
-    `layout` (None: the only one). `progress` is called after each file.
+    """Plan how the safetensors files in `folder` fill the `slots` of a model of `spec`.
 
-    Errors: `CheckpointError` naming the files or tensors that are missing, unknown, surplus,
-    there twice, mis-shaped or of a wrong dtype.
+    `layout` is the rank's (None: the only one). `progress` is called after each file. Errors:
+    `CheckpointError` naming files or tensors that are missing, unknown, surplus or duplicate, or
+    have a wrong shape or dtype.
     """
-    # Half a million objects are made that live on; the collector would look at them many times.
+    # The plan allocates half a million long-lived objects, which each garbage collection would
+    # scan.
     collects = gc.isenabled()
     gc.disable()
     layers = layout.layers(spec.num_layers) if layout and layout.pp > 1 else None
@@ -187,7 +188,7 @@ def plan_tensors(
     *,
     layers: range | None = None,
 ) -> LoadPlan:
-    """As `plan_load`, of tensors by their names. `layers` of this pipeline stage; None: all."""
+    """Plan as `plan_load` does, from entries. `layers`: those of this pipeline stage; None: all."""
     names, num_layers = import_names(spec), spec.num_layers
     places = _places(slots.values())
     if layers is not None:
@@ -226,11 +227,11 @@ def _position(move: Move) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
 
 # --- names ----------------------------------------------------------------------------------------
 
-Places = Mapping[str, tuple[WeightSlot, StoredTensor]]  # by the name of a tensor
+Places = Mapping[str, tuple[WeightSlot, StoredTensor]]  # tensor name -> slot, stored tensor
 
 
 def _places(slots: Iterable[WeightSlot]) -> Places:
-    """All tensors that the slots may be filled from."""
+    """Return all tensors that can fill the slots."""
     places: dict[str, tuple[WeightSlot, StoredTensor]] = {}
     for slot in slots:
         if slot.source.made_of is not None:
@@ -246,14 +247,14 @@ def _places(slots: Iterable[WeightSlot]) -> Places:
 
 
 def _wanted(slot: WeightSlot, found: Mapping[str, Source]) -> dict[str, StoredTensor]:
-    """The names of the tensors that fill `slot`."""
+    """Return the names of the tensors that fill `slot`."""
     if slot.source.made_of is not None:
         return _made_of(slot, slot.source.made_of)
     if slot.stored is not None or slot.source is PLAIN:
         return {slot.name: slot.stored or PLAIN.values}
     module = _module(slot.name)
     wanted = {f"{module}.{stored.name}": stored for stored in slot.source.tensors}
-    # A module may be stored plain that config.json forgets to leave out.
+    # Some configs do not list a module that is stored plain.
     source = found.get(slot.name)
     is_plain = source is not None and source.entry.dtype in PLAIN_DTYPES
     if is_plain and not any(name in found for name in wanted if name != slot.name):
@@ -264,7 +265,7 @@ def _wanted(slot: WeightSlot, found: Mapping[str, Source]) -> dict[str, StoredTe
 def _of_stage(
     entries: Mapping[str, TensorEntry], places: Places, spec: ModelSpec, layers: range
 ) -> dict[str, TensorEntry]:
-    """Without those of other pipeline stages than that of `layers`, who check them."""
+    """Drop entries of other pipeline stages; those stages check them."""
     names, here = import_names(spec), {_module(name) for name in places}
     outer = {_module(weight.name) for weight in names.weights(spec)} - here
 
@@ -281,7 +282,7 @@ def _of_stage(
 def _find(
     entries: Mapping[str, TensorEntry], places: Places, names: WeightNames, *, num_layers: int
 ) -> tuple[dict[str, Source], dict[str, list[str]]]:
-    """What there is by the name of its place, or by its own where it has none; what is skipped."""
+    """Return the sources by place name (else by their own) and the skipped names."""
     found: dict[str, Source] = {}
     skipped: dict[str, list[str]] = defaultdict(list)
 
@@ -313,9 +314,9 @@ def _find(
 def _windows(
     entry: TensorEntry, placement: Placement, places: Places
 ) -> Iterator[tuple[str, Source]]:
-    """The windows of `entry` by the names of their places.
+    """Yield the slices of `entry` by place name.
 
-    Errors: `CheckpointError` where its shape is not that of its matrices together.
+    Errors: `CheckpointError` if its shape is not that of its matrices together.
     """
     names, stacked = placement.slots, "*" in placement.slots[0]
     if len(names) == 1 and not stacked:
@@ -330,7 +331,7 @@ def _windows(
     shapes, matrix = [_shape(*part) for part in known], None
     axis = known[0][1].axis(Axis.ROWS) if shapes[0] else None
     lead, inner = ((count,), entry.shape[1:]) if stacked else ((), entry.shape)
-    if known[0][1].role is Role.SHAPE:  # of them together
+    if known[0][1].role is Role.SHAPE:  # the shape of all of them together
         sizes = [slot.matrix_shape for slot, _ in known]
         matrix = sum(rows for rows, _ in sizes), sizes[0][1]
         starts, joined = [(0,)] * len(sizes), shapes[0]
@@ -347,16 +348,17 @@ def _windows(
 
 
 def _numbered(name: str, places: Places) -> Iterator[str]:
-    """`name` with 0, 1, ... for its *, as far as there are places of these names."""
+    """Yield `name` with 0, 1, ... for its *, as long as places have these names."""
     return takewhile(places.__contains__, (name.replace("*", str(at)) for at in count_from(0)))
 
 
 def _join(
     shapes: list[tuple[int, ...]], axis: int | None, given: tuple[int, ...]
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-    """Where each of several tensors begins in all of them together, and the shape of these: joined
-    along `axis`. What does not run over rows, such as one scale, is either common to all, or there
-    is one for each.
+    """Return where each tensor starts in the fused tensor, and the fused shape.
+
+    Tensors are joined along `axis`. A tensor without rows, such as one scale, is either shared by
+    all matrices or stored once per matrix.
     """
     if axis is None:
         if len(shapes) == 1 or given != (len(shapes),):
@@ -370,7 +372,7 @@ def _join(
 
 
 def _made_of(slot: WeightSlot, held: TensorFormat) -> dict[str, StoredTensor]:
-    """The tensors of the matrix, stored as `held`, that is quantised for `slot`."""
+    """Return the tensors, in the format `held`, of the matrix that is quantised for `slot`."""
     return {f"{_module(slot.name)}.{stored.name}": stored for stored in held.tensors}
 
 
@@ -382,11 +384,11 @@ def _module(name: str) -> str:
 
 _ONE = ((), (1,))
 _OTHER_MODEL = "config.json and the weights are not of the same model"
-_OTHER_CONFIG = "config.json has no quantization_config that says so of this module"
+_OTHER_CONFIG = "config.json has no quantization_config for this module"
 _INCOMPLETE = "the checkpoint is incomplete, or its quantisation config is that of another one"
 _LOST_EXPERTS = (
     "only experts are missing: the tool that wrote the checkpoint left them out; write it again "
-    "with a version of it that knows the model"
+    "with a version that supports the model"
 )
 _UNLISTED = (
     "modules that are stored plain must be listed in the checkpoint's quantisation config "
@@ -396,11 +398,11 @@ _UNLISTED = (
 
 @dataclass
 class _Problems:
-    """What keeps a checkpoint from being this model's. Single writer: `plan_tensors`."""
+    """Mismatches of a checkpoint and a model. Single writer: `plan_tensors`."""
 
     misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # tensor -> message, hint
     missing: dict[str, None] = field(default_factory=dict)  # names, in order
-    unknown: Mapping[str, Source] = field(default_factory=dict)  # by the name of their place
+    unknown: Mapping[str, Source] = field(default_factory=dict)  # place name -> source
     lost_files: str | None = None
 
     def check(
@@ -411,7 +413,7 @@ class _Problems:
         num_layers: int,
         num_found: int,
     ) -> None:
-        """Errors: `CheckpointError` naming them all, or the first ten of each kind."""
+        """Raise `CheckpointError` that names all mismatches, at most ten of each kind."""
         texts, hints = [], []
         if self.misfits:
             texts.append(next(iter(self.misfits.values()))[0])
@@ -441,25 +443,23 @@ class _Problems:
         if texts:
             hint = next(filter(None, hints), _OTHER_MODEL)
             if not num_found:
-                hint = "these are the weights of another model than config.json says"
+                hint = "the weights are of another model than config.json"
             if self.lost_files and (self.missing or hint == _INCOMPLETE):
                 hint = f"{self.lost_files}: finish the download"
             raise CheckpointError("; ".join(texts), hint=hint)
 
     def _layers(self, surplus: list[str], names: WeightNames, num_layers: int) -> str:
-        """Tensors of layers that config.json does not have: without them the model is another
-        one.
-        """
+        """Describe tensors of layers that config.json does not have."""
         layers = {names.layer_of(name) or 0 for name in surplus}
         return (
             f"num_hidden_layers in config.json is {num_layers}; the checkpoint has {len(layers)} "
-            f"more, up to layer {max(layers)} ({len(surplus)} tensors, "
-            f"{self.unknown[surplus[0]].entry.name} the first)"
+            f"more, up to layer {max(layers)} ({len(surplus)} tensors, first "
+            f"{self.unknown[surplus[0]].entry.name})"
         )
 
 
 def _count(names: list[str], what: str) -> str:
-    """As in "3 tensors are missing: a, b, c"."""
+    """Format names as in "3 tensors are missing: a, b, c"."""
     if len(names) > 1:
         return f"{len(names)} tensors {what}: {first_names(names)}"
     return f"1 tensor {what}: {names[0]}".replace(" are ", " is ", 1).replace(" do ", " does ", 1)
@@ -490,7 +490,7 @@ def _check_tensor(
 
 
 def _shape(slot: WeightSlot, stored: StoredTensor) -> tuple[int, ...]:
-    """The shape of a stored tensor that fills `slot`."""
+    """Return the shape of a stored tensor that fills `slot`."""
     if slot.source.is_online:
         return stored.shape(slot.matrix_shape)
     is_whole = slot.stored is not None or stored is PLAIN.values
@@ -498,7 +498,7 @@ def _shape(slot: WeightSlot, stored: StoredTensor) -> tuple[int, ...]:
 
 
 def _same_shape(given: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """One number has two spellings."""
+    """Compare shapes; a single number is [] or [1]."""
     return given == expected or (given in _ONE and expected in _ONE)
 
 

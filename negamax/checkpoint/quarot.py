@@ -1,8 +1,8 @@
 """QuaRot: checkpoints with a rotated residual stream, h' = h Q with Q orthogonal [hidden, hidden].
 
-The rotation is folded into all weights, so the model itself runs as it is. A draft that was trained
-on the residual stream before it takes it back of what it reads: the streams, and the rows of an
-embedding that it shares (`models/eagle3/model.py`).
+The rotation is folded into all weights, so the model itself needs no change. A draft that was
+trained on the unrotated residual stream applies Q^T to its inputs: the streams, and rows of a
+shared embedding (`models/eagle3/model.py`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from negamax.config.json_file import read_json_object
 from negamax.config.quantization import rotation_file
 
 _NAME = "global_rotation"
-_TOLERANCE = 1e-2  # of Q Q^T, where Q is stored in 16 bits
+_TOLERANCE = 1e-2  # error of Q Q^T if Q is stored in 16 bits
 
 
 def read_rotation(folder: Path) -> Tensor | None:
-    """Q [hidden, hidden] fp32 of the checkpoint in `folder`, whose description names its file; None
-    where it is not rotated. Errors: `CheckpointError` for a file that is missing or holds no
-    rotation.
+    """Return Q [hidden, hidden] fp32, or None if the checkpoint in `folder` is not rotated.
+
+    Errors: `CheckpointError` for a file that is missing or holds no rotation.
     """
     name = rotation_file(read_json_object(folder / "config.json"), folder)
     if name is None:

@@ -1,7 +1,7 @@
-"""The tensors of a safetensors checkpoint: found, checked against the files' headers, and read.
+"""Reader of safetensors checkpoints: find tensors, check file headers, read data.
 
-The shard count in file names is never trusted (MiniMax-M2 is named "of 130" and has 125 files): the
-index says which files there are, and where there is no index, the folder does.
+The shard count in file names is not trusted: MiniMax-M2's files say "of 130", and there are 125.
+The index names the files; without an index, the folder does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from negamax.parallel.layout import ParallelLayout
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_HEADER_BYTES = 100 * 10**6  # the limit of the format
+MAX_HEADER_BYTES = 100 * 10**6  # limit of the format
 
 _SHARD_OF = re.compile(r"-of-(\d+)\.safetensors$")
 _ITEM_BYTES = {
@@ -51,25 +51,25 @@ _TORCH_NAMES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()} | {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor as its file's header describes it."""
+    """One tensor as described by its file's header."""
 
     name: str
     file: Path
     dtype: str  # as safetensors spells it: BF16, F16, F32, F8_E4M3, ...
     shape: tuple[int, ...]
-    offset: int  # bytes, from the beginning of the file
+    offset: int  # bytes from the start of the file
     num_bytes: int
-    part: tuple[range, ...] | None = None  # what the file holds of `shape`; None: all
+    part: tuple[range, ...] | None = None  # the part of `shape` in the file; None: all
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The shape of what the file holds."""
+        """Shape of the part in the file."""
         return self.shape if self.part is None else tuple(map(len, self.part))
 
     def within(self, region: tuple[range, ...] | None) -> tuple[range, ...] | None:
-        """Where the part `region` of the tensor (None: all of it) lies in the file's.
+        """Translate `region` of the tensor (None: all) into ranges of the file's part.
 
-        Errors: `CheckpointError` where the file does not hold it.
+        Errors: `CheckpointError` if the file does not hold it.
         """
         if self.part is None:
             return region
@@ -92,25 +92,27 @@ def _span(part: range) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The bytes of a file that hold a part of a tensor, and how the part lies in them: of the
-    outermost dimension that the part cuts only what belongs to it, of those within it everything.
+    """The contiguous bytes of a file that contain a part of a tensor, and the part's place in them.
+
+    In the outermost dimension that the part narrows, only its range is read; inner dimensions are
+    read in full.
     """
 
     file: Path
     start: int
     num_bytes: int
     dtype: torch.dtype
-    shape: tuple[int, ...]  # of what the bytes hold
+    shape: tuple[int, ...]  # of the tensor in the bytes
     part: tuple[slice, ...]
 
     @staticmethod
     def of(entry: TensorEntry, region: tuple[range, ...] | None = None) -> Span:
-        """The bytes of `region` of `entry`: one range per dimension, None: all."""
+        """Compute the span of `region` of `entry`: one range per dimension, None: all."""
         region, shape = entry.within(region), entry.held
         dtype = getattr(torch, _TORCH_NAMES[entry.dtype])
         if region is None or not entry.num_bytes or all(map(_is_all, region, shape)):
             return Span(entry.file, entry.offset, entry.num_bytes, dtype, shape, ())
-        # in dimensions before this one there is one index each
+        # Dimensions before this one have one index each.
         cut = next((n for n, part in enumerate(region) if len(part) != 1), len(shape) - 1)
         inner = shape[cut + 1 :]
         first = 0
@@ -130,7 +132,7 @@ class Span:
         )
 
     def view(self, data: Tensor) -> Tensor:
-        """The part in `data` [bytes] uint8, which was read from `start` on."""
+        """Return the part as a view of `data` ([bytes] uint8), read from byte `start`."""
         data = data[: self.num_bytes]
         if data.storage_offset() % self.dtype.itemsize:
             data = data.clone()
@@ -143,20 +145,20 @@ def _is_all(part: range, size: int) -> bool:
 
 
 class CheckpointReader(AbstractContextManager["CheckpointReader"]):
-    """Reads from files, in whichever threads: each has one file open at a time."""
+    """Reads files from any thread. Each thread keeps one file open."""
 
     def __init__(self) -> None:
         self._thread = threading.local()
-        self._handles: set[FileIO] = set()  # of all threads
+        self._handles: set[FileIO] = set()  # files of all threads
 
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.close()
 
     def read(self, entry: TensorEntry, region: tuple[range, ...] | None = None) -> Tensor:
-        """The data of `entry`, or its part `region` (one range per dimension), on the CPU.
+        """Return the data of `entry` or of its part `region` (one range per dimension), on the CPU.
 
-        Errors: `CheckpointError` where the file does not allow it.
+        Errors: `CheckpointError` if the file cannot be read.
         """
         span = Span.of(entry, region)
         data = torch.empty(span.num_bytes, dtype=torch.uint8)
@@ -164,9 +166,9 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         return span.view(data).contiguous()
 
     def read_into(self, data: Tensor, file: Path, start: int) -> None:
-        """Fill `data` [bytes] uint8, on the CPU, with what stands in `file` from byte `start` on.
+        """Fill `data` ([bytes] uint8, on the CPU) from byte `start` of `file`.
 
-        Errors: `CheckpointError` where the file does not allow it.
+        Errors: `CheckpointError` if the file cannot be read.
         """
         view, done = memoryview(data.numpy()), 0
         try:
@@ -196,12 +198,11 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
 def read_entries(
     folder: Path, layout: ParallelLayout | None = None, *, progress: ShowProgress | None = None
 ) -> dict[str, TensorEntry]:
-    """The tensors in `folder` by name; every header is read and checked, no data. Of a checkpoint
-    that is split for a number of ranks: those of the rank `layout` (None: the only one). `progress`
-    is called after each file.
+    """Return the tensors in `folder` by name. Every header is checked; no data is read.
 
-    Errors: `CheckpointError` for a missing folder, index, file or tensor, and for truncated or
-    malformed files.
+    Of a checkpoint that is split for ranks, only the tensors of the rank `layout` are read (None:
+    the only one). `progress` is called after each file. Errors: `CheckpointError` for a missing
+    folder, index, file or tensor, and for truncated or malformed files.
     """
     files, index = _find_files(folder, layout or ParallelLayout())
     entries: dict[str, TensorEntry] = {}
@@ -222,8 +223,9 @@ def read_entries(
 
 
 def read_header(file: Path) -> list[TensorEntry]:
-    """The tensors that `file` holds, by its header. Errors: `CheckpointError` where header and size
-    do not fit together.
+    """Return the tensors in the header of `file`.
+
+    Errors: `CheckpointError` if header and file size do not match.
     """
     try:
         size = file.stat().st_size
@@ -232,7 +234,7 @@ def read_header(file: Path) -> list[TensorEntry]:
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(
-                    f"{file} is no safetensors file, or cut off: {size} bytes", hint=_AGAIN
+                    f"{file} is not a safetensors file, or truncated: {size} bytes", hint=_AGAIN
                 )
             header = json.loads(stream.read(header_bytes), object_pairs_hook=_no_duplicates)
         parts = json.loads((header.pop("__metadata__", None) or {}).get(PARTS_KEY, "{}"))
@@ -251,13 +253,13 @@ def read_header(file: Path) -> list[TensorEntry]:
         if entry.offset != end:
             raise CheckpointError(
                 f"{file} has a header in which {entry.name} begins at byte {entry.offset - begin} "
-                f"of the data and what stands before it ends at {end - begin}",
+                f"of the data and the tensor before it ends at {end - begin}",
                 hint=_AGAIN,
             )
         end += entry.num_bytes
     if size != end:
         raise CheckpointError(
-            f"{file} has {size} bytes and its header describes {end}: cut off or damaged",
+            f"{file} has {size} bytes and its header describes {end}: truncated or damaged",
             hint=_AGAIN,
         )
     return entries
@@ -267,7 +269,7 @@ _AGAIN = "download the file again"
 
 
 def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[str, str] | None]:
-    """The weight files, and the index (tensor name -> file name) where there is one."""
+    """Return the weight files and, if there is an index, its map of tensor name to file name."""
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not a folder", hint="give the folder of a Hugging Face checkpoint"
@@ -276,7 +278,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
     if is_split(folder):
         check_split(folder, layout)
         index_path = folder / RANK_INDEX_NAME.format(layout.rank)
-    elif not index_path.exists():  # ModelSlim's has another name
+    elif not index_path.exists():  # ModelSlim uses another name
         index_path = next(folder.glob("quant_model_weight*.index.json"), index_path)
     if index_path.exists():
         index = read_json_object(index_path).get("weight_map")
@@ -303,7 +305,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
                 f"{first_names(missing)}",
                 hint="finish the download",
             )
-        # A folder may hold other files, but not shards of the same set that the index forgets.
+        # The folder may hold other files, but no shards of the same set that the index omits.
         ends = {match[0] for match in map(_SHARD_OF.search, names) if match}
         forgotten = sorted(
             path.name
@@ -363,7 +365,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} occurs twice")
     return table
 
 
@@ -376,10 +378,12 @@ def _entry(
     *,
     begin: int,
 ) -> TensorEntry:
-    """`whole`: the shape of the tensor of which the file holds a part from `start_in` on; `begin`:
-    where the data begins in the file.
+    """Parse one header item.
+
+    `whole` is the shape of the tensor if the file holds only a part of it, which starts at
+    `start_in`; `begin` is where the file's data begins.
     """
-    if not name.isprintable():  # it is shown in messages
+    if not name.isprintable():  # messages show it
         raise ValueError(f"the name of a tensor is {name[:200]!a}")
     dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     if (
@@ -401,16 +405,17 @@ def _entry(
 
 
 def lost_files(files: Iterable[Path]) -> str | None:
-    """How many of a set of `files` there are, where their names speak of more; None: all. Some sets
-    were never as large as that.
+    """Return how many files of the set exist if their names promise more; None if all do.
+
+    Some published sets were never complete by their names.
     """
     names = {file.name for file in files}
     sizes = {int(match[1]) for match in map(_SHARD_OF.search, names) if match}
     if len(sizes) != 1 or len(names) >= max(sizes):
         return None
-    return f"there are {len(names)} of the {max(sizes)} files that their names speak of"
+    return f"there are {len(names)} of the {max(sizes)} files in their names"
 
 
 def first_names(names: list[str]) -> str:
-    """The first ten of `names`, and how many more there are."""
+    """Return the first ten of `names` and the number of the others."""
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -1,5 +1,6 @@
-"""Checkpoints that are split for a number of ranks, each of which has an index and files of its own
-(`negamax convert --tensor-parallel-size`). Imports no torch.
+"""Checkpoints that `negamax convert --tensor-parallel-size` split for ranks. Imports no torch.
+
+Each rank has an index and files of its own.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from negamax.config.json_file import read_json_object
 from negamax.parallel.layout import ParallelLayout
 
 RANK_INDEX_NAME = "model-rank-{}.safetensors.index.json"
-# In the header of a file, of the tensors that it holds a part of: the shape of the whole, and where
-# the part begins.
+# Keys in a file's header, for tensors stored in part: the whole shape, and the part's offset.
 PARTS_KEY = "negamax_parts"
 
 
 def is_split(folder: Path) -> bool:
-    """Whether the files in `folder` are those of several ranks."""
+    """Return whether the files in `folder` are split for ranks."""
     return (folder / RANK_INDEX_NAME.format(0)).exists()
 
 
 def ranks_of(folder: Path) -> list[ParallelLayout]:
-    """The ranks that a checkpoint is split for; none where it is whole. Errors: `CheckpointError`
-    where its index does not say so.
+    """Return the ranks that a checkpoint is split for; none if it is whole.
+
+    Errors: `CheckpointError` if its index does not name the split.
     """
     if not is_split(folder):
         return []
@@ -33,33 +34,34 @@ def ranks_of(folder: Path) -> list[ParallelLayout]:
     tp, ep = sizes.get("tensor_parallel_size"), sizes.get("expert_parallel_size")
     if type(tp) is not int or type(ep) is not int or tp < 1 or ep < 1 or tp % ep:
         raise CheckpointError(
-            f"{path} has the metadata {said!r}, which are not the sizes that it is split for",
+            f"{path} has the metadata {said!r}, which do not give the sizes of the split",
             hint="convert the checkpoint again",
         )
     return [ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)]
 
 
 def check_split(folder: Path, layout: ParallelLayout) -> None:
-    """Errors: `CheckpointError` where the files are split for other ranks than `layout`'s, or lack
-    those of this rank.
+    """Check that the files are split for `layout` and hold this rank's.
+
+    Errors: `CheckpointError`.
     """
     ranks = ranks_of(folder)
     if layout not in ranks:
         if layout.redundant_experts:
             raise CheckpointError(
-                f"{folder} is split for ranks that have no room for copies of experts; "
+                f"{folder} is split for ranks without redundant experts; "
                 f"num_redundant_experts is {layout.redundant_experts}",
                 hint="leave it out of --eplb-config, or use the checkpoint that it was made from",
             )
         if layout.expert_placement:
             raise CheckpointError(
-                f"{folder} is split for ranks whose experts lie in order; --init-expert-location "
-                f"says otherwise",
+                f"{folder} is split with experts in index order; --init-expert-location "
+                f"changes the order",
                 hint="leave it out, or use the checkpoint that it was made from",
             )
         if layout.dcp > 1:
             raise CheckpointError(
-                f"{folder} is split for ranks that have their own query heads alone; "
+                f"{folder} is split for ranks that hold only their own query heads; "
                 f"--decode-context-parallel-size is {layout.dcp}",
                 hint="leave it out, or use the checkpoint that it was made from",
             )

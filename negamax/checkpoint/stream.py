@@ -1,12 +1,11 @@
-"""The parts of a rank's weights, read from their files in large pieces by several threads.
+"""Parallel reading of a rank's weights in large pieces.
 
-Neighbours in a file are read as one piece, so that a disk or a network is asked for megabytes in
-the order of the file. Several pieces are on their way at a time, each in a buffer that is used
-again; on the way to a GPU the buffers are memory that it copies from by itself. Matrices that are
-dequantised are so in the same threads.
+Parts that are adjacent in a file are read as one piece, so disks and networks get requests of
+megabytes in file order. Several pieces are in flight, each in a reused buffer; buffers for a GPU
+are pinned memory. The same threads dequantise matrices.
 
-Host memory: BUFFERS pieces, what THREADS threads dequantise, and the scales of a layer: 1 GiB for
-MiniMax-M2. Beyond that only the kernel's page cache grows.
+Host memory: BUFFERS pieces, the matrices that THREADS threads dequantise and the scales of a layer,
+together 1 GiB for MiniMax-M2, plus the page cache.
 """
 
 from __future__ import annotations
@@ -31,14 +30,12 @@ from negamax.kernels.quantize.stored import dequantize, encode
 THREADS = 8
 BUFFERS = 16
 PIECE_BYTES = 32 * 2**20
-GAP_BYTES = 256 * 2**10  # between two parts: so much is rather read than skipped
-_ALIGNMENT = 64  # of a piece in its buffer, as in its file
+GAP_BYTES = 256 * 2**10  # gaps up to this size are read, not skipped
+_ALIGNMENT = 64  # alignment of a piece in its buffer, as in its file
 
 
 class Part(NamedTuple):
-    """What this rank keeps of a matrix, scales of it that are none, and the plain matrix if it is
-    quantised on the way.
-    """
+    """A rank's part of a matrix, its broken scales, and its plain values if quantised."""
 
     move: Move
     tensor: Tensor
@@ -51,7 +48,7 @@ GiveParts = Callable[[], Sequence[Part]]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A part of one tensor, for a move, or for all moves of a matrix that is quantised."""
+    """The part of one tensor for a move, or for all moves of a matrix that is quantised."""
 
     moves: list[int]
     stored: StoredTensor
@@ -61,7 +58,7 @@ class _Wanted:
 
 
 class _Found(NamedTuple):
-    """The tensor of it, and what is wrong with it as a scale."""
+    """Return the tensor, and its fault if it is a broken scale."""
 
     wanted: _Wanted
     tensor: Tensor
@@ -70,7 +67,7 @@ class _Found(NamedTuple):
 
 @dataclass(slots=True)
 class _Piece:
-    """Bytes that are read at once."""
+    """Bytes that are read in one request."""
 
     wanted: list[_Wanted] = field(default_factory=list)
     start: int = 0
@@ -81,7 +78,7 @@ class _Piece:
         return self.stop - self.start
 
     def takes(self, span: Span) -> bool:
-        """Whether `span` is near enough behind what is there."""
+        """Return whether `span` follows closely enough."""
         return (
             self.wanted[0].span.file == span.file
             and self.start <= span.start <= self.stop + GAP_BYTES
@@ -89,7 +86,7 @@ class _Piece:
         )
 
     def add(self, wanted: _Wanted) -> None:
-        """`wanted`, which it takes."""
+        """Append `wanted`."""
         span = wanted.span
         self.start = self.start if self.wanted else span.start
         self.stop = max(self.stop, span.start + span.num_bytes)
@@ -97,17 +94,17 @@ class _Piece:
 
 
 def read_parts(reader: CheckpointReader, moves: Sequence[Move], *, pinned: bool) -> Iterator[Part]:
-    """The parts of all `moves`, layer by layer. `pinned`: in memory that a GPU reads by itself;
-    what was enqueued on the current stream before the next part is asked for may still read it.
+    """Yield the parts of all `moves`, layer by layer.
 
-    Errors: `CheckpointError` for files that cannot be read.
+    With `pinned`, they are in pinned memory. A part is valid for work enqueued on the current
+    stream before the next part is requested. Errors: `CheckpointError` for unreadable files.
     """
     with ThreadPoolExecutor(THREADS, "negamax-load") as pool:
         yield from _Stream(reader, moves, pool, pinned=pinned).run()
 
 
 class _Stream:
-    """Pieces on their way. Single writer: the thread that iterates."""
+    """The pieces in flight. Single writer: the thread that iterates."""
 
     def __init__(
         self,
@@ -124,12 +121,12 @@ class _Stream:
         self._free: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._reads: deque[tuple[_Piece, Tensor, Future[list[_Found]]]] = deque()
         self._made: deque[tuple[Tensor, list[GiveParts]]] = deque()
-        # of matrices that are dequantised or quantised: what is there, and how many tensors are not
+        # Matrices to dequantise or quantise: tensors that were read, and the number still missing.
         self._there: dict[int, list[_Found]] = {}
         self._missing = [sum(1 for _ in move.parts()) for move in moves]
 
     def run(self) -> Iterator[Part]:
-        """All parts."""
+        """Yield all parts."""
         for piece in self._pieces:
             while len(self._reads) + len(self._made) >= BUFFERS:
                 yield from self._advance()
@@ -139,7 +136,7 @@ class _Stream:
             yield from self._advance()
 
     def _advance(self) -> Iterator[Part]:
-        """Take the next piece that was read, or give the parts of an earlier one."""
+        """Yield the parts of the next finished piece."""
         if self._reads and len(self._made) < BUFFERS // 2:
             _, buffer, read = self._reads.popleft()
             self._made.append((buffer, self._make(read.result())))
@@ -158,19 +155,19 @@ class _Stream:
         if size == self._buffer_bytes and self._free:
             buffer, event = self._free.popleft()
             if event is not None:
-                event.synchronize()  # until the GPU has copied what was in it
+                event.synchronize()  # until the GPU has copied the buffer
             return buffer
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
     def _read(self, piece: _Piece, buffer: Tensor) -> list[_Found]:
-        """Read the tensors of `piece`, in a thread."""
+        """Read the tensors of `piece`. Runs in a thread."""
         shift = piece.start % _ALIGNMENT
         data = buffer[shift : shift + piece.num_bytes]
         self._reader.read_into(data, piece.wanted[0].span.file, piece.start)
         return [self._find(wanted, data, piece.start) for wanted in piece.wanted]
 
     def _find(self, wanted: _Wanted, data: Tensor, start: int) -> _Found:
-        """One of the tensors, in `data`, which begins at byte `start` of its file."""
+        """Return one tensor of `data`, whose first byte is at `start` of the file."""
         move, entry = self._moves[wanted.moves[0]], wanted.source.entry
         tensor = wanted.span.view(data[wanted.span.start - start :])
         if not tensor.is_contiguous():
@@ -183,7 +180,7 @@ class _Stream:
         return _Found(wanted, tensor, broken)
 
     def _make(self, found: list[_Found]) -> list[GiveParts]:
-        """The parts that are complete with these tensors."""
+        """Yield the parts that these tensors complete."""
         parts: list[GiveParts] = []
         for one in found:
             moves = [self._moves[number] for number in one.wanted.moves]
@@ -198,11 +195,11 @@ class _Stream:
             del self._there[number]
             if moves[0].is_quantized:
                 make = partial(_quantize, moves, there)
-                # on a GPU in the order of the current stream
+                # The GPU runs copies in the order of the current stream.
                 parts.append(make if self._pinned else self._pool.submit(make).result)
             else:
                 parts.append(self._pool.submit(self._dequantize, moves[0], there).result)
-        for one in found:  # the buffer is used again
+        for one in found:  # the buffer is reused
             there = self._there.get(one.wanted.moves[0], [])
             for place, other in enumerate(there):
                 if other.wanted is one.wanted:
@@ -210,20 +207,20 @@ class _Stream:
         return parts
 
     def _dequantize(self, move: Move, there: list[_Found]) -> list[Part]:
-        """In a thread."""
+        """Dequantise or quantise a matrix. Runs in a thread."""
         plain = dequantize(move.slot.source, _kept(move, there))
         part = self._held(_within(plain, move.slot.region, move.read_region))
         return [Part(move, part, _broken(there))]
 
     def _held(self, part: Tensor) -> Tensor:
-        """`part`, for a GPU in memory of its own that it reads by itself."""
+        """Return `part`, copied to pinned memory if it is for a GPU."""
         if not self._pinned:
             return part
         return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
 
 
 def _kept(move: Move, there: Sequence[_Found]) -> dict[str, Tensor]:
-    """The tensors that the values of a matrix depend on. Errors: as `check_entries`."""
+    """Return the tensors that a matrix depends on. Errors: those of `check_entries`."""
     tensors = {}
     for wanted, tensor, _ in there:
         stored, part = wanted.stored, wanted.stored.part(move.read_region)
@@ -238,7 +235,7 @@ def _broken(there: Sequence[_Found]) -> list[BrokenScale]:
 
 
 def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
-    """The parts of all tensors that a matrix is quantised to."""
+    """Yield the parts of all tensors that a matrix is quantised to."""
     source, device = moves[0].slot.source, moves[0].slot.device
     assert source.made_of is not None
     tensors = {name: tensor.to(device) for name, tensor in _kept(moves[0], there).items()}
@@ -259,7 +256,7 @@ def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
 
 
 def _is_copied(move: Move) -> bool:
-    """Whether its tensor goes as it is."""
+    """Return whether the move copies its tensor as stored."""
     return not (move.is_dequantized or move.is_quantized)
 
 
@@ -268,7 +265,7 @@ def _one(part: Part) -> list[Part]:
 
 
 def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) -> Tensor:
-    """The part `part` of a tensor of which `found` is `whole`."""
+    """Return the part `part` of a tensor; `found` holds its range `whole`."""
     places = (
         slice(wanted.start - outer.start, wanted.stop - outer.start)
         for wanted, outer in zip(part, whole, strict=True)
@@ -277,8 +274,10 @@ def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) ->
 
 
 def _pieces(moves: Sequence[Move]) -> Iterator[_Piece]:
-    """What is read at once, in order: of each layer first the small tensors that belong to matrices
-    which are dequantised, since these wait in memory for their values.
+    """Yield the pieces to read, in order.
+
+    In each layer, the small tensors of matrices to dequantise come first, since they wait in memory
+    for their values.
     """
     wanted: list[tuple[tuple[int, bool, str, int], _Wanted]] = []
     quantized: dict[tuple[Source, tuple[range, ...]], _Wanted] = {}

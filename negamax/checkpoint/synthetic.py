@@ -1,10 +1,10 @@
-"""Synthetic weights: a model of any size without a checkpoint. How a tensor is drawn is said by the
-model's family (`models/<family>/init.py`).
+"""Synthetic weights: a model of any size without a checkpoint.
 
-The experts' tensors of one layer and kind are drawn together, a few hundred MB at a time, every
-other tensor by itself. A draw depends on the seed and on what it is for only, and is made in full
-before a rank takes its parts, so that every tensor-parallel degree gets the same model. (CPU and
-GPU have different generators, so their models differ.)
+A model's family defines how a tensor is drawn (`models/<family>/init.py`). The experts' tensors of
+one layer and kind are drawn together, a few hundred MB at a time; every other tensor is drawn
+alone. A draw depends only on the seed and its purpose and is made in full before a rank takes its
+part. Every tensor-parallel degree therefore gets the same model. CPU and GPU have different
+generators, so their models differ.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from negamax.layers.weights import WeightSlot
 from negamax.models.family import Initializer
 from negamax.models.registry import import_init
 
-# Of E4M3 values in blocks, which reach up to 448, and of the scales of the blocks relative to the
-# mean scale. How other formats are drawn: `weight_only/draw.py`.
+# E4M3 values in blocks reach up to 448; scales are relative to the mean scale.
+# `weight_only/draw.py` draws the other formats.
 VALUE_STD = 90.0
 SCALE_SPREAD = 0.1
-# Elements drawn at a time. The values depend on it: a draw is one run of the generator.
+# Elements drawn at a time. The values depend on it: each draw is one run of the generator.
 DRAW_ELEMENTS = 2**27
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -47,10 +47,10 @@ def fill_synthetic(
     device: torch.device | None = None,
     progress: ShowProgress | None = None,
 ) -> None:
-    """Write the `weight_slots` of a model that this rank needs, drawn on `device` (None: the CPU).
+    """Fill the `weight_slots` that this rank needs, drawn on `device` (None: the CPU).
 
-    The caller packs the model afterwards. `progress` is called with the elements drawn and those in
-    all, after each draw.
+    The caller packs the model. `progress` is called after each draw with the elements drawn and the
+    total.
     """
     wanted = [
         draw for draw in _draws(weight_slots.values()) if any(slot.needed for slot in draw[2])
@@ -77,9 +77,7 @@ def fill_synthetic(
 
 
 def _draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightSlot]]]:
-    """What is drawn together: a name common to the slots, a number among the draws of that name,
-    and the slots.
-    """
+    """Yield draws: a name common to the slots, the draw's number for that name, the slots."""
     groups: dict[str, list[WeightSlot]] = {}
     for slot in slots:
         if not slot.optional:
@@ -98,7 +96,7 @@ def _plain(slots: Sequence[WeightSlot], init: Initializer, *, generator: torch.G
 def _stored(
     slots: Sequence[WeightSlot], stored: StoredTensor, *, std: float, generator: torch.Generator
 ) -> Tensor:
-    """One tensor of matrices whose elements have the standard deviation `std`."""
+    """Draw one tensor of matrices whose elements have the standard deviation `std`."""
     source = slots[0].source
     if stored.known is not None:
         known = known_entries(stored, slots[0].matrix_shape)
@@ -121,6 +119,6 @@ def _normal(
     std: float,
     generator: torch.Generator,
 ) -> Tensor:
-    """[slots, *shape of each], normally distributed."""
+    """Draw [slots, *shape of each], normally distributed."""
     values = torch.empty(len(slots), *slots[0].shape, dtype=dtype, device=generator.device)
     return values.normal_(mean, std, generator=generator)

@@ -1,12 +1,10 @@
-"""A pre-sharded cache of weights (`--weight-cache DIR`): what a rank keeps of a checkpoint, as its
-parameters hold it behind the loader and before kernels pack it.
+"""Cache of sharded weights (`--weight-cache DIR`): parameters after the load, before packing.
 
-A rank has one file, which is read from its start to its end: a safetensors file whose tensors are
-the parameters as plain bytes, in the order of the model. Its header says what it was made from
-(`_key`) and has a CRC-32 of every chunk of data. (CRC-32 finds what disks and transfers damage, at
-several times the speed of the standard library's cryptographic hashes.) A file with another key is
-stale: the checkpoint is read and the file written again. A file is written under another name and
-renamed when it is complete on disk, so that one that was cut off is never found.
+A rank has one safetensors file, read from start to end. Its tensors are the parameters as plain
+bytes, in model order. Its header holds the key (`_key`), which names the source, and a CRC-32 of
+every chunk. CRC-32 detects damage by disks and transfers several times as fast as cryptographic
+hashes. A file with another key is stale: the checkpoint is loaded and the file replaced. A file
+gets its name only after it is complete on disk.
 """
 
 from __future__ import annotations
@@ -43,14 +41,14 @@ from negamax.parallel.layout import ParallelLayout
 
 logger = get_logger(__name__)
 
-CHUNK_BYTES = 32 * 2**20  # read, checked and copied at once
+CHUNK_BYTES = 32 * 2**20  # read, checked and copied at a time
 READ_THREADS = 4
 READ_AHEAD = 8  # chunks
 _PAGE = 4096
 
 
 class _UnusableError(Exception):
-    """Why a file is not used."""
+    """Why a file cannot be used."""
 
 
 def load_cached(
@@ -62,10 +60,10 @@ def load_cached(
     load: Callable[[], str],
     show_progress: bool = False,
 ) -> str:
-    """Fill the `slots` of a rank from its file in `folder`; where that is missing, stale or damaged
-    by `load`, and write the file. One line that says what was loaded.
+    """Fill a rank's `slots` from its cache file, or by `load`; return a line for the log.
 
-    A folder that cannot be read or written costs a warning. Errors: those of `load`.
+    `load` runs if the file is missing, stale or damaged; the file is then written. A folder that
+    cannot be read or written costs a warning. Errors: those of `load`.
     """
     began = time.perf_counter()
     file = _CacheFile(
@@ -97,11 +95,11 @@ def load_cached(
     return summary
 
 
-# What a file is of
+# Identity of a file
 
 
 def _name(checkpoint: Path, layout: ParallelLayout) -> str:
-    """The name of a rank's file: one per checkpoint and layout, so that a stale one is replaced."""
+    """Return the name of a rank's file, one per checkpoint and layout."""
     checkpoint = checkpoint.resolve()
     if commit_of(checkpoint) is not None:
         model = checkpoint.parent.parent.name.removeprefix("models--")
@@ -116,7 +114,7 @@ def _name(checkpoint: Path, layout: ParallelLayout) -> str:
 def _key(
     slots: Mapping[str, WeightSlot], checkpoint: Path, layout: ParallelLayout
 ) -> dict[str, str]:
-    """What the content of a file depends on, by the words in which a difference is told."""
+    """Return the key of a file, by the words that the log uses for a difference."""
     needed = [slot for slot in slots.values() if slot.target is not None]
     formats = {slot.source.name + ("" if slot.stored is None else " as stored") for slot in needed}
     return {
@@ -130,7 +128,7 @@ def _key(
 
 
 def _place(slot: WeightSlot) -> str:
-    """What a slot takes of which tensor, and where in its parameter that lies."""
+    """Describe the part of the tensor that a slot takes, and its place in the parameter."""
     target, stored = slot.target, slot.stored
     assert target is not None
     return repr(
@@ -143,7 +141,7 @@ def _place(slot: WeightSlot) -> str:
 
 
 def _blocks(slots: Mapping[str, WeightSlot]) -> dict[str, Tensor]:
-    """The memory of each parameter as [bytes] uint8, by the name of the first slot in it."""
+    """Return the memory of each parameter, [bytes] uint8, by the name of its first slot."""
     blocks: dict[str, Tensor] = {}
     seen: set[int] = set()
     for slot in slots.values():
@@ -154,12 +152,12 @@ def _blocks(slots: Mapping[str, WeightSlot]) -> dict[str, Tensor]:
     return blocks
 
 
-# The file
+# File format
 
 
 @dataclass(frozen=True)
 class _CacheFile:
-    """A rank's file, and the memory that it is read into or written from."""
+    """A rank's file and the memory that it is read into or written from."""
 
     path: Path
     key: Mapping[str, str]
@@ -170,9 +168,9 @@ class _CacheFile:
         return sum(len(block) for block in self.blocks.values())
 
     def read(self, progress: Progress) -> list[str]:
-        """Fill the memory; the names of slots that the checkpoint had no tensor for.
+        """Fill the memory; return the names of slots without a tensor in the checkpoint.
 
-        Errors: `_UnusableError` for a file of something else or a damaged one, `OSError`.
+        Errors: `_UnusableError` for a stale or damaged file, `OSError`.
         """
         with (
             self.path.open("rb", buffering=0) as stream,
@@ -195,11 +193,11 @@ class _CacheFile:
         return absent
 
     def write(self, absent: Sequence[str], progress: Progress) -> None:
-        """Write what the memory holds. Errors: `OSError`; then there is no file."""
+        """Write the memory to the file. Errors: `OSError`; no file is left then."""
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
-        self.path.unlink(missing_ok=True)  # is of no use, and its room may be needed
+        self.path.unlink(missing_ok=True)  # it is stale, and its space may be needed
         free = shutil.disk_usage(folder).free
         if free < self.num_bytes:
             needed = f"{format_bytes(self.num_bytes)} are needed, {format_bytes(free)} are free"
@@ -207,7 +205,7 @@ class _CacheFile:
         part = self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}.part")
         with part.open("xb") as stream:
             try:
-                fcntl.flock(stream, fcntl.LOCK_EX)  # while its writer lives
+                fcntl.flock(stream, fcntl.LOCK_EX)  # locked while its writer lives
                 self._write(stream, absent, progress)
                 part.replace(self.path)
             except BaseException:
@@ -240,14 +238,15 @@ class _CacheFile:
             yield from block.split(CHUNK_BYTES)
 
     def _buffers(self, count: int) -> list[Tensor]:
-        """Main memory for a chunk each, from and to which a GPU copies by itself."""
+        """Allocate host buffers of one chunk each, pinned for a GPU."""
         size = max((len(chunk) for chunk in self._chunks()), default=0)
         is_pinned = any(block.is_cuda for block in self.blocks.values())
         return [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(count)]
 
     def _header(self, absent: Sequence[str], checksums: str) -> bytes:
-        """The header of a safetensors file, padded so that the data begins on a page. Its length
-        does not depend on the checksums.
+        """Build the header, padded so that the data begins on a page.
+
+        Its length does not depend on the checksums.
         """
         header: dict[str, Any] = {"__metadata__": {
             "key": json.dumps(self.key), "absent": json.dumps(absent), "checksums": checksums,
@@ -262,7 +261,7 @@ class _CacheFile:
         return struct.pack("<Q", size) + text.ljust(size)
 
     def _read_header(self, stream: FileIO) -> tuple[int, list[str], str]:
-        """Where the data begins, the names of absent tensors, the checksums."""
+        """Return the start of the data, the names of absent tensors and the checksums."""
         try:
             (size,) = struct.unpack("<Q", stream.read(8))
             if size > MAX_HEADER_BYTES:
@@ -276,15 +275,15 @@ class _CacheFile:
         except (ValueError, KeyError, TypeError, AttributeError, struct.error):
             intact, others = False, []
         if others:
-            raise _UnusableError(f"it is of another {', '.join(others)}")
+            raise _UnusableError(f"it was written for another {', '.join(others)}")
         if not intact:
             raise _UnusableError("its header is damaged")
         if os.fstat(stream.fileno()).st_size != 8 + size + self.num_bytes:
-            raise _UnusableError("it is cut off")
+            raise _UnusableError("it is truncated")
         return 8 + size, absent, checksums
 
     def _remove_abandoned(self) -> None:
-        """Remove what writers left that were killed."""
+        """Remove the partial files of killed writers."""
         for part in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.part"):
             with suppress(OSError), part.open("rb") as stream:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -292,25 +291,23 @@ class _CacheFile:
 
 
 def _read_chunk(fd: int, buffer: Tensor, at: int, checksum: str) -> None:
-    """Fill `buffer` from byte `at` on. Errors: `_UnusableError` where that is not what was
-    written.
-    """
+    """Fill `buffer` from byte `at`. Errors: `_UnusableError` if a checksum differs."""
     view, done = memoryview(buffer.numpy()), 0
     while done < len(view):
         count = os.preadv(fd, [view[done:]], at + done)
         if not count:
-            raise _UnusableError("it is cut off")
+            raise _UnusableError("it is truncated")
         done += count
     if _checksum(buffer) != checksum:
         raise _UnusableError(f"its bytes {at} to {at + len(view) - 1} are not what was written")
 
 
 def _finish(chunk: Tensor, buffer: Tensor, read: Future[None]) -> None:
-    """Fill `chunk` with what is read into `buffer`, where it is as it was written."""
+    """Copy `buffer` to `chunk` if its checksum is right."""
     read.result()
     chunk.copy_(buffer)
 
 
 def _checksum(data: Tensor | bytes) -> str:
-    """Eight hexadecimal digits."""
+    """Return eight hexadecimal digits."""
     return f"{zlib.crc32(data if isinstance(data, bytes) else memoryview(data.numpy())):08x}"

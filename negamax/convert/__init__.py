@@ -1,1 +1,1 @@
-"""`negamax convert`: checkpoints from one weight format to another, a layer at a time."""
+"""`negamax convert`: convert checkpoints between weight formats, one layer at a time."""

@@ -1,7 +1,7 @@
-"""Converting a checkpoint: a file per layer, one matrix in memory at a time.
+"""Conversion of a checkpoint: one file per layer, one matrix in memory at a time.
 
-A conversion that was cut off is taken up again: files that are whole are kept. config.json comes
-last, so that no folder without it is taken for a checkpoint.
+An interrupted conversion is resumed: complete files are kept. config.json is written last, so a
+folder without it is never taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from negamax.quantization.detect import detect
 
 logger = get_logger(__name__)
 
-# What describes the stored weights of the source alone.
+# Files that describe only the stored weights of the source.
 _NOT_CARRIED = (
     "config.json", "*.index.json", Record.NAME, "hf_quant_config.json",
     "quant_model_description*",  # of ModelSlim
     "quantize_config.json", "quant_config.json", "quantization_config.json",  # GPTQ, AWQ, AutoRound
 )  # fmt: skip
 _CARRIED = (".json", ".jinja", ".txt", ".model")
-_SPARE_BYTES = 64 * 2**20  # of disk: tokenizer, index, the file system's own
+_SPARE_BYTES = 64 * 2**20  # disk space for tokenizer, index and the file system
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is asked for. `target` None: the format stays."""
+    """A conversion request. `target` None: keep the format."""
 
-    model: str  # as the user names it
-    folder: Path  # where it lies
+    model: str  # as the user wrote it
+    folder: Path  # its folder
     destination: Path
     target: Target | None
     tp: int = 1
@@ -66,7 +66,7 @@ class Conversion:
     command: str = ""
 
     def identity(self, source: Source) -> dict[str, Any]:
-        """What the result depends on, for config.json."""
+        """Return the inputs that the result depends on, for config.json."""
         return {
             "source": self.model,
             "revision": self.revision,
@@ -76,7 +76,7 @@ class Conversion:
             "to": None if self.target is None else self.target.name,
             "tensor_parallel_size": self.tp,
             "expert_parallel_size": self.ep,
-            # of the residual stream, which stays as it is
+            # QuaRot's rotation of the residual stream, which conversion does not change.
             "rotation": rotation_file(source.config, self.folder),
             "version": self.version,
             "command": self.command,
@@ -84,10 +84,10 @@ class Conversion:
 
 
 def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> Source:
-    """Write the converted checkpoint; returns the source.
+    """Write the converted checkpoint; return the source.
 
-    Errors: `ConfigError` for a path that loses precision or is pointless, unless allowed, and for a
-    destination that will not do; `ResourceError` for too little disk space; those of a load.
+    Errors: `ConfigError` for a lossy path that is not allowed, a pointless path or an unusable
+    destination; `ResourceError` for too little disk space; those of a load.
     """
     source = Source(conversion.folder)
     _check_path(source, conversion)
@@ -96,12 +96,12 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
     _check_place(conversion)
     others = _other_than_there(destination, identity)
     if others == []:
-        Source(destination)  # raises where files of it are missing or cut off
-        logger.info("%s is there already, converted from the same source", destination)
+        Source(destination)  # raises if files of it are missing or truncated
+        logger.info("%s is already converted from the same source", destination)
         return source
     if others:
         raise ConfigError(
-            f"DST {destination} is another conversion (other: {', '.join(others)})",
+            f"DST {destination} is another conversion (different: {', '.join(others)})",
             hint="remove it, or give a new folder",
         )
     _check_content(destination)
@@ -124,7 +124,7 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Errors: `ConfigError` while another process writes to `folder`."""
+    """Lock `folder`. Errors: `ConfigError` if another process writes to it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,7 +139,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Errors: `ResourceError` where the disk of `folder` is full."""
+    """Translate write errors. Errors: `ResourceError` if the disk of `folder` is full."""
     try:
         yield
     except OSError as error:
@@ -158,7 +158,7 @@ def _run(
     destination: Path,
     progress: ShowProgress | None,
 ) -> None:
-    """Write what is not finished."""
+    """Write the files that are not complete."""
     finished = [step for step in plan if all(map(record.is_finished, step.paths))]
     _check_space(destination, [step for step in plan if step not in finished])
     if finished:
@@ -179,7 +179,7 @@ def _run(
 
 @dataclass(frozen=True)
 class _Step:
-    """A layer, or what stands around them: a file for each rank."""
+    """Write a layer, or the tensors outside the layers: one file for each rank."""
 
     layer: int | None
     pieces: list[Piece]
@@ -222,7 +222,7 @@ def _plan(source: Source, conversion: Conversion) -> list[_Step]:
 
 
 def _planned(step: _Step, shard: Shard) -> list[Planned]:
-    """The tensors of a file."""
+    """Return the tensors of a file."""
     return [
         replace(planned, shape=tuple(map(len, held)))
         for piece in step.pieces
@@ -231,7 +231,7 @@ def _planned(step: _Step, shard: Shard) -> list[Planned]:
 
 
 def _write(step: _Step, source: Source) -> Iterator[Piece]:
-    """The files of a layer, piece by piece; what is mapped of the source is let go of with it."""
+    """Write the files of a layer piece by piece; unmap the source's data after each piece."""
     with ExitStack() as stack:
         files = [
             stack.enter_context(
@@ -253,9 +253,9 @@ def _write(step: _Step, source: Source) -> Iterator[Piece]:
 
 
 def check_description(conversion: Conversion) -> None:
-    """What can be refused of a checkpoint without its weights: it need not be downloaded.
+    """Check a checkpoint without its weights, before they are downloaded.
 
-    Errors: `ConfigError` for one that cannot be read, or would be rounded a second time.
+    Errors: `ConfigError` if it cannot be read, or if the conversion would round it a second time.
     """
     spec = read_spec(read_json_object(conversion.folder / "config.json"), conversion.folder)
     if (scheme := detect(spec.quantization)) is not None:
@@ -269,8 +269,9 @@ def check_description(conversion: Conversion) -> None:
 
 
 def _check_path(source: Source, conversion: Conversion) -> None:
-    """Errors: `ConfigError` for a conversion that loses more than its target must, or changes
-    nothing.
+    """Refuse a conversion that loses more than its target requires, or that changes nothing.
+
+    Errors: `ConfigError`.
     """
     target, hint = conversion.target, "copy the folder, or add --allow-lossy to write it again"
     architecture = source.spec.architecture
@@ -310,8 +311,9 @@ def _check_path(source: Source, conversion: Conversion) -> None:
 
 
 def _check_rounding(modules: Mapping[str, TensorFormat], conversion: Conversion) -> None:
-    """Errors: `ConfigError` where some of `modules`, by the formats in which they are stored, are
-    rounded a second time.
+    """Refuse to round modules a second time; `modules` maps each to its stored format.
+
+    Errors: `ConfigError`.
     """
     target = conversion.target
     scheme = None if target is None else target.scheme()
@@ -328,29 +330,29 @@ def _check_rounding(modules: Mapping[str, TensorFormat], conversion: Conversion)
         raise ConfigError(
             f"{conversion.model} is quantised already ({', '.join(sorted(rounded))}); --to "
             f"{target.name} rounds it a second time, with a relative error of about "
-            f"{target.error:.1%} beside what it has",
+            f"{target.error:.1%} in addition to its present error",
             hint="convert from bf16 weights, or add --allow-lossy",
         )
 
 
 def _check_place(conversion: Conversion) -> None:
-    """Errors: `ConfigError` where the destination can be none of any conversion."""
+    """Refuse a destination that no conversion can use. Errors: `ConfigError`."""
     source, destination = conversion.folder.resolve(), conversion.destination.resolve()
     if destination == source or source in destination.parents:
         raise ConfigError(
             f"DST {conversion.destination} lies in the source {conversion.model}",
             hint="give a folder outside of it",
         )
-    is_link = conversion.destination.is_symlink()  # to nothing, perhaps
+    is_link = conversion.destination.is_symlink()  # the link may be broken
     if (destination.exists() or is_link) and not destination.is_dir():
-        raise ConfigError(f"DST {conversion.destination} is no folder", hint="give a folder")
+        raise ConfigError(f"DST {conversion.destination} is not a folder", hint="give a folder")
 
 
 def _check_content(destination: Path) -> None:
-    """Errors: `ConfigError` for a folder with other content than the beginning of a conversion."""
+    """Refuse a folder that holds anything but a partial conversion. Errors: `ConfigError`."""
     if destination.is_dir() and not (destination / Record.NAME).exists():
         names = (path.name for path in destination.iterdir())
-        # the record's first write may have been cut off
+        # The first write of the record may have been interrupted.
         found = sorted(name for name in names if not name.startswith(Record.NAME))
         if found:
             raise ConfigError(
@@ -375,8 +377,9 @@ def _num_bytes(step: _Step, shard: Shard) -> int:
 
 
 def _other_than_there(destination: Path, identity: Mapping[str, Any]) -> list[str] | None:
-    """In which fields the conversion is another one than that which is complete in `destination`;
-    None: none is.
+    """Return the fields in which this conversion differs from the complete one in `destination`.
+
+    None: `destination` has no complete conversion.
     """
     if not (destination / "config.json").is_file() or (destination / Record.NAME).exists():
         return None
@@ -388,7 +391,7 @@ def _other_than_there(destination: Path, identity: Mapping[str, Any]) -> list[st
 
 
 def _write_indices(destination: Path, plan: list[_Step]) -> None:
-    """One for each rank."""
+    """Write one index for each rank."""
     for number, (_, shard) in enumerate(plan[0].files):
         table = {
             planned.name: step.paths[number].name
@@ -402,8 +405,9 @@ def _write_indices(destination: Path, plan: list[_Step]) -> None:
 
 
 def _carry_files(folder: Path, destination: Path, *, description: str | None) -> None:
-    """Tokenizer, chat template, generation config, licence; the file `description` says how the
-    weights are stored, which is as before.
+    """Copy tokenizer, chat template, generation config and licence.
+
+    The file `description` describes the stored weights, so it is not copied.
     """
     for path in sorted(folder.iterdir()):
         name = path.name
@@ -424,7 +428,7 @@ def _carry_rotation(folder: Path, destination: Path, name: str) -> None:
 
 def _config(source: Source, conversion: Conversion, identity: Mapping[str, Any]) -> dict[str, Any]:
     config = find_family(source.spec.architecture).own_config(source.config)
-    config.pop("auto_map", None)  # it names code, which is not carried over
+    config.pop("auto_map", None)  # it names code files, which are not copied
     target = conversion.target
     kept = source.spec.quantization
     if target is None and kept is not None and kept.source == INDEX_NAME:

@@ -1,4 +1,4 @@
-"""A checkpoint that is split for a number of ranks, read as if it were whole."""
+"""Reader that joins a checkpoint that is split for ranks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from negamax.base.errors import CheckpointError
 from negamax.checkpoint.reader import CheckpointReader, TensorEntry
 
 Parts = tuple[range, ...]
-Entries = Mapping[str, TensorEntry]  # by name
+Entries = Mapping[str, TensorEntry]  # tensor name -> entry
 
 
 class JoiningReader(CheckpointReader):
-    """Reads tensors from the parts that the ranks have of them."""
+    """Reads tensors from the parts of all ranks."""
 
     def __init__(self, ranks: Sequence[Entries]) -> None:
-        """`ranks`: the tensors of each."""
+        """`ranks`: the entries of each rank."""
         super().__init__()
         self._ranks = ranks
 
     def read(self, entry: TensorEntry, region: Parts | None = None) -> Tensor:
-        """See `CheckpointReader`; `entry` is that of any rank."""
+        """Read as `CheckpointReader.read` does; `entry` is that of any rank."""
         wanted = region or tuple(map(range, entry.shape))
         found = []
         for mine in (entries[entry.name] for entries in self._ranks):
@@ -39,9 +39,9 @@ class JoiningReader(CheckpointReader):
 
 
 def join(ranks: Sequence[Entries]) -> dict[str, TensorEntry]:
-    """Of each tensor the entry of the rank that has most of it.
+    """Return, for each tensor, the entry of the rank with the largest part.
 
-    Errors: `CheckpointError` where the ranks' parts are not those of one tensor.
+    Errors: `CheckpointError` if the ranks' parts do not belong to one tensor.
     """
     joined = {}
     for name in dict.fromkeys(name for entries in ranks for name in entries):
@@ -66,7 +66,7 @@ def _held(entry: TensorEntry) -> Parts:
 
 
 def _covers(entries: Sequence[TensorEntry]) -> bool:
-    """Whether the parts leave nothing out of the tensor."""
+    """Return whether the parts cover the tensor."""
     held, shape = [_held(one) for one in entries], entries[0].shape
     if any(tuple(map(len, part)) == shape for part in held):
         return True

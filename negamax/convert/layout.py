@@ -1,6 +1,6 @@
-"""What becomes of each weight: the tensors that stand for it in the target, and how they are made.
+"""Conversion plans: the tensors that replace each weight in the target, and how they are made.
 
-A weight that is stored in the target's format already is copied to the bit.
+A weight already stored in the target's format is copied bit by bit.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ _DTYPES = {spelled: getattr(torch, name) for name, spelled in SAFETENSORS_NAMES.
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors of the target that are made together, of what `read` gives."""
+    """Tensors of the target that are made together from the tensors that `read` returns."""
 
-    slot: str | None  # whose weight it is; None: every rank has all of it
+    slot: str | None  # the weight's slot; None: every rank has all of it
     shape: tuple[int, ...]  # of the weight
     format: TensorFormat
-    tensors: tuple[Planned, ...]  # of those of the format
+    tensors: tuple[Planned, ...]  # the format's tensors
     read: Callable[[CheckpointReader], Mapping[str, Tensor]]
-    make: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]  # by name; in any thread
+    # tensors by name; called in any thread
+    make: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
     source_bytes: int
 
 
 def pieces(source: Source, layer: int | None, target: Target | None) -> Iterator[Piece]:
-    """All of a layer. `target` None: every weight stays as it is stored."""
+    """Yield the pieces of a layer. `target` None: every weight stays as stored."""
     scheme = None if target is None else target.scheme()
     together: dict[tuple[str, tuple[int, ...]], list[Weight]] = defaultdict(list)
     for weight in source.of_layer(layer):
@@ -91,8 +92,10 @@ def _copy(weight: Weight) -> Piece:
 
 
 def _plain(weight: Weight, *, to_bf16: bool) -> Piece:
-    """In the dtype in which it is stored; what was quantised, and with `to_bf16` all that a model
-    does not hold in fp32, in bf16.
+    """Store a weight plain, in its stored dtype.
+
+    Quantised weights become bf16. With `to_bf16`, so do all weights that the model does not hold in
+    fp32.
     """
     entry = weight.move.entries[0]
     narrowed = weight.format is not PLAIN or (to_bf16 and weight.spec.dtype is None)
@@ -126,26 +129,27 @@ def _quantized(weight: Weight, stored: TensorFormat) -> Piece:
 
 
 def is_other_e4m3(one: TensorFormat, other: TensorFormat) -> bool:
-    """Whether they differ in the form of E4M3 alone, of which MI300 has its own: both hold the same
-    values.
-    """
+    """Return whether the formats differ only in the encoding of E4M3 (OCP or MI300's FNUZ)."""
     forms = {each.values.dtypes[0] for each in (one, other)}
     dims, others = ([(t.name, t.dims) for t in each.tensors if t.is_kept] for each in (one, other))
     return forms == {E4M3, E4M3_FNUZ} and dims == others
 
 
 def _other_e4m3(read: Mapping[str, Tensor], stored: TensorFormat) -> Mapping[str, Tensor]:
-    """The same numbers, none of them NaN, in the form of `stored`. MI300's bits stand for half as
-    much, and 0x80 and 0x7F for NaN and 240 where the others' do for -0 and NaN.
+    """Re-encode the same numbers, without NaN, in the E4M3 encoding of `stored`.
+
+    The same FNUZ bits mean half the OCP number. 0x80 is NaN in FNUZ and -0 in OCP; 0x7F is 240 in
+    FNUZ and NaN in OCP.
     """
     values, scale = (read[tensor.name] for tensor in stored.tensors[:2])
     bits, dtype = values.view(torch.uint8), getattr(torch, stored.values.dtypes[0])
     made: tuple[Tensor, Tensor]
-    if dtype is torch.float8_e4m3fnuz and values.dtype is dtype:  # whatever config.json says
+    # the file's dtype counts, not config.json
+    if dtype is torch.float8_e4m3fnuz and values.dtype is dtype:
         made = values, scale
     elif dtype is torch.float8_e4m3fnuz:
         made = bits.masked_fill(bits == 0x80, 0).view(dtype), scale * 2
-    elif (bits & 0x7F == 0x7F).any():  # their scale stays; values below 2^-7 may lose a bit
+    elif (bits & 0x7F == 0x7F).any():  # the scale stays; values below 2^-7 may lose a bit
         made = values.view(torch.float8_e4m3fnuz).float().to(dtype), scale
     else:
         made = bits.view(dtype), scale / 2
@@ -153,8 +157,9 @@ def _other_e4m3(read: Mapping[str, Tensor], stored: TensorFormat) -> Mapping[str
 
 
 def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator[Piece]:
-    """Gate and up of an expert (matrices of one parent and shape) with one scale of the scales:
-    engines multiply with them as one, and vLLM takes the first one's scale for both.
+    """Yield gate and up of an expert together, with one global scale.
+
+    Engines multiply both as one matrix, and vLLM uses the first one's scale for both.
     """
 
     def read(reader: CheckpointReader) -> Mapping[str, Tensor]:
@@ -172,9 +177,7 @@ def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator
 def _with_common_scale(
     weights: list[Weight], weight: Weight, stored: TensorFormat, read: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """The tensors of `weight`: it is quantised above a row that has the largest magnitude of all
-    `weights`.
-    """
+    """Quantise `weight` with an extra row that holds the largest magnitude of all `weights`."""
     plain = [
         one.dequantize(
             {key.partition(" ")[2]: read[key] for key in read if key.startswith(f"{at} ")}
@@ -196,6 +199,6 @@ def _with_common_scale(
 
 @cache
 def _dtypes(stored: TensorFormat) -> tuple[torch.dtype, ...]:
-    """The dtypes of the tensors that its quantiser makes."""
+    """Return the dtypes of the tensors that the quantiser makes."""
     made = encode(stored, torch.zeros(stored.unit(Axis.ROWS), stored.unit(Axis.COLUMNS)))
     return tuple(made[tensor.name].dtype for tensor in stored.tensors)

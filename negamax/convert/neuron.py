@@ -1,8 +1,7 @@
-"""The layout of neuronx-distributed-inference: its file names, tensor names and stacked experts, as
-its `preprocess_minimax_m2_fp8.py` writes them.
+"""Layout of neuronx-distributed-inference: file names, tensor names and stacked experts.
 
-Blocks of MiniMax's FP8 are rescaled as it does that: values to bf16, divided by 448 / 240, rounded
-to FP8 again, and the scales multiplied by it.
+It follows `preprocess_minimax_m2_fp8.py`. FP8 blocks of MiniMax are rescaled as that script does:
+values become bf16, are divided by 448 / 240 and rounded to FP8; scales are multiplied by 448 / 240.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from negamax.kernels.quantize.stored import encode
 from negamax.quantization.neuron import LARGEST, NEURON_BLOCKS
 
 _EXPERT = re.compile(r"(.*\.block_sparse_moe\.)experts\.(\d+)\.(w1|w2|w3)\.weight")
-# What is stored as one, and where it stands.
+# Matrices that are stored as one, and the name of the stack.
 _STACKED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 _RENAMED = (
     (re.compile(r"^model\."), ""),
@@ -38,12 +37,12 @@ _RENAMED = (
 
 
 def file_name(layer: int | None) -> str:
-    """The file of a layer, or of the tensors outside the layers."""
+    """Return the file of a layer, or of the tensors outside the layers."""
     return "model_extras.safetensors" if layer is None else f"model_layer{layer}.safetensors"
 
 
 def neuron_pieces(source: Source, layer: int | None, target: Target) -> Iterator[Piece]:
-    """All of a layer. Errors: `ConfigError` for a width of experts that is not whole blocks."""
+    """Yield a layer's pieces. Errors: `ConfigError` if experts are not whole blocks wide."""
     experts: dict[str, list[dict[str, Weight]]] = defaultdict(list)
     for weight in source.of_layer(layer):
         if match := _EXPERT.fullmatch(weight.name):
@@ -80,7 +79,7 @@ def _renamed(piece: Piece) -> Piece:
 
 
 def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
-    """Matrices [I, K] of one expert, beside each other as [K, I] in one entry of a stack."""
+    """Put matrices [I, K] of one expert beside each other, as [K, I], in one entry of a stack."""
     rows, columns = weights[0].shape
     if rows % E4M3_GROUP or columns % E4M3_GROUP:
         raise ConfigError(
@@ -115,7 +114,7 @@ def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
 
 
 def _transposed(weight: Weight, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """[K, I] in FP8 of Trainium."""
+    """Return [K, I] in Trainium's FP8."""
     if weight.format == NEURON_BLOCKS:
         return tensors
     if weight.format == E4M3_BLOCKS:

@@ -1,9 +1,8 @@
-"""A checkpoint split for a number of ranks: each has files of its own, with its part of every
-tensor.
+"""Checkpoints split for ranks: each rank has files with its part of every tensor.
 
-A part is cut at whole entries of a format, in both dimensions by the same unit, so that it holds
-what any device of the rank reads; two ranks whose border cuts an entry both have it. A tensor of
-which a rank reads nothing stands in its files with a size of 0: what is missing is found.
+A part consists of whole entries of a format, with the same unit in both dimensions, so it holds
+what any device of the rank reads. If a border between ranks divides an entry, both ranks store it.
+A tensor that a rank does not read has size 0 in its files, so missing tensors are still found.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ Parts = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank reads. `layout` None: everything, in a checkpoint that is not split."""
+    """The part that a rank reads. `layout` None: everything, in a checkpoint that is not split."""
 
     layout: ParallelLayout | None = None
-    regions: Mapping[str, Parts] | None = None  # by slot; of the others nothing is read
+    regions: Mapping[str, Parts] | None = None  # slot name -> region; other slots read nothing
 
     def file_name(self, number: int, count: int) -> str:
-        """The name of file `number` of `count`."""
+        """Return the name of file `number` of `count`."""
         if self.layout is None:
             return f"model-{number:05d}-of-{count:05d}.safetensors"
         return f"model-rank-{self.layout.rank}-part-{number:05d}.safetensors"
 
     @property
     def index_name(self) -> str:
-        """The name of the file that says which tensor is where."""
+        """Return the name of the index."""
         return INDEX_NAME if self.layout is None else RANK_INDEX_NAME.format(self.layout.rank)
 
     @property
     def metadata(self) -> dict[str, int]:
-        """Entries of the index: what the checkpoint is split for."""
+        """Return the index metadata: the split."""
         if self.layout is None:
             return {}
         return {
@@ -61,7 +60,7 @@ class Shard:
         }
 
     def held(self, piece: Piece) -> Iterator[tuple[Planned, Parts]]:
-        """The tensors of `piece`, and what of each is in the files."""
+        """Return the tensors of `piece`, each with the part that the files hold."""
         stored = {tensor.name: tensor for tensor in piece.format.tensors}
         for planned in piece.tensors:
             whole = tuple(map(range, planned.shape))
@@ -77,7 +76,7 @@ class Shard:
                 yield planned, stored[planned.name.rpartition(".")[2]].part(region)
 
     def file_metadata(self, pieces: Iterable[Piece]) -> dict[str, str]:
-        """Entries of a file's header: which tensors it holds parts of."""
+        """Return header entries that name the tensors stored in part."""
         parts = {
             planned.name: (planned.shape, [part.start for part in held])
             for piece in pieces
@@ -99,12 +98,13 @@ def _whole_units(stored: TensorFormat, region: Region, shape: tuple[int, ...]) -
 def shards_of(
     spec: ModelSpec, quantization: QuantizationSpec | None, *, tp: int, ep: int
 ) -> list[Shard]:
-    """One for each rank of a checkpoint of `spec` in another format. Errors: `ConfigError` for a
-    split that the model does not have.
+    """Return one shard for each rank of a checkpoint of `spec` in another format.
+
+    Errors: `ConfigError` for a split that the model does not support.
     """
     if tp == ep == 1:
         return [Shard()]
-    # with the index queries of all heads: a rank may read those of its own alone
+    # With index queries of all heads: a rank may read only its own.
     spec = replace(spec, quantization=quantization).shard_index()
     kernels = resolve(platform=CPU, dtype=torch.bfloat16)
     shards = []

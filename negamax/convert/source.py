@@ -1,6 +1,4 @@
-"""A checkpoint as a converter reads it: every weight of the model, checked as at load, and read one
-at a time.
-"""
+"""A checkpoint as the converter reads it: checked as at load, one weight at a time."""
 
 from __future__ import annotations
 
@@ -34,13 +32,14 @@ from negamax.models.registry import import_names, read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 
-# Scales of keys, values and queries, which a load may skip: they are carried over, for others.
+# Scales of keys, values and queries, which a load may skip, are copied for other engines.
 _OF_ATTENTION = re.compile(r"\.self_attn\.(?!.*(weight|input)_).*(scale|offset|zero_point)$")
 
 
 def is_linear(spec: WeightSpec, layer: int | None) -> bool:
-    """Whether it is a matrix that formats are for: one of a layer that is multiplied in the compute
-    dtype, which a router is not.
+    """Return whether formats apply to the matrix.
+
+    They apply to matrices of layers that are multiplied in the compute dtype; a router is not.
     """
     is_matrix = len(spec.shape) == 2 and not spec.is_table
     return is_matrix and spec.dtype is None and layer is not None
@@ -48,27 +47,27 @@ def is_linear(spec: WeightSpec, layer: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of the model, and where it is stored."""
+    """One weight of the model and its stored tensors."""
 
-    name: str  # of its slot
+    name: str  # name of its slot
     spec: WeightSpec
     layer: int | None
     move: Move
 
     @property
     def module(self) -> str:
-        """The name that descriptions know it by."""
+        """Name of the module in quantisation configs."""
         return self.name.removesuffix(f".{PLAIN.values.name}")
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the matrix."""
+        """Shape of the matrix."""
         rows, columns = self.spec.shape
         return rows, columns
 
     @property
     def is_linear(self) -> bool:
-        """See the function."""
+        """Whether formats apply to the matrix."""
         return is_linear(self.spec, self.layer)
 
     @property
@@ -78,8 +77,9 @@ class Weight:
 
     @property
     def is_as_described(self) -> bool:
-        """Whether its values have a dtype of the format: some files have FP8 of MI300 where the
-        description says FP8.
+        """Whether its values have a dtype of the format.
+
+        Some files hold FNUZ FP8 although the description says FP8.
         """
         stored, source = self.move.tensors[0]
         names = [SAFETENSORS_NAMES[dtype] for dtype in stored.dtypes]
@@ -87,13 +87,11 @@ class Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Stored, scales included."""
+        """Stored bytes, with scales."""
         return self.move.num_bytes
 
     def read(self, reader: CheckpointReader, rows: range | None = None) -> dict[str, Tensor]:
-        """The tensors that it is stored as, by the names of its format: all there are. `rows`: of a
-        plain one, those alone.
-        """
+        """Read the stored tensors by the format's names. `rows`: only these of a plain one."""
         tensors = {}
         for stored, source in self.move.tensors:
             is_plain = stored is PLAIN.values
@@ -106,16 +104,16 @@ class Weight:
                 source.check(stored, found, part, self.shape)
             tensors[stored.name] = found
         for stored, source in self.move.tensors:
-            if stored.role is Role.ACTIVATION:  # which the matrix does not depend on
+            if stored.role is Role.ACTIVATION:  # the values do not depend on it
                 whole = tuple(map(range, stored.shape(self.shape)))
                 found = reader.read(source.entry, source.region(whole))
                 tensors[stored.name] = found.reshape(list(map(len, whole)))
         return tensors
 
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """From the tensors that `read` gave to the weight in fp32.
+        """Dequantise the tensors that `read` returned, to fp32.
 
-        Errors: `CheckpointError` where values are NaN or infinite.
+        Errors: `CheckpointError` for values that are NaN or infinite.
         """
         if self.format is PLAIN:
             plain = tensors[PLAIN.values.name].float()
@@ -134,7 +132,7 @@ class Weight:
 
 
 class Source:
-    """The weights of the checkpoint in `folder`, by layer, whole if it is split for ranks.
+    """The weights of the checkpoint in `folder`, by layer; split checkpoints are joined.
 
     Errors of the constructor: `ConfigError`, `CheckpointError` as at load.
     """
@@ -150,7 +148,7 @@ class Source:
             name: WeightSlot(name, spec.shape, target=None, source=self._format(name, spec))
             for name, spec in specs.items()
         }
-        self.ranks = ranks_of(folder)  # that it is split for
+        self.ranks = ranks_of(folder)  # ranks that it is split for
         layouts = self.ranks or [ParallelLayout()]
         self._entries = [read_entries(folder, layout) for layout in layouts]
         entries = join(self._entries) if self.ranks else self._entries[0]
@@ -161,7 +159,7 @@ class Source:
         ]
         left = [(why, name) for why, those in plan.skipped.items() for name in those]
         scales = {name: why for why, name in left if _OF_ATTENTION.search(name)}
-        # tensors that are carried over as they are, by layer
+        # Tensors that are copied as stored, by layer.
         self.carried: dict[int | None, list[TensorEntry]] = {}
         for name, placement in names.place(scales, num_layers=self.spec.num_layers).items():
             layer = names.layer_of(placement.slots[0])
@@ -174,20 +172,20 @@ class Source:
         return self.scheme.format_of(name.removesuffix(f".{PLAIN.values.name}"))
 
     def reader(self) -> CheckpointReader:
-        """The reader of its tensors."""
+        """Return a reader of its tensors."""
         return JoiningReader(self._entries) if self.ranks else CheckpointReader()
 
     @property
     def layers(self) -> Iterator[int | None]:
-        """Numbers of layers, and None for what stands around them."""
+        """Numbers of the layers, and None for the tensors outside the layers."""
         return iter((*range(self.spec.num_layers), None))
 
     def of_layer(self, layer: int | None) -> list[Weight]:
-        """Its weights."""
+        """Return the weights of a layer."""
         return [weight for weight in self.weights if weight.layer == layer]
 
     def matrices_of_layer(self, layer: int | None) -> dict[str, TensorEntry]:
-        """The plain ones, each with the tensor that it is read from."""
+        """Return the plain weights, each with its entry."""
         return {
             weight.name: weight.move.entries[0]
             for weight in self.of_layer(layer)
@@ -196,11 +194,11 @@ class Source:
 
     @property
     def formats(self) -> tuple[TensorFormat, ...]:
-        """Other than plain, in which weights are stored."""
+        """The formats of its quantised weights."""
         found = (weight.format for weight in self.weights)
         return tuple(dict.fromkeys(stored for stored in found if stored is not PLAIN))
 
     @property
     def linear(self) -> dict[str, TensorFormat]:
-        """The format of each matrix that formats are for, by its module."""
+        """Return module -> format, for matrices that formats apply to."""
         return {one.module: one.format for one in self.weights if one.is_linear}

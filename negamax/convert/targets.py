@@ -1,7 +1,7 @@
-"""What `negamax convert --to` writes: each target as the description that its config.json gets.
+"""Targets of `negamax convert --to`: each is the description written to config.json.
 
-The formats of a target's modules are those that the reader of that description finds, so that what
-is written is what Negamax (and, by its own reader, vLLM or SGLang) takes it for. Imports no torch.
+The reader of that description determines the formats of the modules. What is written is therefore
+what Negamax reads, and vLLM or SGLang by their own readers. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 
 _HEAD_AND_ROUTER = ("lm_head", r"re:.*\.gate$")
-# What published 4-bit checkpoints leave in bf16 besides.
+# Modules that published 4-bit checkpoints also leave in bf16.
 _ATTENTION = r"re:.*\.self_attn\..*"
 
 
 @dataclass(frozen=True)
 class Target:
-    """One target. `error`: the relative error, |W' - W| / |W| by the Frobenius norm, of a matrix of
-    normally distributed weights (measured; `tests/cpu/test_convert.py` holds it).
+    """A conversion target.
+
+    `error` is the relative error |W' - W| / |W| (Frobenius norm) of a matrix of normally
+    distributed weights, measured and checked by `tests/cpu/test_convert.py`.
     """
 
     name: str
@@ -39,31 +41,33 @@ class Target:
 
     @property
     def limit(self) -> float:
-        """Beyond it an error is not explained by the format: outliers cost some of the factor."""
+        """The largest error that the format explains; the factor allows for outliers."""
         return 4 * self.error
 
     @property
     def quantization(self) -> QuantizationSpec | None:
-        """As a checkpoint's own description is read."""
+        """The description, as read from a checkpoint."""
         if self.description is None:
             return None
         return QuantizationSpec(str(self.description["quant_method"]), dict(self.description))
 
     def scheme(self) -> Scheme | None:
-        """The format of each module; None: all are plain."""
+        """Return the format of each module; None: all are plain."""
         return detect(self.quantization)
 
 
 def _compressed(
-    format: str, weights: Mapping[str, Any], *, inputs: Mapping[str, Any] | None, ignore: Any = ()
+    format: str, *, rounds_inputs: bool = False, with_attention: bool = True, **weights: Any
 ) -> dict[str, Any]:
-    """A description by compressed-tensors; `inputs`: how activations are quantised, None: not."""
+    """Build a compressed-tensors description; inputs are rounded per token."""
     common = {
         "actorder": None, "block_structure": None, "dynamic": False, "group_size": None,
         "observer": "minmax", "observer_kwargs": {}, "symmetric": True,
     }  # fmt: skip
+    inputs = {**common, "dynamic": True, "observer": None}
+    inputs |= {"num_bits": weights["num_bits"], "type": weights["type"], "strategy": "token"}
     group = {
-        "input_activations": inputs and {**common, "dynamic": True, "observer": None, **inputs},
+        "input_activations": inputs if rounds_inputs else None,
         "output_activations": None,
         "targets": ["Linear"],
         "weights": {**common, **weights},
@@ -73,7 +77,7 @@ def _compressed(
         "format": format,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": [*_HEAD_AND_ROUTER, *ignore],
+        "ignore": [*_HEAD_AND_ROUTER, *(() if with_attention else (_ATTENTION,))],
         "kv_cache_scheme": None,
     }
 
@@ -90,9 +94,7 @@ _ALL = (
     Target("bf16", "plain bfloat16", 0.0017, None),
     Target(
         "fp8-block",
-        "FP8 with 128 x 128 blocks, MiniMax's own format",
-        0.027,
-        _FP8_BLOCKS,
+        "FP8 with 128 x 128 blocks, MiniMax's own format", 0.027, _FP8_BLOCKS,
     ),
     Target(
         "fp8-fnuz",
@@ -105,9 +107,7 @@ _ALL = (
         "FP8 with a scale per output row (compressed-tensors float-quantized)",
         0.027,
         _compressed(
-            "float-quantized",
-            {"num_bits": 8, "type": "float", "strategy": "channel"},
-            inputs={"num_bits": 8, "type": "float", "strategy": "token"},
+            "float-quantized", rounds_inputs=True, num_bits=8, type="float", strategy="channel"
         ),
     ),
     Target(
@@ -115,9 +115,7 @@ _ALL = (
         "int8 with a scale per output row, W8A8 (compressed-tensors int-quantized)",
         0.0082,
         _compressed(
-            "int-quantized",
-            {"num_bits": 8, "type": "int", "strategy": "channel"},
-            inputs={"num_bits": 8, "type": "int", "strategy": "token"},
+            "int-quantized", rounds_inputs=True, num_bits=8, type="int", strategy="channel"
         ),
     ),
     Target(
@@ -125,10 +123,8 @@ _ALL = (
         "experts in int4 with groups of 128, W4A16 (compressed-tensors pack-quantized)",
         0.111,
         _compressed(
-            "pack-quantized",
-            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
-            inputs=None,
-            ignore=(_ATTENTION,),
+            "pack-quantized", with_attention=False,
+            num_bits=4, type="int", strategy="group", group_size=128,
         ),
     ),
     Target(
@@ -136,10 +132,8 @@ _ALL = (
         "experts in NVFP4, W4A16 (compressed-tensors nvfp4-pack-quantized)",
         0.095,
         _compressed(
-            "nvfp4-pack-quantized",
-            {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
-            inputs=None,
-            ignore=(_ATTENTION,),
+            "nvfp4-pack-quantized", with_attention=False,
+            num_bits=4, type="float", strategy="tensor_group", group_size=16,
         ),
     ),
     Target(
@@ -147,16 +141,8 @@ _ALL = (
         "experts in MXFP4, W4A16 (compressed-tensors mxfp4-pack-quantized)",
         0.1155,
         _compressed(
-            "mxfp4-pack-quantized",
-            {
-                "num_bits": 4,
-                "type": "float",
-                "strategy": "group",
-                "group_size": 32,
-                "scale_dtype": "torch.uint8",
-            },
-            inputs=None,
-            ignore=(_ATTENTION,),
+            "mxfp4-pack-quantized", with_attention=False,
+            num_bits=4, type="float", strategy="group", group_size=32, scale_dtype="torch.uint8",
         ),
     ),
     Target(
@@ -180,12 +166,12 @@ _ALL = (
             "modules_to_not_convert": ["embed_tokens", "lm_head", "norm", "router", "o_proj"],
         },
     ),
-)
+)  # fmt: skip
 TARGETS = {target.name: target for target in _ALL}
 
 
 def target_of(name: str) -> Target:
-    """Errors: `ConfigError` listing the names there are."""
+    """Return the target. Errors: `ConfigError` that lists the names."""
     if name not in TARGETS:
         raise ConfigError(f"--to is {name!r}; allowed: {', '.join(TARGETS)}")
     return TARGETS[name]

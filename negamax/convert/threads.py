@@ -1,4 +1,4 @@
-"""Work on many matrices, one in each thread: PyTorch's own threads gain little on small ones."""
+"""Thread pool for many matrices; PyTorch's own threads gain little on small ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
-MOST_THREADS = 8  # each holds a few copies of a matrix in fp32
+MOST_THREADS = 8  # each holds a few fp32 copies of a matrix
 
 
 def in_order(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """The results of `calls`, which are taken and run a few ahead."""
+    """Yield the results of `calls` in order; a few calls run ahead."""
     count = min(MOST_THREADS, os.cpu_count() or 1)
     before = torch.get_num_threads()
     torch.set_num_threads(1)

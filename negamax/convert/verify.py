@@ -1,4 +1,4 @@
-"""A converted checkpoint, read again and compared with its source, weight by weight."""
+"""Comparison of a converted checkpoint with its source, weight by weight."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from negamax.convert.targets import TARGETS, Target
 from negamax.convert.threads import in_order
 from negamax.formats.floats import PLAIN
 
-_PART_ELEMENTS = 2**18  # of a plain matrix, such as the embedding, at a time
+_PART_ELEMENTS = 2**18  # rows of a plain matrix, such as the embedding, compared at a time
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How much one weight W has changed: |W' - W| / |W| by the Frobenius norm (0 for zeros that
-    stay zeros), its new format, and whether that and its dtype are those of before.
+    """The change of one weight W.
+
+    `error` is |W' - W| / |W| by the Frobenius norm (0 if zeros stay zeros). The other fields are
+    the new format and whether format and dtype are unchanged.
     """
 
     name: str
@@ -36,11 +38,11 @@ class Difference:
 
     @property
     def kind(self) -> str:
-        """The name without the numbers of layer and expert."""
+        """The name without layer and expert numbers."""
         return _NUMBERED.sub("*", self.name)
 
     def limit(self, target: Target | None) -> float:
-        """The largest error that the conversion to `target` explains."""
+        """Return the largest error that the conversion to `target` explains."""
         if target is None or self.is_copy:
             return 0.0
         return TARGETS["bf16"].limit if self.format == PLAIN.name else target.limit
@@ -48,7 +50,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class KindSummary:
-    """All weights of one kind."""
+    """A summary of all weights of one kind."""
 
     kind: str
     format: str
@@ -60,7 +62,7 @@ class KindSummary:
 def compare(
     source: Source, destination: Path, *, progress: ShowProgress | None = None
 ) -> list[Difference]:
-    """Every weight of `source` beside the same of the checkpoint in `destination`.
+    """Compare every weight of `source` with the checkpoint in `destination`.
 
     Errors: those of a load.
     """
@@ -90,7 +92,7 @@ def compare(
 
 
 def _parts(one: Weight, other: Weight) -> Iterator[range]:
-    """The rows that are compared at once: a plain matrix may be as large as a layer."""
+    """Yield the rows to compare at a time: a plain matrix may be as large as a layer."""
     count, size = one.spec.shape[0], math.prod(one.spec.shape)
     is_plain = one.format is PLAIN and other.format is PLAIN
     rows = max(1, _PART_ELEMENTS * count // size) if is_plain else count
@@ -100,14 +102,14 @@ def _parts(one: Weight, other: Weight) -> Iterator[range]:
 def _norms(
     one: Weight, ours: Mapping[str, Tensor], other: Weight, theirs: Mapping[str, Tensor]
 ) -> tuple[float, float]:
-    """The norms of `one` and of the difference."""
+    """Return the norms of `one` and of the difference."""
     plain = one.dequantize(ours)
     changed = other.dequantize(theirs) - plain
     return torch.linalg.vector_norm(plain).item(), torch.linalg.vector_norm(changed).item()
 
 
 def by_kind(differences: Sequence[Difference]) -> list[KindSummary]:
-    """A summary of each kind, in the order of the weights."""
+    """Summarise each kind, in the order of the weights."""
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
     for one in differences:
         groups[one.kind, one.format].append(one.error)

@@ -1,8 +1,8 @@
-"""Writing safetensors files piece by piece, and the record of those that are finished.
+"""Writer of safetensors files, piece by piece, and the record of complete files.
 
-Where each tensor goes is known before the first is made, so that a file of any size is written with
-one matrix in memory. A file has another name until all of it is on disk. `Record` keeps the size
-and a CRC-32 of each finished one beside them, for a conversion that is taken up again.
+All offsets are known before the first tensor is made, so a file of any size needs one matrix in
+memory. A file gets its name only after it is complete on disk. `Record` stores size and CRC-32 of
+each complete file, for a conversion that is resumed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from negamax.checkpoint.reader import SAFETENSORS_NAMES, read_header
 from negamax.config.json_file import read_json_object
 
 _CHUNK_BYTES = 2**24
-_ALIGNMENT = 8  # of the data behind the header
+_ALIGNMENT = 8  # of the data after the header
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor that a file will have, or, with `count`, one of so many in one tensor."""
+    """A tensor of the file to write, or, with `count`, one entry of a stack."""
 
     name: str
     dtype: torch.dtype
@@ -48,8 +48,9 @@ class Planned:
 
 
 class TensorFile(AbstractContextManager["TensorFile"]):
-    """A safetensors file of `tensors`, which `write` fills in any order. It appears under its own
-    name when the context ends without an error.
+    """A safetensors file of `tensors`, which `write` fills in any order.
+
+    The file gets its name when the context ends without an error.
     """
 
     def __init__(self, path: Path, tensors: Sequence[Planned], metadata: Mapping[str, str]) -> None:
@@ -58,7 +59,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
         self._places: dict[tuple[str, int], tuple[int, Planned]] = {}
         offset = 0
-        # wide elements first: each then lies at a multiple of its size
+        # Wide elements first, so that each tensor is aligned to its element size.
         for tensor in sorted(tensors, key=lambda one: (-one.dtype.itemsize, one.name, one.index)):
             place = tensor.name, tensor.index
             assert place not in self._places, f"{tensor.name} twice in {path.name}"
@@ -79,7 +80,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         self._file.write(struct.pack("<Q", len(text)) + text)
 
     def write(self, planned: Planned, tensor: Tensor) -> None:
-        """Its data."""
+        """Write its data."""
         offset, expected = self._places.pop((planned.name, planned.index))
         found = tensor.dtype, tuple(tensor.shape)
         assert found == (expected.dtype, expected.shape), planned.name
@@ -100,13 +101,14 @@ class TensorFile(AbstractContextManager["TensorFile"]):
 
 
 class Record:
-    """The finished files of a conversion, in `folder`. Single writer: the converter."""
+    """The complete files of a conversion in `folder`. Single writer: the converter."""
 
     NAME = "negamax_conversion.json"
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
-        """`identity`: what is converted into what. Errors: `CheckpointError` where the folder has
-        the beginning of another conversion.
+        """Read or start the record. `identity`: source and target of the conversion.
+
+        Errors: `CheckpointError` if the folder holds a part of another conversion.
         """
         self._path = folder / self.NAME
         self._identity = dict(identity)
@@ -118,13 +120,13 @@ class Record:
         others = differences(self._identity, found.get("conversion"))
         if others:
             raise CheckpointError(
-                f"{folder} has the beginning of another conversion (other: {', '.join(others)})",
+                f"{folder} holds another conversion (different: {', '.join(others)})",
                 hint="remove the folder, or give another one",
             )
         self._files = found["files"]
 
     def is_finished(self, path: Path) -> bool:
-        """Whether `path` is whole, as it was written: its size, its header and all of its data."""
+        """Return whether `path` is complete: size, header and CRC-32 are as written."""
         expected = self._files.get(path.name)
         if expected is None or not path.is_file() or path.stat().st_size != expected[0]:
             return False
@@ -135,7 +137,7 @@ class Record:
         return _crc(path) == expected[1]
 
     def add(self, *paths: Path) -> None:
-        """They are finished."""
+        """Record files as complete."""
         for path in paths:
             self._files[path.name] = [path.stat().st_size, _crc(path)]
         self._write()
@@ -144,13 +146,14 @@ class Record:
         write_json(self._path, {"conversion": self._identity, "files": self._files})
 
     def remove(self) -> None:
-        """The conversion is complete."""
+        """Mark the conversion as complete."""
         self._path.unlink(missing_ok=True)
 
 
 def differences(identity: Mapping[str, Any], found: object) -> list[str]:
-    """In which fields a conversion is another one than `found`. The words of the command do not
-    matter: by which name the source is found, whose files are known by its digest.
+    """Return the fields in which a conversion differs from `found`.
+
+    The source's name in the command does not count: the digest identifies its files.
     """
     if not isinstance(found, Mapping):
         return list(identity)
@@ -159,7 +162,7 @@ def differences(identity: Mapping[str, Any], found: object) -> list[str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """All of it, or what was there before."""
+    """Replace the record atomically."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(valid_unicode(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")

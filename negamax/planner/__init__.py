@@ -1,1 +1,1 @@
-"""How a model may be split over given GPUs, what each split holds, and how fast it should be."""
+"""Plans to split a model over given GPUs: memory and predicted speed of each split."""

@@ -1,6 +1,4 @@
-"""Chunks of a prompt that take a pipeline equally long, by calculation: `cost` says how long one
-takes.
-"""
+"""Prompt chunks that take equally long in a pipeline; `cost` predicts the time of a chunk."""
 
 from __future__ import annotations
 
@@ -9,18 +7,19 @@ from collections.abc import Iterator
 from negamax.planner.cost import Costs
 from negamax.scheduler.chunk_length import ChunkLength, EvenTimes
 
-# No chunk is shorter than this part of a step: it would read the weights once more, for less than
-# the stages behind it wait.
+# No chunk is shorter than this fraction of a step. It would read the weights once more and save the
+# later stages less than that.
 LEAST_SHARE = 4
-_POINTS = 64  # at which prices are calculated, about
+_POINTS = 64  # about how many costs are computed
 
 
 def even_times(
     costs: Costs, *, max_num_batched_tokens: int, block_size: int, max_model_len: int
 ) -> EvenTimes:
-    """Chunks for prompts of up to `max_model_len` tokens, each of which takes the slowest stage as
-    long as the first `max_num_batched_tokens` of a prompt, but for those that would be too short to
-    be worth a step.
+    """Return chunk sizes for prompts of up to `max_model_len` tokens.
+
+    Each chunk takes the slowest stage as long as the first `max_num_batched_tokens` tokens do.
+    Chunks too short to be worth a step are enlarged.
     """
     most = max_num_batched_tokens
     every = max(most, -(-max_model_len // _POINTS))
@@ -33,7 +32,7 @@ def even_times(
 
 
 def chunks(length: ChunkLength, num_tokens: int, *, budget: int) -> Iterator[int]:
-    """The chunks of a prompt of `num_tokens` that runs alone, with `budget` tokens in a step."""
+    """Return the chunks of a single prompt of `num_tokens`, with `budget` tokens a step."""
     done = 0
     while done < num_tokens:
         count, _ = length.fit(done, num_tokens - done, budget)
@@ -42,9 +41,7 @@ def chunks(length: ChunkLength, num_tokens: int, *, budget: int) -> Iterator[int
 
 
 def _longest(costs: Costs, behind: int, limit: float, *, least: int, most: int) -> int:
-    """The longest chunk from `least` to `most` tokens that takes no longer than `limit` seconds, or
-    `least`.
-    """
+    """Return the longest chunk from `least` to `most` tokens within `limit` seconds, or `least`."""
     while least < most:
         middle = (least + most + 1) // 2
         if costs.chunk_seconds(middle, behind=behind) <= limit:

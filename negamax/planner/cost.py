@@ -1,14 +1,14 @@
-"""Seconds of a step, by calculation: what a rank must read and compute, and what it exchanges.
+"""Predicted seconds of a step: the bytes and operations of a rank and its exchanges.
 
-    stage = max(bytes of its products / bandwidth, their operations / rate)
-          + bytes of its KV cache / bandwidth (of a prefill: operations of attention / rate)
+    stage = max(bytes of its GEMMs / bandwidth, their operations / rate)
+          + bytes of its KV cache / bandwidth (prefill: operations of attention / rate)
           + layers * (LAYER_SECONDS + ROW_SECONDS * sqrt(rows) + TOKEN_SECONDS * tokens / tp)
           + exchanges
 
-All numbers below are of an H200 (docs/performance.md, docs/results); shares carry them over to
-other GPUs. Two are fitted to times per token on one, two and four, LAYER_SECONDS and ROW_SECONDS,
-one to prompts, TOKEN_SECONDS; the others were measured by themselves. docs/parallelism.md says how
-far predictions are off.
+All constants are for an H200 (docs/performance.md, docs/results); efficiencies carry them over to
+other GPUs. LAYER_SECONDS and ROW_SECONDS are fitted to times per token on one, two and four GPUs,
+and TOKEN_SECONDS to prompts; the others were measured on their own. docs/parallelism.md gives the
+prediction error.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from negamax.models.memory import Kept, ModelWeights, WeightKind, hit_share
 from negamax.parallel.layout import ParallelLayout
 from negamax.planner.gpus import MEASURED, GpuModel
 
-# Shares of the vendor's figures. Copies, and products in FP8 blocks or unquantised, reach 4.25 of
-# 4.8 TB/s; weight-only products of other formats less, by the bits of their elements.
+# Fractions of the vendor's figures. Copies, and GEMMs in FP8 blocks or unquantised, reach 4.25 of
+# 4.8 TB/s; weight-only GEMMs of other formats reach less, by the bits of their elements.
 READ_SHARE = 4.25 / 4.8
 WEIGHT_ONLY_SHARES = {8: 0.85, 4: 0.80}
 DENSE_FP8, EXPERTS_FP8 = 1100 / 1979, 640 / 1979
 DENSE_BF16, EXPERTS_BF16, WEIGHT_ONLY = 0.75, 0.40, 0.52
 ATTENTION_SHARE = 280 / 989
-# A layer without bytes: nine kernels that wait for one another, their rows, work on activations.
-# One or two rows on one rank take eight by now, some 1 us less than was fitted.
+# A layer without bytes: nine dependent kernels, their rows, and work on activations. One or two
+# rows on one rank take eight kernels, about 1 us less than was fitted.
 LAYER_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 23e-6, 3.6e-6, 0.08e-6
-MOST_ROWS = 256  # from where on more of them take no longer
-# Sums over the ranks of a machine: of few tokens by stores that carry flags, which doubles them.
+MOST_ROWS = 256  # more rows than this take no longer
+# Sums over the ranks of a machine. For few tokens, stores carry flags, which doubles the bytes.
 SMALL_SUM_TOKENS, SMALL_SUM_SHARE, SUM_SHARE, GATHER_SHARE = 256, 0.30, 0.84, 0.60
-SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # beside the norm that they are part of; of the QK norm
+SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # added to the fused norm; for the QK norm
 MESSAGE_SECONDS = 20e-6  # of NCCL
-MERGE_SECONDS = 4e-6  # of results of attention by stores that carry flags: calculated
-NETWORK_BYTES = 45e9  # per second and GPU between machines, of an adapter of 400 Gb/s each
+MERGE_SECONDS = 4e-6  # for attention results by stores that carry flags: calculated
+NETWORK_BYTES = 45e9  # per second and GPU between machines, with a 400 Gb/s adapter each
 
 
 @dataclass(frozen=True)
 class Workload:
-    """So many concurrent requests of so many tokens each."""
+    """A number of concurrent requests with given prompt and answer lengths."""
 
     concurrency: int
     input_len: int = 1000
@@ -65,13 +65,13 @@ class Workload:
 
     @property
     def context(self) -> float:
-        """Tokens of a request, in the middle of its answer."""
+        """Tokens of a request in the middle of its answer."""
         return self.input_len + self.output_len / 2
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is computed: weights, how they are kept, the caches and the dtypes."""
+    """A model to run: its weights as held, caches and dtypes."""
 
     weights: ModelWeights
     kept: Kept
@@ -83,9 +83,7 @@ class Model:
     def of(
         spec: ModelSpec, gpu: GpuModel, *, kv_dtype: str = "auto", index_dtype: str = "auto"
     ) -> Model:
-        """What `gpu` makes of a model whose caches are kept in these dtypes, "auto" as the model's
-        own.
-        """
+        """Return the model as `gpu` holds it. A dtype "auto" is the model's own."""
         dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
         caches = set_index_dtype(spec.kv_caches(), dtype if index_dtype == "auto" else index_dtype)
         return Model(
@@ -98,7 +96,7 @@ class Model:
 
     @property
     def shards_index(self) -> bool:
-        """Whether ranks hold a shard of its index keys each."""
+        """Whether each rank holds a shard of the index keys."""
         return any(cache.is_sharded for layer in self.caches for cache in layer)
 
 
@@ -113,7 +111,7 @@ class _Held(NamedTuple):
 
 
 class Costs:
-    """The times of one layout on GPUs of one kind, `per_node` of them in a machine."""
+    """The times of one layout on GPUs of one kind, with `per_node` of them in a machine."""
 
     def __init__(
         self, model: Model, gpu: GpuModel, layout: ParallelLayout, *, per_node: int
@@ -126,7 +124,7 @@ class Costs:
             for layers in (stage.layers(model.weights.spec.num_layers) for stage in self._stages)
         ]
         self._kinds_of_caches = [Counter(map(tuple, caches)) for caches in self._caches]
-        self._row_bytes = [  # of a token, in all layers
+        self._row_bytes = [  # of a token in all layers
             block_bytes(caches, 1, dtype=model.kv_dtype, ranks=layout.tp) for caches in self._caches
         ]
         self._held = [
@@ -142,7 +140,7 @@ class Costs:
         self._hops_locally = layout.world_size <= per_node
 
     def decode_seconds(self, concurrency: int, *, context: float) -> float:
-        """The time from one token of a sequence to the next, with `concurrency` sequences."""
+        """Return the time between two tokens of a sequence, with `concurrency` sequences."""
         batches = min(self._layout.pp, concurrency)
         rows = ceil(concurrency / batches)
         own = ceil(rows / self._layout.dp)
@@ -153,15 +151,16 @@ class Costs:
         return max(sum(stages), batches * max(stages)) + self._hops(own)
 
     def prefill_seconds(self, num_tokens: int, *, chunk: int) -> float:
-        """The time to the first token of one prompt of `num_tokens` that runs alone."""
+        """Return the time to first token of a single prompt of `num_tokens`."""
         whole, rest = divmod(num_tokens, chunk)
         return self.chunks_seconds([chunk] * whole + [rest] * (rest > 0))
 
     def chunks_seconds(self, chunks: Iterable[int]) -> float:
-        """The time to the first token of one prompt that runs alone, in `chunks` of so many tokens.
-        In a pipeline, stages run successive chunks at the same time.
+        """Return the time to first token of a single prompt in `chunks` of these sizes.
+
+        Pipeline stages run successive chunks at the same time.
         """
-        ended = [0.0] * self._layout.pp  # the latest chunk, by stage
+        ended = [0.0] * self._layout.pp  # end of the latest chunk, by stage
         done = 0
         for size in chunks:
             hop, arrived = self._hops(size) / max(1, self._layout.pp - 1), 0.0
@@ -172,11 +171,11 @@ class Costs:
         return ended[-1]
 
     def chunk_seconds(self, size: int, *, behind: int) -> float:
-        """The slowest stage's time for `size` tokens of a prompt that follow `behind` others."""
+        """Return the slowest stage's time for `size` prompt tokens after `behind` others."""
         return max(self._prefill(size, ranks=1, behind=behind))
 
     def prefill_rate(self, prompt: int, *, chunk: int) -> float:
-        """Tokens per second of many prompts of `prompt` tokens each, all ranks and stages busy."""
+        """Return tokens per second for many prompts of `prompt` tokens, with all ranks busy."""
         stages = self._prefill(
             chunk, ranks=self._layout.dp, behind=max(0, prompt - chunk) / 2, prompt=prompt
         )
@@ -185,8 +184,7 @@ class Costs:
     def _prefill(
         self, size: int, *, ranks: int, behind: float, prompt: int | None = None
     ) -> list[float]:
-        """Seconds of each stage for a chunk of `size` tokens on each of `ranks` data-parallel
-        ranks."""
+        """Return each stage's seconds for `size` tokens on each data-parallel rank."""
         visible = behind + min(size, prompt or size) / 2
         return [
             self._stage(place, tokens=size * ranks, own=size, context=visible, is_prefill=True)
@@ -196,8 +194,10 @@ class Costs:
     def _stage(
         self, place: int, *, tokens: int, own: int, context: float, is_prefill: bool
     ) -> float:
-        """A step of one stage: `tokens` of all data-parallel ranks, `own` of the one that has the
-        most, each of which sees `context` others.
+        """Return the time of a step in one stage.
+
+        `tokens` are those of all data-parallel ranks, `own` those of the rank with most, and each
+        token attends to `context` others.
         """
         layout, gpu, spec = self._stages[place], self._gpu, self._model.weights.spec
         layers = layout.layers(spec.num_layers)
@@ -230,13 +230,15 @@ class Costs:
         return seconds + self._context_seconds(place, own, is_prefill=is_prefill)
 
     def _product(self, held: _Held, *, tokens: int, own: int) -> float:
-        """The products with all weights of a kind: `tokens` for experts, `own` for others."""
+        """Return the time of GEMMs with weights of one kind: `tokens` for experts, `own` for
+        others.
+        """
         weight, layout = held.kind.weight, self._layout
         hit = hit_share(weight, tokens)
         ranks = layout.tp // (layout.dcp if weight.is_query else 1)
         rows = float(own)
         if weight.used is not None:
-            # what the busiest of `ep` ranks is asked for, beyond the mean of all of them
+            # Load of the busiest of `ep` ranks, relative to the mean.
             hit = min(
                 1.0,
                 hit + _beyond_mean(layout.ep) * sqrt(hit * (1 - hit) * layout.ep / weight.count),
@@ -248,7 +250,7 @@ class Costs:
         return max(hit * held.num_bytes / held.read, operations / held.rate)
 
     def _rates(self, kind: WeightKind, stored: TensorFormat) -> tuple[float, float]:
-        """Bytes and operations per second of products with matrices of a kind."""
+        """Return bytes and operations per second of GEMMs with matrices of a kind."""
         gpu, is_expert = self._gpu, kind.weight.used is not None
         full = READ_SHARE * gpu.bandwidth
         if stored is PLAIN or not self._model.kept(stored):
@@ -262,7 +264,7 @@ class Costs:
         return read, rate
 
     def _cache_bytes(self, caches: KvCacheSpecs, context: float) -> float:
-        """What a decode step reads of a sequence."""
+        """Return the bytes of a sequence that a decode step reads."""
         dtype, ranks = self._model.kv_dtype, self._layout.tp
         return sum(
             cache.read_tokens(context) * cache.block_bytes(1, dtype=dtype, ranks=ranks)
@@ -271,8 +273,9 @@ class Costs:
         )
 
     def _exchanges(self, own: int, *, ranks: int) -> float:
-        """The time of one layer's exchanges between the ranks of a stage. `ranks` have tokens of
-        their own, `own` each; experts get those of all of them.
+        """Return the time of one layer's exchanges between the ranks of a stage.
+
+        Each of `ranks` has `own` tokens; experts get the tokens of all ranks.
         """
         layout, hidden = self._layout, self._model.weights.spec.hidden_size
         found = 0.0
@@ -280,15 +283,16 @@ class Costs:
             found += 2 * self._sum_seconds(own, layout.tp) + NORM_SECONDS
         others = ranks - 1
         if others:
-            # rows in FP8 with their scales, ids and weights; what became of them in bf16
+            # Sent: rows in FP8 with scales, ids and weights. Returned: results in bf16.
             received = others * own * ((hidden + hidden / 32 + 64) + 2 * hidden)
             found += 2 * MESSAGE_SECONDS + received / self._gather_link
         return found
 
     def _context_seconds(self, place: int, own: int, *, is_prefill: bool) -> float:
-        """The time that context-parallel ranks of a stage take, for all layers, to exchange keys
-        and values of a prompt; or, where all compute the same tokens, to sum the outputs of their
-        experts.
+        """Return the time of context-parallel exchanges for all layers.
+
+        The ranks exchange keys and values of a prompt or, if all compute the same tokens, sum the
+        outputs of their experts.
         """
         ranks, num_layers = self._layout.cp, len(self._caches[place])
         if ranks == 1:
@@ -301,25 +305,26 @@ class Costs:
         return num_layers * MESSAGE_SECONDS + received / self._gather_link
 
     def _merge_seconds(self, own: int) -> float:
-        """The time of one layer's exchange between ranks that share out a KV cache: results for
-        each other's heads, with a weight of 4 bytes each.
+        """Return the time of one layer's exchange between ranks that shard a KV cache by tokens.
+
+        They send results for each other's heads, each with a weight of 4 bytes.
         """
         layout, spec = self._layout, self._model.weights.spec
         if layout.dcp == 1:
             return 0.0
         heads = spec.num_heads / layout.tp * layout.dcp
         received = (layout.dcp - 1) * own * heads * (2 * spec.head_dim + 4)
-        if self._gpu.has_fabric and own <= SMALL_SUM_TOKENS:  # of its own heads alone
+        if self._gpu.has_fabric and own <= SMALL_SUM_TOKENS:  # only its own heads
             return MERGE_SECONDS + received / layout.dcp / (SMALL_SUM_SHARE * self._gpu.link)
         return MESSAGE_SECONDS + received / self._gather_link
 
     @property
     def _gather_link(self) -> float:
-        """Bytes per second that reach a rank from the others of its stage."""
+        """Return the bytes per second that reach a rank from the others of its stage."""
         return GATHER_SHARE * self._gpu.link if self._is_local else NETWORK_BYTES
 
     def _sum_seconds(self, tokens: int, ranks: int) -> float:
-        """A sum of `tokens` rows over `ranks` of one machine."""
+        """Return the time to sum `tokens` rows over `ranks` of one machine."""
         hidden, gpu = self._model.weights.spec.hidden_size, self._gpu
         num_bytes = 2 * (ranks - 1) / ranks * tokens * 2 * hidden
         if not gpu.has_fabric:
@@ -328,21 +333,22 @@ class Costs:
         return SUM_SECONDS + num_bytes / (share * gpu.link)
 
     def _hops(self, tokens: int) -> float:
-        """The time from the first stage of a pipeline through all others."""
+        """Return the time from the first stage of a pipeline through all others."""
         num_bytes = 2 * tokens * self._model.weights.spec.hidden_size
         link = GATHER_SHARE * self._gpu.link if self._hops_locally else NETWORK_BYTES
         return (self._layout.pp - 1) * (MESSAGE_SECONDS + num_bytes / link)
 
 
 def _beyond_mean(count: int) -> float:
-    """How many standard deviations the largest of `count` normal numbers lies above their mean
-    (Blom's approximation).
+    """Return the expected maximum of `count` normal numbers, in standard deviations above the mean.
+
+    Blom's approximation.
     """
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def tokens_per_second(workload: Workload, *, decode_seconds: float, prefill_rate: float) -> float:
-    """Answers of `workload` without an end: prompts are read between the tokens of others."""
+    """Return tokens per second in steady state: prompts are processed between decode steps."""
     tokens = workload.concurrency * workload.output_len
     reading = workload.concurrency * workload.input_len / prefill_rate
     return tokens / (workload.output_len * decode_seconds + reading)

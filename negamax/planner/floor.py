@@ -1,6 +1,4 @@
-"""The physical limit of a decode step: the bytes that it must read, over the bandwidth that the
-memory has.
-"""
+"""The physical limit of a decode step: bytes to read divided by memory bandwidth."""
 
 from __future__ import annotations
 
@@ -19,11 +17,11 @@ def step_bytes(
     index_dtype: str,
     ranks: int,
 ) -> float:
-    """What each of `ranks` GPUs reads at least in a step of `batch` sequences of `context` tokens
-    (their mean) each, links and arithmetic for free.
+    """Return the least bytes that each of `ranks` GPUs reads in a decode step.
 
-    `dtype` is that of plain weights; quantised ones are read as they are stored. Of the KV cache a
-    share is counted: ranks beyond the heads of a cache may share out its tokens.
+    The step has `batch` sequences of `context` tokens on average; links and arithmetic are free.
+    `dtype` is that of plain weights; quantised ones are read as stored. The KV cache is divided by
+    `ranks`, also beyond its heads, since ranks may shard its tokens.
     """
     cached = sum(
         cache.read_tokens(context) * cache.block_bytes(1, dtype=kv_dtype, ranks=1)

@@ -1,8 +1,7 @@
-"""Figures of known GPUs, from which plans are computed without a GPU.
+"""Figures of known GPUs, for plans that need no GPU.
 
-Memory is what the driver says of a GPU; bandwidth and rates are those of the vendor's data sheet
-named beside each GPU, rates without sparsity; links are of one direction, to all other GPUs
-together.
+Memory is as the driver reports it. Bandwidth and rates (without sparsity) are from the data sheet
+named beside each GPU. Link rates are one direction, to all other GPUs together.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One kind of GPU. Bytes, bytes per second, operations per second."""
+    """One kind of GPU. Units: bytes, bytes per second, operations per second."""
 
     name: str
     memory: int
     bandwidth: float
     bf16: float
-    fp8: float  # 0: it has none
+    fp8: float  # 0: not supported
     link: float
-    has_fabric: bool  # GPUs of a machine are joined by NVLink and the like, not by PCIe alone
+    has_fabric: bool  # NVLink or similar joins the GPUs of a machine, not only PCIe
     platform: Platform
 
 
@@ -43,7 +42,7 @@ def _nvidia(
     link: float,
     capability: tuple[int, int],
 ) -> GpuModel:
-    """`bf16` and `fp8` in TFLOP/s, `link` in GB/s."""
+    """Build an entry: `bf16` and `fp8` in TFLOP/s, `link` in GB/s."""
     return GpuModel(
         name, mib * MIB, terabytes * 1e12, bf16 * 1e12, fp8 * 1e12, link * 1e9,
         has_fabric=link > 64, platform=nvidia(capability, name=name),
@@ -80,36 +79,37 @@ GPUS = {
         # NVIDIA HGX B200 and B300 data sheets, an eighth of each; NVLink 1.8 TB/s
         _nvidia("B200", 183_359, 8.0, 2250, 4500, 900, (10, 0)),
         _nvidia("B300", 275_040, 8.0, 2250, 4500, 900, (10, 3)),
-        # NVIDIA RTX PRO 6000 Blackwell data sheet (Workstation): 1,792 GB/s, PCIe 5.0 x16; the
-        # rates are a quarter (FP8) and an eighth (bf16) of its 4,000 FP4 operations with sparsity
+        # NVIDIA RTX PRO 6000 Blackwell data sheet (Workstation): 1,792 GB/s, PCIe 5.0 x16. FP8 is a
+        # quarter and bf16 an eighth of its 4,000 FP4 operations with sparsity.
         _nvidia("RTX-PRO-6000", 97_887, 1.792, 500, 1000, 64, (12, 0)),
         # AMD Instinct MI300X and MI355X data sheets: seven links of 64 and 77 GB/s
         _amd("MI300X", 196_592, 5.3, 1307, 2615, 448, "gfx942"),
         _amd("MI355X", 294_896, 8.0, 2517, 5033, 538, "gfx950"),
     )
 }
-MEASURED_RANKS = 4  # the most that M2 was measured on, with tensor parallelism alone
-MEASURED = GPUS["h200"]  # what every share and every fitted number of `cost` was measured on
+MEASURED_RANKS = 4  # the most GPUs that M2 was measured on, with tensor parallelism only
+MEASURED = GPUS["h200"]  # the GPU of all measured and fitted constants in `cost`
 
 
 def find_gpu(name: str) -> GpuModel:
-    """The GPU that is called `name` here or by its driver ("NVIDIA H200"). Errors: `ConfigError`
-    with the known names.
+    """Return the GPU by its name here or in its driver ("NVIDIA H200").
+
+    Errors: `ConfigError` with the known names.
     """
     words = set(re.findall("[a-z0-9]+", name.lower()))
     found = [key for key in GPUS if words.issuperset(key.split("-"))]
     if not found:
         raise ConfigError(
             f"--gpu is {name[:60]!r}; known: {', '.join(gpu.name for gpu in GPUS.values())}",
-            hint="of another GPU give --gpu-memory, and the known one that is nearest to it",
+            hint="for another GPU, give the most similar known one and --gpu-memory",
         )
-    return GPUS[max(found, key=len)]  # an H100 NVL is no H100
+    return GPUS[max(found, key=len)]  # an H100 NVL differs from an H100
 
 
 def visible_gpus() -> Sequence[GpuModel]:
-    """The NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, as the driver tells, with
-    the memory that each has; none where there is no driver. Errors: `ConfigError` for one that is
-    not known.
+    """Return the NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, each with its memory.
+
+    The list is empty without a driver. Errors: `ConfigError` for an unknown GPU.
     """
     try:
         rows = _driver_rows("index,uuid,name,memory.total")
@@ -121,8 +121,9 @@ def visible_gpus() -> Sequence[GpuModel]:
 
 
 def visible_devices() -> list[str] | None:
-    """The names by which CUDA_VISIBLE_DEVICES may give out the GPUs that it leaves, as far as the
-    driver knows them; None: neither the variable nor a driver says anything.
+    """Return the ids of the GPUs that CUDA_VISIBLE_DEVICES allows and the driver knows.
+
+    None: neither the variable nor a driver gives any.
     """
     wanted = env.find_variables(_VISIBLE).get(_VISIBLE)
     words = None if wanted is None else [word.strip() for word in wanted.split(",") if word.strip()]
@@ -136,8 +137,9 @@ def visible_devices() -> list[str] | None:
 
 
 def _driver_rows(columns: str) -> list[list[str]]:
-    """What the driver tells of each NVIDIA GPU of this machine. Errors: `OSError`,
-    `SubprocessError` where there is no driver.
+    """Return the driver's rows of this machine's NVIDIA GPUs.
+
+    Errors: `OSError`, `SubprocessError` without a driver.
     """
     query = ("nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits")
     done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
@@ -145,8 +147,9 @@ def _driver_rows(columns: str) -> list[list[str]]:
 
 
 def _seen_by_cuda(rows: list[list[str]], wanted: str | None) -> list[list[str]]:
-    """The rows (number, UUID, ...) that the variable names, in its order, up to the first that does
-    not exist; None: all.
+    """Return the rows (number, UUID, ...) that the variable selects, in its order; None: all.
+
+    As in CUDA, the selection ends at the first id that does not exist.
     """
     if wanted is None:
         return rows

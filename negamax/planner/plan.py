@@ -1,6 +1,4 @@
-"""A plan: the topologies of a model that run on given GPUs, best first, and why the others do not
-run.
-"""
+"""Plans: the topologies of a model that run on given GPUs, best first, and the refused ones."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from negamax.planner.cost import Costs, Model, Workload, tokens_per_second
 from negamax.planner.gpus import GIB, GpuModel
 from negamax.planner.topology import LEAST_TOKENS, LIMITS, Fit, Topology, fit, topologies
 
-TIE = 0.05  # by which predictions of times per token are off
+TIE = 0.05  # relative error of predicted times per token
 
 
 @dataclass(frozen=True)
@@ -31,35 +29,35 @@ class Hardware:
 
     @property
     def per_node(self) -> int:
-        """GPUs of a machine."""
+        """GPUs of one machine."""
         return self.gpus // self.nodes
 
     @property
     def budget(self) -> int:
-        """Bytes that may be used of each GPU."""
+        """Usable bytes of each GPU."""
         return int(self.gpu.memory * self.utilization)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What all replicas of a topology do together under a workload."""
+    """Predicted rates of all replicas of a topology under a workload."""
 
-    concurrency: int  # requests that run at a time; others wait for room in the cache
-    token_seconds: float  # from a token of a request to the next
-    tokens_per_second: float  # of answers, prompts being read in between
+    concurrency: int  # requests that run at a time; others wait for cache blocks
+    token_seconds: float  # time between two tokens of a request
+    tokens_per_second: float  # of answers, with prompts processed in between
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A topology that runs: its memory and its predicted times."""
+    """A topology that runs, with its memory and predicted times."""
 
     topology: Topology
     memory: Fit
     context_length: int  # tokens of the longest request
-    shards_index: bool  # ranks hold a shard of the index keys each
-    prompt_seconds: float  # one prompt alone, until its first token
-    prefill_rate: float  # tokens of prompts per second, of all replicas
-    predictions: tuple[Prediction, ...]  # by concurrency, as asked
+    shards_index: bool  # each rank holds a shard of the index keys
+    prompt_seconds: float  # time to first token of a single prompt
+    prefill_rate: float  # prompt tokens per second of all replicas
+    predictions: tuple[Prediction, ...]  # one for each requested concurrency
 
     @property
     def most_sequences(self) -> int:
@@ -75,7 +73,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Refused:
-    """A topology that does not run, and the reason with what would."""
+    """A topology that does not run, the reason and the remedy."""
 
     topology: Topology
     reason: str
@@ -83,9 +81,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `make_plan` found. Candidates are sorted by the time of a request at the least
-    concurrency.
-    """
+    """The result of `make_plan`. Candidates are sorted by latency at the lowest concurrency."""
 
     hardware: Hardware
     workloads: tuple[Workload, ...]
@@ -94,18 +90,16 @@ class Plan:
 
     @cached_property
     def fastest(self) -> Candidate | None:
-        """The one for latency: the least time of one request, at the least concurrency asked."""
+        """The candidate with the lowest latency at the lowest requested concurrency."""
         return self._plainest_of_best(self._request_seconds)
 
     @cached_property
     def busiest(self) -> Candidate | None:
-        """The one for throughput: most tokens per second, at the largest concurrency asked."""
+        """The candidate with most tokens per second at the highest requested concurrency."""
         return self._plainest_of_best(lambda each: 1 / each.predictions[-1].tokens_per_second)
 
     def _plainest_of_best(self, cost: Callable[[Candidate], float]) -> Candidate | None:
-        """The candidate that splits along the fewest axes, among those whose cost cannot be told
-        from the least one by such predictions.
-        """
+        """The candidate with the fewest split axes within the prediction error of the best."""
         least = min(map(cost, self.candidates), default=0.0)
         alike = [each for each in self.candidates if cost(each) <= (1 + TIE) * least]
         return min(alike, key=lambda each: (each.topology.num_axes, cost(each)), default=None)
@@ -128,14 +122,16 @@ def make_plan(
     one_engine: bool = False,
     split_for: Sequence[ParallelLayout] = (),
 ) -> Plan:
-    """All topologies of `spec` on `hardware`. `workloads` differ in their concurrency, which grows.
-    `max_model_len` must fit; None: one request of the workloads must, and the window is what fits,
-    up to the model's. Errors: `ConfigError` where the model has no such window. Each data-parallel
-    rank has slots for `max_num_seqs` requests; None: for as many as run at a time, and the default
-    at least. With `one_engine`, GPUs that a topology leaves over stay idle. Index keys, where the
-    model has any, are sharded over ranks that share out a KV cache, and where no request that must
-    fit does otherwise. `split_for`: the ranks that the checkpoint's files are for, where they are
-    split.
+    """Return all topologies of `spec` on `hardware`.
+
+    `workloads` are in order of concurrency. `max_model_len` must fit; None: one request of the
+    workloads must fit, and the context length is what fits, up to the model's. Each data-parallel
+    rank has slots for `max_num_seqs` requests; None: for those that run at a time, at least the
+    default. With `one_engine`, GPUs that a topology does not need stay idle. Index keys are sharded
+    over ranks that shard a KV cache, and if no request that must fit does otherwise. `split_for`:
+    ranks that the checkpoint's files are split for.
+
+    Errors: `ConfigError` if `max_model_len` exceeds the model's.
     """
     if max_model_len is not None and max_model_len > spec.max_position_embeddings:
         raise ConfigError(
@@ -189,7 +185,7 @@ def _fit(
     fitting: Callable[[Model], Fit],
     num_tokens: int,
 ) -> tuple[Model, Fit]:
-    """The model as it runs, its index keys sharded or not, and what a GPU holds of it."""
+    """Return the model as it runs (index keys sharded or not) and the memory of a GPU."""
     model = sharded if topology.dcp > 1 else plain
     memory = fitting(model)
     if (
@@ -205,7 +201,7 @@ def _fit(
 
 
 def _check_room(hardware: Hardware, memory: Fit, num_tokens: int) -> None:
-    """Errors: `ConfigError` with how much is missing for one request of `num_tokens`."""
+    """Refuse too little memory for `num_tokens`. Errors: `ConfigError` with the missing size."""
     missing = num_tokens * (memory.token + memory.slots) - memory.room
     if missing > 0:
         needed = (hardware.gpu.memory * hardware.utilization + missing) / hardware.utilization
@@ -254,7 +250,7 @@ def _candidate(
 
 
 def _prompt_seconds(costs: Costs, topology: Topology, num_tokens: int) -> float:
-    """The time of one prompt that runs alone, in the chunks that the engine would make of it."""
+    """Return the time of a single prompt, in the chunks that the engine would use."""
     most = LIMITS.max_num_batched_tokens
     if topology.pp == 1 or num_tokens <= most:
         return costs.prefill_seconds(num_tokens, chunk=most)

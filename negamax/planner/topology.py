@@ -1,4 +1,4 @@
-"""Ways to split a model over GPUs, and the conditions that each must satisfy."""
+"""Ways to split a model over GPUs, and their conditions."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from negamax.planner.cost import Model
 from negamax.planner.gpus import GIB
 
 LIMITS = STEP_LIMITS["cuda"]  # of each data-parallel rank
-LEAST_TOKENS = 8192  # of KV cache, for a model to be called usable
+LEAST_TOKENS = 8192  # least KV cache for a usable model
 
 
 def gpu_reserve(hidden_size: int) -> int:
-    """Bytes on each GPU beside weights, cache and request slots: a step's workspace, CUDA graphs,
-    the driver. The engine measures it: on H200 with steps of the default sizes 5.8 to 6.8 GiB for
-    MiniMax-M2 (hidden 3072), 8.8 to 9.8 for MiniMax-M3 (6144). This is somewhat more.
+    """Return the bytes of each GPU for a step's workspace, CUDA graphs and the driver.
+
+    The engine measures it: on an H200 with steps of the default sizes, 5.8 to 6.8 GiB for
+    MiniMax-M2 (hidden 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result is slightly more.
     """
     return (46 * GIB + 27 * GIB * hidden_size // 3072) // 10
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks of one engine along each axis (`parallel/layout.py`), and how many such engines."""
+    """Ranks of one engine along each axis (`parallel/layout.py`), and the number of engines."""
 
     tp: int = 1
     ep: int = 1
@@ -51,13 +52,13 @@ class Topology:
 
     @property
     def num_axes(self) -> int:
-        """Along which it is split."""
+        """Number of axes that it splits along."""
         sizes = (self.tp, self.ep, self.dp, self.pp, self.cp, self.replicas, self.dcp)
         return sum(size > 1 for size in sizes)
 
     @property
     def label(self) -> str:
-        """Such as "PP2 TP2 EP2", or "2 x TP4"."""
+        """Return a name such as "PP2 TP2 EP2" or "2 x TP4"."""
         sizes = (
             ("PP", self.pp),
             ("DP", self.dp),
@@ -71,14 +72,14 @@ class Topology:
 
     @property
     def layout(self) -> ParallelLayout:
-        """The layout of rank 0. Errors: `ConfigError`."""
+        """Return the layout of rank 0. Errors: `ConfigError`."""
         return ParallelLayout(
             tp=self.tp, ep=self.ep, dp=self.dp, pp=self.pp, cp=self.cp, dcp=self.dcp
         )
 
     @property
     def sizes(self) -> Mapping[str, int | bool]:
-        """The fields of `ParallelOptions` that differ from their defaults."""
+        """Return the fields of `ParallelOptions` that differ from their defaults."""
         stage = self.dp * self.cp * self.tp
         given: dict[str, int | bool] = {
             "tensor_parallel_size": self.tp,
@@ -94,15 +95,15 @@ class Topology:
 
     @property
     def options(self) -> ParallelOptions:
-        """What starts one engine. Errors: `ConfigError` where nothing runs it."""
+        """Return the options that start one engine. Errors: `ConfigError` if nothing runs it."""
         options = ParallelOptions(**self.sizes)  # type: ignore[arg-type]
         if ParallelLayout.of(options) != self.layout:
-            raise ConfigError(f"no option stands for {replace(self, replicas=1).label}")
+            raise ConfigError(f"no options start {replace(self, replicas=1).label}")
         return options
 
     @property
     def flags(self) -> list[str]:
-        """The same on the command line."""
+        """Return the same options as command-line flags."""
         found = []
         for name, size in self.sizes.items():
             found.append(f"--{name.replace('_', '-')}")
@@ -110,12 +111,14 @@ class Topology:
         return found
 
     def nodes(self, *, per_node: int) -> int:
-        """Machines of one engine, with `per_node` GPUs each."""
+        """Return the machines of one engine, with `per_node` GPUs each."""
         return max(1, self.ranks // per_node)
 
     def check(self, spec: ModelSpec, *, per_node: int) -> None:
-        """Errors: `ConfigError` where nothing runs this topology of the model, with `per_node` GPUs
-        in a machine."""
+        """Refuse a topology that cannot run the model with `per_node` GPUs in a machine.
+
+        Errors: `ConfigError`.
+        """
         if self.ranks > per_node and per_node % self.tp:
             raise ConfigError(
                 f"a machine has {per_node} of these GPUs, and networks are too slow for the "
@@ -126,9 +129,10 @@ class Topology:
 
 
 def topologies(gpus: int, *, per_node: int, kv_heads: int | None = None) -> Iterator[Topology]:
-    """All that need up to `gpus` GPUs, in as many replicas as these make, and not one more; some
-    GPUs of a machine, or all of several. With `kv_heads` also those whose ranks share out the
-    blocks of the KV heads of which they have copies.
+    """Yield all topologies for up to `gpus` GPUs, each with as many replicas as fit.
+
+    They use some GPUs of one machine or all GPUs of several. With `kv_heads`, topologies whose
+    ranks shard the blocks of replicated KV heads are included.
     """
     for ranks in (*range(1, per_node + 1), *range(2 * per_node, gpus + 1, per_node)):
         replicas = per_node // ranks * (gpus // per_node) or gpus // ranks
@@ -148,13 +152,13 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a GPU holds, in bytes; of the stage that has least room for its cache."""
+    """Bytes of a GPU, for the stage with the least room for its cache."""
 
     weights: int
-    room: int  # for the cache and the request slots; below 0: missing
+    room: int  # for cache and request slots; negative: missing
     token: int  # of cache
-    slots: int  # of all request slots, for each token of the window
-    longest: int  # window that is asked for
+    slots: int  # of all request slots, for each token of the context length
+    longest: int  # requested context length
 
     @property
     def context_length(self) -> int:
@@ -175,8 +179,10 @@ def fit(
     longest: int,
     max_num_seqs: int = LIMITS.max_num_seqs,
 ) -> Fit:
-    """What the GPUs of `layout` hold that may use `budget` bytes each, with slots for
-    `max_num_seqs` requests of up to `longest` tokens.
+    """Return the memory of a GPU of `layout`.
+
+    Each GPU may use `budget` bytes and has slots for `max_num_seqs` requests of up to `longest`
+    tokens.
     """
     slots = slot_bytes(longest, LIMITS.block_size, item=4) * (max_num_seqs + 1)
     found = []

@@ -1,1 +1,1 @@
-"""Which modules of a checkpoint are stored in which format: one file per quantisation method."""
+"""Quantisation methods: the format of each module of a checkpoint, one file per method."""

@@ -1,5 +1,7 @@
-"""Method "auto-round", Intel's: integers in the layouts of GPTQ or AWQ, FP8, and the FP4 and MX
-formats in the layouts of compressed-tensors, with other bits or none for single modules.
+"""Method "auto-round" (Intel).
+
+Integers in the layouts of GPTQ or AWQ, FP8, and FP4 and MX formats in the layouts of
+compressed-tensors. Single modules may have other bits or stay plain.
 """
 
 from __future__ import annotations
@@ -34,15 +36,14 @@ from negamax.quantization.integers import (
 from negamax.quantization.scheme import Scheme, canonical, check_fields, refuse, spellings
 
 _GPTQ, _AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
-# The layout's name -> the bits that it has and the format; without its suffix it is GPTQ with zero
-# points as they are.
+# Layout -> its bits and its format. Without a suffix, it is GPTQ with unshifted zero points.
 _PACKINGS: Mapping[str, tuple[tuple[int, ...], Callable[[int, int], TensorFormat]]] = {
     _GPTQ: (PACKED_BITS, lambda bits, size: gptq(bits, size, version=1)),
     _AWQ: ((4,), lambda bits, size: awq(size)),
     "auto_round": (PACKED_BITS, lambda bits, size: gptq(bits, size, version=2)),
     "auto_round:gptqmodel": (PACKED_BITS, lambda bits, size: gptq(bits, size, version=2)),
 }
-# FP8 by its group size, MX formats and NVFP4
+# FP8 by its group size; MX formats and NVFP4.
 _FP8 = {
     -1: fp8("fp8_e4m3_channel", (ROWS,), input_scale="input_scale"),
     0: fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale"),
@@ -51,18 +52,18 @@ _FP4 = nvfp4(
     values="weight_packed", global_scale="weight_global_scale", divides=True,
     input_scale="input_global_scale",
 )  # fmt: skip
-# The type of the data and its bits -> the format and its groups; "_rceil" says how it was rounded
+# Data type and bits -> format and groups. The suffix "_rceil" is a rounding mode.
 _FLOATS: Mapping[tuple[str, int], tuple[TensorFormat, int]] = {
     ("mx_fp", 4): (mxfp4(values="weight_packed"), MX_GROUP),
     ("mx_fp", 8): (mxfp8(), MX_GROUP),
     ("nv_fp", 4): (_FP4, NVFP4_GROUP),
 }
-_PLAIN_BITS = 16  # from here on a module is stored plain
-_META = frozenset("*+?^$|()[]{}\\")  # of a regular expression, which no name of a module has
+_PLAIN_BITS = 16  # a module with at least so many bits is stored plain
+# characters of a regular expression that module names do not have
+_META = frozenset("*+?^$|()[]{}\\")
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    """Errors: `ConfigError` for what is stored in another way."""
     spec = QuantizationSpec(spec.method, {"packing_format": _GPTQ, **spec.fields}, spec.source)
     check_fields(
         spec,
@@ -101,7 +102,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         return usual if f"{name}.".startswith(blocks) else PLAIN
 
     found = (usual, *by_name.values(), *(stored for _, stored in by_expression))
-    return Scheme(tuple(each for each in dict.fromkeys(found) if each is not PLAIN), format_of)
+    return Scheme.of(found, format_of)
 
 
 def _format(spec: QuantizationSpec) -> TensorFormat:
@@ -118,7 +119,7 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
 
 
 def _floats(spec: QuantizationSpec, data_type: str) -> TensorFormat:
-    """FP8, FP4 and the MX formats, whose activations may be rounded, too."""
+    """Read FP8, FP4 and the MX formats; activations may be quantised, too."""
     known = {**UNLESS_MORE, "data_type": (spec.fields["data_type"],)}
     check_fields(spec, {name: known[name] for name in known if name != "act_bits"})
     if data_type != "fp":
@@ -137,7 +138,7 @@ def _floats(spec: QuantizationSpec, data_type: str) -> TensorFormat:
 
 
 def _blocks(spec: QuantizationSpec) -> tuple[str, ...]:
-    """How the names of quantised modules begin; without a word of it, those of all layers."""
+    """Return the prefixes of quantised modules; by default those of all layers."""
     fields = ("quant_block_list", "block_name_to_quantize", "to_quant_block_names")
     field = next((name for name in fields if spec.fields.get(name)), fields[1])
     names = spec.fields.get(field) or "layers"

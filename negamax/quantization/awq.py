@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.formats.floats import PLAIN
 from negamax.formats.tensor_format import (
     COLUMNS,
     FLOATS,
@@ -25,19 +24,19 @@ from negamax.quantization.integers import (
     group_name,
     group_size,
 )
-from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list
+from negamax.quantization.scheme import Scheme, check_fields, module_list
 
 _VERSIONS = (None, "gemm", "GEMM")
-_WORD = Dim(Axis.ROWS, 8)  # eight numbers of 4 bits
+_WORD = Dim(Axis.ROWS, 8)  # eight 4-bit numbers
 
 
 @cache
 def awq(size: int) -> TensorFormat:
-    """(number - zero point) * scale of each row and `size` columns (-1: all). All tensors are
-    transposed, and words of 32 bits hold eight rows in an order of their own.
+    """Return (number - zero point) * scale for each row and `size` columns (-1: all).
+
+    All tensors are transposed. Words of 32 bits hold eight rows in AWQ's order.
     """
     group = group_dim(size)
-
     return TensorFormat(
         f"awq_uint4_{group_name(size)}",
         "uint4",
@@ -52,7 +51,6 @@ def awq(size: int) -> TensorFormat:
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    """Errors: `ConfigError` for what is stored in another way."""
     check_fields(
         spec,
         {
@@ -67,11 +65,5 @@ def read(spec: QuantizationSpec) -> Scheme:
         ),
     )  # fmt: skip
     stored = awq(group_size(spec))
-    # The head is never packed. `zero_point` false says that all zero points are 8, and they are
-    # stored all the same.
-    unconverted = (*module_list(spec, "modules_to_not_convert"), "lm_head")
-
-    def format_of(module: str) -> TensorFormat:
-        return PLAIN if is_within(module, unconverted) else stored
-
-    return Scheme((stored,), format_of)
+    # The head is never packed. With `zero_point` false, all zero points are 8, but they are stored.
+    return Scheme.uniform(stored, (*module_list(spec, "modules_to_not_convert"), "lm_head"))

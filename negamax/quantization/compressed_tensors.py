@@ -1,10 +1,12 @@
-"""Method "compressed-tensors", as LLM Compressor writes it: float-quantized (E4M3 with a scale per
-output row, block or matrix), nvfp4-pack-quantized, mxfp4-pack-quantized and mxfp8-quantized,
-pack-quantized (integers of 4 or 8 bits in groups of columns or per row) and int-quantized (integers
-of up to 8 bits in a byte each, likewise). "dense" says that the KV cache alone has scales.
+"""Method "compressed-tensors", as written by LLM Compressor.
 
-Where it says that activations are rounded to 8 bits, too, kernels may do so, with a scale per
-token.
+  - float-quantized: E4M3 with a scale per output row, block or matrix
+  - nvfp4-pack-quantized, mxfp4-pack-quantized, mxfp8-quantized
+  - pack-quantized: 2, 4 or 8 bit integers in words, in groups of columns or per row
+  - int-quantized: integers of up to 8 bits, one in a byte, in groups of columns or per row
+  - dense: only the KV cache has scales
+
+If the description also rounds activations to 8 bits, kernels may do so, with a scale per token.
 """
 
 from __future__ import annotations
@@ -59,11 +61,10 @@ from negamax.quantization.scheme import (
     refuse,
 )
 
-_GROUP_ORDERS = ("group", "dynamic", True)  # columns belong to groups by a stored order
+_GROUP_ORDERS = ("group", "dynamic", True)  # a stored tensor assigns columns to groups
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    """Errors: `ConfigError` for what is stored in another way."""
     check_fields(
         spec,
         {
@@ -86,7 +87,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         refuse(spec, "config_groups", groups, "an object of groups")
     read_groups = [_group(spec, f"config_groups.{name}", group) for name, group in groups.items()]
     by_class = next((stored for names, stored in read_groups if "Linear" in names), PLAIN)
-    # a name goes before a pattern, and these go by the alphabet, as in compressed-tensors
+    # As in compressed-tensors, names precede patterns, and patterns are sorted.
     targets = sorted(
         ((name, stored) for names, stored in read_groups for name in names),
         key=lambda each: each[0] if each[0].startswith("re:") else "",
@@ -102,12 +103,13 @@ def read(spec: QuantizationSpec) -> Scheme:
             return PLAIN
         return next((stored for names, stored in by_name if matches(module, names)), by_class)
 
-    return Scheme(tuple(dict.fromkeys(stored for _, stored in read_groups)), format_of)
+    return Scheme.of((stored for _, stored in read_groups), format_of)
 
 
 def _check_transforms(spec: QuantizationSpec) -> None:
-    """Field `transform_config`: rotations that are in the stored weights. Errors: `ConfigError` for
-    those that the running model would have to apply.
+    """Check `transform_config`: rotations that are folded into the stored weights.
+
+    Errors: `ConfigError` for rotations that the running model would have to apply.
     """
     said = spec.fields.get("transform_config") or {}
     transforms = said.get("config_groups") if isinstance(said, Mapping) else None
@@ -127,7 +129,7 @@ _IN_THE_WEIGHTS = "weight_input, weight_output (rotations of activations are not
 
 
 def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ...], TensorFormat]:
-    """The targets of a group, modules and classes of them, and how these are stored."""
+    """Return the targets of a group (modules and classes of modules) and their format."""
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
         refuse(spec, name, group, "an object with weights")
     fields = QuantizationSpec(spec.method, {"format": None, **group}, name)
@@ -144,7 +146,7 @@ def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ..
     is_dynamic = isinstance(inputs, Mapping) and inputs.get("dynamic") is True
     if inputs is not None and not is_dynamic:
         if stored_as not in _INPUT_SCALES or not isinstance(inputs, Mapping):
-            refuse(fields, "input_activations", inputs, "null or dynamic ones")
+            refuse(fields, "input_activations", inputs, "null or dynamic activations")
         stored = with_input_scale(stored, _INPUT_SCALES[stored_as])
     if isinstance(inputs, Mapping) and inputs.get("num_bits") == 8:
         same = inputs.get("type") in (None, weights.fields.get("type"))
@@ -152,13 +154,12 @@ def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ..
     return module_list(fields, "targets"), stored
 
 
-# What a group may say of its weights beside their bits, strategy and group size: anything else is
-# another format.
+# Fields of a group's weights beside bits, strategy and group size. Other values mean other formats.
 _WEIGHTS = {
     "symmetric": (True,), "dynamic": (None, False), "block_structure": (None,),
     "actorder": (None, False), "zp_dtype": (None,),
 }  # fmt: skip
-# and of how the scales were found
+# These describe only how the scales were found.
 _OBSERVED = ("observer", "observer_kwargs", "scale_dtype")
 
 
@@ -215,8 +216,9 @@ def _read_mx(weights: QuantizationSpec, *, bits: int) -> TensorFormat:
 def packed(
     bits: int, size: int, *, symmetric: bool = True, is_stored_order: bool = False
 ) -> TensorFormat:
-    """Integers in words of 32 bits along the columns, stored as number + 2^(bits - 1), with a scale
-    and, unless `symmetric`, a zero point for each row and `size` columns (-1: all).
+    """Return integers in 32-bit words along the columns, stored as number + 2^(bits - 1).
+
+    Each row and `size` columns (-1: all) have a scale and, unless `symmetric`, a zero point.
     """
     group, word = group_dim(size), 32 // bits
     tensors = [
@@ -268,9 +270,8 @@ def _read_packed(weights: QuantizationSpec) -> TensorFormat:
 
 @cache
 def int8(size: int) -> TensorFormat:
-    """number * scale of each row and `size` columns (-1: all)."""
+    """Return number * scale for each row and `size` columns (-1: all)."""
     group = group_dim(size)
-
     return TensorFormat(
         f"int8_{group_name(size)}",
         "int8",
@@ -296,7 +297,7 @@ def _read_int8(weights: QuantizationSpec) -> TensorFormat:
     return int8(group_size(weights) if is_grouped else -1)
 
 
-# A line here, and the function that it names, add a format of this method.
+# To add a format of this method, write its reader and a line here.
 _FORMATS: Mapping[str, Callable[[QuantizationSpec], TensorFormat]] = {
     "float-quantized": _read_e4m3,
     "nvfp4-pack-quantized": _read_nvfp4,
@@ -305,5 +306,5 @@ _FORMATS: Mapping[str, Callable[[QuantizationSpec], TensorFormat]] = {
     "pack-quantized": _read_packed,
     "int-quantized": _read_int8,
 }
-# Of which the scale of activations is stored that are not dynamic.
+# Names of the scales that static activations have.
 _INPUT_SCALES = {"float-quantized": "input_scale", "nvfp4-pack-quantized": "input_global_scale"}

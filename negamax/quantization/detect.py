@@ -1,4 +1,4 @@
-"""The table of quantisation methods: to add one, write its file and its line here."""
+"""The table of quantisation methods. To add one, write its file and a line here."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
 
 
 def detect(spec: QuantizationSpec | None) -> Scheme | None:
-    """The scheme of a checkpoint, or None for plain weights. Errors: `ConfigError` for a method, or
-    a field of one, that no file here reads.
+    """Return the scheme of a checkpoint, or None for plain weights.
+
+    Errors: `ConfigError` for an unsupported method or field.
     """
     if spec is None:
         return None
@@ -52,7 +53,7 @@ def detect(spec: QuantizationSpec | None) -> Scheme | None:
     read = online.read if spec.source == online.SOURCE else METHODS.get(spec.method)
     if read is None:
         raise ConfigError(
-            f"the checkpoint is quantised by {spec.method!r}, says its {spec.source}; supported: "
+            f"the checkpoint is quantised by {spec.method!r} ({spec.source}); supported: "
             f"{', '.join(METHODS)}",
             hint="use MiniMax's own FP8 checkpoint, or a BF16 one",
         )

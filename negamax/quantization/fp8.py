@@ -1,8 +1,7 @@
-"""Method "fp8", MiniMax's own: E4M3 matrices with one scale per block of 128 x 128, or of another
-size, or for all of a matrix, but for the modules that the checkpoint lists.
+"""Method "fp8" (MiniMax): E4M3 with a scale per block of 128 x 128, per other block or per matrix.
 
-Activations are rounded, too, where a kernel reads the weights as they are stored: in groups of 128
-with blocks, else by token.
+Listed modules stay plain. If a kernel reads the weights as stored, activations are rounded, too: in
+groups of 128 for blocks, otherwise per token.
 """
 
 from __future__ import annotations
@@ -15,18 +14,16 @@ from negamax.formats.floats import (
     E4M3_BLOCKS,
     E4M3_FNUZ,
     PER_MATRIX,
-    PLAIN,
     fp8,
     with_rounded_activations,
 )
 from negamax.formats.tensor_format import Axis, Dim, TensorFormat
-from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list, refuse
+from negamax.quantization.scheme import Scheme, check_fields, module_list, refuse
 
 _FNUZ = (E4M3_FNUZ, "e4m3fnuz")
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    """Errors: `ConfigError` for what is stored in another way."""
     check_fields(
         spec,
         {
@@ -35,10 +32,8 @@ def read(spec: QuantizationSpec) -> Scheme:
             "scale_fmt": (None, "float"),
         },
     )
-    stored = _format(spec)
-    names = "modules_to_not_convert", "ignored_layers"
-    unconverted = tuple(module for name in names for module in module_list(spec, name))
-    return Scheme((stored,), lambda name: PLAIN if is_within(name, unconverted) else stored)
+    plain = module_list(spec, "modules_to_not_convert", "ignored_layers")
+    return Scheme.uniform(_format(spec), plain)
 
 
 def _format(spec: QuantizationSpec) -> TensorFormat:
@@ -49,7 +44,7 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
         stored = fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale=scale, fnuz=fnuz)
         return with_rounded_activations(stored)
     if is_static:
-        refuse(spec, "activation_scheme", "static", "dynamic, beside a weight_block_size")
+        refuse(spec, "activation_scheme", "static", "dynamic (with weight_block_size)")
     stored = fp8_blocks(spec, "weight_block_size", scale_name="weight_scale_inv", fnuz=fnuz)
     return E4M3_BLOCKS if stored.name == E4M3_BLOCKS.name else stored
 
@@ -57,8 +52,9 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
 def fp8_blocks(
     spec: QuantizationSpec, name: str, *, scale_name: str = "weight_scale", fnuz: bool = False
 ) -> TensorFormat:
-    """E4M3 with a scale for blocks of as many rows and columns as field `name` says. Errors:
-    `ConfigError`.
+    """Return E4M3 with a scale per block; field `name` holds its rows and columns.
+
+    Errors: `ConfigError`.
     """
     block: Any = spec.fields.get(name)
     is_block = isinstance(block, list | tuple) and len(block) == 2

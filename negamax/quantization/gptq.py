@@ -1,5 +1,6 @@
-"""Method "gptq", as AutoGPTQ and GPTQModel write it: 2, 4 or 8 bits with a zero point per group of
-columns. Version 1 stores zero points less 1, version 2 as they are.
+"""Method "gptq" (AutoGPTQ, GPTQModel): 2, 4 or 8 bits with a zero point per group of columns.
+
+Version 1 stores zero points minus 1, version 2 stores them unchanged.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ _VERSIONS = {None: 1, "gptq": 1, "gptq_v2": 2}
 
 @remembered
 def gptq(bits: int, size: int, *, version: int, is_stored_order: bool = False) -> TensorFormat:
-    """(number - zero point) * scale of each row and `size` columns (-1: all). All tensors are
-    transposed; words of 32 bits hold values of columns and zero points of rows that follow each
-    other. With `is_stored_order` (desc_act) g_idx says to which group a column belongs.
+    """Return (number - zero point) * scale for each row and `size` columns (-1: all).
+
+    All tensors are transposed. Words of 32 bits hold the values of adjacent columns and the zero
+    points of adjacent rows. With `is_stored_order` (desc_act), g_idx assigns columns to groups.
     """
     group, word = group_dim(size), 32 // bits
 
@@ -61,7 +63,6 @@ def gptq(bits: int, size: int, *, version: int, is_stored_order: bool = False) -
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    """Errors: `ConfigError` for what is stored in another way."""
     check_fields(
         spec,
         {
@@ -81,22 +82,21 @@ def read(spec: QuantizationSpec) -> Scheme:
     version = _VERSIONS[spec.fields.get("checkpoint_format") or spec.fields.get("format")]
     usual = _format(spec, version)
     rules = [
-        (is_skipped, pattern, PLAIN if is_skipped else _format(changed, version))
+        (pattern, PLAIN if is_skipped else _format(changed, version))
         for is_skipped, pattern, changed in _rules(spec)
     ]
     within = flat_names(spec, "modules_in_block_to_quantize")
     has_head = spec.fields.get("lm_head") is True
 
     def format_of(module: str) -> TensorFormat:
-        for _, pattern, stored in rules:
+        for pattern, stored in rules:
             if any(map(pattern.match, spellings(module, pattern))):
                 return stored
         if is_within(module, ("lm_head",)):
             return usual if has_head else PLAIN
         return usual if not within or is_within(module, within) else PLAIN
 
-    stored = (usual, *(each for _, _, each in rules if each is not PLAIN))
-    return Scheme(tuple(dict.fromkeys(stored)), format_of)
+    return Scheme.of((usual, *(stored for _, stored in rules)), format_of)
 
 
 def _format(spec: QuantizationSpec, version: int) -> TensorFormat:
@@ -110,8 +110,9 @@ def _format(spec: QuantizationSpec, version: int) -> TensorFormat:
 
 
 def _rules(spec: QuantizationSpec) -> Iterator[tuple[bool, re.Pattern[str], QuantizationSpec]]:
-    """GPTQModel's `dynamic`: for the modules that a regular expression matches, the first one,
-    other fields, or, with "-:" before it, that they are left out.
+    """Read GPTQModel's `dynamic`: changed fields for modules that a regular expression matches.
+
+    The first match counts. The prefix "-:" leaves modules plain.
     """
     rules = spec.fields.get("dynamic") or {}
     if not isinstance(rules, Mapping):

@@ -1,6 +1,4 @@
-"""What the methods share that store integers of a few bits in groups of columns. Imports no
-torch.
-"""
+"""Shared parts of methods that store small integers in groups of columns. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ from negamax.quantization.scheme import refuse
 
 P = ParamSpec("P")
 
-PACKED_BITS = (2, 4, 8)  # of which a word of 32 bits holds a whole number
-# What AutoAWQ, GPTQModel and AutoRound say of how the numbers were found, and options of readers.
+PACKED_BITS = (2, 4, 8)  # a 32-bit word holds a whole number of them
+# Fields of AutoAWQ, GPTQModel and AutoRound that do not change what is stored.
 OF_THE_QUANTISER = (
     "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "cache_block_outputs",
     "damp_auto_increment", "damp_percent", "dataset", "do_fuse", "enable_alg_ext",
@@ -39,19 +37,20 @@ OF_THE_QUANTISER = (
     "static_attention_granularity", "static_groups", "static_kv_dtype", "static_kv_granularity",
     "supported_types", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
 )  # fmt: skip
-# What none of the three may say: activations of fewer bits, weights rotated, scales of scales.
+# Allowed values of fields that all three have. Others mean quantised activations, rotated weights
+# or scales of scales.
 UNLESS_MORE: Mapping[str, Sequence[object]] = {
     "adapter": (None,), "act_bits": (None, 16, 32), "data_type": (None, "int"),
     "pack_dtype": (None, "int32"), "rotation": (None,), "rotation_config": (None, {}),
     "rotation_configs": (None, []), "static_attention_dtype": (None,), "super_bits": (None,),
     "super_group_size": (None,), "sym": (None, False, True),
 }  # fmt: skip
-# and what means nothing then
+# These have no meaning while activations are not quantised.
 ACTIVATIONS = ("act_data_type", "act_dynamic", "act_group_size", "act_sym")
 
 
 def remembered(make: Callable[P, TensorFormat]) -> Callable[P, TensorFormat]:
-    """`make`, which gives one object for equal arguments, whether defaults are passed or not."""
+    """Cache `make`, so that equal arguments return one object, with defaults passed or omitted."""
     signature, known = inspect.signature(make), cache(make)
 
     @wraps(make)
@@ -64,7 +63,7 @@ def remembered(make: Callable[P, TensorFormat]) -> Callable[P, TensorFormat]:
 
 
 def group_size(spec: QuantizationSpec, name: str = "group_size") -> int:
-    """Columns that share a scale, -1 for all of them. Errors: `ConfigError`."""
+    """Return the columns that share a scale, -1 for all. Errors: `ConfigError`."""
     size = spec.fields.get(name)
     if type(size) is not int or not (size == -1 or (size >= 8 and size % 8 == 0)):
         refuse(spec, name, size, "-1 and multiples of 8")
@@ -72,7 +71,7 @@ def group_size(spec: QuantizationSpec, name: str = "group_size") -> int:
 
 
 def flat_names(spec: QuantizationSpec, name: str) -> tuple[str, ...]:
-    """Field `name`: a list of names, or of lists of them. Errors: `ConfigError`."""
+    """Return field `name`, a list of names or of lists of names. Errors: `ConfigError`."""
     found = spec.fields.get(name) or []
     parts = found if isinstance(found, list) else [None]
     names = [each for part in parts for each in (part if isinstance(part, list) else [part])]
@@ -83,17 +82,17 @@ def flat_names(spec: QuantizationSpec, name: str) -> tuple[str, ...]:
 
 
 def group_dim(size: int) -> Dim:
-    """The dimension of a tensor with one entry for each group of columns."""
+    """Return the dimension of a tensor with one entry per group of columns."""
     return ONE if size == -1 else Dim(Axis.COLUMNS, size)
 
 
 def group_name(size: int) -> str:
-    """How the name of a format ends."""
+    """Return the suffix of a format's name."""
     return "channel" if size == -1 else f"group_{size}"
 
 
 def group_index(name: str, size: int, *, is_stored_order: bool, optional: bool) -> StoredTensor:
-    """The group of each column. Unless the columns are in a stored order, it is known."""
+    """Return the tensor with each column's group, which is known unless the order is stored."""
     return StoredTensor(
         name,
         Role.PERMUTATION,
@@ -106,10 +105,10 @@ def group_index(name: str, size: int, *, is_stored_order: bool, optional: bool) 
 
 
 def int8_rows(name: str, *others: StoredTensor, scale: Dim = ROWS) -> TensorFormat:
-    """number * weight_scale of each row, or (`scale` ONE) of the matrix. `others` are stored beside
-    them and change nothing.
-    """
+    """Return number * weight_scale per row or, with `scale` ONE, per matrix.
 
+    `others` are stored beside them and do not change the values.
+    """
     return TensorFormat(
         name,
         "int8",

@@ -1,9 +1,11 @@
-"""Method "modelopt", NVIDIA's Model Optimizer: one algorithm for all modules but those excluded, or
-(MIXED_PRECISION) one for each module that is listed; or null, where at most the KV cache has
-scales. The fields stand in config.json, or under "quantization" in hf_quant_config.json.
+"""Method "modelopt" (NVIDIA Model Optimizer).
 
-Most of its algorithms round activations, too. Kernels may do so with FP8 per matrix or row, a scale
-per token; elsewhere activations stay in the compute dtype.
+One algorithm applies to all modules but the excluded ones. MIXED_PRECISION lists one for each
+module. With null, at most the KV cache has scales. The fields are in config.json, or under
+"quantization" in hf_quant_config.json.
+
+Most algorithms also round activations. Kernels may do so for FP8 per matrix or row, with a scale
+per token; otherwise activations stay in the compute dtype.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from negamax.quantization.scheme import (
 )
 
 _BLOCKS = Dim(Axis.ROWS, E4M3_GROUP), ONE, Dim(Axis.COLUMNS, E4M3_GROUP), ONE
-# Algorithm -> format, and the group sizes that may stand beside it.
+# Algorithm -> format and the group sizes that it may have.
 ALGORITHMS: Mapping[str, tuple[TensorFormat, tuple[int | None, ...]]] = {
     "FP8": (
         with_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale")),
@@ -61,7 +63,6 @@ _MIXED = "MIXED_PRECISION"
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    """Errors: `ConfigError` for what is stored in another way."""
     inner = spec.fields.get("quantization")
     if isinstance(inner, Mapping):
         check_fields(spec, {}, beside=("producer", "quant_method", "quantization"))
@@ -77,7 +78,7 @@ def read(spec: QuantizationSpec) -> Scheme:
             "has_zero_point": (None, False),
             "pre_quant_scale": (None, False),
         },
-        # `config_groups` says the same in other words, but for the group size
+        # `config_groups` repeats the algorithm and adds the group size.
         beside=(
             "config_groups", "exclude_modules", "group_size", "ignore", "kv_cache_scheme",
             "producer", "quant_method", "quantized_layers",
@@ -86,21 +87,21 @@ def read(spec: QuantizationSpec) -> Scheme:
     check_kv_cache(spec, "kv_cache_scheme")
     if is_plain:
         return Scheme((), lambda _: PLAIN)
-    excluded = (*module_list(spec, "exclude_modules"), *module_list(spec, "ignore"))
+    excluded = module_list(spec, "exclude_modules", "ignore")
     if algorithm != _MIXED:
         stored = _format(replace(spec, fields={**_group_size(spec), **spec.fields}))
-        return Scheme((stored,), lambda name: PLAIN if is_within(name, excluded) else stored)
+        return Scheme.uniform(stored, excluded)
     listed = _listed(spec)
     find = by_module(listed)
 
     def format_of(module: str) -> TensorFormat:
         return PLAIN if is_within(module, excluded) else find(module) or PLAIN
 
-    return Scheme(tuple(dict.fromkeys(listed.values())), format_of)
+    return Scheme.of(listed.values(), format_of)
 
 
 def _listed(spec: QuantizationSpec) -> dict[str, TensorFormat]:
-    """The modules of `quantized_layers`."""
+    """Return the formats of the modules in `quantized_layers`."""
     layers = spec.fields.get("quantized_layers")
     if not isinstance(layers, Mapping) or not layers:
         refuse(spec, "quantized_layers", layers, "an object of modules")
@@ -122,7 +123,7 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
 
 
 def _group_size(spec: QuantizationSpec) -> dict[str, Any]:
-    """What `config_groups` says of it."""
+    """Return the group size in `config_groups`, if any."""
     groups = spec.fields.get("config_groups")
     said = groups.values() if isinstance(groups, Mapping) else ()
     weights = [group.get("weights") for group in said if isinstance(group, Mapping)]

@@ -1,10 +1,10 @@
-"""Method "modelslim", Ascend's: quant_model_description.json says of each tensor how it is stored.
+"""Method "modelslim" (Ascend): quant_model_description.json names the format of each tensor.
 
-Kernels may round activations to 8 bits as the method does, but with a scale per token. What is
-stored for that is not needed: with activations as they are, x W^T is what the sum over rounded ones
-with `quant_bias` and `deq_scale` comes to, since `quant_bias` is the bias of the layer, of which M2
-has none, less what `input_offset` adds. What QuaRot rotates is rotated in the weights; only a draft
-head that was trained for the model before must know (`checkpoint/quarot.py`).
+Kernels may round activations to 8 bits as the method does, but with a scale per token. The stored
+scales of activations are not needed. With unrounded activations, x W^T equals the sum over rounded
+ones with `quant_bias` and `deq_scale`: `quant_bias` is the layer's bias (M2 has none) minus the
+contribution of `input_offset`. QuaRot's rotation is folded into the weights; only a draft that was
+trained on the unrotated model needs it (`checkpoint/quarot.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from negamax.quantization.integers import group_dim, group_name, group_size
 from negamax.quantization.scheme import Scheme, canonical, check_fields, refuse
 
 _INT8 = StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS))
-# Of activations that are rounded with scales found before.
+# For static activations.
 _STATIC = (
     StoredTensor("input_offset", Role.ACTIVATION, (*FLOATS, "int8"), (ONE,)),
     StoredTensor("quant_bias", Role.ACTIVATION, ("int32",), (ROWS,)),
@@ -42,7 +42,6 @@ _DEQ_SCALE = StoredTensor("deq_scale", Role.ACTIVATION, ("float32", "int64"), (R
 
 def _scales(size: int) -> tuple[StoredTensor, StoredTensor]:
     dims = ROWS, group_dim(size)
-
     return (
         StoredTensor("weight_scale", Role.SCALE, FLOATS, dims),
         StoredTensor(
@@ -53,8 +52,7 @@ def _scales(size: int) -> tuple[StoredTensor, StoredTensor]:
 
 @cache
 def int8(size: int, *, is_static: bool) -> TensorFormat:
-    """number * weight_scale of each row and `size` columns (-1: all)."""
-
+    """Return number * weight_scale for each row and `size` columns (-1: all)."""
     static = (*_STATIC, _INPUT_SCALE, _DEQ_SCALE) if is_static else ()
     return TensorFormat(
         f"modelslim_int8_{group_name(size)}{'_static' if is_static else ''}",
@@ -64,7 +62,7 @@ def int8(size: int, *, is_static: bool) -> TensorFormat:
     )
 
 
-# deq_scale is input_scale * weight_scale, and the latter is not stored.
+# deq_scale is input_scale * weight_scale; weight_scale is not stored.
 INT8_DEQ_SCALE = TensorFormat(
     "modelslim_int8_deq_scale",
     "int8",
@@ -80,8 +78,9 @@ INT8_DEQ_SCALE = TensorFormat(
 
 @cache
 def int4(parts: int) -> TensorFormat:
-    """number * weight_scale of each row, two rows in a byte, the lower half first; scale_bias has
-    one sum of the activations' correction for each of `parts` parts of the columns.
+    """Return number * weight_scale per row, with two rows in a byte, the even row in the low half.
+
+    scale_bias corrects activations; it has a sum for each of `parts` parts of the columns.
     """
     return TensorFormat(
         f"modelslim_int4_channel_{parts}",
@@ -95,12 +94,11 @@ def int4(parts: int) -> TensorFormat:
     )
 
 
-_ROW_PARALLEL = (".o_proj", ".w2", ".down_proj")  # whose scale_bias has 16 parts
+_ROW_PARALLEL = (".o_proj", ".w2", ".down_proj")  # their scale_bias has 16 parts
 _TYPES = ("FLOAT", "W8A8_DYNAMIC", "W8A8", "W8A8_MIX", "W8A16", "W4A8_DYNAMIC")
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    """Errors: `ConfigError` for what is stored in another way."""
     others = {name: said for name, said in spec.fields.items() if "." not in name}
     check_fields(
         QuantizationSpec(spec.method, others, spec.source),
@@ -126,8 +124,7 @@ def read(spec: QuantizationSpec) -> Scheme:
     def format_of(module: str) -> TensorFormat:
         return formats.get(canonical(module), PLAIN)
 
-    found = dict.fromkeys(formats.values())
-    return Scheme(tuple(stored for stored in found if stored is not PLAIN), format_of)
+    return Scheme.of(formats.values(), format_of)
 
 
 def _format(spec: QuantizationSpec, module: str, said: str) -> TensorFormat:

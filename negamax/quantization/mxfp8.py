@@ -1,20 +1,18 @@
-"""Method "mxfp8", MiniMax's own for M3: E4M3 matrices with a power of two for 32 columns, but for
-the modules that the checkpoint lists.
+"""Method "mxfp8" (MiniMax-M3): E4M3 with a power of two per 32 columns. Listed modules stay plain.
 
-Activations stay in the compute dtype, where the method would round them to MXFP8, too.
+Activations stay in the compute dtype; the method would round them to MXFP8.
 """
 
 from __future__ import annotations
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.formats.floats import E4M3, MX_GROUP, PLAIN, mxfp8
-from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list
+from negamax.formats.floats import E4M3, MX_GROUP, mxfp8
+from negamax.quantization.scheme import Scheme, check_fields, module_list
 
 MXFP8 = mxfp8(scale_name="weight_scale_inv")
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    """Errors: `ConfigError` for what is stored in another way."""
     check_fields(
         spec,
         {
@@ -26,6 +24,4 @@ def read(spec: QuantizationSpec) -> Scheme:
         },
         beside=("ignored_layers", "modules_to_not_convert", "quant_method"),
     )
-    names = "ignored_layers", "modules_to_not_convert"
-    ignored = tuple(module for name in names for module in module_list(spec, name))
-    return Scheme((MXFP8,), lambda module: PLAIN if is_within(module, ignored) else MXFP8)
+    return Scheme.uniform(MXFP8, module_list(spec, "ignored_layers", "modules_to_not_convert"))

@@ -1,6 +1,4 @@
-"""The names of vLLM 0.33 and SGLang 0.5.23 for quantisations (`--quantization NAME`), checked
-against what a checkpoint says of itself.
-"""
+"""The names of vLLM 0.33 and SGLang 0.5.23 for `--quantization`, checked against the checkpoint."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ from negamax.config.quantization import QuantizationSpec
 from negamax.quantization import online
 from negamax.quantization.detect import detect
 
-# Method of a checkpoint -> other names of it -> the kind of it that alone has the name, "" where
-# all have. Some say which kernels are to multiply: here the platform chooses those.
+# Method -> other names for it -> the algorithm that the name is limited to ("": none). Some names
+# select kernels in other engines; here the platform selects them.
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "auto-round": {"inc": ""},
     "awq": dict.fromkeys(("auto_awq", "awq_marlin", "cpu_awq", "marlin", "moe_wna16"), ""),
@@ -31,12 +29,13 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 
 
-_BLOCKS = ("fp8", "fp8-per-block")  # also of what is stored in MXFP8
+_BLOCKS = ("fp8", "fp8-per-block")  # also for MXFP8 checkpoints
 
 
 def check_name(name: str | None) -> str | None:
-    """The one spelling of `name`; None where it leaves the choice to the checkpoint. Errors:
-    `ConfigError` for a name that nothing here has.
+    """Return the normalised `name`; None if the checkpoint decides.
+
+    Errors: `ConfigError` for an unknown name.
     """
     plain = _plain(name or "")
     if plain in ("", "auto", "none"):
@@ -53,10 +52,10 @@ def check_name(name: str | None) -> str | None:
 def quantized(
     name: str | None, spec: QuantizationSpec | None, *, is_drawn: bool = False
 ) -> tuple[QuantizationSpec | None, str | None]:
-    """How the weights of a checkpoint that `spec` describes are held with `--quantization NAME`,
-    and a line for the log. Synthetic weights (`is_drawn`) are held in any way.
+    """Return how `--quantization NAME` holds the weights that `spec` describes, and a log line.
 
-    Errors: `ConfigError` where the checkpoint is stored in another way.
+    Synthetic weights (`is_drawn`) are held in any format. Errors: `ConfigError` if the checkpoint
+    has another format.
     """
     wanted = check_name(name)
     if wanted is None:
@@ -75,8 +74,8 @@ def quantized(
         if wanted in _BLOCKS and _can_be_blocks(spec):
             return online.blocks_spec(spec), None
         raise ConfigError(
-            f"--quantization is {name!r}; the checkpoint is quantised by {spec.method!r}, says its "
-            f"{spec.source}",
+            f"--quantization is {name!r}; the checkpoint is quantised by {spec.method!r} "
+            f"({spec.source})",
             hint="leave it out",
         )
     return spec, f"--quantization {name}: detected in {spec.source}, not needed"
@@ -85,15 +84,16 @@ def quantized(
 def _can_be_blocks(spec: QuantizationSpec) -> bool:
     try:
         scheme = detect(spec)
-    except ConfigError:  # which is said of the checkpoint when it is read
+    except ConfigError:  # the loader reports it
         return False
     return scheme is not None and online.can_be_blocks(scheme)
 
 
 def _names(spec: QuantizationSpec) -> list[str]:
-    """What the quantisation of a checkpoint is called beside its method."""
+    """Return the names of a checkpoint's quantisation beside its method."""
     method = _plain(spec.method)
-    method = "modelopt" if method.startswith("modelopt") else method  # some name the algorithm
+    # some methods include the algorithm
+    method = "modelopt" if method.startswith("modelopt") else method
     fields = spec.fields.get("quantization")  # of hf_quant_config.json
     fields = fields if isinstance(fields, Mapping) else spec.fields
     kinds = ("", fields.get("format"), fields.get("quant_algo"))
@@ -101,5 +101,5 @@ def _names(spec: QuantizationSpec) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """One spelling for `auto_round`, `auto-round` and `AUTO-ROUND`."""
+    """Normalise spellings such as `auto_round`, `auto-round` and `AUTO-ROUND`."""
     return name.lower().replace("_", "-")

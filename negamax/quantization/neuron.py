@@ -1,10 +1,9 @@
-"""Method "neuron_fp8": FP8 of Trainium, whose values reach up to 240, as the preprocessing of
-neuronx-distributed-inference lays M2 out: q, k and v with a scale per output row, experts stacked,
-transposed and with a scale per 128 x 128 block or, in its mode per_row, per output row, everything
-else plain.
+"""Method "neuron_fp8": Trainium's FP8 (values up to 240) by neuronx-distributed-inference.
 
-That preprocessing writes no description of its own: `config/quantization.py` finds its names in the
-index. `negamax convert` writes one under this name.
+q, k and v have a scale per output row. Experts are stacked and transposed, with a scale per 128 x
+128 block or, in mode per_row, per output row. All other weights are plain. That tool writes no
+description: `config/quantization.py` recognises its tensor names in the index. `negamax convert`
+writes a description under this name.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ NEURON_EXPERT_ROWS = TensorFormat(
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    """Errors: `ConfigError` for what is stored in another way."""
     check_fields(
         spec,
         {

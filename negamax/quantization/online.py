@@ -1,6 +1,7 @@
-"""Method "online": a checkpoint whose matrices are quantised while they are read, as
-`--quantization` asks. Of a plain one all are, but for embedding, router, norms and head; of another
-those in MXFP8, which become FP8 in blocks.
+"""Method "online": `--quantization` quantises matrices while they are read.
+
+In a plain checkpoint, all matrices but embedding, router and head are quantised. In other
+checkpoints, MXFP8 matrices become FP8 blocks.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from negamax.formats.floats import (
 from negamax.formats.tensor_format import Rounding, TensorFormat
 from negamax.quantization.compressed_tensors import INT8_CHANNEL, STRATEGIES, packed
 from negamax.quantization.mxfp8 import MXFP8
-from negamax.quantization.scheme import Scheme, is_within
+from negamax.quantization.scheme import Scheme
 
-# Names of `--quantization` -> how the matrices are held.
+# Names of `--quantization` -> the format that matrices are held in.
 _FORMATS: Mapping[str, TensorFormat] = {
     "fp8": E4M3_BLOCKS,
     "fp8_per_block": E4M3_BLOCKS,
@@ -35,42 +36,44 @@ _FORMATS: Mapping[str, TensorFormat] = {
     "nvfp4": nvfp4(),
 }
 NAMES = tuple(_FORMATS)
-SOURCE = "--quantization"  # of such a description; no file says so
+SOURCE = "--quantization"  # marks such a description; no file has this source
 _PLAIN_MODULES = ("embed_tokens", "gate", "lm_head")
 
 
 def spec(name: str) -> QuantizationSpec:
-    """The description of a plain checkpoint that is quantised to what `name` says."""
+    """Return the description of a plain checkpoint that is quantised to the format `name`."""
     return QuantizationSpec("online", {"format": name.replace("-", "_")}, source=SOURCE)
 
 
 def head_spec(name: str) -> QuantizationSpec:
-    """Likewise, where the head alone is quantised."""
+    """Return a description that quantises only the head."""
     return QuantizationSpec("online", {**spec(name).fields, "only": "lm_head"}, source=SOURCE)
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    """The scheme of a description that `spec` or `head_spec` made."""
+    """Return the scheme of a description from `spec` or `head_spec`."""
     stored = replace(_FORMATS[spec.fields["format"]], made_of=PLAIN)
     if only := spec.fields.get("only"):
         return Scheme((stored,), lambda module: stored if module == only else PLAIN)
-    return Scheme((stored,), lambda module: PLAIN if is_within(module, _PLAIN_MODULES) else stored)
+    return Scheme.uniform(stored, _PLAIN_MODULES)
 
 
 def can_be_blocks(scheme: Scheme) -> bool:
-    """Whether some matrices of a checkpoint are stored in MXFP8."""
+    """Return whether a checkpoint stores matrices in MXFP8."""
     return any(map(_is_mxfp8, scheme.formats))
 
 
 def blocks_spec(stored: QuantizationSpec) -> QuantizationSpec:
-    """The description of a checkpoint that is described by `stored`, with its MXFP8 as blocks."""
+    """Return the description of checkpoint `stored` with its MXFP8 matrices as blocks."""
     fields = {"method": stored.method, "fields": stored.fields, "source": stored.source}
     return QuantizationSpec("online", {"blocks_of": fields}, source=SOURCE)
 
 
 def with_blocks(scheme: Scheme) -> Scheme:
-    """`scheme`, with matrices in MXFP8 as FP8 in blocks of 128 x 128, whose scales stay powers of
-    two: all values stay what they are but for those below 2^-14 of the block's largest.
+    """Return `scheme` with MXFP8 matrices as FP8 blocks of 128 x 128.
+
+    Scales stay powers of two. Values are unchanged unless they are below 2^-14 of the block's
+    largest.
     """
 
     def format_of(module: str) -> TensorFormat:

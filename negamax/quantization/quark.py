@@ -1,8 +1,6 @@
-"""Method "quark", AMD's: for all modules, for those of a name, or for none (`exclude`), how weights
-and activations are quantised.
+"""Method "quark" (AMD): formats for all modules, for named modules, or for none (`exclude`).
 
-Where it says that activations are rounded to 8 bits, too, kernels may do so, with a scale per
-token.
+If the description also rounds activations to 8 bits, kernels may do so, with a scale per token.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from negamax.config.quantization import QuantizationSpec
 from negamax.formats.floats import (
@@ -28,9 +26,6 @@ from negamax.formats.tensor_format import FLOATS, ONE, ROWS, Known, Role, Stored
 from negamax.quantization.integers import int8_rows
 from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list, refuse
 
-if TYPE_CHECKING:
-    pass
-
 _E4M3, _CACHE = "fp8_e4m3", "kv_cache_quant_config"
 _MXFP4 = {
     "dtype": ("fp4",), "qscheme": ("per_group",), "group_size": (MX_GROUP,),
@@ -39,14 +34,13 @@ _MXFP4 = {
 _NVFP4 = {"dtype": ("fp4",), "qscheme": ("per_group",), "group_size": (NVFP4_GROUP,)}
 _FP8 = {"dtype": (_E4M3,), "qscheme": ("per_tensor", "per_channel"), "ch_axis": (None, 0)}
 _INT8 = {**_FP8, "dtype": ("int8",)}
-# Values that are stored, and not computed from the weights each time.
+# Stored scales, not scales computed from the weights at run time.
 _STORED = {"is_dynamic": (None, False), "symmetric": (None, True), "block_size": (None,)}
-# Changes to weights that leave the model as it is: what they do is in the stored values.
+# Algorithms that are folded into the stored weights and need no support.
 _FOLDED = ("awq", "autosmoothquant", "gptq", "gptaq", "smooth", "smoothquant")
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    """Errors: `ConfigError` for what is stored in another way."""
     check_fields(
         spec,
         {
@@ -76,7 +70,7 @@ def read(spec: QuantizationSpec) -> Scheme:
     layers = spec.fields.get("layer_quant_config") or {}
     if not isinstance(layers, Mapping):
         refuse(spec, "layer_quant_config", layers, "an object of modules")
-    # written from file to file, it lists the modules here alone
+    # A description written file by file lists the cached modules only here.
     cached = (*module_list(export, "kv_cache_group"), *(spec.fields.get(_CACHE) or ()))
 
     def is_cached(name: str) -> bool:
@@ -94,13 +88,13 @@ def read(spec: QuantizationSpec) -> Scheme:
             return PLAIN
         return next((stored for names, stored in listed if is_within(module, names)), others)
 
-    formats = dict.fromkeys((*(stored for _, stored in listed), others))
-    return Scheme(tuple(stored for stored in formats if stored is not PLAIN), format_of)
+    return Scheme.of((*(stored for _, stored in listed), others), format_of)
 
 
 def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False) -> TensorFormat:
-    """How the weights are stored of which `name` says `said`. `cached`: their outputs are what the
-    KV cache holds.
+    """Return the weight format that field `name` describes by `said`.
+
+    `cached`: the KV cache holds the module's outputs.
     """
     if said is None:
         return PLAIN
@@ -148,8 +142,9 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
 def _check(
     spec: QuantizationSpec, name: str, said: Any, allowed: Mapping[str, Sequence[object]]
 ) -> None:
-    """Errors: `ConfigError` where `said` is not `allowed`. What else it says is of how the scales
-    were found.
+    """Check `said` for the `allowed` values; other fields describe how scales were found.
+
+    Errors: `ConfigError`.
     """
     if not isinstance(said, Mapping):
         refuse(spec, name, said, "an object")
@@ -158,7 +153,7 @@ def _check(
 
 @cache
 def int8(*, is_static: bool, by_row: bool = True) -> TensorFormat:
-    """number * weight_scale of each row or of the matrix; zero points, where stored, are 0."""
+    """Return number * weight_scale per row or per matrix; stored zero points are 0."""
     numbers = ("int8", "int32", *FLOATS)
     dim = ROWS if by_row else ONE
     zero_point = StoredTensor(

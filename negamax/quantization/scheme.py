@@ -1,4 +1,4 @@
-"""`Scheme`: the format of each module of a checkpoint; `WeightFormat`: what a rank makes of it.
+"""`Scheme` maps modules to stored formats; `WeightFormat` defines how a rank holds them.
 
 Imports no torch.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -26,17 +26,32 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a checkpoint's description says of its linear layers."""
+    """The formats of a checkpoint's linear layers."""
 
-    formats: tuple[TensorFormat, ...]  # that some of its modules are stored in
-    # the format of a module by its name in the checkpoint, "model.layers.0.self_attn.q_proj"
+    formats: tuple[TensorFormat, ...]  # all formats but plain
+    # module name in the checkpoint, "model.layers.0.self_attn.q_proj", -> its format
     format_of: Callable[[str], TensorFormat]
+
+    @classmethod
+    def of(
+        cls, formats: Iterable[TensorFormat], format_of: Callable[[str], TensorFormat]
+    ) -> Scheme:
+        """Build a scheme; repeated formats and plain ones are dropped."""
+        found = dict.fromkeys(stored for stored in formats if stored is not PLAIN)
+        return cls(tuple(found), format_of)
+
+    @classmethod
+    def uniform(cls, stored: TensorFormat, plain: Sequence[str]) -> Scheme:
+        """Build a scheme in which all modules but those in `plain` have one format."""
+        return cls((stored,), lambda module: PLAIN if is_within(module, plain) else stored)
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How one rank holds its weights: plain ones in `dtype`; matrices as `scheme` stores them where
-    a kernel reads that, unless `keep_quantized` is False; others are dequantised at load.
+    """How one rank holds its weights.
+
+    Plain weights have `dtype`. Matrices stay as `scheme` stores them if a kernel reads that format
+    and `keep_quantized` is set; otherwise they are dequantised at load.
     """
 
     dtype: torch.dtype
@@ -45,9 +60,7 @@ class WeightFormat:
     keep_quantized: bool = True
 
     def stored(self, name: str) -> TensorFormat:
-        """The format in the checkpoint of the matrix that is called `name` where it is stored
-        plain.
-        """
+        """Return the stored format of the matrix whose plain name is `name`."""
         if self.scheme is None:
             return PLAIN
         return self.scheme.format_of(name.removesuffix(f".{PLAIN.values.name}"))
@@ -59,8 +72,9 @@ def check_fields(
     *,
     beside: Sequence[str] | None = None,
 ) -> None:
-    """Errors: `ConfigError` for a field of `spec` whose value is none of those `allowed`, or, with
-    `beside`, for one that is neither there nor here.
+    """Check the fields of `spec` against their `allowed` values.
+
+    With `beside`, fields that neither lists are refused. Errors: `ConfigError`.
     """
     for name, value in spec.fields.items():
         if beside is not None and name not in (*allowed, *beside):
@@ -71,23 +85,27 @@ def check_fields(
             refuse(spec, name, spec.fields.get(name), f"{words} (others are not supported yet)")
 
 
-def module_list(spec: QuantizationSpec, name: str) -> tuple[str, ...]:
-    """Field `name`, a list of module names or null. Errors: `ConfigError`."""
-    names = spec.fields.get(name) or ()
-    if not isinstance(names, list | tuple) or not all(isinstance(part, str) for part in names):
-        refuse(spec, name, names, "a list of module names or null")
-    return tuple(names)
+def module_list(spec: QuantizationSpec, *names: str) -> tuple[str, ...]:
+    """Join the fields `names`, each a list of module names or null. Errors: `ConfigError`."""
+    modules: list[str] = []
+    for name in names:
+        found = spec.fields.get(name) or ()
+        if not isinstance(found, list | tuple) or not all(isinstance(part, str) for part in found):
+            refuse(spec, name, found, "a list of module names or null")
+        modules += found
+    return tuple(modules)
 
 
 def check_kv_cache(spec: QuantizationSpec, name: str) -> None:
-    """Field `name`, how keys and values are to be stored: in FP8 with a scale for each layer, which
-    the checkpoint may hold, or null. Errors: `ConfigError`.
+    """Check field `name`, the format of the KV cache: FP8 with a scale per layer, or null.
+
+    Errors: `ConfigError`.
     """
     said = spec.fields.get(name)
     if said is None:
         return
     if not isinstance(said, Mapping):
-        refuse(spec, name, said, "an object that says FP8, or null")
+        refuse(spec, name, said, "an FP8 object, or null")
     check_fields(
         QuantizationSpec(spec.method, dict(said), name),
         {
@@ -98,9 +116,11 @@ def check_kv_cache(spec: QuantizationSpec, name: str) -> None:
 
 
 def is_within(module: str, names: Sequence[str]) -> bool:
-    """Whether `module` lies in one of `names`, in whichever spelling: "gate" is in "mlp.gate" and
-    not in "mlp.gate_up". In a name * stands for any characters, and "re:" begins an expression.
-    What is said of matrices in one tensor ("gate_up_proj") holds for each.
+    """Return whether `module` is inside one of `names`, in any spelling.
+
+    "gate" contains "mlp.gate" and not "mlp.gate_up". In a name, * matches any characters; "re:"
+    starts a regular expression. A fused name such as "gate_up_proj" stands for each of its
+    matrices.
     """
     names = _unfused(tuple(names))
     known = _canonical(names)
@@ -113,8 +133,9 @@ def is_within(module: str, names: Sequence[str]) -> bool:
 
 
 def matches(module: str, patterns: Sequence[str]) -> bool:
-    """Whether one of `patterns` is the name of `module`, in whichever spelling, or begins with
-    "re:" and matches one.
+    """Return whether one of `patterns` names `module`, in any spelling.
+
+    A pattern with "re:" is a regular expression.
     """
     patterns = _unfused(tuple(patterns))
     if canonical(module) in _canonical(patterns):
@@ -124,9 +145,7 @@ def matches(module: str, patterns: Sequence[str]) -> bool:
 
 
 def by_module(table: Mapping[str, V]) -> Callable[[str], V | None]:
-    """What `table`, by names of modules in whichever spelling, has for a module, or for the nearest
-    that it lies in.
-    """
+    """Return a lookup in `table` (module name -> value) by a module or its nearest parent."""
     spelled = {
         canonical(part): value for name, value in table.items() for part in _unfused((name,))
     }
@@ -140,9 +159,10 @@ def by_module(table: Mapping[str, V]) -> Callable[[str], V | None]:
 
 
 def spellings(module: str, pattern: re.Pattern[str]) -> Iterator[str]:
-    """The names of a module in checkpoints, its own first: tools differ in prefixes, in what they
-    call the mixture of experts and, which counts where `pattern` tells experts or their matrices
-    apart, in what they call these.
+    """Yield the names that checkpoints use for a module, its own first.
+
+    Tools differ in prefixes and in the name of the MoE block. If `pattern` distinguishes experts or
+    their matrices, the names of these differ as well.
     """
     yield module
     bare = canonical(module)
@@ -165,7 +185,7 @@ _FUSED = tuple(
 
 @cache
 def _unfused(names: tuple[str, ...]) -> tuple[str, ...]:
-    """With a name for each matrix where one stands for several."""
+    """Replace each fused name by the names of its matrices."""
     for pattern, parts in _FUSED:
         names = tuple(
             each
@@ -181,19 +201,19 @@ _MLP, _MOE = re.compile(r"(?<![^.])mlp(?![^.])"), re.compile(r"(?<![^.])block_sp
 
 
 _PROJECTION = re.compile(r"(?<=\.)(?:gate|up|down)_proj$")
-_INDEXER = re.compile(r"(?<=\.)indexer\.([qk]_)")  # transformers' name in M3
+_INDEXER = re.compile(r"(?<=\.)indexer\.([qk]_)")  # name in transformers for M3
 _PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # of experts
 _MATRIX, _MATRICES = re.compile(r"(?<=\.)w[123]$"), {w: name for name, w in _PROJECTIONS.items()}
 
 
 @cache
 def _tells_experts(pattern: re.Pattern[str]) -> bool:
-    """Whether it names experts or, alone or among others in parentheses, their projections."""
+    """Return whether `pattern` names experts or their projections, alone or in alternatives."""
     return re.search(r"experts|(?:gate|up|down)(?:[|\w]*\))*_proj", pattern.pattern) is not None
 
 
 def canonical(name: str) -> str:
-    """One spelling for all of a module."""
+    """Return the canonical spelling of a module."""
     name = _MLP.sub("block_sparse_moe", _PREFIX.sub("", name.strip(".")))
     name = _INDEXER.sub(r"index_\1", name)
     if ".experts." in name:
@@ -208,7 +228,7 @@ def _canonical(names: tuple[str, ...]) -> frozenset[str]:
 
 @cache
 def _wildcards(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The `names` that are patterns, as regular expressions."""
+    """Return the patterns among `names` as regular expressions."""
     return tuple(
         name[3:] if name.startswith("re:") else fnmatch.translate(name)
         for name in names
@@ -218,7 +238,7 @@ def _wildcards(names: tuple[str, ...]) -> tuple[str, ...]:
 
 @cache
 def _expression(patterns: tuple[str, ...]) -> re.Pattern[str] | None:
-    """One expression for all of them. Errors: `ConfigError` for what is none."""
+    """Join patterns to one expression. Errors: `ConfigError` for an invalid one."""
     try:
         return re.compile("|".join(f"(?:{each})" for each in patterns)) if patterns else None
     except re.error as error:
@@ -229,6 +249,6 @@ def _expression(patterns: tuple[str, ...]) -> re.Pattern[str] | None:
 
 
 def refuse(spec: QuantizationSpec, name: str, value: Any, allowed: str) -> NoReturn:
-    """Errors: `ConfigError`, always."""
+    """Raise `ConfigError`: the value, and what is supported."""
     where = "quantization_config" if spec.source == "config.json" else spec.source
     fields.refuse(f"{where}.{name}", value, allowed)

@@ -1,4 +1,4 @@
-"""FP8 blocks as whoever publishes a checkpoint makes them."""
+"""FP8 blocks as published checkpoints store them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from negamax.formats.floats import E4M3_MAX
 
 
 def scale_shape(rows: int, columns: int, *, block: tuple[int, int] = (128, 128)) -> tuple[int, int]:
-    """Shape of the scales of a `rows` x `columns` weight."""
+    """Return the shape of the scales of a `rows` x `columns` weight."""
     return -(-rows // block[0]), -(-columns // block[1])
 
 
@@ -19,15 +19,13 @@ def quantize_block(
     block: tuple[int, int] = (128, 128),
     # [N, K] float8_e4m3fn, [ceil(N / block rows), ceil(K / block columns)] fp32
 ) -> tuple[Tensor, Tensor]:
-    """Values and scales with scale = largest magnitude of the block / 448 (1 for a block of
-    zeros).
-    """
+    """Return values and scales; a scale is the block's largest magnitude / 448 (1 for zeros)."""
     rows, columns = weight.shape
     grid = scale_shape(rows, columns, block=block)
     padding = (0, grid[1] * block[1] - columns, 0, grid[0] * block[0] - rows)
     padded = torch.nn.functional.pad(weight.float(), padding)
     largest = padded.view(grid[0], block[0], grid[1], block[1]).abs().amax(dim=(1, 3))
-    # where the quotient underflows to 0, zeros would become NaN
+    # If the quotient underflowed to 0, zeros would become NaN.
     scale = (largest / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny).where(largest != 0, 1.0)
     spread = scale.repeat_interleave(block[0], dim=0).repeat_interleave(block[1], dim=1)
     return (weight.float() / spread[:rows, :columns]).to(torch.float8_e4m3fn), scale

@@ -1,4 +1,4 @@
-"""What the tests of `negamax convert` begin with, do to it, and find in the result."""
+"""Shared parts of the tests of `negamax convert`: sources, conversions, loaded results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KV_SCALE = "model.layers.1.self_attn.k_proj.k_scale"
 
 
 def write_source(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
-    """A checkpoint as others publish it: plain, badly sorted, with a KV scale."""
+    """Write a plain checkpoint with unsorted tensors and a KV scale."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {**SIZES, **changes}
     spec = tiny_spec(**sizes)
@@ -65,7 +65,7 @@ def loaded(
     sharded_index: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """The parameters of a rank by the first slot that fills each."""
+    """Return a rank's parameters by the first slot that fills each."""
     one = SingleRank()
     spec = read_spec(read_json_object(folder / "config.json"), folder)
     if sharded_index:
@@ -84,7 +84,7 @@ def loaded(
 
 
 def stored(folder: Path) -> dict[str, bytes]:
-    """All tensors, to the bit."""
+    """Return the bytes of all tensors."""
     return {
         name: tensor.flatten().view(torch.uint8).numpy().tobytes()
         for file in folder.glob("*.safetensors")

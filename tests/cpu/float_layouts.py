@@ -1,5 +1,6 @@
-"""FP8 and FP4 matrices as the tools that publish checkpoints lay them out, written and read back
-with plain arithmetic: no packer and no dtype of the engine is asked; and how they describe them.
+"""Writers and readers of published FP8 and FP4 layouts, in plain arithmetic, and descriptions.
+
+They use no packer and no dtype of the engine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def e4m3(byte: int) -> float:
-    """The number of an OCP E4M3 byte: sign, 4 bits of exponent (bias 7), 3 of mantissa."""
+    """Decode an OCP E4M3 byte: sign, 4 exponent bits (bias 7), 3 mantissa bits."""
     sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, byte >> 3 & 15, byte & 7
     if exponent == 15 and mantissa == 7:
         return math.nan
@@ -27,7 +28,7 @@ def e4m3(byte: int) -> float:
 
 
 def e4m3_fnuz(byte: int) -> float:
-    """Of MI300: bias 8, no negative zero, whose bits are NaN, and no other NaN."""
+    """Decode MI300's E4M3: bias 8; the only NaN has the bits of negative zero."""
     if byte == 0x80:
         return math.nan
     sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, byte >> 3 & 15, byte & 7
@@ -37,23 +38,23 @@ def e4m3_fnuz(byte: int) -> float:
 
 
 def e8m0(byte: int) -> float:
-    """Of an exponent."""
+    """Decode an exponent byte."""
     return math.nan if byte == 255 else 2.0 ** (byte - 127)
 
 
 def e2m1(code: int) -> float:
-    """Of 4 bits: sign, 2 of exponent, 1 of mantissa."""
+    """Decode 4 bits: sign, 2 exponent bits, 1 mantissa bit."""
     return -E2M1[code & 7] if code & 8 else E2M1[code]
 
 
 @functools.cache
 def numbers_of(table: Callable[[int], float], count: int) -> Tensor:
-    """The numbers of the codes 0 ... `count` - 1, fp64."""
+    """Return the numbers of the codes 0 to `count` - 1, fp64."""
     return torch.tensor([table(code) for code in range(count)], dtype=torch.float64)
 
 
 def nearest(numbers: Tensor, table: Callable[[int], float], count: int) -> Tensor:
-    """The code in 0 ... `count` - 1 whose number is nearest to each of `numbers`, uint8."""
+    """Return the code (uint8) whose number is nearest to each of `numbers`."""
     values = numbers_of(table, count)
     order = values.nan_to_num(torch.inf).argsort(stable=True)
     values = values[order][: int((~values.isnan()).sum())]
@@ -62,7 +63,7 @@ def nearest(numbers: Tensor, table: Callable[[int], float], count: int) -> Tenso
 
 
 def groups(weight: Tensor, columns: int) -> Tensor:
-    """The largest magnitude of each row's groups of columns."""
+    """Return the largest magnitude of each row's groups of columns."""
     return weight.abs().unflatten(1, (-1, columns)).amax(2).double()
 
 
@@ -71,7 +72,7 @@ def spread(scale: Tensor, columns: int) -> Tensor:
 
 
 def nibbles(codes: Tensor) -> Tensor:
-    """Two codes in a byte, the even column in the low nibble."""
+    """Pack two codes in a byte, the even column in the low nibble."""
     return codes[:, 0::2] + 16 * codes[:, 1::2]
 
 
@@ -80,8 +81,10 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """`write`: a matrix [N, K] -> its tensors by the names behind the module's, and the fp32 matrix
-    that these stand for. `read`: the tensors, a row and a column -> the number there.
+    """A stored layout.
+
+    `write` maps a matrix [N, K] to its tensors by suffix and the fp32 matrix that they represent.
+    `read` returns the number at (tensors, row, column).
     """
 
     write: Callable[[Tensor], tuple[Tensors, Tensor]]
@@ -93,7 +96,7 @@ def _bits(tensor: Tensor, *at: int) -> int:
 
 
 def _numbers(codes: Tensor, table: Callable[[int], float]) -> Tensor:
-    """The number of each code, fp32."""
+    """Return the number of each code, fp32."""
     return numbers_of(table, 256 if table is not e2m1 else 16).float()[codes.long()]
 
 
@@ -167,7 +170,7 @@ def _fp8(
     dtype: torch.dtype | None = None,
     activation: str | None = None,
 ) -> Layout:
-    """`block`: rows and columns that share a scale, 0 for all of them."""
+    """FP8 with a scale per `block` (rows, columns); 0 means all."""
     number, largest = (e4m3_fnuz, 240.0) if fnuz else (e4m3, 448.0)
     dtype = dtype or (torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn)
 
@@ -247,7 +250,7 @@ def _modelopt(algorithm: str, left_out: str) -> dict[str, Any]:
 
 
 def modelopt_file(algorithm: str, left_out: str) -> dict[str, Any]:
-    """hf_quant_config.json."""
+    """Return the content of hf_quant_config.json."""
     return {
         "producer": {"name": "modelopt", "version": "0.43.0"},
         "quantization": {
@@ -258,7 +261,7 @@ def modelopt_file(algorithm: str, left_out: str) -> dict[str, Any]:
 
 
 def mixed(modules: Sequence[str]) -> dict[str, Any]:
-    """As M3's NVFP4, under the names of its wrapper: attention in MXFP8, experts in NVFP4."""
+    """Describe M3's NVFP4 under its wrapper's names: attention in MXFP8, experts in NVFP4."""
     algorithms = {
         f"language_model.{module}": {"quant_algo": "NVFP4", "group_size": 16}
         if ".experts." in module
@@ -290,7 +293,7 @@ def _quark(weight: Any, left_out: str, inputs: Any = None) -> dict[str, Any]:
 
 
 def descriptions(left_out: str) -> dict[str, dict[str, Any]]:
-    """The description of each layout that stands in config.json, but for mixed ones."""
+    """Return the config.json description of each layout that is not mixed."""
     static = {"dynamic": False, "num_bits": 8, "type": "float", "strategy": "tensor"}
     local = {"dynamic": "local", "num_bits": 4, "type": "float", "group_size": 16}
     fp8 = {

@@ -1,4 +1,4 @@
-"""What comparisons of MiniMax-M3 with transformers share."""
+"""Shared parts of the comparisons of MiniMax-M3 with transformers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def check(
     prompts: Sequence[list[int]],
     generations: Sequence[Generation],
 ) -> None:
-    """Each token is the oracle's choice after those before it, so all of them are the oracle's
-    greedy text; all log-probabilities are the oracle's.
-    """
+    """Check that tokens and log-probabilities are those of the oracle's greedy decoding."""
     for prompt, generation in zip(prompts, generations, strict=True):
         completion = generation.outputs[0]
         answer = completion.token_ids
@@ -51,8 +49,10 @@ def check(
 
 
 def prompts_of(seed: int, sizes: Mapping[str, Any]) -> list[list[int]]:
-    """A prompt whose answer begins where all blocks are attended to and ends behind that, one far
-    longer, and one that ends inside the first block.
+    """Return three prompts of different lengths.
+
+    The answer of the first begins with dense attention and ends with sparse attention. The second
+    is far longer. The third is shorter than a block.
     """
     generator = torch.Generator().manual_seed(1000 + seed)
     block = sizes["index_block_size"]
@@ -67,7 +67,7 @@ TOKENS = [token % 89 for token in range(3, 203)]
 
 
 def run_in_chunks(run: PagedRun, tokens: list[int]) -> torch.Tensor:
-    """Logits of all tokens, in chunks of which most end inside blocks, the last one by one."""
+    """Return logits of all tokens, run in chunks; the last tokens run one by one."""
     ends = [0, 5, 48, 101, 150, *range(len(tokens) - 6, len(tokens) + 1)]
     steps = [tokens[first:end] for first, end in pairwise(ends)]
     return torch.cat([run.step([("a", chunk)])["a"] for chunk in steps])
@@ -82,8 +82,9 @@ def loaded(
     holders: int = 1,
     **options: Any,
 ) -> PagedRun:
-    """Our model with the weights of `folder`, on one of `ranks`; `is_sharded`: with a shard of the
-    index keys; `holders` as in `PagedRun`.
+    """Load our model from `folder` on one of `ranks`.
+
+    `is_sharded`: with a shard of the index keys; `holders` as in `PagedRun`.
     """
     spec = read_spec(json.loads((folder / "config.json").read_text()))
     if is_sharded:

@@ -1,6 +1,7 @@
-"""The published checkpoints of the M2 family as rules: names, dtypes, shapes, files, and what they
-say of their quantisation. Written from what their pages and tools document, not from our formats.
-Those of M3: `published_m3.py`.
+"""Published checkpoints of the M2 family as rules: names, dtypes, shapes, files, descriptions.
+
+Written from the documentation of the checkpoints and tools, not from Negamax's formats.
+`published_m3.py` has those of M3.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def fp8_blocks(n: int, k: int) -> dict[str, Tensor]:
 
 
 def _fp8_stored_blocks(n: int, k: int) -> dict[str, Tensor]:
-    """By the names of compressed-tensors."""
+    """Block scales under the names of compressed-tensors."""
     return {name.removesuffix("_inv"): tensor for name, tensor in fp8_blocks(n, k).items()}
 
 
@@ -44,7 +45,7 @@ def _fp8_channels(n: int, k: int) -> dict[str, Tensor]:
 
 
 def packed(bits: int, group: int, *, symmetric: bool = True) -> Stored:
-    """compressed-tensors: words along the columns; zero points in words along the rows."""
+    """compressed-tensors: words along the columns, zero points in words along the rows."""
 
     def stored(n: int, k: int) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {
@@ -64,7 +65,7 @@ def _int8_channels(n: int, k: int) -> dict[str, Tensor]:
 
 
 def _awq(group: int) -> Stored:
-    """Transposed; words along the rows."""
+    """Transposed, with words along the rows."""
     return lambda n, k: {
         "qweight": ("I32", (k, n // 8)), "qzeros": ("I32", (k // group, n // 8)),
         "scales": ("F16", (k // group, n)),
@@ -80,7 +81,7 @@ def gptq(group: int) -> Stored:
 
 
 def _gptq_in_order(group: int) -> Stored:
-    """With g_idx, as GPTQModel writes it with act-order or without."""
+    """GPTQModel's files, which have g_idx with and without act-order."""
     return lambda n, k: {**gptq(group)(n, k), "g_idx": ("I32", (k,))}
 
 
@@ -94,7 +95,7 @@ def _quark_int8(n: int, k: int) -> dict[str, Tensor]:
 
 
 def nvfp4(values: str, whole: str, activations: str, one: tuple[int, ...]) -> Stored:
-    """E2M1, an E4M3 scale for 16 columns; of the matrix and of its activations one number each."""
+    """E2M1 with an E4M3 scale per 16 columns, a global scale and an activation scale."""
     return lambda n, k: {
         values: ("U8", (n, k // 2)), "weight_scale": ("F8_E4M3", (n, k // 16)),
         whole: ("F32", one), activations: ("F32", one),
@@ -110,7 +111,7 @@ EXPERT = re.compile(r"\.experts\.\d+\.w[123]$")
 
 @dataclass(frozen=True)
 class Published:
-    """One or several checkpoints of the same layout."""
+    """Checkpoints of one layout."""
 
     ids: tuple[str, ...]
     quantization: Mapping[str, Any] | None
@@ -118,15 +119,15 @@ class Published:
     experts: Stored
     files: tuple[str, ...]
     router: str = "F32"  # dtype of the router's tensors
-    kv_scales: tuple[str, ...] = ()  # names behind "self_attn."
+    kv_scales: tuple[str, ...] = ()  # names after "self_attn."
     side_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     model: str = "minimax-m2"  # name of the bundled spec
     layers: int = LAYERS
-    fewest_layers: int = 1  # that have all kinds of tensors
+    fewest_layers: int = 1  # least number with all kinds of tensors
     num_skipped: int = 0
 
     def tensors(self, layers: int = LAYERS) -> Iterator[tuple[str, Tensor]]:
-        """All of a checkpoint with so many layers."""
+        """Yield all tensors of a checkpoint with `layers` layers."""
         for name in ("model.embed_tokens", "lm_head"):
             yield f"{name}.weight", ("BF16", (VOCAB, HIDDEN))
         yield "model.norm.weight", ("BF16", (HIDDEN,))
@@ -154,7 +155,7 @@ class Published:
                     yield f"{moe}experts.{expert}.{name}.{suffix}", tensor
 
     def write(self, folder: Path, layers: int) -> int:
-        """The files with true headers and no data on the disk; how many tensors they name."""
+        """Write files with true headers and sparse data; return the number of tensors."""
         tensors = sorted(self.tensors(layers))
         headers: dict[str, dict[str, Any]] = {}
         sizes: dict[str, int] = {}
@@ -179,7 +180,7 @@ class Published:
         return len(tensors)
 
     def quantization_of(self, layers: int) -> Mapping[str, Any] | None:
-        """What config.json says of a checkpoint with so many layers."""
+        """Return the description of a checkpoint with `layers` layers."""
         said = self.quantization
         if said is None or "quantized_layers" not in said:
             return said
@@ -187,7 +188,7 @@ class Published:
 
 
 def _of_first(content: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """What is of the first layers or of none."""
+    """Keep the entries of the first layers and those of no layer."""
     return {
         name: said
         for name, said in content.items()
@@ -216,7 +217,7 @@ _EXPERTS_ONLY = ["lm_head", "re:.*block_sparse_moe.gate$", "re:.*self_attn.*"]
 def compressed(
     form: str, weights: Mapping[str, Any], *, ignore: list[str], inputs: Any = None
 ) -> dict[str, Any]:
-    """As LLM Compressor writes it: one group, for all linear layers but `ignore`."""
+    """LLM Compressor's description with one group, for all linear layers but `ignore`."""
     group = {
         "targets": ["Linear"],
         "weights": {
@@ -270,7 +271,7 @@ PUBLISHED = {
         router="BF16",
     ),
     "int4 experts, fp8 attention": Published(
-        ("EliasOenal/MiniMax-M2.5",),  # if compressed-tensors describes both
+        ("EliasOenal/MiniMax-M2.5",),  # assumed: compressed-tensors describes both
         {
             **compressed("mixed-precision", {}, ignore=["lm_head", "re:.*block_sparse_moe.gate$"]),
             "config_groups": {
@@ -334,7 +335,8 @@ PUBLISHED = {
         router="BF16",
     ),
     "awq": Published(
-        ("QuantTrio/MiniMax-M2-AWQ",),  # if it leaves out what such checkpoints leave out
+        # assumed: it leaves the same modules plain as similar checkpoints
+        ("QuantTrio/MiniMax-M2-AWQ",),
         {
             "quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm",
             "zero_point": True, "modules_to_not_convert": ["self_attn", "gate", "lm_head"],
@@ -345,7 +347,7 @@ PUBLISHED = {
         router="BF16",
     ),
     "gptq": Published(
-        ("ModelCloud/MiniMax-M2-GPTQMODEL-W4A16",),  # if it has the tool's defaults
+        ("ModelCloud/MiniMax-M2-GPTQMODEL-W4A16",),  # assumed: the tool's defaults
         {
             "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
             "checkpoint_format": "gptq", "lm_head": False, "pack_dtype": "int32",
@@ -459,7 +461,8 @@ PUBLISHED = {
         },
     ),
     "nvfp4": Published(
-        ("RedHatAI/MiniMax-M2-NVFP4",),  # if it leaves out what the tool leaves out by itself
+        # assumed: the modules that the tool leaves plain by default
+        ("RedHatAI/MiniMax-M2-NVFP4",),
         compressed(
             "nvfp4-pack-quantized",
             {

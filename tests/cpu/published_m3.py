@@ -1,4 +1,4 @@
-"""The published checkpoints of MiniMax-M3 as rules (see `published_layouts.py`)."""
+"""Published checkpoints of MiniMax-M3 as rules, like those in `published_layouts.py`."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ def _mlp(width: int) -> dict[str, tuple[int, int]]:
 
 
 def _mx(values: str, dtype: str, per_byte: int, scale: str) -> Stored:
-    """One exponent for 32 columns."""
+    """One exponent per 32 columns."""
     return lambda n, k: {values: (dtype, (n, k // per_byte)), scale: ("U8", (n, k // 32))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedM3(Published):
-    """One or several checkpoints of the same layout, the vision tower included."""
+    """Checkpoints of one layout, with the vision tower."""
 
     index: Stored
     dense: Stored
     shared: Stored
     model: str = "minimax-m3"
     layers: int = LAYERS
-    fewest_layers: int = DENSE_LAYERS + 1  # that have all kinds of tensors
+    fewest_layers: int = DENSE_LAYERS + 1  # least number with all kinds of tensors
     num_skipped: int = 523
 
     def tensors(self, layers: int = LAYERS) -> Iterator[tuple[str, Tensor]]:
-        """All of a checkpoint with so many layers of the text model."""
+        """Yield all tensors of a checkpoint with `layers` text layers."""
         for name in ("model.embed_tokens", "lm_head"):
             yield f"language_model.{name}.weight", ("BF16", (VOCAB, HIDDEN))
         yield "language_model.model.norm.weight", ("BF16", (HIDDEN,))
@@ -163,7 +163,7 @@ _GATES += ["re:.*patch_merge.*"]
 
 
 def _mx_groups() -> dict[str, Any]:
-    """Routed experts in MXFP4, the other linear layers in MXFP8."""
+    """Routed experts in MXFP4, other linear layers in MXFP8."""
     groups = {}
     for name, bits, target in (
         ("mxfp4-pack-quantized", 4, "re:.*\\.experts\\..*"),
@@ -196,7 +196,8 @@ def _published(
 PUBLISHED_M3 = {
     "m3, bf16": _published(("MiniMaxAI/MiniMax-M3",), None, 59, experts=plain),
     "m3, mxfp8": _published(
-        ("MiniMaxAI/MiniMax-M3-MXFP8",),  # if it leaves out what has no scales in its size
+        # assumed: modules are plain if the file size leaves no room for scales
+        ("MiniMaxAI/MiniMax-M3-MXFP8",),
         {
             "quant_method": "mxfp8", "weight_block_size": [1, 32],
             "ignored_layers": ["language_model.lm_head", "language_model.model.embed_tokens",
@@ -221,7 +222,7 @@ PUBLISHED_M3 = {
         others=_MODELOPT_MXFP8,
     ),
     "m3, nvfp4 experts": _published(
-        ("Mapika/MiniMax-M3-NVFP4",),  # the description by that of NVIDIA's for M2
+        ("Mapika/MiniMax-M3-NVFP4",),  # assumed: the description has the fields of NVIDIA's for M2
         {
             "quant_method": "modelopt", "quant_algo": "NVFP4",
             "ignore": ["*lm_head", *_VISION, *_EACH_GATE, *_DENSE, "*self_attn*"],
@@ -231,14 +232,16 @@ PUBLISHED_M3 = {
         shared=nvfp4("weight", "weight_scale_2", "input_scale", ()),
     ),
     "m3, mxfp4 and mxfp8": _published(
-        ("olka-fi/MiniMax-M3-MXFP4",),  # if it leaves out what such checkpoints leave out
+        # assumed: it leaves the same modules plain as similar checkpoints
+        ("olka-fi/MiniMax-M3-MXFP4",),
         _mx_groups(),
         30,
         experts=_mx("weight_packed", "U8", 2, "weight_scale"),
         others=_MODELOPT_MXFP8,
     ),
     "m3, auto-round": _published(
-        ("bullerwins/MiniMax-M3-4bit-W4A16",),  # if all linear layers but the routers are packed
+        # assumed: all linear layers but the routers are packed
+        ("bullerwins/MiniMax-M3-4bit-W4A16",),
         {
             "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4,
             "group_size": 128, "sym": True, "data_type": "int",
@@ -251,7 +254,7 @@ PUBLISHED_M3 = {
         router="BF16",
     ),
     "m3, int4, asymmetric": _published(
-        ("cyankiwi/MiniMax-M3-AWQ-INT4",),  # if its groups have 128 columns
+        ("cyankiwi/MiniMax-M3-AWQ-INT4",),  # assumed: groups of 128 columns
         compressed(
             "pack-quantized",
             {"strategy": "group", "group_size": 128, "symmetric": False},
@@ -283,7 +286,7 @@ PUBLISHED_M3 = {
         shared=_MXFP4_MATRIX,
     ),
     "m3, modelslim": _published(
-        ("Eco-Tech/MiniMax-M3-w8a8",),  # if its indexers are plain
+        ("Eco-Tech/MiniMax-M3-w8a8",),  # assumed: plain indexers
         None,
         110,
         stem="quant_model_weights",

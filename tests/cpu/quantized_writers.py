@@ -1,8 +1,7 @@
-"""Every format of a checkpoint as those who publish it write it: one number and one bit field after
-the other, by the layout's description, without the packers of the product.
+"""Writers of every checkpoint format, one number and one bit field at a time.
 
-`WRITERS` is the table of them; a line adds one. A writer is given a matrix of some module and says
-which tensors are stored of it, and which matrix these stand for.
+They follow the layouts' documentation and use no packer of the product. `WRITERS` is the table; a
+line adds a format. A writer stores a matrix as tensors and returns the matrix that these represent.
 """
 
 from __future__ import annotations
@@ -22,17 +21,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 Matrix = NDArray[Any]
-# what is stored of a matrix, by names behind the module's, and the matrix that it stands for
+# (stored tensors by their suffixes, the matrix that they represent)
 Stored = tuple[dict[str, Tensor], Matrix]
 
-LEFT_OUT = "model.layers.1.self_attn.o_proj"  # every checkpoint has this module in full
+LEFT_OUT = "model.layers.1.self_attn.o_proj"  # plain in every checkpoint
 
 
 @dataclass(frozen=True)
 class Writer:
-    """`store`: (module, fp32 matrix [N, K]) -> `Stored`; `describe`: (the modules that are stored
-    so, all tensors) -> the description, which stands in `file`, or, without one, in config.json.
-    `with_head`: the head is stored so, too.
+    """A checkpoint format.
+
+    `store` maps (module, fp32 matrix [N, K]) to `Stored`. `describe` maps (quantised modules, all
+    tensors) to the description, which is in `file` or, without one, in config.json. `with_head`:
+    the head is quantised, too.
     """
 
     store: Callable[[str, Matrix], Stored]
@@ -42,14 +43,14 @@ class Writer:
 
 
 def is_matrix(name: str) -> bool:
-    """Whether checkpoints quantise the tensor `name` of M2."""
+    """Return whether checkpoints of M2 quantise the tensor `name`."""
     return name.endswith("_proj.weight") or ".experts." in name
 
 
 def write(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], writer: Writer
 ) -> dict[str, Tensor]:
-    """A checkpoint of `tensors` in `folder`; what it stands for, as plain fp32 tensors."""
+    """Write a checkpoint of `tensors`; return the plain fp32 tensors that it represents."""
     stored, plain, modules = {}, dict(tensors), []
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
@@ -71,14 +72,14 @@ def write(
 
 
 def stored_as(numbers: Matrix, dtype: torch.dtype) -> tuple[Tensor, Matrix]:
-    """`numbers` rounded to `dtype`, as a tensor and as fp32 again."""
+    """Round `numbers` to `dtype`; return them as a tensor and in fp32."""
     tensor = torch.from_numpy(numbers.astype(np.float32)).to(dtype)
     return tensor, tensor.float().numpy()
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """codes [N, K] and zeros [N, G], unsigned; matrix = (codes - zeros) * scale of the group."""
+    """Unsigned codes [N, K] and zeros [N, G]; matrix = (codes - zeros) * the group's scale."""
 
     codes: Matrix
     zeros: Matrix
@@ -96,8 +97,9 @@ def rounded(
     dtype: torch.dtype,
     order: Matrix | None = None,
 ) -> Rounded:
-    """To the nearest of 2^bits numbers in groups of `size` columns (-1: one); `order`: the columns
-    in the order in which they are put into groups.
+    """Round to the nearest of 2^bits numbers, in groups of `size` columns (-1: all).
+
+    `order` lists the columns in the order in which they fill the groups.
     """
     height, width = matrix.shape
     size = width if size == -1 else size
@@ -115,7 +117,7 @@ def rounded(
         steps = (upper - lower) / most
     scale, steps = stored_as(steps, dtype)
     zeros = np.full((height, count), 2 ** (bits - 1))
-    if not symmetric:  # a zero point of 0 is not for all formats
+    if not symmetric:  # not all formats can store a zero point of 0
         zeros = np.clip(np.round(-lower / steps), 1, most).astype(np.int64)
     codes = np.round(matrix / steps[:, group_of]) + zeros[:, group_of]
     codes = np.clip(codes, 0, most).astype(np.int64)
@@ -125,7 +127,7 @@ def rounded(
 
 # --- AWQ -----------------------------------------------------------------------------------------
 
-AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble of a word
 
 
 def awq_words(numbers: Matrix) -> Tensor:
@@ -156,7 +158,7 @@ def awq(size: int) -> Writer:
 
 
 def words_of_rows(numbers: Matrix, bits: int) -> Tensor:
-    """numbers [A, B] -> [A bits / 32, B]: rows that follow each other share a word."""
+    """Pack numbers [A, B] into [A bits / 32, B]; adjacent rows share a word."""
     per_word = 32 // bits
     filled = np.zeros((-(-len(numbers) // per_word), per_word, numbers.shape[1]), dtype=np.uint32)
     filled.reshape(-1, numbers.shape[1])[: len(numbers)] = numbers.astype(np.int64)
@@ -234,7 +236,7 @@ def compressed(stored_format: str, weights: Mapping[str, Any]) -> dict[str, Any]
 def packed(
     bits: int = 4, size: int = 32, *, symmetric: bool = True, actorder: str | None = None
 ) -> Writer:
-    """pack-quantized: numbers are stored as number + 2^(bits - 1)."""
+    """pack-quantized, which stores number + 2^(bits - 1)."""
     description = compressed(
         "pack-quantized",
         {
@@ -262,7 +264,7 @@ def packed(
 
 
 def store_int8(matrix: Matrix, dtype: torch.dtype) -> Stored:
-    """A scale for each row."""
+    """Store int8 with a scale per row."""
     scale, steps = stored_as(np.abs(matrix).max(axis=1, keepdims=True) / 127, dtype)
     codes = np.clip(np.round(matrix / steps), -127, 127)
     parts = {"weight": torch.from_numpy(codes.astype(np.int8)), "weight_scale": scale}
@@ -283,7 +285,7 @@ def int_quantized() -> Writer:
 
 
 def auto_round(packing: str, *, symmetric: bool, bits: int = 4) -> Writer:
-    """Experts' w2 has 8 bits, or, packed as AWQ does, other groups."""
+    """AutoRound, with 8 bits (AWQ packing: other groups) for the experts' w2."""
     other = {"group_size": 16} if "awq" in packing else {"bits": 8}
     description = {
         "quant_method": "auto-round", "packing_format": packing, "bits": bits, "group_size": 32,
@@ -350,8 +352,10 @@ def quark_int8(*, is_static: bool) -> Writer:
 def modelslim(
     kind: str, *, deq_scale: torch.dtype = torch.float32, weight_scale: bool = True
 ) -> Writer:
-    """Rows of int8. Static ones add what rounds activations: round(x / input_scale + input_offset)
-    times W, plus quant_bias, times deq_scale. Those in int64 are the bits of fp32.
+    """Rows of int8.
+
+    Static formats add scales for activations: (round(x / input_scale + input_offset) W +
+    quant_bias) * deq_scale. A deq_scale in int64 holds the bits of fp32.
     """
     is_static = kind in ("W8A8", "W8A8_MIX")
 
@@ -389,7 +393,7 @@ def description_of(
 
 
 def modelslim_int4() -> Writer:
-    """W4A8_DYNAMIC: rows of int4 in two's complement, the even row in the lower half of a byte."""
+    """W4A8_DYNAMIC: rows of two's complement int4, the even row in the low half of a byte."""
 
     def store(module: str, matrix: Matrix) -> Stored:
         made = rounded(matrix, 4, -1, symmetric=True, dtype=torch.float32)
@@ -416,7 +420,7 @@ def store_float(layout: float_layouts.Layout, matrix: Matrix) -> Stored:
 
 
 def floats(name: str, describe: Any, *, file: str = "", others: str = "") -> Writer:
-    """The layout `name`; `others`: that of all but the experts, if another."""
+    """The float layout `name`; `others` is the layout of all modules but the experts."""
     layouts = float_layouts.LAYOUTS
 
     def store(module: str, matrix: Matrix) -> Stored:
@@ -430,7 +434,7 @@ FLOATS = {
     name: floats(name, lambda *_, made=made: made)
     for name, made in float_layouts.descriptions(LEFT_OUT).items()
 } | {
-    "fp8-fnuz-dtype": floats(  # that only the files' headers tell
+    "fp8-fnuz-dtype": floats(  # only the file headers show FNUZ
         "fp8-fnuz", lambda *_: float_layouts.descriptions(LEFT_OUT)["fp8-block"]
     ),
     "modelopt-nvfp4": floats(

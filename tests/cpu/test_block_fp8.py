@@ -1,4 +1,4 @@
-"""Block FP8 against a scalar decoder, at its edges, and against transformers."""
+"""Block FP8 against a scalar decoder, at its limits, and against transformers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from block_fp8 import quantize_block, scale_shape
+from float_layouts import e4m3
 
 from negamax.formats.floats import E4M3_BLOCKS
 from negamax.formats.readable import reads_e4m3_blocks
@@ -15,19 +16,6 @@ from negamax.kernels.quantize.op import dequantize_block
 from negamax.kernels.quantize.stored import dequantize
 
 FP8 = torch.float8_e4m3fn
-
-
-def e4m3(code: int) -> float:
-    """The value of one e4m3fn byte, by the definition of the format: bias 7, no infinities,
-    S.1111.111 is NaN.
-    """
-    sign = -1.0 if code & 0x80 else 1.0
-    exponent, mantissa = code >> 3 & 0xF, code & 7
-    if exponent == 15 and mantissa == 7:
-        return math.nan
-    if exponent == 0:
-        return sign * mantissa / 8 * 2.0**-6
-    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
 
 
 def test_every_byte_is_read_by_the_definition_of_the_format() -> None:
@@ -71,8 +59,8 @@ def test_quantise_then_dequantise_errs_at_most_half_a_step(rows: int, columns: i
         and tuple(scale.shape) == scale_shape(rows, columns)
     )
     largest = weight.abs().max().item()
-    # half a step of a normal value is 1/16 of it; below the smallest normal (2^-6 of the scale)
-    # half a step is 2^-10
+    # Half a step of a normal value is 1/16 of it. Below the smallest normal (2^-6 of the scale),
+    # half a step is 2^-10.
     limit = (weight.abs() / 16).clamp_min(largest / 448 * 2**-10) * (1 + 1e-5)
     assert torch.all((dequantize_block(values, scale) - weight).abs() <= limit)
 
@@ -123,7 +111,7 @@ def test_weights_are_dequantised_at_load_as_the_op_defines_to_the_bit(
     rows: int, columns: int
 ) -> None:
     generator = torch.Generator().manual_seed(rows)
-    # NaN and subnormals too
+    # Include NaN and subnormals.
     codes = (
         torch.arange(rows * columns).remainder(256).to(torch.uint8).view(rows, columns).view(FP8)
     )
@@ -136,7 +124,7 @@ def test_weights_are_dequantised_at_load_as_the_op_defines_to_the_bit(
     )
 
 
-def test_a_format_is_never_called_fp8_alone() -> None:
+def test_format_name_must_include_the_scale() -> None:
     assert reads_e4m3_blocks(E4M3_BLOCKS)
     with pytest.raises(AssertionError, match="'fp8' says no scale"):
         replace(E4M3_BLOCKS, name="fp8")

@@ -1,6 +1,4 @@
-"""Finding a model: folders, nano and hub ids; downloads go through the real client against a small
-hub on this machine.
-"""
+"""Finding a model: folders, nano and hub ids. Downloads use the real client and a local hub."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ FILES = {
     "modeling_minimax_m2.py": b"raise SystemExit('remote code')",
     "pytorch_model.bin": b"pickle",
     "original/consolidated.safetensors": b"other",
-    # names a file in a folder
+    # Names a file in a subfolder.
     "quant_model_description.json": b'{"optional": {"quarot": {"rotation_map": '
     b'{"global_rotation": "optional/quarot.safetensors"}}}}',
     "optional/quarot.safetensors": b"rotation",
@@ -59,8 +57,9 @@ for argument in sys.argv[2:]:
 
 
 def resolve_all(environment: Mapping[str, str], cache: Path, *models: str) -> list[str]:
-    """One line per model: the folder, or the error. In a process of its own: the client reads its
-    endpoint at import.
+    """Return one line per model: the folder or the error.
+
+    Runs in a subprocess, since the client reads its endpoint at import.
     """
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE, str(cache), *models],
@@ -94,16 +93,14 @@ def test_download_takes_weights_and_json_but_never_code_or_pickles(
     assert files_in(folder) == kept
     assert all((folder / name).read_bytes() == FILES[name] for name in kept)
     assert set(hub.served) == kept
-    # what is there already is not fetched again, and works without the hub
+    # Files in the cache are not fetched again and work offline.
     hub.served.clear()
     assert resolve_all(hub.environment, tmp_path, "lab/model") == [plain]
     assert resolve_all({**hub.environment, "HF_HUB_OFFLINE": "1"}, tmp_path, "lab/model") == [plain]
     assert hub.served == []
 
 
-def test_a_download_that_nobody_watches_on_a_terminal_logs_how_far_it_is(
-    hub: TinyHub, tmp_path: Path
-) -> None:
+def test_download_without_a_terminal_logs_progress(hub: TinyHub, tmp_path: Path) -> None:
     code = "import negamax.base.progress; negamax.base.progress.LOG_SECONDS = 0.0" + RESOLVE
     command = [sys.executable, "-c", code, str(tmp_path), "lab/model"]
     environment = {**os.environ, **hub.environment}
@@ -117,7 +114,7 @@ def test_a_download_that_nobody_watches_on_a_terminal_logs_how_far_it_is(
     )
 
 
-def test_what_the_hub_refuses_is_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> None:
+def test_hub_errors_are_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> None:
     refused = {
         "lab/nothing": ("is not on the hub, or private", "check the name"),
         "lab/model@v9": ("at revision 'v9' does not exist on the hub", "check --revision"),
@@ -134,9 +131,7 @@ def test_what_the_hub_refuses_is_one_line_with_a_remedy(hub: TinyHub, tmp_path: 
         assert all(word in line for word in words), line
 
 
-def test_a_cut_download_is_one_line_and_costs_only_the_files_it_cut(
-    hub: TinyHub, tmp_path: Path
-) -> None:
+def test_interrupted_download_keeps_complete_files(hub: TinyHub, tmp_path: Path) -> None:
     hub.cuts = 100
     (cut,) = resolve_all(hub.environment, tmp_path, "lab/cut")
     assert cut.startswith("ConfigError model 'lab/cut' cannot be fetched: RemoteProtocolError: "), (
@@ -152,10 +147,8 @@ def test_a_cut_download_is_one_line_and_costs_only_the_files_it_cut(
     }  # fmt: skip
 
 
-def test_a_complete_cache_that_others_own_is_used_offline_and_left_as_it_is(
-    hub: TinyHub, tmp_path: Path
-) -> None:
-    """Under HF_HOME, not in a folder of the command line."""
+def test_read_only_cache_is_used_offline(hub: TinyHub, tmp_path: Path) -> None:
+    """Under HF_HOME, without --download-dir."""
     home = {**hub.environment, "HF_HOME": str(tmp_path / "home")}
     (folder,) = resolve_all(home, Path(), "lab/model")
     assert Path(folder).is_relative_to(tmp_path / "home" / "hub")
@@ -193,7 +186,7 @@ except NegamaxError as error:
     [("auto", "bitsandbytes", "ConfigError the checkpoint is quantised by 'bitsandbytes'"),
      ("synthetic", "fp8", "MiniMaxM2ForCausalLM")],
 )  # fmt: skip
-def test_weights_are_not_fetched_of_what_is_refused_or_synthetic(
+def test_weights_of_refused_or_synthetic_models_are_not_fetched(
     hub: TinyHub, tmp_path: Path, load_format: str, method: str, words: str
 ) -> None:
     config = json.loads((EMBEDDED["nano"] / "config.json").read_text())
@@ -228,7 +221,7 @@ CARDS = [
 
 
 @pytest.mark.parametrize(("model", "card", "line"), CARDS)
-def test_what_is_said_of_a_licence(
+def test_licence_lines(
     hub: TinyHub,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -249,8 +242,8 @@ def test_what_is_said_of_a_licence(
     assert re.fullmatch(f"licence of {model}: {said}", caplog.messages[-1])
 
 
-def test_the_licence_is_said_once_and_before_the_weights(hub: TinyHub, tmp_path: Path) -> None:
-    """On standard error, where the log leaves it out."""
+def test_licence_is_logged_once_before_the_weights(hub: TinyHub, tmp_path: Path) -> None:
+    """On standard error if the log level hides the line."""
     code = f"""
 import urllib.request
 from negamax.checkpoint import hub, huggingface
@@ -272,7 +265,7 @@ for _ in range(2):
     assert "model-00000-of-00001.safetensors" in hub.served
 
 
-def test_a_disk_that_takes_no_files_is_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> None:
+def test_full_disk_is_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     (line,) = resolve_all(hub.environment, tmp_path / "file", "lab/model")
     assert (
@@ -297,8 +290,8 @@ def test_local_folders_and_embedded_models(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "org" / "model").mkdir(parents=True)
     (tmp_path / "nano").mkdir()
     assert resolve_model(str(tmp_path)) == tmp_path
-    assert resolve_model("org/model") == Path("org/model")  # a folder goes before a hub id
-    for name, folder in (EMBEDDED | EMBEDDED_DRAFTS).items():  # they go before folders
+    assert resolve_model("org/model") == Path("org/model")  # a folder precedes a hub id
+    for name, folder in (EMBEDDED | EMBEDDED_DRAFTS).items():  # embedded models precede folders
         assert resolve_model(name) == folder and (folder / "config.json").is_file()
     assert resolve_model("./nano") == Path("nano")
 
@@ -323,13 +316,13 @@ def test_local_folders_and_embedded_models(tmp_path: Path, monkeypatch: pytest.M
         "x" * 10_000,
     ],
 )
-def test_what_is_no_model_is_refused_without_asking_the_hub(model: str) -> None:
+def test_invalid_names_are_refused_without_asking_the_hub(model: str) -> None:
     with pytest.raises(ConfigError, match="is neither an existing folder, nor 'nano'") as caught:
         resolve_model(model)
     assert repr(model[:200]) in str(caught.value) and "MiniMaxAI/MiniMax-M2" in str(caught.value)
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
+def test_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"")
     with pytest.raises(ConfigError, match="is a file; give the folder"):

@@ -1,6 +1,4 @@
-"""Models of ModelScope: downloads go through its real client against a small server on this
-machine.
-"""
+"""ModelScope: downloads use its real client and a local server."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ FILES = {
     "modeling_minimax_m2.py": b"raise SystemExit('remote code')",
     "pytorch_model.bin": b"pickle",
     "original/consolidated.safetensors": b"other",
-    # names a file in a folder
+    # Names a file in a subfolder.
     "quant_model_description.json": b'{"optional": {"quarot": {"rotation_map": '
     b'{"global_rotation": "optional/quarot.safetensors"}}}}',
     "optional/quarot.safetensors": b"rotation",
@@ -58,7 +56,7 @@ def server() -> Iterator[TinyModelScope]:
 
 
 def resolve_all(environment: Mapping[str, str], cache: Path, *models: str) -> tuple[list[str], str]:
-    """One line per model, the folder or the error; and what was logged."""
+    """Return one line per model (the folder or the error), and the log."""
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE, *models],
         env={**os.environ, "MODELSCOPE_CACHE": str(cache), **environment},
@@ -70,16 +68,14 @@ def resolve_all(environment: Mapping[str, str], cache: Path, *models: str) -> tu
     return done.stdout.splitlines(), done.stderr
 
 
-def test_download_offline_start_and_a_branch_that_moves_on(
-    server: TinyModelScope, tmp_path: Path
-) -> None:
+def test_download_offline_start_and_updated_branch(server: TinyModelScope, tmp_path: Path) -> None:
     (line,), logged = resolve_all(server.environment, tmp_path, "lab/model")
     folder = Path(line)
     assert folder.is_relative_to(tmp_path)
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert {str(path.relative_to(folder)) for path in files} == KEPT
     assert all((folder / name).read_bytes() == FILES[name] for name in KEPT)
-    # the licence is said before the weights are asked for, and nothing but our lines is logged
+    # The licence is logged before weights are requested; the client logs nothing.
     *others, licence, one, other = server.served
     assert {*others, one, other} == KEPT and licence == "licence"
     assert {one, other} == {"model-00000-of-00001.safetensors", "optional/quarot.safetensors"}
@@ -88,7 +84,7 @@ def test_download_offline_start_and_a_branch_that_moves_on(
     (said,) = (each for each in logged.splitlines() if not progress.fullmatch(each))
     assert said == f"licence of lab/model: lab-1, see {endpoint}/models/lab/model"
     assert progress.match(logged)
-    # what is there is not fetched again; offline nobody is asked
+    # Files in the cache are not fetched again; offline, no request is made.
     server.served.clear()
     assert resolve_all(server.environment, tmp_path, "lab/model") == ([line], "")
     before = [(path, path.stat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))]
@@ -96,7 +92,7 @@ def test_download_offline_start_and_a_branch_that_moves_on(
     assert resolve_all(offline, tmp_path, "lab/model") == ([line], "")
     assert server.served == []
     assert before == [(path, path.stat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))]
-    # a file of the same size that was committed later
+    # A file of the same size, committed later.
     server.files["config.json"] = changed = FILES["config.json"].replace(b"m2", b"m3")
     server.changed = int(time.time()) + 1000
     assert resolve_all(server.environment, tmp_path, "lab/model")[0] == [line]
@@ -104,7 +100,7 @@ def test_download_offline_start_and_a_branch_that_moves_on(
     assert (folder / "config.json").read_bytes() == changed
 
 
-def test_what_goes_wrong_is_one_line_with_a_remedy(server: TinyModelScope, tmp_path: Path) -> None:
+def test_errors_are_one_line_with_a_remedy(server: TinyModelScope, tmp_path: Path) -> None:
     (line,), _ = resolve_all(server.environment, tmp_path, "lab/nothing")
     assert line.startswith("ConfigError model 'lab/nothing' is not on ModelScope, or private")
     offline = {**server.environment, "HF_HUB_OFFLINE": "1"}
@@ -116,7 +112,7 @@ def test_what_goes_wrong_is_one_line_with_a_remedy(server: TinyModelScope, tmp_p
 
 
 @pytest.mark.parametrize("is_asked_by_variable", [True, False])
-def test_without_its_package_it_says_what_to_type(
+def test_missing_client_package_names_the_install_command(
     monkeypatch: pytest.MonkeyPatch, is_asked_by_variable: bool
 ) -> None:
     monkeypatch.setitem(sys.modules, "modelscope_hub", None)

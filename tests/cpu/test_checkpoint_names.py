@@ -1,4 +1,4 @@
-"""Checkpoints that spell tensors otherwise, or store several matrices as one, load the same."""
+"""Checkpoints with other tensor names or fused tensors load the same weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.quantization import online
 
 SPEC = tiny_spec()
-# every part of a fused matrix is a whole number of blocks
+# Each part of a fused matrix is a whole number of blocks.
 FP8_SPEC = tiny_spec(
     quantization_config=FP8_CONFIG, hidden_size=128, intermediate_size=128, num_key_value_heads=4,
     num_attention_heads=8, head_dim=32,
@@ -60,7 +60,7 @@ def respelled(pattern: str, replacement: str) -> Callable[[Tensors], Tensors]:
 
 
 def fused_experts(name: str) -> Callable[[Tensors], Tensors]:
-    """Gate and up of each expert in one tensor, gate rows first."""
+    """Fuse gate and up of each expert, gate rows first."""
 
     def change(tensors: Tensors) -> Tensors:
         changed = {}
@@ -77,7 +77,7 @@ def fused_experts(name: str) -> Callable[[Tensors], Tensors]:
 
 
 def stacked_experts(gate_up: str, down: str) -> Callable[[Tensors], Tensors]:
-    """All experts of a layer in two tensors; `gate_up` and `down` are formats of their names."""
+    """Stack all experts of a layer in two tensors, named by the formats `gate_up` and `down`."""
 
     def change(tensors: Tensors) -> Tensors:
         changed, stacks = {}, dict[str, list[Tensor]]()
@@ -87,7 +87,7 @@ def stacked_experts(gate_up: str, down: str) -> Callable[[Tensors], Tensors]:
                 changed[key] = tensor
                 continue
             name = (gate_up if match[3] == "w13" else down).format(match[4])
-            # transformers names the parameters of its module without "weight"
+            # transformers omits "weight" in the names of its module's parameters.
             name = name.replace("_proj_weight", "_proj")
             stacks.setdefault(match[1] + name, []).insert(int(match[2]), tensor)
         return changed | {name: torch.stack(stack) for name, stack in stacks.items()}
@@ -179,7 +179,7 @@ STACK = "model.layers.1.block_sparse_moe.experts.w13_weight_scale_inv"
         ),
     ],
 )
-def test_stacks_that_do_not_fit_are_refused_by_their_own_name(
+def test_misshaped_stacks_are_refused_by_name(
     tmp_path: Path, change: Callable[[Tensor], Tensor | None], message: str
 ) -> None:
     tensors = CHANGES["stacked, w13"](checkpoint(FP8_SPEC))
@@ -192,21 +192,21 @@ def test_stacks_that_do_not_fit_are_refused_by_their_own_name(
 
 
 @pytest.mark.parametrize("name", ["w13.bias", "gate_up_proj_bias", "0.w13.bias"])
-def test_fused_tensors_that_no_matrix_has_are_refused(tmp_path: Path, name: str) -> None:
+def test_unknown_fused_tensors_are_refused(tmp_path: Path, name: str) -> None:
     name = "model.layers.1.block_sparse_moe.experts." + name
     save_single(tmp_path, random_tensors(SPEC) | {name: torch.zeros(4, 48)})
     with pytest.raises(CheckpointError, match=f"1 tensor is not part of this model: {name}"):
         load_weights(SlotModel(SPEC).weight_slots(), SPEC, tmp_path)
 
 
-def test_a_matrix_alone_and_in_a_fused_tensor_is_refused(tmp_path: Path) -> None:
+def test_matrix_stored_alone_and_fused_is_refused(tmp_path: Path) -> None:
     tensors = random_tensors(SPEC)
     save_single(tmp_path, tensors | CHANGES["w13"](tensors))
     with pytest.raises(CheckpointError, match=r"experts\.0\.w1.weight and .*\.w13\.\S+ are the sa"):
         load_weights(SlotModel(SPEC).weight_slots(), SPEC, tmp_path)
 
 
-# What is joined along its second dimension; a number of each matrix becomes a list of two.
+# Tensors joined along their second dimension. Numbers of single matrices become a list of two.
 TRANSPOSED = ("qweight", "qzeros", "scales")
 
 
@@ -225,9 +225,7 @@ def joined(suffix: str, one: Tensor, two: Tensor) -> Tensor:
     "name",
     ["awq", "gptq-v2", "quark-int8", "modelopt-nvfp4", "compressed-nvfp4", "packed-int4-asym"],
 )
-def test_side_tensors_are_joined_and_stacked_as_their_values_are(
-    tmp_path: Path, name: str, stacked: bool
-) -> None:
+def test_fused_side_tensors_load(tmp_path: Path, name: str, stacked: bool) -> None:
     config = {**TINY, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
     config |= {"dtype": "float32", "hidden_size": 64, "intermediate_size": 96}
     one, two = tmp_path / "one", tmp_path / "two"

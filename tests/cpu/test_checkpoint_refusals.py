@@ -1,6 +1,4 @@
-"""What the loader refuses, with the names of tensors and files: before anything is read where names
-and shapes say it already.
-"""
+"""What the loader refuses, with the names of tensors and files."""
 
 from __future__ import annotations
 
@@ -27,6 +25,7 @@ from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import load_weights
+from negamax.checkpoint.plan import plan_load
 from negamax.checkpoint.reader import CheckpointReader, read_entries, read_header
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
@@ -50,53 +49,45 @@ def refused(
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
 
 
-def test_missing_tensors_are_named_and_counted(tmp_path: Path) -> None:
-    tensors = random_tensors(SPEC)
-    del tensors["model.norm.weight"]
-    refused(tmp_path, tensors, r"^1 tensor is missing from the checkpoint: model\.norm\.weight \(")
-    kept = {name: tensor for name, tensor in tensors.items() if "layers.1" not in name}
-    refused(
-        tmp_path,
-        kept,
+GATE = "model.layers.0.block_sparse_moe.gate.weight"
+BIAS, K_PROJ = "model.layers.0.self_attn.q_proj.bias", "model.layers.1.self_attn.k_proj.weight"
+Tensors = dict[str, Tensor]
+MISFITS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "missing tensor": (
+        lambda t: {name: each for name, each in t.items() if name != "model.norm.weight"},
+        r"^1 tensor is missing from the checkpoint: model\.norm\.weight \(",
+    ),
+    "missing tensors": (
+        lambda t: {n: t[n] for n in t if "layers.1" not in n and n != "model.norm.weight"},
         r"23 tensors are missing from the checkpoint: model\.norm\.weight, .* and 13 more",
-    )
-
-
-def test_unknown_tensors_are_named(tmp_path: Path) -> None:
-    tensors = {**random_tensors(SPEC), "model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}
-    refused(
-        tmp_path,
-        tensors,
+    ),
+    "unknown tensor": (
+        lambda t: {**t, BIAS: torch.zeros(64)},
         r"1 tensor is not part of this model: model\.layers\.0\.self_attn\.q_proj\.bias",
-    )
+    ),
+    "two spellings": (
+        lambda t: {**t, GATE.replace("block_sparse_moe", "mlp"): t[GATE].clone()},
+        "are the same weight, " + GATE,
+    ),
+    "shape": (
+        lambda t: {**t, K_PROJ: torch.zeros(48, 32)},
+        r"k_proj\.weight has shape \[48, 32\]; config.json asks for \[32, 48\]",
+    ),
+    **{
+        f"dtype {dtype}": (
+            lambda t, dtype=dtype: {**t, "lm_head.weight": t["lm_head.weight"].to(dtype)},
+            r"lm_head\.weight has dtype .*; supported: BF16, F16, F32",
+        )
+        for dtype in (torch.int8, torch.float64, torch.float8_e5m2)
+    },
+    "undeclared FP8": (to_fp8, "has dtype F8_E4M3; .*no quantization_config"),
+}
 
 
-def test_two_spellings_of_one_tensor_are_refused(tmp_path: Path) -> None:
-    tensors = random_tensors(SPEC)
-    name = "model.layers.0.block_sparse_moe.gate.weight"
-    tensors[name.replace("block_sparse_moe", "mlp")] = tensors[name].clone()
-    refused(tmp_path, tensors, "are the same weight, " + name)
-
-
-def test_wrong_shape_is_refused_with_both_shapes(tmp_path: Path) -> None:
-    tensors = random_tensors(SPEC)
-    tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(48, 32)
-    refused(
-        tmp_path,
-        tensors,
-        r"1\.self_attn\.k_proj\.weight has shape \[48, 32\]; config.json asks for \[32, 48\]",
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e5m2])
-def test_wrong_dtype_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = random_tensors(SPEC)
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(dtype)
-    refused(tmp_path, tensors, r"lm_head\.weight has dtype .*; supported: BF16, F16, F32")
-
-
-def test_fp8_that_config_does_not_declare_is_refused(tmp_path: Path) -> None:
-    refused(tmp_path, to_fp8(random_tensors(SPEC)), "has dtype F8_E4M3; .*no quantization_config")
+@pytest.mark.parametrize("name", MISFITS)
+def test_misfits_are_named(tmp_path: Path, name: str) -> None:
+    change, message = MISFITS[name]
+    refused(tmp_path, change(random_tensors(SPEC)), message)
 
 
 def test_broken_scales_are_refused_by_name(tmp_path: Path) -> None:
@@ -149,7 +140,7 @@ def test_broken_scales_are_refused_by_name(tmp_path: Path) -> None:
 def test_checkpoint_with_more_layers_than_its_config_is_refused(tmp_path: Path) -> None:
     tensors = random_tensors(tiny_spec(num_hidden_layers=4))
     message = r"num_hidden_layers in config.json is 2; the checkpoint has 2 more, up to layer 3 "
-    refused(tmp_path, tensors, message + r"\(44 tensors, model\.layers\.[23]\.")
+    refused(tmp_path, tensors, message + r"\(44 tensors, first model\.layers\.[23]\.")
     tensors["model.layers.2.enorm.weight"] = torch.ones(48)  # layer 2 is for multi-token prediction
     refused(
         tmp_path, tensors, r"has 1 more, up to layer 3 \(22 tensors, .*set num_hidden_layers to 4"
@@ -160,7 +151,7 @@ def test_checkpoint_with_more_layers_than_its_config_is_refused(tmp_path: Path) 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_values_that_are_not_finite_are_named_counted_and_located(
+def test_non_finite_values_are_named_counted_and_located(
     tmp_path: Path, dtype: torch.dtype, value: float
 ) -> None:
     for name, where in [
@@ -181,9 +172,7 @@ def test_values_that_are_not_finite_are_named_counted_and_located(
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_fp8_bytes_that_are_no_number_are_found_in_weights_that_are_dequantised_and_in_those_kept(
-    tmp_path: Path, code: int
-) -> None:
+def test_fp8_nan_is_found_in_dequantised_and_kept_weights(tmp_path: Path, code: int) -> None:
     stored = to_fp8(random_tensors(SPEC))
     name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     stored[name].view(torch.uint8)[[3, 7], [40, 1]] = code
@@ -225,13 +214,11 @@ def test_a_file_with_a_hole_is_refused(
     start, stop = begin + int(first * size), begin + int(last * size)
     data[start:stop] = bytes(stop - start)
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"safetensors has a hole: .*weight is zeros alone"):
+    with pytest.raises(CheckpointError, match=r"safetensors has a hole: .*weight holds only zeros"):
         load(tmp_path, LARGE)
 
 
-def test_zeros_that_may_be_meant_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_intended_zeros_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors = random_tensors(LARGE)
     experts = [name for name in tensors if ".layers.1." in name and ".experts.2." in name]
     for name in (*experts, "model.layers.0.self_attn.q_norm.weight"):
@@ -240,10 +227,10 @@ def test_zeros_that_may_be_meant_are_named(
     tensors["model.layers.0.block_sparse_moe.e_score_correction_bias"].zero_()
     load(save_single(tmp_path, tensors), LARGE)
     (line,) = (record.getMessage() for record in caplog.records if "zeros" in record.msg)
-    assert line.startswith("3 matrices are zeros alone: ") and all(name in line for name in experts)
+    assert line.startswith("3 matrices hold only zeros: ") and all(name in line for name in experts)
 
 
-def test_every_broken_tensor_is_reported_at_once_and_a_flood_is_cut(tmp_path: Path) -> None:
+def test_broken_tensors_are_reported_together_up_to_a_limit(tmp_path: Path) -> None:
     tensors = random_tensors(SPEC)
     for expert in range(4):
         for kind in ("w1", "w3"):
@@ -263,7 +250,8 @@ def test_values_that_the_compute_dtype_cannot_hold_are_refused(tmp_path: Path) -
     save_single(tmp_path, tensors)
     load(tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"model\.norm\.weight, whose values are too large for the dtype"
+        CheckpointError,
+        match=r"model\.norm\.weight: its values are too large",
     ):
         load_weights(SlotModel(SPEC, dtype=torch.float16).weight_slots(), SPEC, tmp_path)
 
@@ -280,20 +268,25 @@ def test_nothing_is_read_before_every_name_and_shape_is_checked(tmp_path: Path) 
 # Files
 
 
+def check(folder: Path) -> None:
+    """Check files and headers, before any data is read."""
+    plan_load(SlotModel(SPEC).weight_slots(), SPEC, folder)
+
+
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
-        (0, "no safetensors file, or cut off: 0 bytes"),
-        (5, "cut off"),
-        (100, "cut off"),
-        (-1, "cut off or damaged"),
+        (0, "not a safetensors file, or truncated: 0 bytes"),
+        (5, "truncated"),
+        (100, "truncated"),
+        (-1, "truncated or damaged"),
     ],
 )
 def test_truncated_file_is_refused_by_path(tmp_path: Path, keep: int, message: str) -> None:
     path = save_single(tmp_path, random_tensors(SPEC)) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match=rf"model\.safetensors .*{message}"):
-        load(tmp_path)
+        check(tmp_path)
 
 
 def header_file(header: bytes, data: bytes = b"") -> bytes:
@@ -303,7 +296,7 @@ def header_file(header: bytes, data: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xff" * 64, "cut off"),
+        (b"\xff" * 64, "truncated"),
         (header_file(b"not json"), "header"),
         (header_file(b"[1,2]"), "header"),
         (header_file(b'{"x": 3}'), "header"),
@@ -318,7 +311,7 @@ def header_file(header: bytes, data: bytes = b"") -> bytes:
         ),
         (
             header_file(b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', b"12345"),
-            "cut off or damaged",
+            "truncated or damaged",
         ),
         (
             header_file(
@@ -326,7 +319,7 @@ def header_file(header: bytes, data: bytes = b"") -> bytes:
                 b' "y": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',
                 b"1234",
             ),
-            "y begins at byte 0 of the data and what stands before it ends at 4",
+            "y begins at byte 0 of the data and the tensor before it ends at 4",
         ),
         (
             header_file(
@@ -336,7 +329,7 @@ def header_file(header: bytes, data: bytes = b"") -> bytes:
         ),
         (
             header_file(b'{"x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "x": {}}'),
-            "x is there twice",
+            "x occurs twice",
         ),
         (header_file(b"[" * 90_000 + b"]" * 90_000), "header"),
         (
@@ -350,17 +343,17 @@ def test_garbage_instead_of_tensors_is_refused_by_path(
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors .*{message}"):
-        load(tmp_path)
+        check(tmp_path)
 
 
-def test_folders_without_weights_are_refused_with_what_they_hold(tmp_path: Path) -> None:
+def test_folders_without_weights_are_refused_with_their_content(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere is not a folder"):
-        load(tmp_path / "nowhere")
+        check(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"no model\.safetensors, .*--load-format synthetic"):
-        load(tmp_path)
+        check(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"it has pytorch_model\.bin \(only safetensors"):
-        load(tmp_path)
+        check(tmp_path)
 
 
 def test_index_and_files_must_agree(tmp_path: Path) -> None:
@@ -389,13 +382,13 @@ def test_index_and_files_must_agree(tmp_path: Path) -> None:
     write_index(tmp_path, weight_map)
     (tmp_path / "model-00003-of-00002.safetensors").write_bytes((tmp_path / one).read_bytes())
     with pytest.raises(CheckpointError, match=r"there are 1 more: model-00003-of-00002\.safe"):
-        load(tmp_path)
+        check(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read as JSON"):
-        load(tmp_path)
+        check(tmp_path)
 
 
-def test_an_index_may_say_that_files_are_beside_it(tmp_path: Path) -> None:
+def test_index_may_name_files_with_a_leading_dot(tmp_path: Path) -> None:
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     tensors = random_tensors(SPEC)
     save_sharded(tmp_path, tensors, names=files)
@@ -405,13 +398,13 @@ def test_an_index_may_say_that_files_are_beside_it(tmp_path: Path) -> None:
     load(tmp_path)
 
 
-def test_shards_without_an_index_that_are_not_all_there_are_counted(tmp_path: Path) -> None:
+def test_missing_shards_without_an_index_are_counted(tmp_path: Path) -> None:
     files = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
     save_sharded(tmp_path, random_tensors(SPEC), names=files, with_index=False)
     load(tmp_path)
     (tmp_path / files[1]).unlink()
     with pytest.raises(CheckpointError, match=r"are missing from .* \(there are 2 of the 3 files"):
-        load(tmp_path)
+        check(tmp_path)
 
 
 def test_shards_of_other_names_need_an_index(tmp_path: Path) -> None:
@@ -422,10 +415,10 @@ def test_shards_of_other_names_need_an_index(tmp_path: Path) -> None:
         CheckpointError,
         match=r"it has a\.safetensors, b\.safetensors \(copy model\.safetensors\.in",
     ):
-        load(tmp_path)
+        check(tmp_path)
 
 
-def test_files_that_may_not_be_read_need_no_download() -> None:
+def test_unreadable_files_are_not_reported_as_missing() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         save_single(Path(folder), random_tensors(SPEC))
@@ -451,7 +444,7 @@ def test_files_that_may_not_be_read_need_no_download() -> None:
 
 @contextmanager
 def _as_another_user() -> Iterator[None]:
-    """Where this is root, who may read everything."""
+    """Act as another user if this is root, which may read every file."""
     if is_root := os.geteuid() == 0:
         os.seteuid(65534)
     try:
@@ -469,4 +462,4 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"is in two files: model-00001-of-00002.* and model-extra"
     ):
-        load(tmp_path)
+        check(tmp_path)

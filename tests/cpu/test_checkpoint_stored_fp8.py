@@ -1,6 +1,4 @@
-"""FP8 weights kept as stored: which blocks a rank holds, what the loader writes there, and what is
-refused.
-"""
+"""FP8 weights kept as stored: the blocks that a rank holds, and what is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ from negamax.quantization.scheme import WeightFormat
 
 FP8 = torch.float8_e4m3fn
 CPU = torch.device("cpu")
-# Every slice of TP4 is one block or more.
+# Every TP4 shard is at least one block.
 SPEC = tiny_spec(
     hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=8,
     num_key_value_heads=4, head_dim=128,
@@ -60,9 +58,7 @@ QUANTIZED = (
 
 
 def kernels(prepared: dict[str, list[Any]]) -> KernelTable:
-    """The CPU's kernels, but that weights, plain or FP8, are only recorded when they are
-    prepared.
-    """
+    """Return the CPU's kernels, which only record the weights (plain or FP8) at preparation."""
 
     def recording(op: str) -> tuple[Kernel, ...]:
         def prepare(*weights: StoredWeight, **constants: object) -> None:
@@ -78,9 +74,7 @@ def kernels(prepared: dict[str, list[Any]]) -> KernelTable:
 
 @dataclass
 class OneLayer:
-    """The attention and the experts of layer 0 on one rank, and the rest of the checkpoint as slots
-    that need nothing.
-    """
+    """Attention and experts of layer 0 on one rank; all other slots need no data."""
 
     spec: ModelSpec
     layout: ParallelLayout = field(default_factory=ParallelLayout)
@@ -124,9 +118,7 @@ class OneLayer:
         return self._slots
 
     def matrices(self) -> dict[str, list[tuple[Tensor, Tensor | None]]]:
-        """What the kernels are given: qkv, o_proj, gate_up and down as (values, scale), stacked
-        matrices one by one.
-        """
+        """Return the kernels' qkv, o_proj, gate_up and down as (values, scale) per matrix."""
         self.attention.finish_loading()
         self.moe.finish_loading()
         ((qkv,), (out,)), ((gate_up, down),) = (
@@ -154,13 +146,11 @@ def load(model: OneLayer, stored: dict[str, Tensor], folder: Path) -> Checkpoint
     return load_weights(model.weight_slots(), model.spec, save_single(folder, stored))
 
 
-# What a rank holds
+# Parts of a rank
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)])
-def test_stored_weights_are_the_dequantised_ones_block_by_block(
-    tmp_path: Path, tp: int, ep: int
-) -> None:
+def test_kept_weights_dequantise_to_the_plain_ones(tmp_path: Path, tp: int, ep: int) -> None:
     stored = to_fp8(random_tensors(SPEC))
     for layout in ranks(tp, ep):
         kept, plain = OneLayer(SPEC, layout), OneLayer(SPEC, layout, keep_quantized=False)
@@ -204,9 +194,10 @@ def test_a_rank_reads_the_bytes_of_its_slices_only(tmp_path: Path, ep: int) -> N
 @pytest.mark.parametrize(
     ("tp", "ep"), [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (16, 16)]
 )
-def test_blocks_of_minimax_m2_are_dealt_out_once(tp: int, ep: int) -> None:
-    """At the published sizes, on no memory: the ranks' regions tile every quantised tensor and
-    every scale, and a rank has the bytes that are counted before it starts.
+def test_ranks_tile_the_blocks_of_minimax_m2(tp: int, ep: int) -> None:
+    """At the published sizes, the ranks' regions tile every quantised tensor and every scale.
+
+    A rank holds the bytes that are computed before its start.
     """
     spec, meta = replace(bundled_spec("minimax-m2"), num_layers=1, num_experts=16), "meta"
     layers = [OneLayer(spec, each, device=torch.device(meta)) for each in ranks(tp, ep)]
@@ -226,7 +217,7 @@ def test_blocks_of_minimax_m2_are_dealt_out_once(tp: int, ep: int) -> None:
             )
             every = product(*(range(0, size, 128 // unit) for size in shape))
             assert cells == dict.fromkeys(every, copies)
-    others = 4 * spec.hidden_size * (2 * spec.vocab_size // tp + 3)  # of no slots here
+    others = 4 * spec.hidden_size * (2 * spec.vocab_size // tp + 3)  # weights without slots here
     for layer, own in zip(layers, slots, strict=True):
         held = sum(
             math.prod(map(len, slot.region)) * 4
@@ -247,7 +238,7 @@ def test_blocks_of_minimax_m2_are_dealt_out_once(tp: int, ep: int) -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "kept"), [(128, True), (64, True), (16, False)])
-def test_heads_that_cut_blocks_are_dequantised_on_every_rank(head_dim: int, kept: bool) -> None:
+def test_heads_smaller_than_blocks_are_dequantised(head_dim: int, kept: bool) -> None:
     """Four query heads and a KV head on each of 4 ranks."""
     for layout in ranks(4):
         spec = replace(SPEC, num_heads=16, head_dim=head_dim, rotary_dim=16)
@@ -262,18 +253,16 @@ def test_heads_that_cut_blocks_are_dequantised_on_every_rank(head_dim: int, kept
             assert ("cut blocks or groups that have one scale" in reason) is not is_held
 
 
-# What is kept and what is not
+# Kept and dequantised weights
 
 
-def test_modules_that_the_checkpoint_leaves_out_stay_plain(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_excluded_modules_stay_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = {
         **FP8_CONFIG,
         "modules_to_not_convert": ["gate", "model.layers.0.self_attn.o_proj", "q_proj"],
     }
     spec = replace(SPEC, quantization=tiny_spec(quantization_config=config).quantization)
-    mixed = OneLayer(spec)  # parts of one matrix: those that are stored in FP8 are dequantised
+    mixed = OneLayer(spec)  # FP8 parts of a matrix with plain parts are dequantised
     assert mixed.attention.activation is None and mixed.moe.activation == E4M3_GROUPS
     stored, tensors = to_fp8(random_tensors(spec)), random_tensors(spec)
     for part in ("o_proj", "q_proj"):
@@ -307,7 +296,7 @@ def test_modules_that_the_checkpoint_leaves_out_stay_plain(
     assert scale is None and torch.equal(values, stored[name].float())
 
 
-def test_only_fp8_values_with_finite_scales_are_taken(tmp_path: Path) -> None:
+def test_kept_weights_must_be_fp8_with_finite_scales(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.k_proj.weight"
     stored = to_fp8(random_tensors(SPEC))
     plain = {key: tensor for key, tensor in stored.items() if key != name + "_scale_inv"}
@@ -339,7 +328,7 @@ def test_only_fp8_values_with_finite_scales_are_taken(tmp_path: Path) -> None:
 # Synthetic weights
 
 
-def test_synthetic_fp8_weights_are_one_model_for_every_degree() -> None:
+def test_synthetic_fp8_weights_do_not_depend_on_the_split() -> None:
     whole = OneLayer(SPEC)
     fill_synthetic(whole.weight_slots(), SPEC, 5)
     expected = whole.matrices()

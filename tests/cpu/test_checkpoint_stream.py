@@ -1,4 +1,4 @@
-"""Weights are read in large pieces: what is read, in which order, and in how much memory."""
+"""Weights are read in large pieces: their content, order and memory."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SPEC = tiny_spec()
         ((range(3, 4), range(10), range(4)), 160),
         ((range(3, 4), range(2, 7), range(4)), 5 * 16),
         ((range(3, 4), range(7, 8), range(1, 3)), 2 * 4),
-        # of rows that are cut, all columns are read
+        # Of narrowed rows, all columns are read.
         ((range(3, 4), range(2, 7), range(1, 3)), 5 * 16),
         ((range(2), range(2, 7), range(1, 3)), 2 * 160),
         ((range(6), range(10), range(2, 2)), 960),
         ((range(2, 2), range(10), range(4)), 0),
     ],
 )
-def test_a_part_is_read_with_little_around_it(
+def test_span_of_a_region_is_minimal(
     tmp_path: Path, region: tuple[range, ...], num_bytes: int
 ) -> None:
     tensors = {"a": torch.arange(3.0), "b": torch.arange(240.0).reshape(6, 10, 4)}
@@ -51,7 +51,7 @@ def test_data_that_is_not_aligned_is_read(tmp_path: Path) -> None:
     file = save_single(tmp_path, tensors) / "model.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    header = data[8 : 8 + length].rstrip()  # padded, so that numbers begin at a multiple of 8
+    header = data[8 : 8 + length].rstrip()  # padded, so data starts at a multiple of 8
     header += b" " * (3 - len(header) % 8)
     file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
     model = SlotModel(SPEC)
@@ -65,7 +65,7 @@ def test_pieces_are_large_and_few_and_read_every_byte_once(tmp_path: Path, fp8: 
     tensors = to_fp8(random_tensors(spec)) if fp8 else random_tensors(spec)
     plan = plan_load(SlotModel(spec).weight_slots(), spec, save_single(tmp_path, tensors))
     pieces = list(stream._pieces(plan.needed))
-    # a layer's scales come before its values, since these are dequantised with them
+    # A layer's scales precede its values, which are dequantised with them.
     assert len(pieces) <= (6 if fp8 else 3)
     spans = sorted((w.span.start, w.span.num_bytes) for p in pieces for w in p.wanted)
     assert sum(size for _, size in spans) == sum(tensor.nbytes for tensor in tensors.values())
@@ -73,7 +73,7 @@ def test_pieces_are_large_and_few_and_read_every_byte_once(tmp_path: Path, fp8: 
 
 
 @pytest.mark.parametrize("piece_bytes", [64, 1000, 10_000])
-def test_tensors_that_are_larger_than_a_piece_come_in_rows(
+def test_large_tensors_are_split_by_rows(
     tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from negamax.checkpoint import loader
@@ -97,10 +97,8 @@ def test_tensors_that_are_larger_than_a_piece_come_in_rows(
             assert torch.equal(model.parameters[name], tensor.chunk(2)[rank]), name
 
 
-def test_no_more_buffers_are_in_use_than_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However slowly the parts are taken: the last ones are not read before the first are gone."""
+def test_number_of_buffers_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If parts are consumed slowly, reading waits."""
     monkeypatch.setattr(stream, "PIECE_BYTES", 4096)
     monkeypatch.setattr(stream, "GAP_BYTES", 0)
     spec = tiny_spec(num_hidden_layers=6)
@@ -135,7 +133,7 @@ def test_threads_have_one_file_open_each(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_a_file_that_is_cut_after_the_check_is_refused(tmp_path: Path) -> None:
+def test_file_truncated_after_the_check_is_refused(tmp_path: Path) -> None:
     file = save_single(tmp_path, random_tensors(SPEC)) / "model.safetensors"
     model = SlotModel(SPEC)
     plan = plan_load(model.weight_slots(), SPEC, tmp_path)

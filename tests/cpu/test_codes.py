@@ -1,4 +1,4 @@
-"""Codes of every element against the formula, entry by entry."""
+"""Dequantised codes against the formula, element by element."""
 
 from __future__ import annotations
 

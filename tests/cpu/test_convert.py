@@ -1,6 +1,4 @@
-"""`negamax convert`: every target from every other within the error that it states, files that
-survive a kill, memory that does not grow with the model, and what is refused.
-"""
+"""`negamax convert`: all pairs of formats, interruptions, memory and refusals."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The source in every format."""
+    """Convert the source to every format."""
     root = tmp_path_factory.mktemp("converted")
     folders = {name: root / name for name in TARGETS}
     for name, folder in folders.items():
@@ -56,9 +54,7 @@ def converted(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_target_is_as_far_off_as_it_says(
-    name: str, bf16: Path, converted: dict[str, Path]
-) -> None:
+def test_target_error_is_as_stated(name: str, bf16: Path, converted: dict[str, Path]) -> None:
     source = Source(bf16)
     linear = {weight.name for weight in source.weights if weight.is_linear}
     changed = {one.name: one.error for one in compare(source, converted[name]) if one.error}
@@ -75,9 +71,7 @@ def test_a_target_is_as_far_off_as_it_says(
 
 
 def pairs() -> Iterator[Any]:
-    """Of each format those in which it is read, written again, and becomes one other; `full` has
-    all.
-    """
+    """Yield pairs of formats: each to bf16, to itself and to one other; with `full`, all pairs."""
     firsts = [name for name in TARGETS if name != "bf16"]
     for first, other in zip(firsts, firsts[1:] + firsts[:1], strict=True):
         for target in TARGETS:
@@ -92,7 +86,7 @@ def test_from_each_format_to_each(
     convert(conversion(converted[first], tmp_path / "again", target))
     error = target_of(first).limit + target_of(target).limit
     assert all(one.error < error for one in compare(Source(bf16), tmp_path / "again"))
-    if target == "bf16":  # what a device holds that dequantises at load
+    if target == "bf16":  # the values of a device that dequantises at load
         held, again = (
             loaded(folder, ParallelLayout(), dtype=torch.bfloat16)
             for folder in (converted[first], tmp_path / "again")
@@ -122,9 +116,7 @@ def test_every_published_format_is_converted_and_split(name: str, tmp_path: Path
     assert not any(one.error for one in compare(Source(source), tmp_path / "joined"))
 
 
-def test_gate_and_up_in_nvfp4_have_one_scale_of_the_scales(
-    bf16: Path, converted: dict[str, Path]
-) -> None:
+def test_nvfp4_gate_and_up_share_a_global_scale(bf16: Path, converted: dict[str, Path]) -> None:
     tensors = load_file(converted["nvfp4"] / "model-00000-of-00003.safetensors")
     source = {weight.name: weight for weight in Source(bf16).weights}
     for expert in range(2):
@@ -140,10 +132,8 @@ def test_gate_and_up_in_nvfp4_have_one_scale_of_the_scales(
         assert largest["w1"] != largest["w3"]
 
 
-def test_blocks_of_mi300_and_those_of_others_have_the_same_values(
-    converted: dict[str, Path], tmp_path: Path
-) -> None:
-    """Whatever is largest in a block: also what the other form cannot say by the same bits."""
+def test_fnuz_and_ocp_blocks_convert_exactly(converted: dict[str, Path], tmp_path: Path) -> None:
+    """Includes values that the other encoding has no bits for."""
     for first, to in (("fp8-block", "fp8-fnuz"), ("fp8-fnuz", "fp8-block")):
         for largest, error in ((None, 0.0), (0x70, 0.0), (0x7F, 1e-4 if to == "fp8-block" else 1)):
             source = tmp_path / f"from {first} {largest}"
@@ -167,7 +157,7 @@ def test_blocks_of_mi300_and_those_of_others_have_the_same_values(
             assert all(one.error <= error for one in compare(Source(source), out))
 
 
-def test_blocks_of_mi300_that_config_json_takes_for_others_become_these(
+def test_fnuz_blocks_declared_as_ocp_are_converted(
     converted: dict[str, Path], tmp_path: Path
 ) -> None:
     source = tmp_path / "source"
@@ -181,7 +171,7 @@ def test_blocks_of_mi300_that_config_json_takes_for_others_become_these(
     assert all(one.error == 0 for one in compare(Source(source), tmp_path / "out"))
 
 
-def test_what_is_beside_the_weights_is_carried_over(bf16: Path, converted: dict[str, Path]) -> None:
+def test_files_beside_the_weights_are_copied(bf16: Path, converted: dict[str, Path]) -> None:
     folder = converted["fp8-block"]
     names = {path.name for path in folder.iterdir()}
     files = [f"model-{number:05d}-of-00003.safetensors" for number in range(3)]
@@ -197,13 +187,13 @@ def test_what_is_beside_the_weights_is_carried_over(bf16: Path, converted: dict[
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     made = config[PROVENANCE]
     assert made["source"] == str(bf16) and made["to"] == "fp8-block" and made["source_digest"]
-    assert not any(PROVENANCE in note for note in read_spec(config).notes)  # which it knows
+    assert not any(PROVENANCE in note for note in read_spec(config).notes)  # the field is known
     plain = read_json_object(converted["bf16"] / "config.json")
     assert "quantization_config" not in plain and plain["dtype"] == "bfloat16"
 
 
-def test_code_and_what_describes_the_weights_of_the_source_stay_behind(tmp_path: Path) -> None:
-    """Other engines look for code that config.json names, and take an old description for true."""
+def test_code_and_source_descriptions_are_not_copied(tmp_path: Path) -> None:
+    """Other engines would load the code that config.json names, or believe an old description."""
     source = write_source(tmp_path / "source")
     config = read_json_object(source / "config.json")
     config["auto_map"] = {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"}
@@ -220,7 +210,7 @@ def test_code_and_what_describes_the_weights_of_the_source_stay_behind(tmp_path:
     assert "auto_map" not in read_json_object(tmp_path / "out" / "config.json")
 
 
-def test_neuron_has_the_names_files_and_scales_of_its_preprocessing(
+def test_neuron_layout_matches_its_preprocessing(
     converted: dict[str, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -276,7 +266,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("after", [1, 17, 35])
-def test_a_conversion_that_was_killed_goes_on(
+def test_killed_conversion_resumes(
     after: int, bf16: Path, converted: dict[str, Path], tmp_path: Path
 ) -> None:
     child = multiprocessing.get_context("fork").Process(
@@ -293,7 +283,7 @@ def test_a_conversion_that_was_killed_goes_on(
     assert len(kept) == (0 if after == 1 else 1 if after == 17 else 2)
 
 
-def test_a_finished_file_that_was_damaged_is_made_again(
+def test_damaged_complete_file_is_rewritten(
     bf16: Path, converted: dict[str, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -317,14 +307,14 @@ def interrupt_at(call: int) -> Any:
     return progress
 
 
-def test_what_was_begun_otherwise_is_not_taken_up(bf16: Path, tmp_path: Path) -> None:
+def test_other_conversion_is_not_resumed(bf16: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         convert(conversion(bf16, tmp_path / "out", "int4"), progress=interrupt_at(20))
-    with pytest.raises(CheckpointError, match=r"another conversion \(other: to\)"):
+    with pytest.raises(CheckpointError, match=r"another conversion \(different: to\)"):
         convert(conversion(bf16, tmp_path / "out", "int8"))
 
 
-def test_what_is_done_is_not_done_again(bf16: Path, converted: dict[str, Path]) -> None:
+def test_complete_conversion_is_not_repeated(bf16: Path, converted: dict[str, Path]) -> None:
     before = {p: p.stat().st_mtime_ns for p in converted["int8"].iterdir()}
     convert(conversion(bf16, converted["int8"], "int8"))
     convert(Conversion("by another name", bf16, converted["int8"], target_of("int8")))
@@ -348,15 +338,15 @@ def test_a_lossy_or_pointless_path_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_destinations_that_will_not_do_are_refused(
+def test_unusable_destinations_are_refused(
     bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for destination, message in (
         (bf16 / "out", "lies in the source"),
         (bf16, "lies in the source"),
         (tmp_path, "has other content: file"),
-        (tmp_path / "file", "is no folder"),
-        (tmp_path / "link", "is no folder"),
+        (tmp_path / "file", "is not a folder"),
+        (tmp_path / "link", "is not a folder"),
     ):
         (tmp_path / "file").write_text("")
         (tmp_path / "link").unlink(missing_ok=True)
@@ -368,7 +358,7 @@ def test_destinations_that_will_not_do_are_refused(
         convert(conversion(bf16, tmp_path / "out", "int8"))
 
 
-def test_values_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_nan_in_the_source_is_refused(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
     file = source / FILES[0]
     tensors = load_file(file)
@@ -380,7 +370,7 @@ def test_values_that_are_none_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["int8", "bf16", "fp8-neuron"])
-def test_a_file_with_a_hole_is_refused_and_zeros_that_may_be_meant_are_named(
+def test_holes_are_refused_and_zeros_are_warned_of(
     to: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = write_source(tmp_path / "source", torch.float32)
@@ -389,7 +379,7 @@ def test_a_file_with_a_hole_is_refused_and_zeros_that_may_be_meant_are_named(
     pruned = [name for name in tensors if ".experts.1." in name]
     save_file(tensors | {name: torch.zeros_like(tensors[name]) for name in pruned}, file)
     convert(conversion(source, tmp_path / "done", to))
-    lines = [record.getMessage() for record in caplog.records if "zeros alone" in record.msg]
+    lines = [record.getMessage() for record in caplog.records if "only zeros" in record.msg]
     assert lines and all(any(name in line for line in lines) for name in pruned)
     save_file(tensors, file)
     data = bytearray(file.read_bytes())
@@ -399,23 +389,23 @@ def test_a_file_with_a_hole_is_refused_and_zeros_that_may_be_meant_are_named(
         convert(conversion(source, tmp_path / "begun", to))
 
 
-def test_weights_that_are_exchanged_are_another_source(tmp_path: Path) -> None:
-    """Those of another training have the same names, shapes and description."""
+def test_changed_weights_are_another_source(tmp_path: Path) -> None:
+    """A retrained checkpoint has the same names, shapes and description."""
     source = write_source(tmp_path / "source")
     convert(conversion(source, tmp_path / "done", "int8"))
     with pytest.raises(KeyboardInterrupt):
         convert(conversion(source, tmp_path / "begun", "int8"), progress=interrupt_at(20))
     tensors = load_file(source / FILES[0])
     save_file({name: -one for name, one in tensors.items()}, source / FILES[0])
-    with pytest.raises(ConfigError, match=r"is another conversion \(other: source_digest\)"):
+    with pytest.raises(ConfigError, match=r"is another conversion \(different: source_digest\)"):
         convert(conversion(source, tmp_path / "done", "int8"))
     with pytest.raises(ConfigError, match="lies in the source"):
         convert(conversion(tmp_path / "done", tmp_path / "done", "int8"))
-    with pytest.raises(CheckpointError, match=r"another conversion \(other: source_digest\)"):
+    with pytest.raises(CheckpointError, match=r"another conversion \(different: source_digest\)"):
         convert(conversion(source, tmp_path / "begun", "int8"))
 
 
-def test_a_disk_that_becomes_full_costs_the_file_that_was_being_written(
+def test_full_disk_loses_only_the_file_being_written(
     bf16: Path, converted: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, left = TensorFile.write, 30
@@ -438,10 +428,10 @@ def test_a_disk_that_becomes_full_costs_the_file_that_was_being_written(
     assert stored(tmp_path / "out") == stored(converted["int8"])
 
 
-def test_a_disk_that_was_full_at_the_beginning_costs_nothing(
+def test_disk_full_at_the_start_leaves_no_obstacle(
     bf16: Path, converted: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does a kill there: what the record was about to be is no other content."""
+    """A kill there leaves only the partial record, which is no obstacle."""
 
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -456,10 +446,10 @@ def test_a_disk_that_was_full_at_the_beginning_costs_nothing(
     assert contents(out) == contents(converted["int8"])
 
 
-def test_what_would_be_rounded_twice_is_refused_before_its_weights_are_there(
+def test_second_rounding_is_refused_before_the_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where attention alone, or nothing, has the same values in the target."""
+    """Also if only attention, or no weight, keeps its values in the target."""
 
     def group(targets: list[str], **weights: Any) -> dict[str, Any]:
         weights = {"symmetric": True, "dynamic": False, **weights}
@@ -501,7 +491,7 @@ def test_what_would_be_rounded_twice_is_refused_before_its_weights_are_there(
     assert "--source is 'x'; allowed: auto, huggingface, modelscope" in capsys.readouterr().err
 
 
-def test_two_at_once_do_not_write_to_one_folder(bf16: Path, tmp_path: Path) -> None:
+def test_two_conversions_do_not_share_a_folder(bf16: Path, tmp_path: Path) -> None:
     def progress(done: int, total: int) -> None:
         with pytest.raises(ConfigError, match="another process converts to"):
             convert(conversion(bf16, tmp_path / "out", "int8"))
@@ -510,7 +500,7 @@ def test_two_at_once_do_not_write_to_one_folder(bf16: Path, tmp_path: Path) -> N
 
 
 def peak(sources: list[Path], results: Any) -> None:
-    """Bytes of memory that the second conversion takes beyond the first, comparing included."""
+    """Return the memory that the second conversion and comparison need beyond the first."""
     used = []
     for number, source in enumerate(sources):
         out = source.parent / f"out{number}"
@@ -519,13 +509,11 @@ def peak(sources: list[Path], results: Any) -> None:
     results.put(used[1] - used[0])
 
 
-def test_memory_is_that_of_two_layers_at_most(tmp_path: Path) -> None:
-    """Four layers with as many matrices as real ones have, beside a model of the same matrices that
-    is hardly there.
-    """
+def test_memory_is_at_most_two_layers(tmp_path: Path) -> None:
+    """Compare a model of four layers that have as many matrices as real ones with a tiny model."""
     sizes = {
         "num_hidden_layers": 4, "intermediate_size": 512, "num_local_experts": 40,
-        "vocab_size": 20_000,  # a third of a layer, as M2's
+        "vocab_size": 20_000,  # a third of a layer, as in M2
     }  # fmt: skip
     few = {**sizes, "num_hidden_layers": 1, "num_local_experts": 4, "vocab_size": 64}
     sources = [write_source(tmp_path / "few", **few), write_source(tmp_path / "many", **sizes)]
@@ -540,7 +528,7 @@ def test_memory_is_that_of_two_layers_at_most(tmp_path: Path) -> None:
     assert layer > 30 * 2**20 and added < 2 * layer
 
 
-def test_the_command_says_what_it_does_and_compares(
+def test_command_prints_plan_and_comparison(
     bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -554,7 +542,7 @@ def test_the_command_says_what_it_does_and_compares(
     assert main(["convert", str(out), str(tmp_path / "b"), "--to", "int9"]) == 2
 
 
-def test_a_path_that_is_no_text_is_written_to_and_read(bf16: Path, tmp_path: Path) -> None:
+def test_non_utf8_paths_work(bf16: Path, tmp_path: Path) -> None:
     out, again = os.fsdecode(os.fsencode(tmp_path) + b"/\xff"), tmp_path / "again"
     line = [sys.executable, "-m", "negamax", "convert", str(bf16), out, "--to", "fp8-channel"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120)
@@ -565,7 +553,7 @@ def test_a_path_that_is_no_text_is_written_to_and_read(bf16: Path, tmp_path: Pat
     assert main(["convert", out, str(again), "--to", "bf16"]) == 0
 
 
-def test_a_comparison_finds_one_value_that_has_changed_where_nothing_is_rounded(
+def test_verify_finds_a_single_changed_value(
     bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, name = tmp_path / "out", "model.embed_tokens.weight"

@@ -1,6 +1,4 @@
-"""`negamax convert` for so many ranks: each loads from its own files what it would have loaded from
-all of them, and the parts can be joined, split for others and converted again.
-"""
+"""`negamax convert` for a number of ranks: split, load, join, split again."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The source in the formats that are split here."""
+    """Convert the source to the formats that are split here."""
     root = tmp_path_factory.mktemp("converted")
     folders = {name: root / name for name in ("fp8-channel", "fp8-block", "int4", "int8")}
     for name, folder in folders.items():
@@ -42,10 +40,10 @@ def converted(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.mark.parametrize("to", [None, "fp8-block", "int4"])
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (2, 2), (4, 2)])
-def test_split_for_ranks_each_loads_what_it_would_have_loaded(
+def test_rank_loads_the_same_from_split_files(
     to: str | None, tp: int, ep: int, bf16: Path, converted: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The width of an expert is 128, so that every split cuts its blocks and groups."""
+    """Experts are 128 wide, so every split divides blocks and groups."""
     whole = converted[to or "fp8-channel"]
     source = whole if to is None else bf16
     target = None if to is None else target_of(to)
@@ -59,7 +57,7 @@ def test_split_for_ranks_each_loads_what_it_would_have_loaded(
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     files = [path.stat().st_size for path in out.glob("model-rank-0-*.safetensors")]
     all_files = [path.stat().st_size for path in whole.glob("*.safetensors")]
-    most = 0.95 if to else 0.65  # a scale per row cuts nothing
+    most = 0.95 if to else 0.65  # a scale per row divides nothing
     assert len(files) == 3 and sum(files) < most * sum(all_files)
     with pytest.raises(CheckpointError, match=rf"split for --tensor-parallel-size {tp}, --expert"):
         read_entries(out)
@@ -68,8 +66,8 @@ def test_split_for_ranks_each_loads_what_it_would_have_loaded(
     assert not list((tmp_path / "joined").glob("model-rank-*"))
 
 
-def test_a_split_m3_loads_however_its_index_keys_are_held(tmp_path: Path) -> None:
-    """A rank that holds a shard of them has the index queries of all heads."""
+def test_split_m3_loads_with_and_without_sharded_index_keys(tmp_path: Path) -> None:
+    """A rank that holds a shard of the index keys has the index queries of all heads."""
     sizes = {"intermediate_size": 24, "shared_intermediate_size": 24, "dense_intermediate_size": 24}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "index_n_heads": 2}
     config = tiny_m3.text_config(5, vocab_size=96, **sizes, **heads)
@@ -89,7 +87,7 @@ def test_a_split_m3_loads_however_its_index_keys_are_held(tmp_path: Path) -> Non
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_what_is_split_is_split_for_others_and_converted(
+def test_split_checkpoint_is_split_again_and_converted(
     bf16: Path, converted: dict[str, Path], tmp_path: Path
 ) -> None:
     for name, target, tp in (("two", None, 2), ("four", None, 4), ("int8", "int8", 1)):
@@ -113,11 +111,11 @@ def test_what_is_split_is_split_for_others_and_converted(
     [
         ("index", r"split for 2 ranks and has no model-rank-1"),
         ("file", r"names 3 files of which 1 are missing: model-rank-1-part-00000"),
-        ("sizes", r"metadata \{'rank': 0\}, which are not the sizes"),
+        ("sizes", r"metadata \{'rank': 0\}, which do not give the sizes"),
         ("part", r"parts of model.layers.0.* in model-rank-0.*, model-rank-1.* do not make one"),
     ],
 )
-def test_what_lacks_the_parts_of_a_rank_is_not_joined(
+def test_incomplete_split_checkpoint_is_not_joined(
     broken: str, message: str, bf16: Path, tmp_path: Path
 ) -> None:
     out, others = tmp_path / "out", tmp_path / "others"
@@ -130,7 +128,7 @@ def test_what_lacks_the_parts_of_a_rank_is_not_joined(
     elif broken == "sizes":
         index = json.loads((out / indices[0]).read_text())
         (out / indices[0]).write_text(json.dumps({**index, "metadata": {"rank": 0}}))
-    else:  # the rank's file of another split
+    else:  # a rank's file of another split
         convert(Conversion("x", bf16, others, None, tp=4))
         part = "model-rank-{}-part-00000.safetensors"
         shutil.copy(others / part.format(3), out / part.format(1))
@@ -138,8 +136,8 @@ def test_what_lacks_the_parts_of_a_rank_is_not_joined(
         convert(Conversion("x", out, tmp_path / "joined", None))
 
 
-def test_parts_hold_the_shares_of_whole_blocks_too(bf16: Path, tmp_path: Path) -> None:
-    """A GPU that keeps blocks cuts the width of experts at blocks, in shares that differ."""
+def test_parts_hold_shards_at_block_borders(bf16: Path, tmp_path: Path) -> None:
+    """A GPU that keeps blocks shards experts at block borders, unevenly."""
     source = write_source(tmp_path / "source", intermediate_size=640)
     convert(Conversion("x", source, tmp_path / "out", target_of("fp8-block"), tp=4))
     for rank in range(4):

@@ -1,5 +1,6 @@
-"""What LLM Compressor, AutoRound, Model Optimizer and Quark export of a MiniMax-M2 of transformers
-5, as rules: names of experts, descriptions and scales as their files have them.
+"""Exports of MiniMax-M2 by LLM Compressor, AutoRound, Model Optimizer and Quark, as rules.
+
+Expert names, descriptions and scales are those of files exported from transformers 5.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from quantized_writers import (
     write,
 )
 from safetensors.torch import load_file, save_file
-from test_stored_formats import CONFIG, TENSORS, load
+from stored_support import load, part_of
+from test_stored_formats import CONFIG, TENSORS
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError, ConfigError
@@ -33,11 +35,11 @@ from negamax.parallel.layout import ParallelLayout
 
 MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 GATES = [f"model.layers.{layer}.block_sparse_moe.gate" for layer in range(2)]
-LEFT_OUT = "model.layers.1.self_attn.o_proj"  # by `write`
+LEFT_OUT = "model.layers.1.self_attn.o_proj"  # plain, as in `write`
 
 
 def compressed(groups: Sequence[dict[str, Any]], stored_as: str, **more: Any) -> dict[str, Any]:
-    """Of compressed-tensors 0.19."""
+    """Describe as compressed-tensors 0.19 does."""
     for group in groups:
         group["weights"] = {
             "actorder": None, "block_structure": None, "dynamic": False, "group_size": None,
@@ -80,7 +82,7 @@ MIXED = compressed(
 
 
 def store_int4(matrix: Matrix) -> Stored:
-    """A number of 4 bits in each byte, and a scale for 32 columns."""
+    """Store 4-bit numbers in a byte each, with a scale per 32 columns."""
     made = rounded(matrix, 4, 32, symmetric=True, dtype=torch.bfloat16)
     values = torch.from_numpy(made.codes - made.zeros[:, made.group_of]).to(torch.int8)
     return {"weight": values, "weight_scale": made.scale}, made.matrix
@@ -99,7 +101,7 @@ W4AFP8 = compressed(
 
 
 def spin(location: str = "weight_input") -> dict[str, Any]:
-    """SpinQuant's R1."""
+    """Describe SpinQuant's rotation R1."""
     steps = [
         {"targets": ["re:.*o_proj$"], "location": "weight_output", "inverse": False, "ignore": []},
         {"targets": ["re:.*q_proj$"], "location": location, "inverse": True, "ignore": []},
@@ -113,7 +115,7 @@ def spin(location: str = "weight_input") -> dict[str, Any]:
 
 
 def auto_round(data_type: str, bits: int, size: Any, **more: Any) -> dict[str, Any]:
-    """Of AutoRound 0.16."""
+    """Describe as AutoRound 0.16 does."""
     left_out = {"bits": 16, "act_bits": 16, "data_type": "float", "act_data_type": "float"}
     return {
         "quant_method": "auto-round", "autoround_version": "0.16.1", "bits": bits, "sym": True,
@@ -133,7 +135,7 @@ FP8_BLOCKS = {
 
 
 def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
-    """Of Model Optimizer 0.47."""
+    """Describe as Model Optimizer 0.47 does."""
     return {
         "ignore": ["lm_head", "model.embed_tokens", *GATES, f"{LEFT_OUT}*"], **more,
         "quant_algo": algorithm, "quant_method": "modelopt",
@@ -142,7 +144,7 @@ def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
 
 
 def quark(weight: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Of Quark 0.13, with static activations."""
+    """Describe as Quark 0.13 does, with static activations."""
     inputs = {"dtype": "fp8_e4m3", "is_dynamic": False, "qscheme": "per_tensor", "ch_axis": None}
     layer = {
         "weight": {"is_dynamic": False, "symmetric": True, "block_size": None, **weight},
@@ -159,19 +161,19 @@ MXFP4 = {
     "dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0",
     "ch_axis": -1, "symmetric": None,
 }  # fmt: skip
-# How a cache in FP8 is described where files are quantised without calibration.
+# Description of an FP8 cache in files quantised without calibration.
 CACHED = {"*k_proj": {**quark(MXFP4)["global_quant_config"]}}
 CACHED["*k_proj"]["output_tensors"] = CACHED["*k_proj"]["input_tensors"]
 
 
 def store_rows(matrix: Matrix) -> Stored:
-    """Bytes with a scale per row, in one dimension."""
+    """Store int8 with a one-dimensional scale per row."""
     parts, plain = store_int8(matrix, torch.float32)
     return {**parts, "weight_scale": parts["weight_scale"][:, 0]}, plain
 
 
 def store_whole(matrix: Matrix) -> Stored:
-    """Bytes with a scale for all of them."""
+    """Store int8 with one scale."""
     scale = torch.tensor(abs(matrix).max() / 127)
     values = (torch.from_numpy(matrix) / scale).round().to(torch.int8)
     zero = torch.tensor(0, dtype=torch.int8)
@@ -180,7 +182,7 @@ def store_whole(matrix: Matrix) -> Stored:
 
 
 def store(name: str, **activations: float) -> Any:
-    """As the layout `name` of floats is, with scales in BF16."""
+    """Store in the float layout `name`, with scales in BF16."""
 
     def stored(matrix: Matrix) -> Stored:
         parts, plain = store_float(FLOATS[name], matrix)
@@ -194,7 +196,7 @@ def store(name: str, **activations: float) -> Any:
 
 
 def _grown(factors: Tensor, matrix: Matrix) -> Matrix:
-    """The factors of blocks of 128, of rows or of one matrix, at each of its elements."""
+    """Expand factors of 128-blocks, of rows or of a matrix to each element."""
     found = factors.reshape(-1, 1) if factors.dim() < 2 else factors
     if found.shape[0] not in (1, len(matrix)):
         found = found.repeat_interleave(128, 0)[: len(matrix)]
@@ -258,7 +260,7 @@ EXPORTS = {
 
 
 def export(folder: Path, writer: Writer) -> dict[str, Tensor]:
-    """As `write`, with experts in the words of transformers 5."""
+    """Write a checkpoint with the expert names of transformers 5."""
     plain = write(folder, CONFIG, TENSORS, writer)
     stored, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
     words = {
@@ -270,13 +272,13 @@ def export(folder: Path, writer: Writer) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", EXPORTS)
-def test_an_export_stands_for_what_its_numbers_give(name: str, tmp_path: Path) -> None:
+def test_exports_load_as_their_stored_values(name: str, tmp_path: Path) -> None:
     plain = export(tmp_path, EXPORTS[name])
     model, found, report = load(tmp_path, ParallelLayout(rank=1, tp=2))
     assert report.num_dequantized == sum(map(is_matrix, found)) - 1 == 31
     for key, values in found.items():
-        part = tuple(slice(r.start, r.stop) for r in model.weight_slots()[key].region)
-        torch.testing.assert_close(values, plain[key][part], rtol=1e-6, atol=0)
+        expected = part_of(model.weight_slots()[key], plain[key])
+        torch.testing.assert_close(values, expected, rtol=1e-6, atol=0)
 
 
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -290,7 +292,7 @@ CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False,
     ],
     ids=["llm-compressor", "modelopt"],
 )
-def test_a_cache_alone_has_scales(tmp_path: Path, description: dict[str, Any]) -> None:
+def test_only_the_cache_has_scales(tmp_path: Path, description: dict[str, Any]) -> None:
     stored = {**TENSORS, "model.layers.0.self_attn.k_scale": torch.tensor([0.25]).bfloat16()}
     (tmp_path / "config.json").write_text(
         json.dumps({**CONFIG, "quantization_config": description})
@@ -307,7 +309,7 @@ def test_a_cache_alone_has_scales(tmp_path: Path, description: dict[str, Any]) -
         (spin("input"), "R1.location is 'input'; supported: weight_input, weight_output"),
         (
             modelopt("NVFP4", kv_cache_scheme="NVFP4"),
-            "kv_cache_scheme is 'NVFP4'; supported: an object that says FP8",
+            "kv_cache_scheme is 'NVFP4'; supported: an FP8 object",
         ),
         (
             modelopt(
@@ -321,7 +323,7 @@ def test_a_cache_alone_has_scales(tmp_path: Path, description: dict[str, Any]) -
         (auto_round("mx_int", 4, 32), "act_bits is 4; supported: 16"),
     ],
 )  # fmt: skip
-def test_what_the_tools_write_beside_is_refused_by_name(
+def test_unsupported_exports_are_refused_by_name(
     description: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     config = {**CONFIG, "quantization_config": description}
@@ -330,8 +332,8 @@ def test_what_the_tools_write_beside_is_refused_by_name(
         load(tmp_path, ParallelLayout())
 
 
-def test_experts_that_a_tool_left_out_are_named(tmp_path: Path) -> None:
-    """As GPTQModel does with those of transformers 5, but for the first."""
+def test_experts_missing_from_an_export_are_named(tmp_path: Path) -> None:
+    """GPTQModel omits all experts of transformers 5 but the first."""
     export(tmp_path, EXPORTS["modelopt, W8A16"])
     file = tmp_path / "model.safetensors"
     kept = {n: t for n, t in load_file(file).items() if not re.search(r"experts\.[1-9]", n)}

@@ -1,6 +1,4 @@
-"""Published FP8 and FP4 layouts against plain arithmetic on the bits; stacked matrices keep their
-values.
-"""
+"""FP8 and FP4 formats against plain arithmetic on the bits."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def kept(stored: TensorFormat, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_entry_is_what_its_bits_say(name: str) -> None:
+def test_every_element_matches_its_bits(name: str) -> None:
     layout, stored, plain = LAYOUTS[name], FORMATS[name], matrix(1)
     tensors, expected = layout.write(plain)
     assert {t.name: t.shape(plain.shape) or (1,) for t in stored.tensors} == {
@@ -56,7 +54,7 @@ def test_every_entry_is_what_its_bits_say(name: str) -> None:
     got = dequantize(stored, kept(stored, tensors))
     assert got.dtype == torch.float32
     assert torch.allclose(got, expected, rtol=1e-6, atol=0)
-    assert (got - plain).abs().max() < plain.abs().max() / 6  # the writer writes this matrix
+    assert (got - plain).abs().max() < plain.abs().max() / 6  # the writer represents this matrix
     rows = sorted({0, 1, 127, 128, 135})
     for n in rows:
         for k in range(COLUMN_COUNT):
@@ -64,8 +62,8 @@ def test_every_entry_is_what_its_bits_say(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.unit(Axis.ROWS) == 1])
-def test_matrices_held_together_are_each_what_it_is_alone(name: str) -> None:
-    """Gate and up of two experts have their own scales."""
+def test_fused_matrices_dequantise_like_single_ones(name: str) -> None:
+    """Gate and up of each of two experts keep their own scales."""
     layout, stored = LAYOUTS[name], FORMATS[name]
     weights = WeightFormat(torch.float32, CPU, Scheme((stored,), lambda module: stored))
     rows, columns = 8, 64
@@ -88,7 +86,7 @@ def test_matrices_held_together_are_each_what_it_is_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_quantised_is_stored_as_others_store_it(name: str) -> None:
+def test_quantiser_writes_the_published_layout(name: str) -> None:
     stored, plain = FORMATS[name], matrix(2)
     theirs = kept(stored, LAYOUTS[name].write(plain)[0])
     tensors = dict(encode(stored, plain))
@@ -101,14 +99,14 @@ def test_what_is_quantised_is_stored_as_others_store_it(name: str) -> None:
     assert float(error) == pytest.approx(float(other), rel=0.02)
 
 
-def test_both_spellings_of_an_exponent_are_the_same_bits() -> None:
+def test_exponents_as_uint8_and_e8m0_are_equal() -> None:
     layout, stored = LAYOUTS["mxfp8"], FORMATS["mxfp8"]
     tensors, _ = layout.write(matrix(3))
     other = {**tensors, "weight_scale_inv": tensors["weight_scale_inv"].view(torch.float8_e8m0fnu)}
     assert torch.equal(dequantize(stored, tensors), dequantize(stored, other))
 
 
-def test_every_byte_of_fnuz_has_its_own_value() -> None:
+def test_every_fnuz_byte_is_decoded() -> None:
     stored, codes = FORMATS["fp8-fnuz"], torch.arange(256, dtype=torch.uint8).reshape(16, 16)
     expected = torch.tensor([2 * e4m3_fnuz(byte) for byte in range(256)]).reshape(16, 16)
     for dtype in (torch.float8_e4m3fnuz, torch.float8_e4m3fn):

@@ -1,5 +1,6 @@
-"""MiniMax-M3's checkpoints: as transformers saves both classes, under every prefix, and stored in
-other formats; vision and multi-token prediction are left aside.
+"""MiniMax-M3 checkpoints: both classes of transformers, every prefix, other formats.
+
+Vision and multi-token prediction are skipped.
 """
 
 from __future__ import annotations
@@ -13,24 +14,20 @@ from typing import Any
 
 import pytest
 import torch
-from model_support import PagedRun, build
+from model_support import build
 from quantized_writers import LEFT_OUT, WRITERS, is_matrix, write
 from safetensors.torch import load_file, save_file
 from stored_kernels import keeping_stored
+from stored_support import assert_holds, greedy, load, part_of
 from torch import Tensor
 
-from negamax.checkpoint.loader import CheckpointReport, fill, load_weights
-from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
 from negamax.convert.convert import Conversion, convert
 from negamax.convert.targets import target_of
 from negamax.formats.platform import CPU
-from negamax.kernels.registry import KernelTable, resolve
-from negamax.models.decoder import Decoder
+from negamax.kernels.registry import resolve
 from negamax.models.memory import dequantized, weight_bytes
 from negamax.models.registry import import_names, read_spec
-from negamax.parallel.collectives import SingleRank
-from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.names import quantized
 
@@ -52,6 +49,7 @@ CONFIG: dict[str, Any] = {
     "dtype": "float32", "text_config": TEXT,
 }  # fmt: skip
 SPEC = read_spec(CONFIG)
+PROMPT = [5, 17, 60, 3] * 11  # longer than two blocks of 16 tokens: blocks are selected
 VISION = ("vision_tower.vision_model.pre_layrnorm.weight", "patch_merge_mlp.linear_1.bias")
 MTP = "language_model.model.mtp.layers.0.eh_proj.weight"
 
@@ -65,37 +63,7 @@ def random_tensors(spec: ModelSpec) -> dict[str, Tensor]:
     }
 
 
-def load(
-    folder: Path,
-    layout: ParallelLayout | None = None,
-    *,
-    kernels: KernelTable | None = None,
-) -> tuple[Decoder, dict[str, Tensor], CheckpointReport]:
-    """A rank's model; what its slots wrote; the loader's report."""
-    spec = read_spec(json.loads((folder / "config.json").read_text()), folder)
-    one = SingleRank()
-    context = ParallelContext(
-        layout or ParallelLayout(), attention_group=one, expert_group=one, world=one
-    )
-    model = build(spec, context=context, kernels=kernels, loaded=False)
-    slots = model.weight_slots()
-    targets = {name: vars(slot)["_target"] for name, slot in slots.items()}
-    report = fill(slots, plan_load(slots, spec, folder, layout))
-    return model, {name: targets[name] for name in slots if slots[name].written}, report
-
-
-def greedy(model: Decoder) -> list[int]:
-    """Beyond two blocks of 16 tokens, so that blocks are chosen."""
-    run, tokens = PagedRun(model), [5, 17, 60, 3] * 11
-    for _ in range(8):
-        logits = run.step([("a", tokens[run.lengths.get("a", 0) :])])["a"]
-        tokens.append(int(logits[-1].argmax()))
-    return tokens[44:]
-
-
-def test_both_classes_of_transformers_load_as_they_are_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_both_transformers_classes_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as hub
     from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
         MiniMaxM3VLConfig,
@@ -138,18 +106,15 @@ def test_names_load_with_every_prefix(tmp_path: Path, prefix: str) -> None:
     mtp = f"{prefix}layers.3.eh_proj.weight"
     others = {name: torch.ones(2) for name in (*VISION, f"model.{VISION[0]}", MTP, mtp)}
     save_file({**renamed, **others}, tmp_path / "model.safetensors")
-    model = build(SPEC, loaded=False)
-    slots = model.weight_slots()
-    targets = {name: vars(slot)["_target"] for name, slot in slots.items()}
-    report = load_weights(slots, SPEC, tmp_path)
+    _, found, report = load(tmp_path, spec=SPEC)
     for name, tensor in tensors.items():
-        assert torch.equal(targets[name], tensor), name
+        assert torch.equal(found[name], tensor), name
     assert {len(names) for names in report.skipped.values()} == {2, 3}
     assert report.num_tensors == len(tensors)
 
 
 def renamed(folder: Path) -> None:
-    """The checkpoint in `folder` under the names of MiniMax's own, with more than text."""
+    """Rename the tensors in `folder` as MiniMax does, and add vision tensors."""
     tensors = load_file(folder / "model.safetensors")
     more = {name: torch.ones(2) for name in VISION}
     whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
@@ -175,23 +140,20 @@ def test_a_model_computes_with_the_matrices_that_were_stored(name: str, tmp_path
         model, found, report = load(tmp_path, layout)
         assert report.num_dequantized == len(quantized & found.keys()) > 0
         assert sum(map(len, report.skipped.values())) == len(VISION)
-        for key, values in found.items():
-            region = model.weight_slots()[key].region
-            part = tuple(slice(each.start, each.stop) for each in region)
-            assert torch.equal(values, plain[key][part]), (key, layout)
+        assert_holds(model, found, plain)
         held = sum(values.nbytes for values in found.values())
         assert held == weight_bytes(model.spec, dtype="float32", kept=dequantized, layout=layout)
-    expected = greedy(build(SPEC, plain))
+    expected = greedy(build(SPEC, plain), PROMPT, 8)
     keeping = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
     for kernels in (None, keeping):
         model, _, report = load(tmp_path, kernels=kernels)
         assert (report.num_kept > 0) is (kernels is keeping)
         model.finish_loading()
-        assert greedy(model) == expected
+        assert greedy(model, PROMPT, 8) == expected
     assert len(set(expected)) > 2
 
 
-def test_an_indexer_that_is_stored_otherwise_leaves_the_attention_as_it_is(
+def test_plain_indexer_does_not_dequantise_the_attention(
     tmp_path: Path,
 ) -> None:
     tensors = random_tensors(SPEC)
@@ -211,48 +173,40 @@ def test_an_indexer_that_is_stored_otherwise_leaves_the_attention_as_it_is(
     model, _, report = load(tmp_path, kernels=keeping)
     assert len(index) == 4 and report.num_dequantized == 0
     model.finish_loading()
-    assert greedy(model) == greedy(build(SPEC, plain))
+    assert greedy(model, PROMPT, 8) == greedy(build(SPEC, plain), PROMPT, 8)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_mxfp8_becomes_blocks_with_the_same_values(tmp_path: Path, tp: int, keeps: bool) -> None:
-    """All of them but the tiniest."""
+    """Except the smallest values."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "shared_intermediate_size": 256}
     config = {**CONFIG, "text_config": {**TEXT, **sizes}}
     spec = read_spec(config)
     plain = write(tmp_path, config, random_tensors(spec), WRITERS["mxfp8"])
     stored = read_spec(json.loads((tmp_path / "config.json").read_text())).quantization
     spec = replace(spec, quantization=quantized("fp8", stored)[0])
-    kernels = resolve(platform=CPU, dtype=torch.float32)
-    one = SingleRank()
+    kernels = keeping_stored(resolve(platform=CPU, dtype=torch.float32)) if keeps else None
     layout = ParallelLayout(rank=tp - 1, tp=tp)
-    context = ParallelContext(layout, attention_group=one, expert_group=one, world=one)
-    model = build(
-        spec, context=context, kernels=keeping_stored(kernels) if keeps else None, loaded=False
-    )
-    slots = model.weight_slots()
-    targets = {name: vars(slot)["_target"] for name, slot in slots.items()}
-    report = fill(slots, plan_load(slots, spec, tmp_path))
+    model, targets, report = load(tmp_path, layout, spec=spec, kernels=kernels)
     assert (report.num_kept > 0) is keeps
     worst, num_exact, num_checked = 0.0, 0, 0
-    for name, slot in slots.items():
-        is_value = is_matrix(name) and name.endswith(".weight") and targets[name] is not None
+    for name, slot in model.weight_slots().items():
+        is_value = is_matrix(name) and name.endswith(".weight") and name in targets
         if not is_value or name.startswith(LEFT_OUT):
             continue
         module, values = name.removesuffix(".weight"), targets[name].float()
         if keeps and slot.stored is not None:
             scale = targets[f"{module}.weight_scale_inv"].repeat_interleave(128, 0)
             values = values * scale.repeat_interleave(128, 1)[: len(values), : values.shape[1]]
-        rows, columns = slot.region
-        expected = plain[name][rows.start : rows.stop, columns.start : columns.stop]
+        expected = part_of(slot, plain[name])
         worst = max(worst, float((values - expected).norm() / expected.norm()))
         num_exact += int((values == expected).sum())
         num_checked += values.numel()
     assert num_checked > 10**5 and num_exact / num_checked > 0.999 and worst < 1e-6
 
 
-def test_what_is_converted_is_the_text_model_alone(tmp_path: Path) -> None:
+def test_conversion_keeps_only_the_text_model(tmp_path: Path) -> None:
     source, made = tmp_path / "source", tmp_path / "made"
     source.mkdir()
     tensors = random_tensors(SPEC)
@@ -265,8 +219,7 @@ def test_what_is_converted_is_the_text_model_alone(tmp_path: Path) -> None:
         SPEC, architecture=config["architectures"][0], dtype="bfloat16"
     )
     for rank in range(2):
-        model, found, _ = load(made, ParallelLayout(rank=rank, tp=2))
+        model, found, _ = load(made, ParallelLayout(rank=rank, tp=2), is_split=True)
         for key, values in found.items():
-            region = model.weight_slots()[key].region
-            part = tuple(slice(each.start, each.stop) for each in region)
-            assert torch.allclose(values, plain[key][part], rtol=2**-8, atol=0.0), key
+            expected = part_of(model.weight_slots()[key], plain[key])
+            assert torch.allclose(values, expected, rtol=2**-8, atol=0.0), key

@@ -1,6 +1,4 @@
-"""What the preprocessing of neuronx-distributed-inference makes of MiniMax's FP8 checkpoints, with
-their config.json, loads as the weights that it stands for.
-"""
+"""FP8 checkpoints preprocessed by neuronx-distributed-inference load as their stored values."""
 
 from __future__ import annotations
 
@@ -11,7 +9,8 @@ import pytest
 import torch
 from m2_checkpoints import FP8_CONFIG, random_tensors, tiny_spec, to_fp8, write_index
 from safetensors.torch import save_file
-from test_stored_formats import CONFIG, LAYOUTS, load
+from stored_support import assert_holds, load
+from test_stored_formats import CONFIG, LAYOUTS
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError, ConfigError
@@ -31,7 +30,7 @@ def spread(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def preprocessed(stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of its files, and the plain weights that these stand for."""
+    """Return the preprocessed tensors and the plain weights that they represent."""
     made: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     stacks: dict[str, list[Tensor]] = {}
@@ -70,7 +69,7 @@ def preprocessed(stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
 
 
 def write_preprocessed(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """As it writes them, and the plain weights."""
+    """Write the preprocessed files; return their tensors and the plain weights."""
     folder.mkdir(exist_ok=True)
     spec = tiny_spec(**SIZES, quantization_config=FP8_CONFIG)
     made, plain = preprocessed(to_fp8(random_tensors(spec)))
@@ -80,8 +79,8 @@ def write_preprocessed(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tenso
     return made, plain
 
 
-def test_it_is_split_joined_and_converted(tmp_path: Path) -> None:
-    """What its names alone tell is said in the config.json of what is made of it."""
+def test_neuron_checkpoint_is_split_joined_and_converted(tmp_path: Path) -> None:
+    """The result's config.json describes what the source's tensor names imply."""
     source = tmp_path / "source"
     write_preprocessed(source)
     for name, first, to, tp in (
@@ -95,25 +94,22 @@ def test_it_is_split_joined_and_converted(tmp_path: Path) -> None:
         convert(Conversion("x", source, tmp_path / "no", target_of("fp8-neuron"), tp=2))
 
 
-def test_it_stands_for_the_weights_that_its_bytes_and_scales_give(tmp_path: Path) -> None:
+def test_neuron_checkpoint_loads_as_its_stored_values(tmp_path: Path) -> None:
     spec = tiny_spec(**SIZES, quantization_config=FP8_CONFIG)
     made, plain = write_preprocessed(tmp_path)
     for layout in LAYOUTS:
         model, found, report = load(tmp_path, layout)
         assert report.num_dequantized == 3 + 3 * spec.num_experts // layout.ep
-        for name, values in found.items():
-            region = model.weight_slots()[name].region
-            part = tuple(slice(each.start, each.stop) for each in region)
-            assert torch.equal(values, plain[name][part]), name
+        assert_holds(model, found, plain)
     scale = "layers.0.block_sparse_moe.expert_mlps.mlp_op.gate_up_proj.scale"
-    made[scale] = torch.ones(spec.num_experts, 2 * spec.expert_width)  # its mode per_row
+    made[scale] = torch.ones(spec.num_experts, 2 * spec.expert_width)  # mode per_row
     save_file(made, tmp_path / "model_layer0.safetensors")
     with pytest.raises(CheckpointError, match=rf"{scale} has shape \[4, 512\]"):
         load(tmp_path, ParallelLayout())
 
 
 def test_experts_may_have_a_scale_per_row(tmp_path: Path) -> None:
-    """Its mode per_row: the stack of scales has two dimensions, gate before up."""
+    """In mode per_row the stack of scales has two dimensions, gate before up."""
     source, split = tmp_path / "source", tmp_path / "split"
     made, plain = write_preprocessed(source)
     rows = torch.rand(2, 4, 2 * SIZES["intermediate_size"], generator=torch.Generator()) + 0.5
@@ -132,7 +128,4 @@ def test_experts_may_have_a_scale_per_row(tmp_path: Path) -> None:
     for folder, layouts in ((source, LAYOUTS), (split, [ParallelLayout(rank=1, tp=2)])):
         for layout in layouts:
             model, found, _ = load(folder, layout, is_split=folder is split)
-            for name, values in found.items():
-                region = model.weight_slots()[name].region
-                part = tuple(slice(each.start, each.stop) for each in region)
-                assert torch.equal(values, plain[name][part]), name
+            assert_holds(model, found, plain)

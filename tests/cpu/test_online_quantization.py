@@ -1,6 +1,4 @@
-"""`--quantization fp8` and others on a plain checkpoint: what is held is what the whole matrix
-would be quantised to, on each rank.
-"""
+"""`--quantization` on plain checkpoints: each rank holds its part of the quantised matrix."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def online_spec(name: str, **sizes: int) -> ModelSpec:
     return replace(tiny_spec(**sizes), quantization=online.spec(name))
 
 
-def test_where_no_kernel_reads_it_the_values_are_those_of_a_stored_checkpoint(
+def test_without_a_kernel_values_equal_a_stored_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fp8 = tiny_spec(quantization_config=FP8_CONFIG, **SIZES)
@@ -61,7 +59,7 @@ def test_where_no_kernel_reads_it_the_values_are_those_of_a_stored_checkpoint(
 @pytest.mark.parametrize("is_held", [True, False])
 @pytest.mark.parametrize("rows", [range(256), range(128, 256)])
 @pytest.mark.parametrize("columns", [range(384), range(128, 256)])
-def test_each_part_is_that_of_the_whole(
+def test_each_part_equals_the_whole_quantised(
     tmp_path: Path, name: str, is_held: bool, rows: range, columns: range
 ) -> None:
     scheme = detect(online.spec(name))
@@ -84,7 +82,7 @@ def test_each_part_is_that_of_the_whole(
         if tensor.is_kept:
             part = tuple(slice(each.start, each.stop) for each in tensor.part(region))
             expected = whole[tensor.name][part]
-            if not tensor.is_number:  # which is held once for each row
+            if not tensor.is_number:  # stored once, held once per row
                 expected = expected.view(found[tensor.name].shape)
             assert _same(found[tensor.name], expected), tensor.name
 
@@ -95,7 +93,7 @@ def _same(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found.float(), expected.float().expand(found.shape))
 
 
-def test_what_is_missing_or_broken_is_named_once(tmp_path: Path) -> None:
+def test_missing_and_broken_tensors_are_named_once(tmp_path: Path) -> None:
     tensors = random_tensors(tiny_spec())
     spec = online_spec("int8")
     save_single(tmp_path, {name: tensor for name, tensor in tensors.items() if name != NAME})
@@ -111,9 +109,7 @@ def test_what_is_missing_or_broken_is_named_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", online.NAMES)
-def test_values_that_are_no_numbers_are_refused_though_no_integer_shows_them(
-    tmp_path: Path, name: str
-) -> None:
+def test_nan_is_refused_before_it_is_quantised(tmp_path: Path, name: str) -> None:
     spec = online_spec(name, **SIZES)
     tensors = random_tensors(spec)
     tensors[NAME][3, 5] = torch.nan

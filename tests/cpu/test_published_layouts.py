@@ -1,4 +1,7 @@
-"""Every published checkpoint passes the check before a start, at full size on every split."""
+"""Every published checkpoint passes the load plan at its true size and on every split.
+
+No tensor is missing or surplus, and a rank holds the planned bytes.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ SPLITS = {
     "tp16": ParallelLayout(rank=5, tp=16),
     "tp16 ep2": ParallelLayout(rank=9, tp=16, ep=2),
 }
-# On the CPU all weights are plain after reading: two splits per format suffice.
+# On the CPU all weights are plain after loading, so two splits suffice for each format.
 CHECKED = [(H200, layout) for layout in SPLITS.values()]
 CHECKED += [(CPU, SPLITS[name]) for name in ("tp1", "tp16 ep2")]
 FULL_COUNTS = {"fp8 of M2": 96_103, "fp8": 96_103, "bf16": 48_239, "m3, bf16": 23_416}
@@ -46,7 +49,7 @@ FULL_COUNTS = {"fp8 of M2": 96_103, "fp8": 96_103, "bf16": 48_239, "m3, bf16": 2
 
 @pytest.fixture(scope="module", autouse=True)
 def names_respelled_once() -> Iterator[None]:
-    """Return the placed names, the same for all splits and formats."""
+    """Cache the respelling: all splits and formats have the same names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spellings, "_respell", cache(spellings._respell))
         yield
@@ -60,7 +63,7 @@ def spec_of(name: str, folder: Path, *, layers: int) -> ModelSpec:
 
 
 def held_bytes(slots: dict[str, WeightSlot]) -> tuple[int, int]:
-    """Return the bytes of the parameters behind `slots`, and of what the slots write."""
+    """Return the bytes of the slots' parameters, and the bytes that the slots write."""
     parameters, written = {}, 0
     for slot in slots.values():
         if slot.needed and not slot.optional and slot._target is not None:
@@ -82,23 +85,23 @@ def check(
     assert plan.num_tensors + num_skipped == sum(1 for _ in published.tensors(layers))
     parameters, written = held_bytes(slots)
     split = {"kept": partial(is_kept, platform=platform), "layout": layout}
-    # the embedding has two more rows, for ids of other ranks
+    # The embedding has two padding rows, for ids of other ranks.
     border = 2 * spec.hidden_size * DTYPE.itemsize
     assert parameters == weight_bytes(spec, dtype="bfloat16", **split) + border
-    # all parameters are fully written, apart from padding to whole blocks
+    # Every parameter is written in full, except padding of shards to whole blocks.
     assert parameters == written + border or expert_padding(spec, **split) is not None
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_checkpoints_fit_on_every_split(tmp_path: Path, name: str) -> None:
-    """Return the fewest layers that have all kinds of tensors."""
+    """With the fewest layers that have all kinds of tensors."""
     layers = PUBLISHED[name].fewest_layers
     PUBLISHED[name].write(tmp_path, layers)
     for platform, layout in CHECKED:
         check(name, tmp_path, platform, layout, layers=layers)
 
 
-def test_published_checkpoints_have_the_tensors_that_are_known_of_them() -> None:
+def test_published_layouts_have_the_known_tensor_counts() -> None:
     for name, published in PUBLISHED.items():
         if name in FULL_COUNTS:
             assert sum(1 for _ in published.tensors(published.layers)) == FULL_COUNTS[name]

@@ -1,4 +1,4 @@
-"""Quantisers against a search over all codes, and formats against their own inverse."""
+"""Quantisers against a search over all codes, and formats against their inverse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ E2M1_NUMBERS = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
 
 
 def matrix(rows: int, columns: int) -> Tensor:
-    """Rows of very different magnitude, one of zeros, one of a single number, one of ties."""
+    """Build rows of different magnitudes, of zeros, of a single number and of ties."""
     values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
     values *= torch.logspace(-6, 3, rows).unsqueeze(1)
     values[1] = 0.0
@@ -71,7 +71,7 @@ def test_every_element_becomes_the_nearest_number_for_its_scale(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
-def test_power_of_two_scales_are_the_least_that_cut_nothing_off(name: str) -> None:
+def test_power_of_two_scales_are_the_smallest_without_clipping(name: str) -> None:
     largest = 448.0 if name == "mxfp8" else 6.0
     plain = torch.zeros(7, 32)
     tops = (largest, largest * 1.0001, largest / 2, 1.0, 1e-20, 3.0e4, largest * 0.9999)
@@ -89,7 +89,7 @@ def test_ties_between_fp4_values_go_to_the_even_code() -> None:
     assert codes.tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 8, 10, 10, 12, 12, 14, 14, 15]
 
 
-def test_fp8_blocks_are_those_of_whoever_publishes_them() -> None:
+def test_fp8_blocks_equal_published_ones() -> None:
     plain = matrix(200, 300)
     values, scale = quantize_block(plain)
     stored = encode(E4M3_BLOCKS, plain)

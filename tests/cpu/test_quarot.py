@@ -1,4 +1,4 @@
-"""A rotated model: its draft reads and guesses what it did before the rotation."""
+"""A rotated model: its draft proposes the same tokens as before the rotation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
     "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64,
 }  # fmt: skip
-LAYERS = (2, 3, 4)  # of which the draft reads what enters
+LAYERS = (2, 3, 4)  # the draft reads the inputs of these layers
 PROMPTS = [[5, 17, 80, 33, 9, 61], [70, 4, 4, 90]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 GENERATOR = torch.Generator().manual_seed(0)
@@ -38,7 +38,7 @@ FILE = "optional/quarot.safetensors"
 
 
 def describe(folder: Path, file: str) -> None:
-    """As ModelSlim does, of a checkpoint that is plain."""
+    """Write ModelSlim's description of a plain checkpoint."""
     said = {
         "model_quant_type": "FLOAT",
         "version": "1.0.0",
@@ -49,9 +49,7 @@ def describe(folder: Path, file: str) -> None:
 
 
 def rotated(name: str, tensor: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-    """The tensor `name` of a model whose residual stream is h Q, the norms before matrices in
-    them.
-    """
+    """Rotate tensor `name` for a residual stream h Q; norms are folded into matrices."""
     layer = name.split(".self_attn.")[0].split(".block_sparse_moe.")[0].split(".mlp.")[0]
     norms = {
         ".q_proj.": "input_layernorm", ".k_proj.": "input_layernorm",
@@ -77,7 +75,7 @@ def target() -> MiniMaxM2ForCausalLM:
 
 @pytest.fixture(scope="module")
 def folder(target: MiniMaxM2ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model, rotated, as ModelSlim writes it."""
+    """Write the rotated model as ModelSlim does."""
     plain = tiny.save(target, tmp_path_factory.mktemp("plain"))
     source = Source(plain)
     with source.reader() as reader:
@@ -114,7 +112,7 @@ def outputs(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize(
     "variant", ["plain", "full vocabulary, norms", "biases, two layers", "another width"]
 )
-def test_a_draft_guesses_what_it_guessed_before_the_rotation(
+def test_draft_tokens_are_those_before_the_rotation(
     variant: str,
     folder: Path,
     target: MiniMaxM2ForCausalLM,
@@ -129,7 +127,7 @@ def test_a_draft_guesses_what_it_guessed_before_the_rotation(
     texts = [prompt + output for prompt, output in zip(PROMPTS, found, strict=True)]
     wrong, compared = tiny_draft.count_wrong(seen, target, texts, LAYERS, config, tensors)
     assert wrong == 0 and compared > 30
-    (folder / FILE).rename(tmp_path / "away")  # the guesses would be others
+    (folder / FILE).rename(tmp_path / "away")  # the draft tokens would differ
     try:
         with pytest.raises(CheckpointError, match=r"quarot.safetensors: global_rotation cannot"):
             engine(folder, draft)
@@ -147,7 +145,7 @@ def test_a_draft_without_a_head_is_refused(folder: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("to", "tp"), [(None, 2), ("int8", 1)])
-def test_what_is_converted_is_still_rotated(
+def test_converted_checkpoint_stays_rotated(
     to: str | None, tp: int, folder: Path, tmp_path: Path
 ) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
@@ -166,7 +164,7 @@ def test_the_rotation_is_read_from_the_file_that_the_description_names(tmp_path:
     describe(tmp_path, FILE)
     with pytest.raises(CheckpointError, match=r"quarot.safetensors: global_rotation cannot be"):
         read_rotation(tmp_path)
-    # a link, as in the hub's cache
+    # A link, as in the hub's cache.
     save_file({"global_rotation": ROTATION.bfloat16()}, tmp_path.parent / "blob")
     (tmp_path / FILE).symlink_to(tmp_path.parent / "blob")
     found = read_rotation(tmp_path)

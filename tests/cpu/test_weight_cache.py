@@ -1,4 +1,4 @@
-"""The weight cache: what a rank keeps is read back bit by bit, or the checkpoint is read again."""
+"""The weight cache: a rank's weights are restored bit by bit, or the checkpoint is read again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ ONE = ParallelLayout()
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_cache, "CHUNK_BYTES", 1000)  # more than are read ahead, ragged ones
+    # small and ragged, and more of them than are read ahead
+    monkeypatch.setattr(weight_cache, "CHUNK_BYTES", 1000)
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def start(
     spec: ModelSpec = SPEC,
     layout: ParallelLayout = ONE,
 ) -> tuple[str, dict[str, Tensor]]:
-    """What a start says of its weights, and the weights."""
+    """Return the log line about the weights of a start, and the weights."""
     model = model or SlotModel(spec)
     slots = model.weight_slots()
     said = load_cached(
@@ -103,7 +104,7 @@ def test_the_next_start_reads_the_cache_and_writes_nothing(
     assert is_hit(said) and str(file) in said and same(weights, TENSORS)
     assert the_file(cache) == file
     assert (file.stat().st_mtime_ns, file.stat().st_ino) == before
-    # it is a safetensors file, in the order of the model
+    # It is a safetensors file in the order of the model.
     with safe_open(file, framework="pt") as opened:
         assert list(opened.keys()) and set(opened.keys()) == set(TENSORS)
         name = "model.layers.1.self_attn.q_proj.weight"
@@ -111,9 +112,7 @@ def test_the_next_start_reads_the_cache_and_writes_nothing(
 
 
 class Fused:
-    """Eight slots write into one parameter, with gaps; of one that is optional there is no
-    tensor.
-    """
+    """Eight slots write into one parameter, with gaps; an optional slot has no tensor."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.parameters: dict[str, Tensor] = {}
@@ -177,7 +176,7 @@ def nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shared_memory() -> SlotModel:
-    """The same parameters, of which two now lie in one memory."""
+    """The same parameters; two of them share memory."""
     model = SlotModel(SPEC)
     slots = model.weight_slots()
     memory = torch.zeros(2, SPEC.hidden_size)
@@ -199,7 +198,7 @@ def shared_memory() -> SlotModel:
         (nothing, lambda spec: shared_memory(), "model"),
     ],
 )
-def test_what_is_stale_is_read_from_the_checkpoint_and_written_again(
+def test_stale_file_is_replaced(
     tmp_path: Path,
     checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -214,7 +213,7 @@ def test_what_is_stale_is_read_from_the_checkpoint_and_written_again(
     said, weights = start(tmp_path / "cache", checkpoint, model(SPEC))
     assert not is_hit(said)
     (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert line.endswith(f"it is of another {words}; the checkpoint is read instead")
+    assert line.endswith(f"it was written for another {words}; the checkpoint is read instead")
     said, again = start(tmp_path / "cache", checkpoint, model(SPEC))
     assert is_hit(said) and same(again, weights)
     the_file(tmp_path / "cache")
@@ -227,17 +226,17 @@ def test_another_format_or_layout_is_stale(
     fp8 = tiny_spec(quantization_config=FP8_CONFIG)
     save_single(checkpoint, to_fp8(TENSORS))
     assert not is_hit(start(tmp_path / "cache", checkpoint, spec=fp8)[0])
-    assert "it is of another checkpoint, format, model; the" in caplog.text
+    assert "it was written for another checkpoint, format, model; the" in caplog.text
     file = the_file(tmp_path / "cache")
     model = SlotModel(fp8, rank=1, size=2)
     file.rename(file.with_name(file.name.replace("rank0-tp1", "rank1-tp2")))
     layout = ParallelLayout(rank=1, tp=2)
     assert not is_hit(start(tmp_path / "cache", checkpoint, model, spec=fp8, layout=layout)[0])
-    assert "it is of another layout, model; the" in caplog.text
+    assert "it was written for another layout, model; the" in caplog.text
 
 
 def test_a_hub_snapshot_is_known_by_its_commit(tmp_path: Path, checkpoint: Path) -> None:
-    """In the cache of another machine the files have other times."""
+    """Another machine's cache has other file times."""
     folder = tmp_path / "models--lab--model" / "snapshots" / ("0123456789" * 4)
     folder.parent.mkdir(parents=True)
     checkpoint.rename(folder)
@@ -274,7 +273,7 @@ def test_a_damaged_file_is_not_used(
     file.write_bytes(content)
     said, weights = start(tmp_path / "cache", checkpoint)
     assert not is_hit(said) and same(weights, TENSORS)
-    assert re.search("damaged|cut off|are not what was written|of another", caplog.text)
+    assert re.search("damaged|truncated|are not what was written|for another", caplog.text)
     said, weights = start(tmp_path / "cache", checkpoint)
     assert is_hit(said) and same(weights, TENSORS)
 
@@ -294,16 +293,14 @@ start(Path(sys.argv[2]), Path(sys.argv[3]))
 """
 
 
-def test_a_writer_that_is_killed_leaves_nothing_that_is_used(
-    tmp_path: Path, checkpoint: Path
-) -> None:
+def test_file_of_a_killed_writer_is_not_used(tmp_path: Path, checkpoint: Path) -> None:
     cache = tmp_path / "cache"
     folder = str(Path(__file__).parent)
     command = [sys.executable, "-c", WRITE_AND_HANG, folder, str(cache), str(checkpoint)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == "half\n"
         part = the_file(cache)
-        # beside a writer that lives another one writes the same file
+        # A second process writes the same file while the first writer lives.
         assert not is_hit(start(cache, checkpoint)[0])
         assert part.exists() and is_hit(start(cache, checkpoint)[0])
         writer.send_signal(signal.SIGKILL)
@@ -332,7 +329,7 @@ def test_writers_at_once_do_not_harm_each_other(tmp_path: Path, checkpoint: Path
     assert is_hit(said) and same(weights, TENSORS)
 
 
-def test_a_disk_that_takes_no_files_costs_a_warning(
+def test_unwritable_disk_costs_a_warning(
     tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
@@ -350,7 +347,7 @@ def test_a_disk_that_takes_no_files_costs_a_warning(
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
-def test_a_disk_that_is_too_full_is_known_before_it_is(
+def test_free_space_is_checked_before_writing(
     tmp_path: Path,
     checkpoint: Path,
     caplog: pytest.LogCaptureFixture,
@@ -362,7 +359,7 @@ def test_a_disk_that_is_too_full_is_known_before_it_is(
     assert re.search(r"is not written: .* MiB are needed, 0.0 MiB are free", caplog.text)
 
 
-def test_an_engine_with_a_cache_says_the_same(
+def test_engine_with_a_cache_gives_the_same_answers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_cache, "CHUNK_BYTES", 100_000)

@@ -250,7 +250,7 @@ def damaged(folder: Path, damage: str) -> Path:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        ("truncated", "cut off or damaged"),
+        ("truncated", "truncated or damaged"),
         ("missing", "missing"),
         ("misshaped", "config.json asks for"),
     ],
@@ -267,7 +267,7 @@ def test_generate_refuses_a_damaged_checkpoint(
 @pytest.mark.parametrize(
     ("damage", "words", "ranks"),
     [
-        ("truncated", "cut off or damaged", "1"),
+        ("truncated", "truncated or damaged", "1"),
         ("misshaped", "config.json asks for", "2"),  # found last, by the ranks
     ],
 )

@@ -1,10 +1,10 @@
-"""Every format of docs/checkpoints.md on a GPU: how it is held, that a model computes with it what
-the definitions in fp32 compute on a CPU, and that the shares of 4 and 8 ranks add up to it.
+"""Every format of docs/checkpoints.md on a GPU, compared with its fp32 definition on a CPU.
 
-A tiny MiniMax-M2 is written in each format by the writers of tests/cpu. Its experts are 768 wide
-and its hidden size is 512: shares cut blocks, groups and spans as MiniMax-M2's 1536 do over 8 and
-16 ranks. Each token goes to all experts, so that no rounding tips a choice between two. The shares
-are loaded as the ranks load them, and run on one GPU one after the other.
+It checks how the GPU holds a format, what a model computes with it, and that the shards of 4 and 8
+ranks add up. A tiny MiniMax-M2 is written in each format by the writers of tests/cpu. Its experts
+are 768 wide and its hidden size is 512, so shards divide blocks and groups as MiniMax-M2's 1536 do
+over 8 and 16 ranks. Each token goes to all experts, so rounding cannot change the routing. The
+shards run on one GPU, one after the other.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ BLOCKS, PACKED, ROUNDED = "FP8 blocks", "weight-only", "weight-only; W8A8 for lo
 
 
 def in_full(dtype: torch.dtype) -> Writer:
-    """Matrices in `dtype`."""
+    """Store matrices in `dtype`."""
 
     def store(module: str, matrix: Any) -> Any:
         stored = torch.from_numpy(matrix).to(dtype)
@@ -83,7 +83,7 @@ OWN_WRITERS: dict[str, Writer] = {
     "packed-int8-128": packed(bits=8, size=128),
 }
 NEURON = "fp8-neuron"
-# how a GPU holds the experts, and, where that differs, the projections of attention
+# How a GPU holds experts and, if different, attention projections.
 HELD: dict[str, tuple[str, ...]] = {
     name: held
     for held, names in {
@@ -101,7 +101,7 @@ HELD: dict[str, tuple[str, ...]] = {
             "gptq-8-bits gptq-v2 gptq-head packed-int4 packed-int4-64 packed-int4-asym "
             "packed-int4-channel packed-int8 packed-int8-128 modelslim-int4"
         ),
-        # an expert's matrices have other bits or groups than each other
+        # Matrices of an expert differ in bits or groups.
         (DEQUANTISED, PACKED): "auto-round auto-round-gptq auto-round-awq",
         (DEQUANTISED,): (
             "fp8-fnuz fp8-fnuz-bits modelslim-static modelslim-static-fp16 auto-round-2-bits "
@@ -113,20 +113,20 @@ HELD: dict[str, tuple[str, ...]] = {
 
 # --- what must hold -------------------------------------------------------------------------------
 
-# The largest difference of a log-probability, over all tokens of a vocabulary of 96. Logits have a
-# standard deviation of 1, of which bf16 loses 0.7 %, and FP8 activations 2 to 3 %; the largest of
-# 4,500 errors (of a long prompt 29,000) is four to five times that.
+# Largest difference of a log-probability in a vocabulary of 96. Logits have a standard deviation of
+# 1; bf16 adds an error of 0.7 %, FP8 activations 2 to 3 %. The largest of 4,500 errors (long
+# prompt: 29,000) is four to five times that.
 DIFFERENCE = {READ: 0.1, DEQUANTISED: 0.1, PACKED: 0.1, ROUNDED: 0.1, BLOCKS: 0.4}
-LONG_DIFFERENCE = 0.4  # where activations of long prompts are rounded
-# ||sum of the shares - whole|| / ||whole||: each share is rounded to bf16, and with FP8 blocks
-# activations are rounded to FP8 before each product, in the same groups on any number of ranks.
+LONG_DIFFERENCE = 0.4  # activations of long prompts are rounded
+# ||sum of the shards - whole|| / ||whole||. Each shard is rounded to bf16. With FP8 blocks,
+# activations are rounded to FP8 before each GEMM, in the same groups on any number of ranks.
 SHARES = {READ: 0.01, DEQUANTISED: 0.01, PACKED: 0.01, ROUNDED: 0.01, BLOCKS: 0.05}
 OF_ONE_RANK = 0.01
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank's model, how it holds experts and projections of attention, and where it computes."""
+    """A rank's model, its formats of experts and attention projections, and its device."""
 
     model: Decoder
     held: tuple[str, str]
@@ -134,13 +134,13 @@ class Rank:
     kernels: KernelTable
 
     def log_probabilities(self, chunks: Sequence[list[int]]) -> Tensor:
-        """Of a step for each of `chunks`: [tokens, vocabulary] fp32 on the CPU."""
+        """Return log-probabilities of a step per chunk: [tokens, vocabulary] fp32 on the CPU."""
         run = PagedRun(self.model, device=self.device, dtype=self.kernels.dtype)
         steps = [run.step([("a", chunk)])["a"] for chunk in chunks]
         return torch.cat(steps).float().log_softmax(-1).cpu()
 
     def greedy(self, prompt: list[int], count: int) -> list[list[int]]:
-        """The prompt and `count` tokens behind it, each by itself."""
+        """Return the prompt and `count` greedy tokens, one list each."""
         run, chunks = PagedRun(self.model, device=self.device, dtype=self.kernels.dtype), [prompt]
         for _ in range(count):
             chunks.append([int(run.step([("a", chunks[-1])])["a"][-1].argmax())])
@@ -148,12 +148,13 @@ class Rank:
 
     @torch.inference_mode()
     def products(self, x: Tensor, heads: Tensor, columns: range) -> list[Tensor]:
-        """What this rank makes of `x` [T, hidden] and of its `columns` of the attention's output
-        `heads`: queries, keys and values; its parts of the output projection and of the experts.
+        """Return this rank's outputs of the projections, of attention's output and of the experts.
+
+        Inputs are `x` [T, hidden] and the rank's `columns` of the attention heads' outputs `heads`.
         """
         x, heads = (each.to(self.device, self.kernels.dtype) for each in (x, heads))
         layer: Any = self.model.layers[0]
-        projected = layer.attention._qkv(x).chunk(3, dim=1)  # as many key as query heads
+        projected = layer.attention._qkv(x).chunk(3, dim=1)  # as many key heads as query heads
         out = layer.attention._out(heads[:, columns.start : columns.stop].contiguous()).x
         given = x if layer.moe.activation is None else self.kernels[QUANTIZE].run(x)
         experts = layer.moe(given).x
@@ -163,9 +164,9 @@ class Rank:
 
 @dataclass(frozen=True)
 class Subject:
-    """One checkpoint by its definition (on the CPU, in fp32), on one rank, and as the shares of 4
-    and of 8. `questions`: steps, the log-probabilities of the definition, and how far from them
-    those of the GPU may be.
+    """One checkpoint by its definition (CPU, fp32), on one rank, and in shards of 4 and of 8 ranks.
+
+    `questions`: steps, the definition's log-probabilities and the allowed difference.
     """
 
     definition: Rank
@@ -181,7 +182,7 @@ class Subject:
             self.products(tp)
 
     def products(self, tp: int) -> list[Tensor]:
-        """Those of all ranks, put together. tp 0: of the definition."""
+        """Join the outputs of all ranks. tp 0: the definition."""
         ranks = {0: [self.definition], 1: [self.whole], **self.shares}[tp]
         x, heads = inputs()
         width = heads.shape[1] // len(ranks)
@@ -195,7 +196,7 @@ class Subject:
 
 
 def inputs() -> tuple[Tensor, Tensor]:
-    """Of a layer's experts and projections, and of its output projection."""
+    """Return inputs of experts and projections, and of the output projection."""
     draw = torch.Generator().manual_seed(2)
     x = torch.randn(PROMPT, CONFIG["hidden_size"], generator=draw)
     heads = torch.randn(PROMPT, CONFIG["num_attention_heads"] * CONFIG["head_dim"], generator=draw)
@@ -227,7 +228,7 @@ def load(
 
 
 def held_as(model: Decoder, op: Op[Any, Any], module: str, kernels: KernelTable) -> str:
-    """How `model`, which is not loaded yet, will hold the matrices of `module`."""
+    """Return how the unloaded `model` will hold the matrices of `module`."""
     slots = [slot for name, slot in model.weight_slots().items() if name.startswith(module)]
     if all(slot.stored is None for slot in slots):
         return READ if all(slot.source is PLAIN for slot in slots) else DEQUANTISED
@@ -241,8 +242,9 @@ def prepare(
     name: str, folder: Path, tensors: Mapping[str, Tensor], *, kernels: KernelTable,
     device: torch.device, lengths: tuple[int, int, int] = (PROMPT, GREEDY_TOKENS, LONG_PROMPT),
 ) -> Subject:  # fmt: skip
-    """The checkpoint in the format `name`, written to `folder` and loaded in every way. `lengths`:
-    of a prompt, of its answer, and of a long prompt.
+    """Write the checkpoint in the format `name` and load it in every way.
+
+    `lengths`: of a prompt, of its answer and of a long prompt.
     """
     write_checkpoint(name, folder, tensors)
     cpu = torch.device("cpu")
@@ -266,13 +268,13 @@ def prepare(
 
 
 def relative(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest ||found - expected|| / ||expected||."""
+    """Return the largest ||found - expected|| / ||expected||."""
     pairs = zip(found, expected, strict=True)
     return max(float((each - wanted).norm() / wanted.norm()) for each, wanted in pairs)
 
 
 def check(name: str, subject: Subject) -> str:
-    """The line of the table."""
+    """Return the line of the table."""
     held = subject.whole.held
     words = held[0] if held[0] == held[1] else f"experts {held[0]}, attention {held[1]}"
     differences, errors, greedy_tokens = [], [], ""
@@ -280,7 +282,7 @@ def check(name: str, subject: Subject) -> str:
         found = subject.whole.log_probabilities(chunks)
         assert bool(found.isfinite().all())
         differences.append(float((found - expected).abs().max()))
-        if len(chunks) > 1:  # the prompt's last token, and all but the last of those behind it
+        if len(chunks) > 1:  # the last prompt token and all answer tokens but the last
             rows = slice(len(chunks[0]) - 1, -1)
             said, best = found[rows].argmax(-1), expected[rows].max(-1).values
             gaps = best - expected[rows].gather(-1, said[:, None])[:, 0]
@@ -306,9 +308,7 @@ def check(name: str, subject: Subject) -> str:
 def subjects(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Subject | Exception]:
-    """Those of this run's tests, or why one could not be loaded. Their kernels are compiled, many
-    at a time.
-    """
+    """Return the subjects of the selected tests, or load errors; kernels compile in parallel."""
     chosen = {item.callspec.params["name"] for item in request.session.items
               if isinstance(item, pytest.Function) and "subjects" in item.fixturenames}  # fmt: skip
     folder, device = tmp_path_factory.mktemp("formats"), torch.device("cuda", 0)
@@ -317,7 +317,7 @@ def subjects(
     for name in filter(chosen.__contains__, HELD):
         try:
             found[name] = prepare(name, folder / name, tensors, kernels=kernels, device=device)
-        except Exception as error:  # that format's test fails, and no other
+        except Exception as error:  # only that format's test fails
             found[name] = error
     with warming_up(ParallelContext.single()):
         for subject in found.values():
@@ -327,12 +327,12 @@ def subjects(
 
 
 def random_tensors() -> dict[str, Tensor]:
-    """By their names in a checkpoint; router biases are small, since all experts are chosen."""
+    """Return random tensors; router biases are small, since all experts are selected."""
     return random_weights(tiny_spec(**CONFIG), 0, router_bias=0.5)
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_a_gpu_holds_a_format_as_the_table_says_and_computes_its_definition(
+def test_gpu_holds_and_computes_each_format(
     name: str, subjects: Mapping[str, Subject | Exception]
 ) -> None:
     subject = subjects[name]
@@ -342,7 +342,7 @@ def test_a_gpu_holds_a_format_as_the_table_says_and_computes_its_definition(
     assert tuple(dict.fromkeys(subject.whole.held)) == HELD[name]
 
 
-def test_fp8_of_mi300_that_only_the_files_tell_is_refused_with_what_to_write(
+def test_fnuz_known_only_from_files_is_refused_with_a_remedy(
     tmp_path: Path,
 ) -> None:
     device = torch.device("cuda", 0)
@@ -353,5 +353,5 @@ def test_fp8_of_mi300_that_only_the_files_tell_is_refused_with_what_to_write(
     assert '"fmt": "float8_e4m3fnuz"' in str(refused.value.hint)
 
 
-def test_no_writer_is_left_out() -> None:
+def test_every_writer_is_tested() -> None:
     assert {*HELD} | {"fp8-fnuz-dtype"} == {*WRITERS, *OWN_WRITERS, NEURON}

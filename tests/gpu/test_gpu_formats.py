@@ -1,6 +1,4 @@
-"""Nano in every kind of format, written as others publish it, answers on a GPU as the same values
-do in bf16: the packed weights and their kernels, from the files to the text.
-"""
+"""Nano in every kind of format, from files to text: a GPU's answers equal those in bf16."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ from negamax.convert.source import Source
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 from quantized_writers import WRITERS, write
 
-# One of each layout that the kernels tell apart. Activations are rounded, too, where the method
-# says so.
+# One format per layout that kernels distinguish. Activations are rounded if the method says so.
 WEIGHTS_ONLY = (
     "awq", "compressed-mxfp4", "compressed-nvfp4", "gptq-act-order", "gptq-asym", "gptq-v2",
     "modelopt-mixed", "modelopt-nvfp4", "mxfp8", "packed-int4", "packed-int4-asym", "packed-int8",
@@ -38,7 +35,7 @@ _TEXTS = (
 
 
 def both_ways(folder: Path, name: str) -> tuple[Path, Path]:
-    """Nano in the format `name`, and the values of that in plain fp32."""
+    """Return nano in the format `name`, and the plain fp32 values that it represents."""
     source = Source(EMBEDDED["nano"])
     with source.reader() as reader:
         tensors = {one.name: one.dequantize(one.read(reader)) for one in source.weights}
@@ -57,7 +54,7 @@ def both_ways(folder: Path, name: str) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("ranks", DEGREES)
 @pytest.mark.parametrize("name", (*WEIGHTS_ONLY, *ROUNDED))
-def test_a_format_answers_as_its_values_in_bf16(
+def test_format_answers_like_its_values_in_bf16(
     name: str, ranks: int, tmp_path: Path, device: str = "cuda"
 ) -> None:
     if device == "cuda" and torch.cuda.device_count() < ranks:

@@ -1,6 +1,4 @@
-"""Chunks of long prompts in a pipeline take equally long by the cost model, cover the prompt
-exactly, and leave prompts of one chunk as they are.
-"""
+"""Prompt chunks in a pipeline: equal predicted times, full cover, short prompts unchanged."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ def timed(model: str, stages: int) -> EvenTimes:
 @pytest.mark.parametrize("model", ["minimax-m2", "minimax-m3"])
 @pytest.mark.parametrize("behind", [0, 40_000])
 def test_chunks_take_equally_long(model: str, behind: int) -> None:
-    """But for the last one, and for those at the bound. A hit in the prefix cache changes nothing
-    in what follows.
-    """
+    """Except the last chunk and chunks at the bound. A prefix cache hit changes no later chunk."""
     cost, length = costs(model, pp=4), timed(model, 4)
     limit = cost.chunk_seconds(STEP, behind=0)
     found, done = [], behind
@@ -72,9 +68,7 @@ def test_chunks_take_equally_long(model: str, behind: int) -> None:
 
 @pytest.mark.parametrize(("stages", "gain"), [(2, 1.06), (4, 1.2), (8, 1.4)])
 def test_a_pipeline_gives_the_first_token_of_a_long_prompt_sooner(stages: int, gain: float) -> None:
-    """Than with chunks of one length, of which the last one takes many times as long as the first:
-    M2 at 128K tokens.
-    """
+    """Compared with equal chunks; M2 at 128K tokens."""
     cost = costs("minimax-m2", pp=stages)
     even, in_time = (
         cost.chunks_seconds(chunks(each, LONGEST, budget=STEP))
@@ -85,7 +79,7 @@ def test_a_pipeline_gives_the_first_token_of_a_long_prompt_sooner(stages: int, g
     assert cost.chunk_seconds(STEP, behind=LONGEST) > 10 * cost.chunk_seconds(STEP, behind=0)
 
 
-def test_a_plan_counts_with_the_chunks_of_the_engine() -> None:
+def test_plan_uses_the_engines_chunks() -> None:
     spec = locate(EngineOptions(model="minimax-m2", load_format="synthetic")).spec
     plan = make_plan(spec, Hardware(MEASURED, 4), [Workload(1, LONGEST, 1000)])
     seconds = {each.topology.label: each.prompt_seconds for each in plan.candidates}
@@ -96,7 +90,7 @@ def test_a_plan_counts_with_the_chunks_of_the_engine() -> None:
 
 
 def test_stages_run_chunks_side_by_side() -> None:
-    """The last stage runs the first of four while the first stage runs the last of them."""
+    """The last stage runs the first of four chunks while the first stage runs the last."""
     cost = costs("minimax-m2", pp=4)
     one = cost.chunks_seconds([STEP])
     last = cost.chunk_seconds(STEP, behind=3 * STEP)
@@ -118,9 +112,7 @@ def test_stages_run_chunks_side_by_side() -> None:
 def test_chunks_cover_the_prompt(
     prices: list[float], every: int, block_size: int, budget: int, num_tokens: int
 ) -> None:
-    """Whatever is left of a step: the room taken is no less than the tokens, and no more than there
-    is; chunks end with blocks where they reach the end of one.
-    """
+    """For any remaining budget: a chunk uses at most the budget and ends at a block border."""
     length = EvenTimes(block_size, every, (1.0, *prices))
     behind = 0
     while behind < num_tokens:
@@ -167,7 +159,7 @@ DOUBLING = EvenTimes(8, 128, (1.0, 2.0, 4.0))
     ],
     ids=str,
 )
-def test_prompts_of_several_chunks_are_cut_so_on_stages(
+def test_long_prompts_are_chunked_on_pipeline_stages(
     options: dict[str, Any], kind: type[ChunkLength]
 ) -> None:
     with LLM("nano", script="agents", device="cpu", **options) as llm:
@@ -175,7 +167,7 @@ def test_prompts_of_several_chunks_are_cut_so_on_stages(
         assert type(rank.limits.chunk_length) is kind
 
 
-def test_short_prompts_are_planned_as_without() -> None:
+def test_short_prompts_are_planned_unchanged() -> None:
     plans = []
     for length in (EvenChunks(), DOUBLING):
         scheduler = Scheduler(limits(length))
@@ -186,12 +178,12 @@ def test_short_prompts_are_planned_as_without() -> None:
 
 
 def test_a_long_prompt_runs_in_shorter_and_shorter_chunks() -> None:
-    """A step takes as long as its first one: what a chunk leaves of it goes to other prompts."""
+    """Every step takes as long as the first; other prompts use the rest of its budget."""
     scheduler = Scheduler(limits(DOUBLING))
     scheduler.add(request("long", [3] * 244))
     scheduler.add(request("short", [4] * 40))
     counts = [step(scheduler).num_scheduled for _ in range(6)]
-    # behind 64, 104, 136, 160 tokens each one costs 1.5, 1.8, 2.1, 2.5 of the first
+    # After 64, 104, 136, 160 tokens, a token costs 1.5, 1.8, 2.1, 2.5 times the first.
     assert counts == [[64], [40, 4], [32, 4], [24, 8], [24, 3], [16, 13]]
 
 
@@ -203,4 +195,4 @@ def test_a_prefix_hit_begins_with_a_chunk_of_its_depth() -> None:
     scheduler.add(request("second", [*range(264), *range(300, 360)]))
     plan = step(scheduler)
     assert plan.new_rows[0].num_computed == 264
-    assert plan.num_scheduled == [16]  # of 64: a token costs four of the first
+    assert plan.num_scheduled == [16]  # of 64: a token costs four times the first

@@ -206,7 +206,7 @@ def test_a_description_without_a_method_is_refused(description: dict[str, Any]) 
 @pytest.mark.parametrize("method", ["bitsandbytes", "int4"])
 def test_unknown_quantisation_methods_are_refused_by_name(method: str) -> None:
     spec = read_spec(changed(quantization_config={"quant_method": method}))
-    with pytest.raises(ConfigError, match=rf"by '{method}', says its config.json"):
+    with pytest.raises(ConfigError, match=rf"by '{method}' \(config.json"):
         detect(spec.quantization)
 
 

@@ -1,6 +1,4 @@
-"""`negamax plan`: what it offers runs, what it refuses does not, and its figures are those counted
-and measured elsewhere.
-"""
+"""`negamax plan`: offered plans run, refused ones do not, and figures match measurements."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ SPECS = {
     "m2": M2,
     "m2 in int4": replace(M2, quantization=online.spec("int4")),
     "m3": M3,
-    # a width that few sizes cut, and a number of experts that fewer share
+    # A width that few sizes divide, and a number of experts that still fewer divide.
     "odd": replace(M2, expert_width=1400, num_experts=6, experts_per_token=2, num_layers=5),
 }
 LOADS = (Workload(1), Workload(100))
@@ -58,7 +56,7 @@ COUNTED: list[ModelWeights] = []
 
 
 def bytes_on_rank(spec: ModelSpec, layout: ParallelLayout) -> int:
-    """`weight_bytes`, which would list all weights anew for each layout."""
+    """Cache `weight_bytes`, which would list all weights for each layout."""
     weights = next((known for known in COUNTED if known.spec is spec), None)
     if weights is None:
         weights = ModelWeights(spec)
@@ -77,9 +75,11 @@ def counted(
     shards_index: bool = False,
     longest: int | None = None,
 ) -> tuple[int, int, int]:
-    """Of the stage that has room for the fewest tokens: these, its bytes of weights on a rank, and
-    of cache for a token. Beside the cache are 257 request slots of as many tokens as the `longest`
-    request has, or fewer if no such request fits.
+    """Return values of the stage with room for the fewest tokens.
+
+    They are these tokens, the stage's weight bytes on a rank and its cache bytes per token. 257
+    request slots share the memory; each has the tokens of the `longest` request, or fewer if none
+    fits.
     """
     found = []
     longest = longest or spec.max_position_embeddings
@@ -104,7 +104,7 @@ def counted(
     window=st.sampled_from([None, 4096, 150_000]),
 )
 @settings(max_examples=12, deadline=None)
-def test_what_is_offered_is_accepted_and_what_is_refused_is_not(
+def test_offered_plans_are_accepted_and_refused_ones_are_not(
     name: str, gpus: int, gib: int, window: int | None
 ) -> None:
     spec = SPECS[name]
@@ -136,7 +136,7 @@ def test_what_is_offered_is_accepted_and_what_is_refused_is_not(
         assert Topology(ranks, splits.num_expert_ranks, replicas=gpus // ranks) in found
 
 
-def test_what_runs_and_what_does_not_is_named_as_the_options_name_it() -> None:
+def test_plans_name_the_options() -> None:
     plan = planned(M2, 4)
     reasons = {each.topology: each.reason for each in plan.refused}
     offered = {each.topology: each.topology.flags for each in plan.candidates}
@@ -150,7 +150,7 @@ def test_what_runs_and_what_does_not_is_named_as_the_options_name_it() -> None:
     assert "PP2 TP4" in [each.topology.label for each in across.candidates]
 
 
-def test_a_shard_that_does_not_fit_comes_with_what_is_missing() -> None:
+def test_refused_plans_state_the_missing_memory() -> None:
     plan = planned(M2, 4, gpu="H100")
     (two,) = {each.reason for each in plan.refused if each.topology == Topology(2, replicas=2)}
     missing = weight_bytes(M2, dtype="bfloat16", layout=ParallelLayout(tp=2)) + 8192 * 31 * 4096
@@ -170,7 +170,7 @@ def test_a_shard_that_does_not_fit_comes_with_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("spec", "gpu", "gpus"), [(M2, "H200", 4), (M2, "H100", 8), (M3, "H200", 8), (M3, "B200", 4)]
 )
-def test_memory_is_what_is_counted_elsewhere(spec: ModelSpec, gpu: str, gpus: int) -> None:
+def test_memory_equals_the_loaders_count(spec: ModelSpec, gpu: str, gpus: int) -> None:
     for kv_dtype in ("bfloat16", "fp8"):
         plan = planned(spec, gpus, gpu=gpu, kv_dtype=kv_dtype)
         budget = plan.hardware.budget - gpu_reserve(spec.hidden_size)
@@ -179,7 +179,7 @@ def test_memory_is_what_is_counted_elsewhere(spec: ModelSpec, gpu: str, gpus: in
             assert (each.memory.tokens, each.memory.weights, each.memory.token) == found
 
 
-def test_the_cache_is_as_large_as_it_was_on_two_gpus() -> None:
+def test_cache_size_matches_the_measurement_on_two_gpus() -> None:
     info = recorded("h200_tp2")["info"]
     (two,) = [each for each in planned(M2, 2).candidates if each.topology == Topology(2)]
     assert two.memory.tokens == pytest.approx(info["num_kv_blocks"] * info["block_size"], rel=0.01)
@@ -199,7 +199,7 @@ RUNS = {
 
 
 def predicted(found: dict[str, Any], run: dict[str, Any]) -> tuple[Candidate, float]:
-    """For one run of a recorded result: the candidate, and tokens of prompts per second."""
+    """Yield the candidate of a recorded run and its prompt tokens per second."""
     ranks, dtype = found["tensor_parallel_size"], found["options"]["kv_cache_dtype"]
     load = Workload(run["concurrency"], found["input_len"], found["output_len"])
     spec = M2.first_layers(found["num_layers"])
@@ -211,7 +211,7 @@ def predicted(found: dict[str, Any], run: dict[str, Any]) -> tuple[Candidate, fl
 
 @pytest.mark.parametrize("name", RUNS)
 def test_predictions_are_near_what_was_measured(name: str) -> None:
-    """As docs/parallelism.md says: time per token within 5 %, prompts within 15 %."""
+    """docs/parallelism.md: time per token within 5 %, prompts within 15 %."""
     found = recorded(name)
     for run in found["runs"]:
         each, prompts = predicted(found, run)
@@ -219,15 +219,15 @@ def test_predictions_are_near_what_was_measured(name: str) -> None:
         assert prompts == pytest.approx(run["prefill_tokens_per_second"], rel=0.15)
 
 
-def test_the_best_ones_are_best() -> None:
+def test_best_candidates_are_best() -> None:
     plan = planned(M2, 8, gpu="H100")
     assert plan.fastest is not None and plan.busiest is not None
     most = max(each.predictions[-1].tokens_per_second for each in plan.candidates)
     assert plan.busiest.predictions[-1].tokens_per_second >= most / 1.05
-    # split along one axis more, another is as fast within what predictions are worth
+    # A split along one more axis is as fast within the prediction error.
     assert plan.fastest.topology == Topology(8) != plan.candidates[0].topology
-    assert plan.busiest.topology.ep > 1  # its shares of experts are not padded
-    # with one machine twice, twice the answers: as many servers, each under half the load
+    assert plan.busiest.topology.ep > 1  # its expert shards need no padding
+    # A second machine doubles the answers: twice the servers, each under half the load.
     one, two = (
         make_plan(M2, Hardware(MEASURED, 4 * count, count), [Workload(32 * count)])
         for count in (1, 2)
@@ -241,8 +241,8 @@ def test_the_best_ones_are_best() -> None:
     assert double.tokens_per_second == pytest.approx(2 * single.tokens_per_second)
 
 
-def test_ranks_that_share_out_a_cache_hold_most_tokens() -> None:
-    """Of MiniMax-M3 on eight H200; the command shares out the index keys, too."""
+def test_ranks_that_shard_a_cache_hold_most_tokens() -> None:
+    """MiniMax-M3 on eight H200; the command also shards the index keys."""
     hardware = Hardware(MEASURED, 8)
     plan = make_plan(M3, hardware, [Workload(1)], kv_dtype="fp8")
     found = {each.topology: each for each in plan.candidates}
@@ -254,8 +254,8 @@ def test_ranks_that_share_out_a_cache_hold_most_tokens() -> None:
     assert "--decode-context-parallel-size 2" in line and "--index-cache-sharding on" in line
 
 
-def test_index_keys_are_sharded_where_a_request_does_not_fit_otherwise() -> None:
-    """One of a million tokens, of MiniMax-M3 on four H200."""
+def test_index_keys_are_sharded_if_a_request_needs_it() -> None:
+    """One request of a million tokens, MiniMax-M3 on four H200."""
     hardware, line = Hardware(MEASURED, 4, utilization=0.95), ""
     for window, is_sharded in ((512_000, False), (1_048_576, True)):
         plan = make_plan(M3, hardware, [Workload(1)], kv_dtype="fp8", index_dtype="fp8",
@@ -269,9 +269,9 @@ def test_index_keys_are_sharded_where_a_request_does_not_fit_otherwise() -> None
     assert four.cache_tokens > 1_048_576 and f"--max-model-len {window}" in line
 
 
-def test_for_the_longest_requests_sharing_out_the_cache_is_best() -> None:
-    """Of MiniMax-M3 on eight H200: in MXFP8 since it answers sooner, in bfloat16 since no other
-    split holds one such request, whether a window is asked for or the workload needs it.
+def test_sharding_the_cache_is_best_for_the_longest_requests() -> None:
+    """MiniMax-M3 on eight H200. In MXFP8 the split is faster; in bfloat16 no other holds such a
+    request.
     """
     hardware, long = Hardware(MEASURED, 8), Workload(1, 900_000, 8000)
     plain = bundled_spec("minimax-m3")
@@ -379,7 +379,9 @@ def test_the_table_fits_into_80_columns(capsys: pytest.CaptureFixture[str]) -> N
     assert max(map(len, table.splitlines())) <= 80
 
 
-def test_the_table_names_the_two_best_and_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_names_the_two_best_and_reasons(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["plan", "minimax-m2", "--gpus", "4", "--gpu", "B200"]) == 0
     said = capsys.readouterr().out
     assert "Best for latency: " in said and "Best for throughput: " in said
@@ -430,14 +432,14 @@ def test_bad_input_is_refused(
         (["--output-len", "10"], (1000, 10)),
     ],
 )
-def test_lengths_that_are_not_given_fit(
+def test_default_lengths_fit(
     words: list[str], lengths: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = run("minimax-m2", "--gpus", "4", *words, capsys=capsys)
     assert (document["input_len"], document["output_len"]) == lengths
 
 
-def test_it_needs_no_torch() -> None:
+def test_planner_needs_no_torch() -> None:
     code = """
 import sys
 sys.modules["torch"] = None
@@ -448,7 +450,7 @@ sys.exit(main(["plan", "minimax-m3", "--gpus", "8", "--json"]))
 
 
 def test_the_page_compares_with_what_was_measured() -> None:
-    """The table of docs/parallelism.md is that of these runs and of today's formulas."""
+    """The table of docs/parallelism.md follows from these runs and the current formulas."""
     page = (RESULTS.parent / "parallelism.md").read_text(encoding="utf-8")
     text = page.partition("### What is calculated")[2].partition("\n## ")[0]
     expected = []
@@ -495,7 +497,7 @@ def test_the_page_has_recipes() -> None:
     assert len(ROWS) > 8
 
 
-def test_the_page_says_when_prompts_shared_out_are_answered() -> None:
+def test_page_predicts_context_parallel_prompts() -> None:
     text = (RESULTS.parent / "parallelism.md").read_text(encoding="utf-8")
     (said,) = re.findall(r"the first token of a prompt of 128,000 .+? s and \S+\ss\.", text, re.S)
     said = " ".join(said.split())
@@ -506,7 +508,7 @@ def test_the_page_says_when_prompts_shared_out_are_answered() -> None:
             each = next(one for one in plan.candidates if one.topology.label == label)
             assert f"{each.prompt_seconds:.2f} s with {label}" in said
             assert f"{1e3 * each.predictions[0].token_seconds:.1f}" in said
-        # of the hundreds of ways to split over 16 GPUs only these are calculated
+        # Only these of the hundreds of splits over 16 GPUs are computed.
         named = {
             "2 x TP8": ParallelLayout(tp=8),
             "PCP2 TP8": ParallelLayout(tp=8, cp=2),
@@ -519,7 +521,7 @@ def test_the_page_says_when_prompts_shared_out_are_answered() -> None:
             assert f"{each.prompt_seconds:.2f} s" in said
 
 
-def test_the_page_predicts_what_was_not_measured_yet() -> None:
+def test_page_predicts_unmeasured_splits() -> None:
     text = (RESULTS.parent / "parallelism.md").read_text(encoding="utf-8")
     loads = [Workload(count) for count in (1, 16, 64, 100, 256, 512)]
     plan = make_plan(M2, Hardware(MEASURED, 4), loads)

@@ -1,4 +1,4 @@
-"""`--quantization NAME` against what a checkpoint says of itself."""
+"""`--quantization NAME` against the description of a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ACCEPTED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("description", "names"), ACCEPTED)
-def test_every_name_of_what_was_detected_is_accepted_and_no_other(
+def test_only_names_of_the_detected_method_are_accepted(
     description: dict[str, Any], names: str
 ) -> None:
     spec = QuantizationSpec(description["quant_method"], description)
@@ -52,15 +52,15 @@ def test_every_name_of_what_was_detected_is_accepted_and_no_other(
         assert quantized(name, spec) == (spec, said)
     others = {name for _, each in ACCEPTED for name in each.split()} | {"int4"}
     plain = {name.lower().replace("_", "-") for name in (*names.split(), spec.method)}
-    plain |= {"fp8"} if "mxfp8" in plain else set()  # which makes blocks of it
+    plain |= {"fp8"} if "mxfp8" in plain else set()  # fp8 converts MXFP8 to blocks
     for name in sorted(others):
         if name.lower().replace("_", "-") not in plain:
-            with pytest.raises(ConfigError, match=f"'{name}'; .* by '{spec.method}', says its con"):
+            with pytest.raises(ConfigError, match=f"'{name}'; .* by '{spec.method}' \\(con"):
                 quantized(name, spec)
 
 
 @pytest.mark.parametrize("name", [None, "auto", "None", ""])
-def test_a_name_that_leaves_it_open_is_none(name: str | None) -> None:
+def test_auto_and_none_are_no_name(name: str | None) -> None:
     assert check_name(name) is None
     spec = QuantizationSpec("awq", {})
     assert quantized(name, spec) == (spec, None) and quantized(name, None) == (None, None)
@@ -69,12 +69,12 @@ def test_a_name_that_leaves_it_open_is_none(name: str | None) -> None:
 def test_every_method_that_is_read_is_a_name() -> None:
     for method in METHODS:
         assert quantized(method, QuantizationSpec(method, {}))[1]
-    with pytest.raises(ConfigError, match="by 'online', says its config"):
+    with pytest.raises(ConfigError, match="by 'online' \\(config"):
         detect(QuantizationSpec("online", {"format": "fp8"}))
 
 
 @pytest.mark.parametrize("name", ["bitsandbytes", "gguf", "torchao", "w4afp8", "fp7"])
-def test_a_name_that_nothing_here_has_is_refused_before_a_model_is_looked_for(name: str) -> None:
+def test_unknown_name_is_refused_before_the_model_is_located(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--quantization is '{name}'; allowed: .*awq_marlin, .*"):
         locate(EngineOptions(model="nobody/has-this", quantization=name))
 
@@ -94,14 +94,14 @@ def test_a_checkpoint_is_checked_when_it_is_located(tmp_path: Path) -> None:
     assert scheme is not None and [stored.name for stored in scheme.formats] == ["int8_channel"]
 
 
-def test_a_description_that_says_nothing_is_none_and_one_without_a_method_is_refused() -> None:
+def test_empty_description_is_none_and_one_without_method_is_refused() -> None:
     assert read_quantization({"quantization_config": {}}) is None
     for fields in ({"bits": 4}, {"quant_method": None}, {"quant_method": ""}):
         with pytest.raises(ConfigError, match=r"quant_method is (None|'') \(add it, or take"):
             read_quantization({"quantization_config": fields})
 
 
-def test_mxfp8_becomes_blocks_where_that_is_asked() -> None:
+def test_mxfp8_becomes_blocks_on_request() -> None:
     listed = {"layers.0.mlp.down_proj": {"quant_algo": "MXFP8"},
               "layers.3.mlp.experts.0.w1": {"quant_algo": "NVFP4"}}  # fmt: skip
     for description, others in (
@@ -121,7 +121,7 @@ def test_mxfp8_becomes_blocks_where_that_is_asked() -> None:
         assert scheme.format_of("model.layers.3.block_sparse_moe.experts.0.w1").name == others
 
 
-def test_synthetic_weights_are_held_as_is_asked() -> None:
+def test_synthetic_weights_take_the_requested_format() -> None:
     options = EngineOptions(model="minimax-m2", load_format="synthetic", quantization="int4")
     scheme = detect(locate(options).spec.quantization)
     assert scheme is not None and scheme.formats[0].name == "packed_int4_group_128"

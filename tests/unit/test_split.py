@@ -39,9 +39,7 @@ def offered(error: ConfigError) -> list[ParallelOptions]:
 
 @pytest.mark.parametrize("spec", [M2, ODD])
 @pytest.mark.parametrize("gpus", [None, 1, 2, 3, 6, 8, 12])
-def test_what_is_offered_instead_of_a_refused_size_is_taken(
-    spec: ModelSpec, gpus: int | None
-) -> None:
+def test_sizes_suggested_by_a_refusal_are_accepted(spec: ModelSpec, gpus: int | None) -> None:
     refused = 0
     for size in range(1, 49):
         for ep in (each for each in range(1, size + 1) if size % each == 0):
@@ -55,7 +53,7 @@ def test_what_is_offered_instead_of_a_refused_size_is_taken(
     assert refused
 
 
-def test_what_is_offered_before_the_model_is_known_is_taken_by_every_published_one() -> None:
+def test_sizes_suggested_without_a_model_suit_every_published_one() -> None:
     lines = [{"tensor_parallel_size": tp, "expert_parallel_size": ep}
              for tp in range(1, 20) for ep in range(1, 20) if tp % ep]  # fmt: skip
     for line in lines:
@@ -68,7 +66,7 @@ def test_what_is_offered_before_the_model_is_known_is_taken_by_every_published_o
                 check_split(ParallelLayout(tp=size), bundled_spec(name))
 
 
-def test_the_documents_tell_the_bytes_of_each_split() -> None:
+def test_documents_state_the_bytes_of_each_split() -> None:
     text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| ([\d, or]+) \| .+ \| ([\d.]+) GB \| (.+) \|$", text, re.M)
     assert len(rows) == 10
@@ -120,7 +118,7 @@ def test_fp8_weights_are_split_over_as_many_ranks_as_others() -> None:
         ("minimax-m2", 8, 2, r"on 1 of .* 8 ranks \(use .*-size 1, or --tensor-parallel-size 16\)"),
     ],
 )
-def test_ranks_share_out_what_they_have_copies_of(
+def test_ranks_shard_the_tokens_of_replicated_heads(
     model: str, tp: int, holders: int, words: str | None
 ) -> None:
     layout, spec = ParallelLayout(tp=tp, dcp=holders), bundled_spec(model)
@@ -139,18 +137,18 @@ def test_ranks_share_out_what_they_have_copies_of(
         check_split(layout, spec)
 
 
-def test_what_cannot_share_out_a_cache_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_without_dcp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(M2), "supports_dcp", False)
     with pytest.raises(ConfigError, match=r"ranks of MiniMaxM2ForCausalLM hold whole KV caches"):
         check_split(ParallelLayout(tp=16, dcp=2), M2)
 
 
-def test_files_of_ranks_with_their_own_query_heads_alone_are_refused(tmp_path: Path) -> None:
+def test_split_files_without_all_query_heads_are_refused(tmp_path: Path) -> None:
     sizes = {"tensor_parallel_size": 8, "expert_parallel_size": 1, "rank": 0}
     index = tmp_path / split.RANK_INDEX_NAME.format(0)
     index.write_text(json.dumps({"metadata": sizes, "weight_map": {}}))
     split.check_split(tmp_path, ParallelLayout(tp=8))
     with pytest.raises(
-        CheckpointError, match=r"own query heads alone; .*-size is 2 \(leave it out"
+        CheckpointError, match=r"only their own query heads; .*-size is 2 \(leave it out"
     ):
         split.check_split(tmp_path, ParallelLayout(tp=8, dcp=2))
