@@ -22,7 +22,7 @@ from torch import Tensor
 from negamax.checkpoint.reader import INDEX_NAME
 from negamax.convert.convert import Conversion, convert
 from negamax.convert.source import Source
-from negamax.convert.targets import target_of
+from negamax.convert.targets import find_target
 from negamax.convert.verify import compare
 from negamax.convert.writer import Planned, TensorFile
 from negamax.formats.floats import E4M3_GROUP
@@ -97,7 +97,7 @@ def measure(folder: Path, destination: Path, to: str | None, tp: int) -> None:
     total, layer = (
         sum(weight.num_bytes for weight in those) for those in (source.weights, source.of_layer(0))
     )
-    target = target_of(to) if to else None
+    target = find_target(to) if to else None
     conversion = Conversion(str(folder), folder, destination, target, tp=tp, allow_lossy=True)
     del source
     before, began = peak_bytes(), time.perf_counter()

@@ -121,7 +121,7 @@ class BrokenScale:
         return f"{_spot(self.entry, places)}: {value:g}"
 
 
-def broken_scale(
+def find_broken_scale(
     values: Tensor, entry: TensorEntry, *, may_be_negative: bool
 ) -> BrokenScale | None:
     """Return a `BrokenScale` if `values` (read from `entry`, on the CPU) hold an invalid scale."""
@@ -163,7 +163,7 @@ def _no_scales(values: Tensor, *, may_be_negative: bool) -> Tensor:
     return broken
 
 
-def not_finite(values: Tensor) -> Tensor:
+def find_non_finite(values: Tensor) -> Tensor:
     """Return True where `values` (fp32, bf16, fp16 or e4m3fn, any device) is NaN or infinite."""
     bits, special = _SPECIAL_BITS[values.dtype]
     return (values.view(bits) & special) == special
@@ -173,7 +173,7 @@ def _largest_exponent(values: Tensor) -> Tensor:
     """Return the largest exponent bits, [] integer.
 
     All of them are set if a value is not finite; 0 means that all values are 0. This is several
-    times as fast as `not_finite(values).any()`.
+    times as fast as `find_non_finite(values).any()`.
     """
     bits, special = _SPECIAL_BITS[values.dtype]
     return (values.view(bits) & special).amax()
@@ -186,7 +186,7 @@ def _describe(reader: CheckpointReader, sources: tuple[TensorEntry, ...]) -> str
         if not values.is_floating_point():
             continue
         is_plain = values.dtype in _SPECIAL_BITS
-        places = (not_finite(values) if is_plain else ~values.float().isfinite()).nonzero()
+        places = (find_non_finite(values) if is_plain else ~values.float().isfinite()).nonzero()
         if len(places):
             return _spot(entry, places)
     return f"{sources[0].name}: its values are too large for the compute dtype"

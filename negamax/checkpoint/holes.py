@@ -13,7 +13,7 @@ import torch
 
 from negamax.base.errors import CheckpointError
 from negamax.base.log import get_logger
-from negamax.checkpoint.reader import CheckpointReader, TensorEntry, first_names, read_header
+from negamax.checkpoint.reader import CheckpointReader, TensorEntry, list_first, read_header
 
 logger = get_logger(__name__)
 
@@ -22,7 +22,7 @@ _CHUNK_BYTES = 2**20
 _MOST_LOOKED_AT = 100
 
 
-def zeros_among(
+def find_zeros(
     reader: CheckpointReader, matrices: Mapping[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
     """Return the matrices that hold only zeros. Of the others, only the first bytes are read."""
@@ -48,7 +48,7 @@ def check_zeros(reader: CheckpointReader, zeros: Mapping[str, TensorEntry]) -> N
     if zeros:
         logger.warning(
             "%d matrices hold only zeros: %s; unless that is meant, download their files again",
-            len(zeros), first_names(list(zeros)),
+            len(zeros), list_first(list(zeros)),
         )  # fmt: skip
 
 

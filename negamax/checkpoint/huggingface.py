@@ -11,7 +11,7 @@ from typing import Any
 
 from negamax.base.errors import CheckpointError, ConfigError, NegamaxError, ResourceError
 from negamax.base.progress import Progress, format_bytes
-from negamax.checkpoint.licence import Licence, say_licence
+from negamax.checkpoint.licence import Licence, log_licence
 from negamax.config.json_file import read_json_object
 
 NAME = "the Hugging Face hub"
@@ -43,7 +43,7 @@ def download(
         return folder
     licence = _licence(model, folder)
     if licence is not None:
-        say_licence(model, licence)
+        log_licence(model, licence)
     # The folder's name is the commit; a branch may have moved on.
     if missing:
         _fetch(model, folder.name, cache, missing, ignored=())

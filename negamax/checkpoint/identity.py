@@ -11,13 +11,13 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DESCRIPTIONS = ("config.json", "hf_quant_config.json", "quant_model_description*.json")
 
 
-def identity_of(folder: Path) -> str:
+def compute_identity(folder: Path) -> str:
     """Return lines that identify a checkpoint.
 
     They hold names and sizes of the weight files, their times or the hub's commit, and the content
     of the files that describe them.
     """
-    commit = commit_of(folder)
+    commit = find_commit(folder)
     described = [path for name in _DESCRIPTIONS for path in sorted(folder.glob(name))]
     parts = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in described]
     for path in sorted(folder.glob("*.safetensors")):
@@ -26,7 +26,7 @@ def identity_of(folder: Path) -> str:
     return digest(parts)
 
 
-def commit_of(folder: Path) -> str | None:
+def find_commit(folder: Path) -> str | None:
     """Return the commit if `folder` is a snapshot in a hub cache."""
     folder = folder.resolve()
     is_snapshot = folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name)

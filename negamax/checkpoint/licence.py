@@ -30,7 +30,7 @@ class Licence:
     base_models: Sequence[str] = ()  # base models
 
 
-def say_licence(model: str, licence: Licence) -> None:
+def log_licence(model: str, licence: Licence) -> None:
     """Log one line, or write it to standard error if the log level hides it."""
     name = licence.name or "not named on the model's card"
     line = f"licence of {model}: {name}, see {licence.link}"

@@ -18,7 +18,7 @@ from negamax.base.log import get_logger
 from negamax.base.progress import ShowProgress, format_bytes
 from negamax.checkpoint.finite import FiniteCheck
 from negamax.checkpoint.plan import LoadPlan, Move, plan_load
-from negamax.checkpoint.reader import CheckpointReader, first_names
+from negamax.checkpoint.reader import CheckpointReader, list_first
 from negamax.checkpoint.stream import PIECE_BYTES, THREADS, read_parts
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.tensor_format import Role
@@ -104,7 +104,7 @@ def fill(
             unused,
         )
     for reason, names in plan.skipped.items():
-        logger.warning("skipped %d tensors: %s (%s)", len(names), reason, first_names(list(names)))
+        logger.warning("skipped %d tensors: %s (%s)", len(names), reason, list_first(list(names)))
     done = 0
     check = FiniteCheck()
     pinned = any(move.slot.device is not None and move.slot.device.type != "cpu" for move in needed)

@@ -17,7 +17,7 @@ from typing import Any
 from negamax.base import env
 from negamax.base.errors import ConfigError, NegamaxError, ResourceError
 from negamax.base.progress import Progress, format_bytes
-from negamax.checkpoint.licence import Licence, say_licence
+from negamax.checkpoint.licence import Licence, log_licence
 
 NAME = "ModelScope"
 
@@ -70,7 +70,7 @@ def download(
             return folder
         if tells_licence:
             page = f"{hub.get_default_config().endpoint}/models/{model}"
-            say_licence(model, Licence(_licence(api, model), page))
+            log_licence(model, Licence(_licence(api, model), page))
         with Progress("fetching", unit=format_bytes) as progress:
             counting = _counting(hub, progress, sum(file.size for file in missing))
             found = api.download_repo(

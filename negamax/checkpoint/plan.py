@@ -24,8 +24,8 @@ from negamax.base.progress import ShowProgress
 from negamax.checkpoint.reader import (
     SAFETENSORS_NAMES,
     TensorEntry,
-    first_names,
-    lost_files,
+    describe_lost_files,
+    list_first,
     read_entries,
 )
 from negamax.config.model_spec import ModelSpec
@@ -208,12 +208,12 @@ def plan_tensors(
             moves.append(Move(slot, tensors, names.layer_of(slot.name) or 0))
         elif tensors:
             first = tensors[0][1].entry.name
-            text = f"tensor {first} is stored as {slot.source.name} and {first_names(absent)}"
+            text = f"tensor {first} is stored as {slot.source.name} and {list_first(absent)}"
             problems.misfits.setdefault(first, (f"{text} is missing", _INCOMPLETE))
         elif not slot.optional:
             problems.missing |= dict.fromkeys(absent)
     problems.unknown = {name: source for name, source in found.items() if name not in used}
-    problems.lost_files = lost_files(entry.file for entry in entries.values())
+    problems.lost_files = describe_lost_files(entry.file for entry in entries.values())
     problems.check(slots, names, num_layers=num_layers, num_found=len(moves))
     moves.sort(key=lambda move: (move.layer, *_position(move)))
     skips = {reason: tuple(those) for reason, those in skipped.items()}
@@ -461,7 +461,7 @@ class _Problems:
 def _count(names: list[str], what: str) -> str:
     """Format names as in "3 tensors are missing: a, b, c"."""
     if len(names) > 1:
-        return f"{len(names)} tensors {what}: {first_names(names)}"
+        return f"{len(names)} tensors {what}: {list_first(names)}"
     return f"1 tensor {what}: {names[0]}".replace(" are ", " is ", 1).replace(" do ", " does ", 1)
 
 

@@ -302,7 +302,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
         if missing:
             raise CheckpointError(
                 f"{index_path} names {len(names)} files of which {len(missing)} are missing: "
-                f"{first_names(missing)}",
+                f"{list_first(missing)}",
                 hint="finish the download",
             )
         # The folder may hold other files, but no shards of the same set that the index omits.
@@ -315,7 +315,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
         if forgotten:
             raise CheckpointError(
                 f"{index_path} names {len(names)} files; of the same set there are "
-                f"{len(forgotten)} more: {first_names(forgotten)}",
+                f"{len(forgotten)} more: {list_first(forgotten)}",
                 hint="download the index again",
             )
         return [folder / name for name in names], index
@@ -336,7 +336,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
             hint = "only safetensors weights are read"
         raise CheckpointError(
             f"{folder} has no model.safetensors, no {INDEX_NAME} and no model-*.safetensors"
-            + (f"; it has {first_names(found)}" if found else ""),
+            + (f"; it has {list_first(found)}" if found else ""),
             hint=hint,
         )
     return files, None
@@ -351,13 +351,13 @@ def _check_index(index: Mapping[str, str], entries: Mapping[str, TensorEntry]) -
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensors are not in the file that {INDEX_NAME} gives for them: "
-            f"{first_names(missing)}",
+            f"{list_first(missing)}",
             hint=_AGAIN,
         )
     surplus = [name for name in entries if name not in index]
     if surplus:
         raise CheckpointError(
-            f"{len(surplus)} tensors are not in {INDEX_NAME}: {first_names(surplus)}", hint=_AGAIN
+            f"{len(surplus)} tensors are not in {INDEX_NAME}: {list_first(surplus)}", hint=_AGAIN
         )
 
 
@@ -404,7 +404,7 @@ def _entry(
     return TensorEntry(name, file, str(dtype), shape, begin + start, end - start, part)
 
 
-def lost_files(files: Iterable[Path]) -> str | None:
+def describe_lost_files(files: Iterable[Path]) -> str | None:
     """Return how many files of the set exist if their names promise more; None if all do.
 
     Some published sets were never complete by their names.
@@ -416,6 +416,6 @@ def lost_files(files: Iterable[Path]) -> str | None:
     return f"there are {len(names)} of the {max(sizes)} files in their names"
 
 
-def first_names(names: list[str]) -> str:
+def list_first(names: list[str]) -> str:
     """Return the first ten of `names` and the number of the others."""
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

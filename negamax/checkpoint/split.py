@@ -21,7 +21,7 @@ def is_split(folder: Path) -> bool:
     return (folder / RANK_INDEX_NAME.format(0)).exists()
 
 
-def ranks_of(folder: Path) -> list[ParallelLayout]:
+def read_ranks(folder: Path) -> list[ParallelLayout]:
     """Return the ranks that a checkpoint is split for; none if it is whole.
 
     Errors: `CheckpointError` if its index does not name the split.
@@ -45,7 +45,7 @@ def check_split(folder: Path, layout: ParallelLayout) -> None:
 
     Errors: `CheckpointError`.
     """
-    ranks = ranks_of(folder)
+    ranks = read_ranks(folder)
     if layout not in ranks:
         if layout.redundant_experts:
             raise CheckpointError(

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from negamax.checkpoint.finite import BrokenScale, broken_scale
+from negamax.checkpoint.finite import BrokenScale, find_broken_scale
 from negamax.checkpoint.plan import Move, Source
 from negamax.checkpoint.reader import CheckpointReader, Span
 from negamax.formats.floats import PLAIN
@@ -175,7 +175,7 @@ class _Stream:
         tensor, broken = tensor.reshape(wanted.shape), []
         if wanted.stored.role is Role.SCALE:
             signed = move.slot.source.element.startswith(("int", "uint"))
-            scale = broken_scale(tensor, entry, may_be_negative=signed)
+            scale = find_broken_scale(tensor, entry, may_be_negative=signed)
             broken += [] if scale is None else [scale]
         return _Found(wanted, tensor, broken)
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from negamax.base import env
 from negamax.base.log import get_logger
 from negamax.base.progress import Progress, format_bytes
-from negamax.checkpoint.identity import commit_of, digest, identity_of
+from negamax.checkpoint.identity import compute_identity, digest, find_commit
 from negamax.checkpoint.reader import MAX_HEADER_BYTES
 from negamax.layers.weights import WeightSlot
 from negamax.parallel.layout import ParallelLayout
@@ -101,7 +101,7 @@ def load_cached(
 def _name(checkpoint: Path, layout: ParallelLayout) -> str:
     """Return the name of a rank's file, one per checkpoint and layout."""
     checkpoint = checkpoint.resolve()
-    if commit_of(checkpoint) is not None:
+    if find_commit(checkpoint) is not None:
         model = checkpoint.parent.parent.name.removeprefix("models--")
     else:
         model = f"{checkpoint.name}-{zlib.crc32(str(checkpoint).encode()):08x}"
@@ -118,7 +118,7 @@ def _key(
     needed = [slot for slot in slots.values() if slot.target is not None]
     formats = {slot.source.name + ("" if slot.stored is None else " as stored") for slot in needed}
     return {
-        "checkpoint": identity_of(checkpoint),
+        "checkpoint": compute_identity(checkpoint),
         "layout": str(layout),
         "dtype": ", ".join(sorted({str(slot.dtype) for slot in needed})),
         "format": ", ".join(sorted(formats)),

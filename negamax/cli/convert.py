@@ -19,7 +19,7 @@ from negamax.checkpoint.hub import resolve_model
 from negamax.checkpoint.split import is_split
 from negamax.cli.options import setting
 from negamax.config.embedded import QUOTED_NAMES
-from negamax.convert.targets import TARGETS, target_of
+from negamax.convert.targets import TARGETS, find_target
 from negamax.options.engine import SOURCES
 from negamax.options.parallel import ParallelOptions
 
@@ -92,7 +92,7 @@ def command(
     if to is None and tensor_parallel_size == 1 and not is_split(Path(source).expanduser()):
         raise ConfigError(f"--to is missing; allowed: {', '.join(TARGETS)}", hint="or give -tp N")
     splits = ParallelOptions(tensor_parallel_size, expert_parallel_size=expert_parallel_size)
-    target = None if to is None else target_of(to)
+    target = None if to is None else find_target(to)
     if hub not in SOURCES:
         raise ConfigError(f"--source is {hub!r}; allowed: {', '.join(SOURCES)}")
 
@@ -119,7 +119,7 @@ def command(
 
     conversion = conversion_of(resolve_model(source, revision, download_dir, hub, check=check))
     # torch takes seconds to import; refusals do not need it
-    from negamax.checkpoint.reader import first_names
+    from negamax.checkpoint.reader import list_first
     from negamax.convert.convert import convert
     from negamax.convert.verify import compare
 
@@ -134,7 +134,7 @@ def command(
         if damaged := [one.name for one in differences if one.error > one.limit(target)]:
             raise NegamaxError(
                 f"{len(damaged)} weights are farther off than their format explains: "
-                f"{first_names(damaged)}",
+                f"{list_first(damaged)}",
                 hint=f"remove {destination} and convert again",
             )
 

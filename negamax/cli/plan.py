@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from negamax.base.errors import ConfigError
-from negamax.checkpoint.split import ranks_of
+from negamax.checkpoint.split import read_ranks
 from negamax.cli.bench_options import MAX_COUNT, parse_counts
 from negamax.cli.io import print_line
 from negamax.cli.options import parse_count, setting
@@ -217,7 +217,7 @@ def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout]]:
     quantization, _ = quantized(
         engine.quantization, spec.quantization, is_drawn=_is_bundled(engine.model)
     )
-    return replace(spec, quantization=quantization), ranks_of(source.tokenizer_folder)
+    return replace(spec, quantization=quantization), read_ranks(source.tokenizer_folder)
 
 
 def _is_bundled(model: str) -> bool:

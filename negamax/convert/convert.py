@@ -20,17 +20,17 @@ from typing import Any
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.progress import ShowProgress, format_bytes
-from negamax.checkpoint.holes import check_zeros, zeros_among
-from negamax.checkpoint.identity import commit_of, identity_of
-from negamax.checkpoint.reader import INDEX_NAME, first_names
+from negamax.checkpoint.holes import check_zeros, find_zeros
+from negamax.checkpoint.identity import compute_identity, find_commit
+from negamax.checkpoint.reader import INDEX_NAME, list_first
 from negamax.config.json_file import read_json_object
 from negamax.config.quantization import PROVENANCE, rotation_file
 from negamax.convert.layout import Piece, is_other_e4m3, pieces
 from negamax.convert.neuron import file_name, neuron_pieces
-from negamax.convert.shards import Shard, shards_of
+from negamax.convert.shards import Shard, make_shards
 from negamax.convert.source import Source, is_linear
 from negamax.convert.targets import Target
-from negamax.convert.threads import in_order
+from negamax.convert.threads import run_in_order
 from negamax.convert.writer import Planned, Record, TensorFile, differences, write_json
 from negamax.formats.floats import PLAIN
 from negamax.formats.tensor_format import TensorFormat
@@ -70,8 +70,8 @@ class Conversion:
         return {
             "source": self.model,
             "revision": self.revision,
-            "commit": commit_of(self.folder),
-            "source_digest": identity_of(self.folder),
+            "commit": find_commit(self.folder),
+            "source_digest": compute_identity(self.folder),
             "source_formats": [stored.name for stored in source.formats] or ["plain"],
             "to": None if self.target is None else self.target.name,
             "tensor_parallel_size": self.tp,
@@ -107,7 +107,7 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
     _check_content(destination)
     for reason in dict.fromkeys(reason for reason, _ in source.skipped):
         left = [name for why, name in source.skipped if why == reason]
-        logger.warning("left out %d tensors: %s (%s)", len(left), first_names(left), reason)
+        logger.warning("left out %d tensors: %s (%s)", len(left), list_first(left), reason)
     plan = _plan(source, conversion)
     destination.mkdir(parents=True, exist_ok=True)
     with _alone(destination), _disk_errors(destination):
@@ -169,7 +169,7 @@ def _run(
             done += sum(piece.source_bytes for piece in step.pieces)
             continue
         with source.reader() as reader:
-            check_zeros(reader, zeros_among(reader, source.matrices_of_layer(step.layer)))
+            check_zeros(reader, find_zeros(reader, source.matrices_of_layer(step.layer)))
         for piece in _write(step, source):
             done += piece.source_bytes
             if progress:
@@ -210,7 +210,7 @@ def _plan(source: Source, conversion: Conversion) -> list[_Step]:
             for layer in layers
         ]
     quantization = source.spec.quantization if target is None else target.quantization
-    shards = shards_of(source.spec, quantization, tp=conversion.tp, ep=conversion.ep)
+    shards = make_shards(source.spec, quantization, tp=conversion.tp, ep=conversion.ep)
     return [
         _Step(
             layer,
@@ -240,7 +240,7 @@ def _write(step: _Step, source: Source) -> Iterator[Piece]:
             for path, shard in step.files
         ]
         reader = stack.enter_context(source.reader())
-        made = in_order(partial(piece.make, piece.read(reader)) for piece in step.pieces)
+        made = run_in_order(partial(piece.make, piece.read(reader)) for piece in step.pieces)
         for piece, tensors in zip(step.pieces, made, strict=True):
             for file, (_, shard) in zip(files, step.files, strict=True):
                 for planned, held in shard.held(piece):
@@ -356,7 +356,7 @@ def _check_content(destination: Path) -> None:
         found = sorted(name for name in names if not name.startswith(Record.NAME))
         if found:
             raise ConfigError(
-                f"DST {destination} has other content: {first_names(found)}",
+                f"DST {destination} has other content: {list_first(found)}",
                 hint="give a new or an empty folder",
             )
 

@@ -95,7 +95,7 @@ def _whole_units(stored: TensorFormat, region: Region, shape: tuple[int, ...]) -
     return stored.enclose((rows, columns), (height, width))
 
 
-def shards_of(
+def make_shards(
     spec: ModelSpec, quantization: QuantizationSpec | None, *, tp: int, ep: int
 ) -> list[Shard]:
     """Return one shard for each rank of a checkpoint of `spec` in another format.

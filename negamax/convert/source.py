@@ -19,7 +19,7 @@ from negamax.checkpoint.reader import (
     TensorEntry,
     read_entries,
 )
-from negamax.checkpoint.split import ranks_of
+from negamax.checkpoint.split import read_ranks
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.convert.joined import JoiningReader, join
@@ -148,7 +148,7 @@ class Source:
             name: WeightSlot(name, spec.shape, target=None, source=self._format(name, spec))
             for name, spec in specs.items()
         }
-        self.ranks = ranks_of(folder)  # ranks that it is split for
+        self.ranks = read_ranks(folder)  # ranks that it is split for
         layouts = self.ranks or [ParallelLayout()]
         self._entries = [read_entries(folder, layout) for layout in layouts]
         entries = join(self._entries) if self.ranks else self._entries[0]

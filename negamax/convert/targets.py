@@ -170,7 +170,7 @@ _ALL = (
 TARGETS = {target.name: target for target in _ALL}
 
 
-def target_of(name: str) -> Target:
+def find_target(name: str) -> Target:
     """Return the target. Errors: `ConfigError` that lists the names."""
     if name not in TARGETS:
         raise ConfigError(f"--to is {name!r}; allowed: {', '.join(TARGETS)}")

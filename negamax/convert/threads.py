@@ -14,7 +14,7 @@ T = TypeVar("T")
 MOST_THREADS = 8  # each holds a few fp32 copies of a matrix
 
 
-def in_order(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+def run_in_order(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Yield the results of `calls` in order; a few calls run ahead."""
     count = min(MOST_THREADS, os.cpu_count() or 1)
     before = torch.get_num_threads()

@@ -16,7 +16,7 @@ from torch import Tensor
 from negamax.base.progress import ShowProgress
 from negamax.convert.source import Source, Weight
 from negamax.convert.targets import TARGETS, Target
-from negamax.convert.threads import in_order
+from negamax.convert.threads import run_in_order
 from negamax.formats.floats import PLAIN
 
 _PART_ELEMENTS = 2**18  # rows of a plain matrix, such as the embedding, compared at a time
@@ -73,7 +73,7 @@ def compare(
     for layer in source.layers:
         pairs = [(weight, theirs[weight.name]) for weight in source.of_layer(layer)]
         with source.reader() as reader, converted.reader() as their_reader:
-            norms = in_order(
+            norms = run_in_order(
                 partial(_norms, one, one.read(reader, rows), other, other.read(their_reader, rows))
                 for one, other in pairs
                 for rows in _parts(one, other)

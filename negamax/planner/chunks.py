@@ -13,7 +13,7 @@ LEAST_SHARE = 4
 _POINTS = 64  # about how many costs are computed
 
 
-def even_times(
+def plan_even_times(
     costs: Costs, *, max_num_batched_tokens: int, block_size: int, max_model_len: int
 ) -> EvenTimes:
     """Return chunk sizes for prompts of up to `max_model_len` tokens.

@@ -10,7 +10,7 @@ from negamax.base.errors import ConfigError
 from negamax.config.model_spec import ModelSpec
 from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
-from negamax.planner.chunks import chunks, even_times
+from negamax.planner.chunks import chunks, plan_even_times
 from negamax.planner.cost import Costs, Model, Workload, tokens_per_second
 from negamax.planner.gpus import GIB, GpuModel
 from negamax.planner.topology import LEAST_TOKENS, LIMITS, Fit, Topology, fit, topologies
@@ -254,7 +254,7 @@ def _prompt_seconds(costs: Costs, topology: Topology, num_tokens: int) -> float:
     most = LIMITS.max_num_batched_tokens
     if topology.pp == 1 or num_tokens <= most:
         return costs.prefill_seconds(num_tokens, chunk=most)
-    length = even_times(
+    length = plan_even_times(
         costs,
         max_num_batched_tokens=most,
         block_size=LIMITS.block_size,

@@ -30,10 +30,10 @@ from negamax.quantization.integers import (
     OF_THE_QUANTISER,
     PACKED_BITS,
     UNLESS_MORE,
-    flat_names,
     group_size,
+    read_names,
 )
-from negamax.quantization.scheme import Scheme, canonical, check_fields, refuse, spellings
+from negamax.quantization.scheme import Scheme, canonicalize, check_fields, refuse, spellings
 
 _GPTQ, _AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
 # Layout -> its bits and its format. Without a suffix, it is GPTQ with unshifted zero points.
@@ -84,7 +84,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         where = f"{spec.source}, extra_config[{name!r}]"
         stored = _format(QuantizationSpec(spec.method, {**spec.fields, **changes}, where))
         if not _META.intersection(name):
-            by_name[canonical(name)] = stored
+            by_name[canonicalize(name)] = stored
             continue
         try:
             by_expression.append((re.compile(name), stored))
@@ -93,7 +93,7 @@ def read(spec: QuantizationSpec) -> Scheme:
     blocks = _blocks(spec)
 
     def format_of(module: str) -> TensorFormat:
-        name = canonical(module)
+        name = canonicalize(module)
         if name in by_name:
             return by_name[name]
         for expression, stored in by_expression:
@@ -142,5 +142,5 @@ def _blocks(spec: QuantizationSpec) -> tuple[str, ...]:
     fields = ("quant_block_list", "block_name_to_quantize", "to_quant_block_names")
     field = next((name for name in fields if spec.fields.get(name)), fields[1])
     names = spec.fields.get(field) or "layers"
-    names = names.split(",") if isinstance(names, str) else flat_names(spec, field)
-    return tuple(f"{canonical(name.strip())}." for name in names)
+    names = names.split(",") if isinstance(names, str) else read_names(spec, field)
+    return tuple(f"{canonicalize(name.strip())}." for name in names)

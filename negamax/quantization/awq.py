@@ -20,11 +20,11 @@ from negamax.quantization.integers import (
     ACTIVATIONS,
     OF_THE_QUANTISER,
     UNLESS_MORE,
-    group_dim,
     group_name,
     group_size,
+    make_group_dim,
 )
-from negamax.quantization.scheme import Scheme, check_fields, module_list
+from negamax.quantization.scheme import Scheme, check_fields, read_modules
 
 _VERSIONS = (None, "gemm", "GEMM")
 _WORD = Dim(Axis.ROWS, 8)  # eight 4-bit numbers
@@ -36,7 +36,7 @@ def awq(size: int) -> TensorFormat:
 
     All tensors are transposed. Words of 32 bits hold eight rows in AWQ's order.
     """
-    group = group_dim(size)
+    group = make_group_dim(size)
     return TensorFormat(
         f"awq_uint4_{group_name(size)}",
         "uint4",
@@ -66,4 +66,4 @@ def read(spec: QuantizationSpec) -> Scheme:
     )  # fmt: skip
     stored = awq(group_size(spec))
     # The head is never packed. With `zero_point` false, all zero points are 8, but they are stored.
-    return Scheme.uniform(stored, (*module_list(spec, "modules_to_not_convert"), "lm_head"))
+    return Scheme.uniform(stored, (*read_modules(spec, "modules_to_not_convert"), "lm_head"))

@@ -46,18 +46,18 @@ from negamax.formats.tensor_format import (
 from negamax.quantization.fp8 import fp8_blocks
 from negamax.quantization.integers import (
     PACKED_BITS,
-    group_dim,
-    group_index,
+    cache_format,
     group_name,
     group_size,
-    remembered,
+    make_group_dim,
+    make_group_index,
 )
 from negamax.quantization.scheme import (
     Scheme,
     check_fields,
     check_kv_cache,
     matches,
-    module_list,
+    read_modules,
     refuse,
 )
 
@@ -96,7 +96,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         (tuple(name for name, _ in alike), stored)
         for (_, stored), alike in groupby(targets, key=lambda e: (e[0].startswith("re:"), e[1]))
     ]
-    ignored = module_list(spec, "ignore")
+    ignored = read_modules(spec, "ignore")
 
     def format_of(module: str) -> TensorFormat:
         if matches(module, ignored):
@@ -151,7 +151,7 @@ def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ..
     if isinstance(inputs, Mapping) and inputs.get("num_bits") == 8:
         same = inputs.get("type") in (None, weights.fields.get("type"))
         stored = with_rounded_activations(stored) if same else stored
-    return module_list(fields, "targets"), stored
+    return read_modules(fields, "targets"), stored
 
 
 # Fields of a group's weights beside bits, strategy and group size. Other values mean other formats.
@@ -212,7 +212,7 @@ def _read_mx(weights: QuantizationSpec, *, bits: int) -> TensorFormat:
 # --- pack-quantized ------------------------------------------------------------------------------
 
 
-@remembered
+@cache_format
 def packed(
     bits: int, size: int, *, symmetric: bool = True, is_stored_order: bool = False
 ) -> TensorFormat:
@@ -220,7 +220,7 @@ def packed(
 
     Each row and `size` columns (-1: all) have a scale and, unless `symmetric`, a zero point.
     """
-    group, word = group_dim(size), 32 // bits
+    group, word = make_group_dim(size), 32 // bits
     tensors = [
         StoredTensor("weight_packed", Role.VALUES, ("int32",), (ROWS, Dim(Axis.COLUMNS, word))),
         StoredTensor("weight_scale", Role.SCALE, FLOATS, (ROWS, group)),
@@ -233,7 +233,7 @@ def packed(
         zero_point = StoredTensor("weight_zero_point", Role.ZERO_POINT, ("int32",), dims)
         tensors.append(zero_point)
     if is_stored_order:
-        order = group_index("weight_g_idx", size, is_stored_order=True, optional=False)
+        order = make_group_index("weight_g_idx", size, is_stored_order=True, optional=False)
         tensors.append(order)
 
     element = f"int{bits}" if symmetric else f"uint{bits}"
@@ -271,7 +271,7 @@ def _read_packed(weights: QuantizationSpec) -> TensorFormat:
 @cache
 def int8(size: int) -> TensorFormat:
     """Return number * scale for each row and `size` columns (-1: all)."""
-    group = group_dim(size)
+    group = make_group_dim(size)
     return TensorFormat(
         f"int8_{group_name(size)}",
         "int8",

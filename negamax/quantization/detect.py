@@ -49,7 +49,7 @@ def detect(spec: QuantizationSpec | None) -> Scheme | None:
     if (stored := spec.fields.get("blocks_of")) and spec.source == online.SOURCE:
         read_as_stored = detect(QuantizationSpec(**stored))
         assert read_as_stored is not None
-        return online.with_blocks(read_as_stored)
+        return online.convert_to_blocks(read_as_stored)
     read = online.read if spec.source == online.SOURCE else METHODS.get(spec.method)
     if read is None:
         raise ConfigError(

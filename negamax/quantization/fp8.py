@@ -18,7 +18,7 @@ from negamax.formats.floats import (
     with_rounded_activations,
 )
 from negamax.formats.tensor_format import Axis, Dim, TensorFormat
-from negamax.quantization.scheme import Scheme, check_fields, module_list, refuse
+from negamax.quantization.scheme import Scheme, check_fields, read_modules, refuse
 
 _FNUZ = (E4M3_FNUZ, "e4m3fnuz")
 
@@ -32,7 +32,7 @@ def read(spec: QuantizationSpec) -> Scheme:
             "scale_fmt": (None, "float"),
         },
     )
-    plain = module_list(spec, "modules_to_not_convert", "ignored_layers")
+    plain = read_modules(spec, "modules_to_not_convert", "ignored_layers")
     return Scheme.uniform(_format(spec), plain)
 
 

@@ -25,26 +25,26 @@ from negamax.quantization.integers import (
     OF_THE_QUANTISER,
     PACKED_BITS,
     UNLESS_MORE,
-    flat_names,
-    group_dim,
-    group_index,
+    cache_format,
     group_name,
     group_size,
-    remembered,
+    make_group_dim,
+    make_group_index,
+    read_names,
 )
 from negamax.quantization.scheme import Scheme, check_fields, is_within, refuse, spellings
 
 _VERSIONS = {None: 1, "gptq": 1, "gptq_v2": 2}
 
 
-@remembered
+@cache_format
 def gptq(bits: int, size: int, *, version: int, is_stored_order: bool = False) -> TensorFormat:
     """Return (number - zero point) * scale for each row and `size` columns (-1: all).
 
     All tensors are transposed. Words of 32 bits hold the values of adjacent columns and the zero
     points of adjacent rows. With `is_stored_order` (desc_act), g_idx assigns columns to groups.
     """
-    group, word = group_dim(size), 32 // bits
+    group, word = make_group_dim(size), 32 // bits
 
     order = "_act_order" if is_stored_order else ""
     return TensorFormat(
@@ -54,7 +54,7 @@ def gptq(bits: int, size: int, *, version: int, is_stored_order: bool = False) -
             StoredTensor("qweight", Role.VALUES, ("int32",), (Dim(Axis.COLUMNS, word), ROWS)),
             StoredTensor("qzeros", Role.ZERO_POINT, ("int32",), (group, Dim(Axis.ROWS, word))),
             StoredTensor("scales", Role.SCALE, FLOATS, (group, ROWS)),
-            group_index("g_idx", size, is_stored_order=is_stored_order, optional=True),
+            make_group_index("g_idx", size, is_stored_order=is_stored_order, optional=True),
         ),
         CodePacking.WORDS,
         zero_offset=1 if version == 1 else 0,
@@ -85,7 +85,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         (pattern, PLAIN if is_skipped else _format(changed, version))
         for is_skipped, pattern, changed in _rules(spec)
     ]
-    within = flat_names(spec, "modules_in_block_to_quantize")
+    within = read_names(spec, "modules_in_block_to_quantize")
     has_head = spec.fields.get("lm_head") is True
 
     def format_of(module: str) -> TensorFormat:

@@ -49,7 +49,7 @@ UNLESS_MORE: Mapping[str, Sequence[object]] = {
 ACTIVATIONS = ("act_data_type", "act_dynamic", "act_group_size", "act_sym")
 
 
-def remembered(make: Callable[P, TensorFormat]) -> Callable[P, TensorFormat]:
+def cache_format(make: Callable[P, TensorFormat]) -> Callable[P, TensorFormat]:
     """Cache `make`, so that equal arguments return one object, with defaults passed or omitted."""
     signature, known = inspect.signature(make), cache(make)
 
@@ -70,7 +70,7 @@ def group_size(spec: QuantizationSpec, name: str = "group_size") -> int:
     return size
 
 
-def flat_names(spec: QuantizationSpec, name: str) -> tuple[str, ...]:
+def read_names(spec: QuantizationSpec, name: str) -> tuple[str, ...]:
     """Return field `name`, a list of names or of lists of names. Errors: `ConfigError`."""
     found = spec.fields.get(name) or []
     parts = found if isinstance(found, list) else [None]
@@ -81,7 +81,7 @@ def flat_names(spec: QuantizationSpec, name: str) -> tuple[str, ...]:
     return spelled
 
 
-def group_dim(size: int) -> Dim:
+def make_group_dim(size: int) -> Dim:
     """Return the dimension of a tensor with one entry per group of columns."""
     return ONE if size == -1 else Dim(Axis.COLUMNS, size)
 
@@ -91,7 +91,9 @@ def group_name(size: int) -> str:
     return "channel" if size == -1 else f"group_{size}"
 
 
-def group_index(name: str, size: int, *, is_stored_order: bool, optional: bool) -> StoredTensor:
+def make_group_index(
+    name: str, size: int, *, is_stored_order: bool, optional: bool
+) -> StoredTensor:
     """Return the tensor with each column's group, which is known unless the order is stored."""
     return StoredTensor(
         name,

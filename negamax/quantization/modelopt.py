@@ -32,11 +32,11 @@ from negamax.formats.tensor_format import ONE, ROWS, Axis, Dim, TensorFormat
 from negamax.quantization.integers import int8_rows
 from negamax.quantization.scheme import (
     Scheme,
-    by_module,
     check_fields,
     check_kv_cache,
     is_within,
-    module_list,
+    make_lookup,
+    read_modules,
     refuse,
 )
 
@@ -87,12 +87,12 @@ def read(spec: QuantizationSpec) -> Scheme:
     check_kv_cache(spec, "kv_cache_scheme")
     if is_plain:
         return Scheme((), lambda _: PLAIN)
-    excluded = module_list(spec, "exclude_modules", "ignore")
+    excluded = read_modules(spec, "exclude_modules", "ignore")
     if algorithm != _MIXED:
         stored = _format(replace(spec, fields={**_group_size(spec), **spec.fields}))
         return Scheme.uniform(stored, excluded)
     listed = _listed(spec)
-    find = by_module(listed)
+    find = make_lookup(listed)
 
     def format_of(module: str) -> TensorFormat:
         return PLAIN if is_within(module, excluded) else find(module) or PLAIN

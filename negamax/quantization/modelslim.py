@@ -27,8 +27,8 @@ from negamax.formats.tensor_format import (
     StoredTensor,
     TensorFormat,
 )
-from negamax.quantization.integers import group_dim, group_name, group_size
-from negamax.quantization.scheme import Scheme, canonical, check_fields, refuse
+from negamax.quantization.integers import group_name, group_size, make_group_dim
+from negamax.quantization.scheme import Scheme, canonicalize, check_fields, refuse
 
 _INT8 = StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS))
 # For static activations.
@@ -41,7 +41,7 @@ _DEQ_SCALE = StoredTensor("deq_scale", Role.ACTIVATION, ("float32", "int64"), (R
 
 
 def _scales(size: int) -> tuple[StoredTensor, StoredTensor]:
-    dims = ROWS, group_dim(size)
+    dims = ROWS, make_group_dim(size)
     return (
         StoredTensor("weight_scale", Role.SCALE, FLOATS, dims),
         StoredTensor(
@@ -117,12 +117,12 @@ def read(spec: QuantizationSpec) -> Scheme:
             if said not in _TYPES:
                 refuse(spec, name, said, ", ".join(_TYPES))
             module = name.removesuffix(".weight")
-            formats[canonical(module)] = _format(spec, module, said)
+            formats[canonicalize(module)] = _format(spec, module, said)
     if not formats:
         refuse(spec, "*.weight", None, ", ".join(_TYPES))
 
     def format_of(module: str) -> TensorFormat:
-        return formats.get(canonical(module), PLAIN)
+        return formats.get(canonicalize(module), PLAIN)
 
     return Scheme.of(formats.values(), format_of)
 

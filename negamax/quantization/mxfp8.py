@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from negamax.config.quantization import QuantizationSpec
 from negamax.formats.floats import E4M3, MX_GROUP, mxfp8
-from negamax.quantization.scheme import Scheme, check_fields, module_list
+from negamax.quantization.scheme import Scheme, check_fields, read_modules
 
 MXFP8 = mxfp8(scale_name="weight_scale_inv")
 
@@ -24,4 +24,4 @@ def read(spec: QuantizationSpec) -> Scheme:
         },
         beside=("ignored_layers", "modules_to_not_convert", "quant_method"),
     )
-    return Scheme.uniform(MXFP8, module_list(spec, "ignored_layers", "modules_to_not_convert"))
+    return Scheme.uniform(MXFP8, read_modules(spec, "ignored_layers", "modules_to_not_convert"))

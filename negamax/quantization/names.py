@@ -72,7 +72,7 @@ def quantized(
         if is_drawn:
             return quantized(name, None)
         if wanted in _BLOCKS and _can_be_blocks(spec):
-            return online.blocks_spec(spec), None
+            return online.make_blocks_spec(spec), None
         raise ConfigError(
             f"--quantization is {name!r}; the checkpoint is quantised by {spec.method!r} "
             f"({spec.source})",
@@ -86,7 +86,7 @@ def _can_be_blocks(spec: QuantizationSpec) -> bool:
         scheme = detect(spec)
     except ConfigError:  # the loader reports it
         return False
-    return scheme is not None and online.can_be_blocks(scheme)
+    return scheme is not None and online.has_mxfp8(scheme)
 
 
 def _names(spec: QuantizationSpec) -> list[str]:

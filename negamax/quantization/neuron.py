@@ -21,7 +21,7 @@ from negamax.formats.tensor_format import (
     StoredTensor,
     TensorFormat,
 )
-from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list
+from negamax.quantization.scheme import Scheme, check_fields, is_within, read_modules
 
 LARGEST = 240.0
 
@@ -70,7 +70,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         },
         beside=("modules_to_not_convert", "quant_method"),
     )
-    plain = module_list(spec, "modules_to_not_convert")
+    plain = read_modules(spec, "modules_to_not_convert")
     experts = NEURON_EXPERT_ROWS if spec.fields.get("expert_scales") else NEURON_BLOCKS
 
     def format_of(module: str) -> TensorFormat:

@@ -45,31 +45,31 @@ def spec(name: str) -> QuantizationSpec:
     return QuantizationSpec("online", {"format": name.replace("-", "_")}, source=SOURCE)
 
 
-def head_spec(name: str) -> QuantizationSpec:
+def make_head_spec(name: str) -> QuantizationSpec:
     """Return a description that quantises only the head."""
     return QuantizationSpec("online", {**spec(name).fields, "only": "lm_head"}, source=SOURCE)
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    """Return the scheme of a description from `spec` or `head_spec`."""
+    """Return the scheme of a description from `spec` or `make_head_spec`."""
     stored = replace(_FORMATS[spec.fields["format"]], made_of=PLAIN)
     if only := spec.fields.get("only"):
         return Scheme((stored,), lambda module: stored if module == only else PLAIN)
     return Scheme.uniform(stored, _PLAIN_MODULES)
 
 
-def can_be_blocks(scheme: Scheme) -> bool:
+def has_mxfp8(scheme: Scheme) -> bool:
     """Return whether a checkpoint stores matrices in MXFP8."""
     return any(map(_is_mxfp8, scheme.formats))
 
 
-def blocks_spec(stored: QuantizationSpec) -> QuantizationSpec:
+def make_blocks_spec(stored: QuantizationSpec) -> QuantizationSpec:
     """Return the description of checkpoint `stored` with its MXFP8 matrices as blocks."""
     fields = {"method": stored.method, "fields": stored.fields, "source": stored.source}
     return QuantizationSpec("online", {"blocks_of": fields}, source=SOURCE)
 
 
-def with_blocks(scheme: Scheme) -> Scheme:
+def convert_to_blocks(scheme: Scheme) -> Scheme:
     """Return `scheme` with MXFP8 matrices as FP8 blocks of 128 x 128.
 
     Scales stay powers of two. Values are unchanged unless they are below 2^-14 of the block's

@@ -24,7 +24,7 @@ from negamax.formats.floats import (
 )
 from negamax.formats.tensor_format import FLOATS, ONE, ROWS, Known, Role, StoredTensor, TensorFormat
 from negamax.quantization.integers import int8_rows
-from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list, refuse
+from negamax.quantization.scheme import Scheme, check_fields, is_within, read_modules, refuse
 
 _E4M3, _CACHE = "fp8_e4m3", "kv_cache_quant_config"
 _MXFP4 = {
@@ -71,7 +71,7 @@ def read(spec: QuantizationSpec) -> Scheme:
     if not isinstance(layers, Mapping):
         refuse(spec, "layer_quant_config", layers, "an object of modules")
     # A description written file by file lists the cached modules only here.
-    cached = (*module_list(export, "kv_cache_group"), *(spec.fields.get(_CACHE) or ()))
+    cached = (*read_modules(export, "kv_cache_group"), *(spec.fields.get(_CACHE) or ()))
 
     def is_cached(name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in cached)
@@ -81,7 +81,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         for name, said in layers.items()
     ]
     others = _layer(spec, "global_quant_config", spec.fields.get("global_quant_config"))
-    excluded = module_list(spec, "exclude")
+    excluded = read_modules(spec, "exclude")
 
     def format_of(module: str) -> TensorFormat:
         if is_within(module, excluded):

@@ -85,7 +85,7 @@ def check_fields(
             refuse(spec, name, spec.fields.get(name), f"{words} (others are not supported yet)")
 
 
-def module_list(spec: QuantizationSpec, *names: str) -> tuple[str, ...]:
+def read_modules(spec: QuantizationSpec, *names: str) -> tuple[str, ...]:
     """Join the fields `names`, each a list of module names or null. Errors: `ConfigError`."""
     modules: list[str] = []
     for name in names:
@@ -124,7 +124,7 @@ def is_within(module: str, names: Sequence[str]) -> bool:
     """
     names = _unfused(tuple(names))
     known = _canonical(names)
-    parts = canonical(module).split(".")
+    parts = canonicalize(module).split(".")
     ends = range(1, len(parts) + 1)
     if any(".".join(parts[first:end]) in known for end in ends for first in range(end)):
         return True
@@ -138,20 +138,20 @@ def matches(module: str, patterns: Sequence[str]) -> bool:
     A pattern with "re:" is a regular expression.
     """
     patterns = _unfused(tuple(patterns))
-    if canonical(module) in _canonical(patterns):
+    if canonicalize(module) in _canonical(patterns):
         return True
     expression = _expression(tuple(each[3:] for each in patterns if each.startswith("re:")))
     return expression is not None and any(map(expression.match, spellings(module, expression)))
 
 
-def by_module(table: Mapping[str, V]) -> Callable[[str], V | None]:
+def make_lookup(table: Mapping[str, V]) -> Callable[[str], V | None]:
     """Return a lookup in `table` (module name -> value) by a module or its nearest parent."""
     spelled = {
-        canonical(part): value for name, value in table.items() for part in _unfused((name,))
+        canonicalize(part): value for name, value in table.items() for part in _unfused((name,))
     }
 
     def find(module: str) -> V | None:
-        parts = canonical(module).split(".")
+        parts = canonicalize(module).split(".")
         names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
         return next((spelled[name] for name in names if name in spelled), None)
 
@@ -165,7 +165,7 @@ def spellings(module: str, pattern: re.Pattern[str]) -> Iterator[str]:
     their matrices, the names of these differ as well.
     """
     yield module
-    bare = canonical(module)
+    bare = canonicalize(module)
     names = [bare, _MOE.sub("mlp", bare)]
     if ".experts." in bare and _tells_experts(pattern):
         names += [_MATRIX.sub(lambda match: _MATRICES[match[0]], name) for name in names]
@@ -212,7 +212,7 @@ def _tells_experts(pattern: re.Pattern[str]) -> bool:
     return re.search(r"experts|(?:gate|up|down)(?:[|\w]*\))*_proj", pattern.pattern) is not None
 
 
-def canonical(name: str) -> str:
+def canonicalize(name: str) -> str:
     """Return the canonical spelling of a module."""
     name = _MLP.sub("block_sparse_moe", _PREFIX.sub("", name.strip(".")))
     name = _INDEXER.sub(r"index_\1", name)
@@ -223,7 +223,7 @@ def canonical(name: str) -> str:
 
 @cache
 def _canonical(names: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(map(canonical, names))
+    return frozenset(map(canonicalize, names))
 
 
 @cache

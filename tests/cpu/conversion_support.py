@@ -15,7 +15,7 @@ from negamax.checkpoint.loader import fill
 from negamax.checkpoint.plan import plan_load
 from negamax.config.json_file import read_json_object
 from negamax.convert.convert import Conversion
-from negamax.convert.targets import target_of
+from negamax.convert.targets import find_target
 from negamax.formats.platform import CPU
 from negamax.kernels.registry import resolve
 from negamax.models.build import build_model
@@ -54,7 +54,7 @@ def write_source(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: A
 
 def conversion(source: Path, destination: Path, to: str, **options: Any) -> Conversion:
     options = {"allow_lossy": True, **options}
-    return Conversion(str(source), source, destination, target_of(to), **options)
+    return Conversion(str(source), source, destination, find_target(to), **options)
 
 
 def loaded(

@@ -17,7 +17,7 @@ from tiny_hub import COMMIT, TinyHub, tiny_hub
 from negamax.base.errors import ConfigError
 from negamax.checkpoint import huggingface
 from negamax.checkpoint.hub import resolve_model
-from negamax.checkpoint.licence import say_licence
+from negamax.checkpoint.licence import log_licence
 from negamax.config.embedded import EMBEDDED, EMBEDDED_DRAFTS
 
 FILES = {
@@ -237,7 +237,7 @@ def test_licence_lines(
     licence = huggingface._licence(model, tmp_path / COMMIT)
     assert licence is not None
     with caplog.at_level("INFO", logger="negamax"):
-        say_licence(model, licence)
+        log_licence(model, licence)
     said = line.replace("{hub}", re.escape(endpoint)).replace("{commit}", COMMIT)
     assert re.fullmatch(f"licence of {model}: {said}", caplog.messages[-1])
 
@@ -247,11 +247,11 @@ def test_licence_is_logged_once_before_the_weights(hub: TinyHub, tmp_path: Path)
     code = f"""
 import urllib.request
 from negamax.checkpoint import hub, huggingface
-say = huggingface.say_licence
+say = huggingface.log_licence
 def asked(*arguments):
     say(*arguments)
     print(urllib.request.urlopen("{hub.environment["HF_ENDPOINT"]}/served").read().decode())
-huggingface.say_licence = asked
+huggingface.log_licence = asked
 for _ in range(2):
     hub.resolve_model("lab/model", None, "{tmp_path}")
 """

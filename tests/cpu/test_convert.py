@@ -31,7 +31,7 @@ from negamax.config.quantization import PROVENANCE
 from negamax.convert import convert as converting
 from negamax.convert.convert import Conversion, convert
 from negamax.convert.source import Source
-from negamax.convert.targets import TARGETS, target_of
+from negamax.convert.targets import TARGETS, find_target
 from negamax.convert.verify import compare
 from negamax.convert.writer import TensorFile
 from negamax.models.registry import read_spec
@@ -62,9 +62,9 @@ def test_target_error_is_as_stated(name: str, bf16: Path, converted: dict[str, P
     if name != "bf16":
         assert changed and all("experts" in one or "_proj" in one for one in changed)
         mean = sum(changed.values()) / len(changed)
-        assert 0.8 * target_of(name).error < mean < 1.05 * target_of(name).error
-        assert max(changed.values()) < target_of(name).limit
-    stored, scheme = Source(converted[name]), target_of(name).scheme()
+        assert 0.8 * find_target(name).error < mean < 1.05 * find_target(name).error
+        assert max(changed.values()) < find_target(name).limit
+    stored, scheme = Source(converted[name]), find_target(name).scheme()
     assert set(stored.formats) == set(scheme.formats if scheme else ())
     router = next(w for w in stored.weights if w.name.endswith("gate.weight"))
     assert router.move.entries[0].dtype == "F32"
@@ -84,7 +84,7 @@ def test_from_each_format_to_each(
     first: str, target: str, bf16: Path, converted: dict[str, Path], tmp_path: Path
 ) -> None:
     convert(conversion(converted[first], tmp_path / "again", target))
-    error = target_of(first).limit + target_of(target).limit
+    error = find_target(first).limit + find_target(target).limit
     assert all(one.error < error for one in compare(Source(bf16), tmp_path / "again"))
     if target == "bf16":  # the values of a device that dequantises at load
         held, again = (
@@ -317,7 +317,7 @@ def test_other_conversion_is_not_resumed(bf16: Path, tmp_path: Path) -> None:
 def test_complete_conversion_is_not_repeated(bf16: Path, converted: dict[str, Path]) -> None:
     before = {p: p.stat().st_mtime_ns for p in converted["int8"].iterdir()}
     convert(conversion(bf16, converted["int8"], "int8"))
-    convert(Conversion("by another name", bf16, converted["int8"], target_of("int8")))
+    convert(Conversion("by another name", bf16, converted["int8"], find_target("int8")))
     assert {p: p.stat().st_mtime_ns for p in converted["int8"].iterdir()} == before
 
 

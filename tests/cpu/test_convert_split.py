@@ -16,7 +16,7 @@ from negamax.base.errors import CheckpointError, ConfigError
 from negamax.checkpoint.reader import read_entries
 from negamax.convert.convert import Conversion, convert
 from negamax.convert.source import Source
-from negamax.convert.targets import target_of
+from negamax.convert.targets import find_target
 from negamax.convert.verify import compare
 from negamax.models.registry import read_spec
 from negamax.parallel.layout import ParallelLayout
@@ -46,7 +46,7 @@ def test_rank_loads_the_same_from_split_files(
     """Experts are 128 wide, so every split divides blocks and groups."""
     whole = converted[to or "fp8-channel"]
     source = whole if to is None else bf16
-    target = None if to is None else target_of(to)
+    target = None if to is None else find_target(to)
     out = tmp_path / "out"
     convert(Conversion(str(source), source, out, target, tp=tp, ep=ep))
     assert not any(one.error for one in compare(Source(whole), out))
@@ -77,7 +77,7 @@ def test_split_m3_loads_with_and_without_sharded_index_keys(tmp_path: Path) -> N
     save_file(random_weights(spec, 0), whole / "model.safetensors")
     convert(Conversion("x", whole, out, None, tp=2))
     with pytest.raises(ConfigError, match="fp8-neuron is a layout of MiniMax-M2; x is MiniMaxM3"):
-        convert(Conversion("x", whole, tmp_path / "neuron", target_of("fp8-neuron")))
+        convert(Conversion("x", whole, tmp_path / "neuron", find_target("fp8-neuron")))
     for rank, sharded_index in ((0, False), (1, False), (1, True)):
         expected, found = (
             loaded(folder, ParallelLayout(rank=rank, tp=2), split=folder is out,
@@ -92,7 +92,7 @@ def test_split_checkpoint_is_split_again_and_converted(
 ) -> None:
     for name, target, tp in (("two", None, 2), ("four", None, 4), ("int8", "int8", 1)):
         source = tmp_path / "two" if name != "two" else bf16
-        to = target_of(target) if target else None
+        to = find_target(target) if target else None
         convert(Conversion("x", source, tmp_path / name, to, tp=tp))
     convert(Conversion("x", bf16, tmp_path / "at once", None, tp=4))
     for rank in range(4):
@@ -139,7 +139,7 @@ def test_incomplete_split_checkpoint_is_not_joined(
 def test_parts_hold_shards_at_block_borders(bf16: Path, tmp_path: Path) -> None:
     """A GPU that keeps blocks shards experts at block borders, unevenly."""
     source = write_source(tmp_path / "source", intermediate_size=640)
-    convert(Conversion("x", source, tmp_path / "out", target_of("fp8-block"), tp=4))
+    convert(Conversion("x", source, tmp_path / "out", find_target("fp8-block"), tp=4))
     for rank in range(4):
         layout = ParallelLayout(rank=rank, tp=4)
         share = layout.experts.width(640, unit=128).part

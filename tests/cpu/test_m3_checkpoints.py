@@ -23,7 +23,7 @@ from torch import Tensor
 
 from negamax.config.model_spec import ModelSpec
 from negamax.convert.convert import Conversion, convert
-from negamax.convert.targets import target_of
+from negamax.convert.targets import find_target
 from negamax.formats.platform import CPU
 from negamax.kernels.registry import resolve
 from negamax.models.memory import dequantized, weight_bytes
@@ -212,7 +212,7 @@ def test_conversion_keeps_only_the_text_model(tmp_path: Path) -> None:
     tensors = random_tensors(SPEC)
     plain = write(source, CONFIG, tensors, WRITERS["mxfp8"])
     renamed(source)
-    convert(Conversion("mxfp8 to bf16", source, made, target_of("bf16"), tp=2))
+    convert(Conversion("mxfp8 to bf16", source, made, find_target("bf16"), tp=2))
     config = json.loads((made / "config.json").read_text())
     assert config["architectures"] == ["MiniMaxM3SparseForCausalLM"] and "text_config" not in config
     assert read_spec(config) == replace(

@@ -16,7 +16,7 @@ from torch import Tensor
 from negamax.base.errors import CheckpointError, ConfigError
 from negamax.convert.convert import Conversion, convert
 from negamax.convert.source import Source
-from negamax.convert.targets import target_of
+from negamax.convert.targets import find_target
 from negamax.convert.verify import compare
 from negamax.parallel.layout import ParallelLayout
 
@@ -87,11 +87,11 @@ def test_neuron_checkpoint_is_split_joined_and_converted(tmp_path: Path) -> None
         ("split", "source", None, 2), ("joined", "split", None, 1),
         ("neuron", "joined", "fp8-neuron", 1), ("split again", "neuron", None, 4),
     ):  # fmt: skip
-        target = target_of(to) if to else None
+        target = find_target(to) if to else None
         convert(Conversion("x", tmp_path / first, tmp_path / name, target, tp=tp, allow_lossy=True))
         assert not any(one.error for one in compare(Source(source), tmp_path / name)), name
     with pytest.raises(ConfigError, match="convert the result once more, without --to"):
-        convert(Conversion("x", source, tmp_path / "no", target_of("fp8-neuron"), tp=2))
+        convert(Conversion("x", source, tmp_path / "no", find_target("fp8-neuron"), tp=2))
 
 
 def test_neuron_checkpoint_loads_as_its_stored_values(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from negamax.base.errors import CheckpointError, ConfigError
 from negamax.checkpoint.quarot import read_rotation
 from negamax.convert.convert import Conversion, convert
 from negamax.convert.source import Source
-from negamax.convert.targets import target_of
+from negamax.convert.targets import find_target
 from negamax.models.memory import draft_bytes
 from tests import tiny, tiny_draft
 
@@ -149,8 +149,8 @@ def test_converted_checkpoint_stays_rotated(
     to: str | None, tp: int, folder: Path, tmp_path: Path
 ) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
-    convert(Conversion("x", folder, out, to and target_of(to), tp=tp))
-    convert(Conversion("x", out, again, target_of("bf16"), allow_lossy=True))
+    convert(Conversion("x", folder, out, to and find_target(to), tp=tp))
+    convert(Conversion("x", out, again, find_target("bf16"), allow_lossy=True))
     for converted in (out, again):
         found = read_rotation(converted)
         assert found is not None and torch.equal(found, ROTATION)

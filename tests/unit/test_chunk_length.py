@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from negamax import LLM
 from negamax.engine.core.source import locate
 from negamax.options.engine import EngineOptions
-from negamax.planner.chunks import LEAST_SHARE, chunks, even_times
+from negamax.planner.chunks import LEAST_SHARE, chunks, plan_even_times
 from negamax.planner.cost import Costs, Model, Workload
 from negamax.planner.gpus import MEASURED
 from negamax.planner.plan import Hardware, make_plan
@@ -35,7 +35,7 @@ def costs(model: str, **sizes: int) -> Costs:
 
 
 def timed(model: str, stages: int) -> EvenTimes:
-    return even_times(
+    return plan_even_times(
         costs(model, pp=stages),
         max_num_batched_tokens=STEP,
         block_size=BLOCK,

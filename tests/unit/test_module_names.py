@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.quantization.scheme import by_module, is_within, matches
+from negamax.quantization.scheme import is_within, make_lookup, matches
 
 EXPERT = "model.layers.10.block_sparse_moe.experts.0.w1"
 SHARED = "model.layers.10.block_sparse_moe.shared_experts.gate_proj"
@@ -76,7 +76,7 @@ def test_a_pattern_matches_a_module(module: str, pattern: str, matched: bool) ->
 
 
 def test_a_table_of_modules_knows_the_matrices_of_one_tensor() -> None:
-    find = by_module({"language_model.model.layers.10.self_attn.qkv_proj": 8, "layers.10": 4})
+    find = make_lookup({"language_model.model.layers.10.self_attn.qkv_proj": 8, "layers.10": 4})
     assert [find(name) for name in (QUERY, INDEX, "model.layers.9.mlp.up_proj")] == [8, 4, None]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.options.engine import EngineOptions
-from negamax.planner.chunks import even_times
+from negamax.planner.chunks import plan_even_times
 from negamax.planner.cost import Costs, Model
 from negamax.planner.gpus import MEASURED, GpuModel, visible_gpus
 from negamax.scheduler.chunk_length import ChunkLength, EvenChunks
@@ -26,7 +26,7 @@ def choose_chunk_length(
         config.spec, gpu, kv_dtype=config.kv_cache_dtype, index_dtype=config.index_cache_dtype
     )
     costs = Costs(model, gpu, layout, per_node=layout.ranks_per_node)
-    length = even_times(
+    length = plan_even_times(
         costs,
         max_num_batched_tokens=most,
         block_size=config.block_size,

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
-from negamax.checkpoint.split import ranks_of
+from negamax.checkpoint.split import read_ranks
 from negamax.engine.core.source import locate
 from negamax.options.engine import EngineOptions
 from negamax.options.parallel import ParallelOptions
@@ -61,7 +61,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
         max_model_len=context_length,
         max_num_seqs=options.sequences_per_step("cuda"),
         one_engine=one_engine,
-        split_for=ranks_of(source.tokenizer_folder) if is_read else (),
+        split_for=read_ranks(source.tokenizer_folder) if is_read else (),
     )
     plan = replace(
         plan, candidates=tuple(each for each in plan.candidates if _is_taken(options, each))

@@ -115,7 +115,7 @@ def _locate_draft(
                 f"draft is quantised by {spec.quantization.method} as a whole",
                 hint="leave it out",
             )
-        return replace(spec, quantization=online.head_spec("fp8_per_channel"))
+        return replace(spec, quantization=online.make_head_spec("fp8_per_channel"))
 
     bundled = eagle3.FAMILY.bundled.get(name.lower())
     if isinstance(bundled, Eagle3Spec) and not Path(name).exists():
