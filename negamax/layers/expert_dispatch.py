@@ -183,7 +183,6 @@ class ReplicatedTokens:
             self._map = ExpertMap(self.table, most_copies=most, device=device, counts=counts)
 
     def use_map(self, experts: ExpertMap) -> None:
-        """See `ExpertDispatch`."""
         self._map = experts
 
     def dispatch(
@@ -193,7 +192,6 @@ class ReplicatedTokens:
         weights: Tensor,
         tokens: StepTokens,
     ) -> Dispatched:
-        """See `ExpertDispatch`."""
         return Dispatched(x, self._slots_of(ids, tokens.positions), weights)
 
     def _slots_of(
@@ -209,7 +207,6 @@ class ReplicatedTokens:
         return self._place(ids, positions, slots, copies, counts)
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
-        """See `ExpertDispatch`."""
         return Partial(out, self._group)
 
 
@@ -245,12 +242,10 @@ class DataParallelTokens(ReplicatedTokens):
         weights: Tensor,
         tokens: StepTokens,
     ) -> Dispatched:
-        """See `ExpertDispatch`."""
         own = super().dispatch(x, ids, weights, tokens)
         return self._exchange.send(own, tokens.most_tokens or len(ids))
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
-        """See `ExpertDispatch`."""
         return Partial(self._exchange.sum(out, given, num_tokens), self._group)
 
 
@@ -291,7 +286,6 @@ class ContextParallelTokens(DataParallelTokens):
         weights: Tensor,
         tokens: StepTokens,
     ) -> Dispatched:
-        """See `ExpertDispatch`."""
         if tokens.is_share:
             return super().dispatch(x, ids, weights, tokens)
         slots = self._slots_of(ids, tokens.positions, are_counted=self._context.rank == 0)
@@ -301,7 +295,6 @@ class ContextParallelTokens(DataParallelTokens):
         return self._between.send(own, tokens.most_tokens or len(ids))
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
-        """See `ExpertDispatch`."""
         if given.exchange is self._exchange:
             return super().combine(out, given, num_tokens)
         if self._between is None:

@@ -24,7 +24,6 @@ class EvenChunks:
     """As many tokens as there is room for."""
 
     def fit(self, behind: int, left: int, budget: int) -> tuple[int, int]:
-        """See `ChunkLength`."""
         count = min(left, budget)
         return count, count
 
@@ -42,7 +41,6 @@ class EvenTimes:
     prices: tuple[float, ...]
 
     def fit(self, behind: int, left: int, budget: int) -> tuple[int, int]:
-        """See `ChunkLength`."""
         price = self._price(behind)
         count = min(left, max(1, int(budget / price)))
         end = (behind + count) // self.block_size * self.block_size

@@ -71,11 +71,10 @@ class FixedDraftLength:
         self._num_tokens = num_tokens
 
     def choose(self, num_rows: int) -> int:
-        """See `DraftLength`."""
         return self._num_tokens
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """See `DraftLength`."""
+        pass
 
 
 class _Times:
@@ -201,7 +200,6 @@ class AdaptiveDraftLength:
         self._tried_at = 0  # the step at which another length could be tried
 
     def choose(self, num_rows: int) -> int:
-        """See `DraftLength`."""
         if not num_rows:  # a first step of prompts
             return self._lengths[self._chosen]
         size = _size_class(num_rows)
@@ -228,7 +226,6 @@ class AdaptiveDraftLength:
         return shares
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """See `DraftLength`."""
         self.record_all([(plan, result)], seconds)
 
     def record_all(self, ranks: Sequence[tuple[StepPlan, StepResult]], seconds: float) -> None:
@@ -318,7 +315,7 @@ class RankDraftLength:
         ranks.append(self)
 
     def choose(self, num_rows: int) -> int:
-        """See `DraftLength`. Later ranks have as many rows as in the step before."""
+        """Later ranks have as many rows as in the step before."""
         self._num_rows = num_rows
         first = self._ranks[0]
         if self is first:
@@ -326,7 +323,6 @@ class RankDraftLength:
         return first._number
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """See `DraftLength`."""
         self._committed = plan, result
         if self is self._ranks[-1]:
             committed = [rank._committed for rank in self._ranks if rank._committed]

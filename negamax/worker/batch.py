@@ -1,6 +1,6 @@
-"""Builds the inputs of one forward pass from a plan and the request state. They are laid out on the
-host and sent to the device at once. There they are placed behind the tokens that are computed
-already, whose number only the device may know.
+"""Inputs of one forward pass, from a plan and the request state. They are laid out on the host and
+sent to the device in one transfer. There they are placed after the computed tokens, whose number
+only the device may know.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _NONE: Column = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class SampleInputs:
-    """Which rows of a step are sampled. R rows."""
+    """The R sampled rows of a step."""
 
     slots: list[int]  # [R] slot of each sampled row
-    bounds: list[int]  # [R] where the sampled token lands in its slot, at most
+    bounds: list[int]  # [R] upper bound of the sampled token's position in its slot
     slots_device: Tensor  # [R] int64
-    positions_device: Tensor  # [R] int64, where it lands
+    positions_device: Tensor  # [R] int64, its position
 
 
 class StepColumns(NamedTuple):
     """T tokens of S sequences, on the host. Offsets count from the first token of a slot that is
-    not computed.
+    not computed yet.
     """
 
     token_slots: Column  # [T]
     slots: Column  # [S]
     token_offsets: Column  # [T]
-    end_offsets: Column  # [S] behind each sequence's last token
+    end_offsets: Column  # [S] after each sequence's last token
     query_starts: Column  # [S + 1]
 
     @classmethod
@@ -55,12 +55,13 @@ class StepColumns(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """A step on the host: T tokens of S sequences, first the generated tokens, each a sequence of
-    its own, then runs of prompt tokens."""
+    """A step on the host: T tokens of S sequences. The generated tokens come first, each a sequence
+    of its own; runs of prompt tokens follow.
+    """
 
     num_decodes: int
     columns: StepColumns
-    seq_len_bounds: Column  # [S] tokens including this step, at most
+    seq_len_bounds: Column  # [S] upper bound of the tokens including this step
     # per row of the plan: index of its first prompt token among the T (meaningless without any)
     prompt_starts: list[int]
     # [R] row of the plan: one sample, and one for each of its draft tokens
@@ -107,7 +108,7 @@ class StepInputs:
 
     @classmethod
     def of(cls, columns: Tensor, places: Tensor, num_tokens: int, num_seqs: int) -> StepInputs:
-        """From `StepColumns` one behind the other, and positions and lengths likewise."""
+        """Split `StepColumns` and the positions and lengths, each stored one after the other."""
         parts = [num_tokens, num_seqs]
         size = sum(parts)
         query_starts = columns[2 * size : 2 * size + num_seqs + 1]
@@ -115,8 +116,8 @@ class StepInputs:
 
 
 def is_decode(plan: StepPlan, requests: RequestState) -> bool:
-    """Every row runs one generated token, and its drafts, and samples: the step that a captured
-    graph can replay as a whole.
+    """Whether every row runs one generated token and its drafts, and samples: a captured step can
+    replay such a step as a whole.
     """
     return (
         bool(plan.slots)
@@ -133,23 +134,23 @@ def build_batch_layout(
     generated_apart: bool,
     drafts_apart: bool = True,
 ) -> BatchLayout:
-    """Cut `plan` into single generated tokens and runs of prompt tokens.
+    """Split `plan` into single generated tokens and runs of prompt tokens.
 
-    `generated_apart`: generated tokens run one by one as decodes, prompt tokens as prefills,
-    however the scheduler cut them into steps (a preempted sequence runs both again). Several
+    `generated_apart`: generated tokens run one by one as decodes and prompt tokens as prefills,
+    however the scheduler split them into steps. (A preempted sequence runs both again.) Several
     decodes of one step may belong to one sequence: a layer writes all keys and values before it
-    attends, and each sees only its own. Without it a resumed sequence is one run of tokens, and
-    without `drafts_apart` so is a row with draft tokens.
+    attends, and each token sees only earlier ones. Without it a resumed sequence is one run of
+    tokens. Without `drafts_apart` so is a row with draft tokens.
     """
     decodes: list[tuple[int, int, int]] = []  # slot, first offset, tokens
     prefills: list[tuple[int, int, int]] = []
     num_prompt_tokens = 0
     prompt_starts: list[int] = []
-    # per row: whether its last token is one of a run, and which one of all single tokens or of all
-    # in runs
+    # per row: whether its last token is in a run, and its index among all single tokens or all
+    # tokens in runs
     last_tokens: list[tuple[bool, int]] = []
     bounds = requests.num_computed_bound[plan.slots]
-    left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # of the prompt
+    left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # tokens left of the prompt
     table = plan.slots, plan.num_scheduled, plan.num_draft_tokens, left
     for slot, count, num_drafts, num_left in zip(*table, strict=True):
         in_prompt = min(max(num_left, 0), count)
@@ -198,8 +199,8 @@ def build_batch_layout(
 def metadata_of(
     inputs: StepInputs, requests: RequestState, *, active: Tensor | None = None, **host: Any
 ) -> AttentionMetadata:
-    """Where the tokens of the step `inputs` stand. `active` [1] int32: the tokens that are no
-    padding; `host`: what the host knows of the step (see `AttentionMetadata`).
+    """Describe the tokens of `inputs` to attention. `active` [1] int32: tokens without padding;
+    `host`: the fields of `AttentionMetadata` that the host knows.
     """
     return AttentionMetadata(
         positions=inputs.positions,
@@ -216,8 +217,8 @@ def metadata_of(
 def build(
     layout: BatchLayout, requests: RequestState, *, most_tokens: int | None = None
 ) -> tuple[Tensor, AttentionMetadata]:
-    """The tokens, positions and cache slots of `layout`, gathered from `requests` (already holding
-    the plan's changes). `most_tokens` as in `AttentionMetadata`.
+    """Gather the tokens and metadata of `layout` from `requests`, which hold the plan's changes
+    already. `most_tokens` as in `AttentionMetadata`.
     """
     columns = layout.columns
     (packed,) = upload([np.concatenate(columns)], requests.tokens.device)
@@ -240,7 +241,7 @@ def build(
 def build_padding(
     requests: RequestState, *, most_tokens: int, is_share: bool
 ) -> tuple[Tensor, AttentionMetadata]:
-    """One token that stands for nobody: the inputs of a rank without tokens."""
+    """Build one padding token: the inputs of a rank without tokens."""
     columns = StepColumns.of_decodes([requests.padding_slot], [1])
     layout = BatchLayout.without_samples(1, columns, columns.end_offsets)
     token_ids, metadata = build(layout, requests, most_tokens=most_tokens)

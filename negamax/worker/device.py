@@ -167,7 +167,6 @@ class CudaGraphPool:
         self._handle = torch.cuda.graph_pool_handle()
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """See `GraphPool`."""
         step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -182,7 +181,6 @@ class CudaGraphPool:
         return graph
 
     def num_bytes(self) -> int:
-        """See `GraphPool`."""
         torch.cuda.synchronize()
         return pool_bytes(self._handle)
 

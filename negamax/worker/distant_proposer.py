@@ -1,6 +1,4 @@
-"""The part of a pipeline stage in speculative decoding, where the last stage guesses the draft
-tokens.
-"""
+"""Speculative decoding on the pipeline stages before the last, which proposes the draft tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +13,12 @@ from negamax.worker.proposer import Proposer
 
 
 class DistantProposer(Proposer):
-    """The proposer of all stages but the last. It gets the guesses from the last stage
-    (`worker/stages.py`), and sends there what a draft model reads of its own layers.
+    """The proposer of all stages but the last. It receives drafts from the last stage
+    (`worker/stages.py`) and sends it the residual streams that a draft model reads.
     """
 
     def __init__(self, config: WorkerConfig, *, dtype: torch.dtype) -> None:
-        """`dtype` that the model runs in."""
+        """`dtype` of the model."""
         assert config.speculation is not None
         self.num_draft_tokens = config.speculation.num_speculative_tokens
         self._draft, self._dtype = config.draft, dtype
@@ -29,7 +27,6 @@ class DistantProposer(Proposer):
         self.capture = tuple(layer for layer in layers if layer in own)
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
-        """See `Proposer`."""
         if self._draft is not None and not self._draft.spec.own_embedding:
             hand_down_embedding(target, context, WeightFormat(self._dtype, device))
         return ""
@@ -38,8 +35,8 @@ class DistantProposer(Proposer):
 def hand_down_embedding(
     target: Decoder, context: ParallelContext, weights: WeightFormat
 ) -> VocabEmbedding:
-    """The embedding of the first stage, for the draft of the last one: this rank's rows. Every
-    stage must call it.
+    """Copy this rank's rows of the first stage's embedding to the last stage's draft. Every stage
+    must call it.
     """
     if target.is_first_stage:
         embedding = target.embedding

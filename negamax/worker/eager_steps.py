@@ -1,9 +1,9 @@
-"""Compiles what steps launch kernel by kernel, before the first request.
+"""Compiles the kernels of eager steps before the first request.
 
-A form of a kernel is compiled at its first launch, which takes up to a second on all ranks, and all
-requests wait. Which form it is depends on how many tokens, decodes and sampled rows a step has.
-Captured steps have launched theirs when they are replayed; not so what a proposer does behind the
-layers of a mix, a mix with long decodes, and rows that are sampled from all logits.
+A specialization is compiled at its first launch, which takes up to a second on all ranks, while all
+requests wait. It depends on the numbers of tokens, decodes and sampled rows of a step. Captured
+steps have launched theirs. That leaves the proposer after captured layers, batches with long
+decodes, and rows that need all logits.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from negamax.worker.warmup import cut, warming_up, warmup_layers
 if TYPE_CHECKING:
     from negamax.worker.runner import ModelRunner
 
-# rows of a step whose logits are taken, or `max_num_seqs`: where drafts are verified or prompts are
-# scored there may be more, for which kernels have no forms of their own
+# Rows of a step whose logits are computed, or `max_num_seqs` if that is more. Verification and
+# prompt log-probabilities compute more, for which kernels have no further specializations.
 _MOST_LOGITS = 128
-# tokens of a sequence beyond which kernels have no forms of their own either
+# tokens of a sequence beyond which kernels have no further specializations
 _LONG = 16_384
 
 
@@ -59,15 +59,15 @@ def compile_eager_steps(runner: ModelRunner) -> None:
 
 
 def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int]]:
-    """Decodes and prompt tokens of each step, one of them or both, and tokens in front of them."""
+    """Yield the decodes and prompt tokens of each step, and the tokens before them."""
     most = config.max_num_batched_tokens
     num_drafts = config.speculation.num_speculative_tokens if config.speculation else 0
-    # those of a row are decodes of their own
+    # drafts are decodes of their own
     most_rows = min(config.max_num_seqs * (1 + num_drafts), most)
     powers = {1 << power for power in range(most.bit_length())}
     rows = sorted({*(power for power in powers if power < most_rows), most_rows})
     tokens = capture_sizes(TOKENS, most)
-    # (products in FP8 go another way where the number of tokens is odd)
+    # FP8 GEMMs differ where the number of tokens is odd
     sizes = sorted({*powers, *tokens, *(size - 1 for size in tokens if size > 1)})
     yield from ((num_rows, 0, 0) for num_rows in rows)
     yield from ((0, size, 0) for size in sizes)
@@ -77,7 +77,7 @@ def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int]]:
 
 
 def _layout(num_decodes: int, prompts: list[int], *, slot: int, num_computed: int) -> BatchLayout:
-    """So many decodes, and `prompts` of so many tokens, all of them in `slot`."""
+    """Lay out `num_decodes` decodes and `prompts` of so many tokens, all in `slot`."""
     counts = [1] * num_decodes + prompts
     columns = StepColumns.of_decodes([slot] * len(counts), counts)
     bounds = columns.end_offsets + num_computed
@@ -104,7 +104,7 @@ def _launch(
     runner.sampler.launch_all(logits[:1], sample_inputs(slots[:1], np.ones(1, np.int64), requests))
     if proposer is None or not capture:
         return
-    # (the first layers alone leave fewer streams)
+    # the first layers alone leave fewer streams
     streams += [hidden] * (len(capture) - len(streams))
     states = TokenStates(share.describe_all(metadata), [share.gather(one) for one in streams])
     ends = indices(last[:most_rows], token_ids.device)

@@ -1,13 +1,13 @@
-"""Proposes draft tokens by an EAGLE3 draft model (`models/eagle3`), which keeps caches of its own
-in the blocks of the target model.
+"""Proposes draft tokens by an EAGLE3 draft model (`models/eagle3`), which keeps its own caches in
+the blocks of the target model.
 
-First it runs over every token of the step, from the residual streams that the model has left of it
-and the token behind it, so that its caches hold what the model's hold: of prompt chunks and of
-tokens found in the prefix cache, too. What it has from drafts that were wrong is written again. The
-other passes have one token of each row, whose hidden state is that of the pass before.
+The first pass runs over every token of the step, from the target's residual streams and the token
+that follows. So its caches hold what the target's hold, also for prompt chunks and tokens of the
+prefix cache. Entries of rejected drafts are written again. Each further pass runs one token per
+row, from the hidden state of the pass before.
 
-A draft's keys of a position depend on the token behind it. So the last keys of blocks that two
-texts share are those of the text that filled them: worth a guess, never a token of the answer.
+A draft's keys of a position depend on the token that follows. So the last keys of a block that two
+sequences share belong to the sequence that filled it. This may cost acceptance, never correctness.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from negamax.worker.request_state import FILTERS, RequestState
 
 
 class Eagle3Proposer(Proposer):
-    """The draft's most likely tokens, one behind the other; or ("probabilistic"), of requests with
-    a temperature what the sampler of a GPU would draw from the draft's logits by the same numbers.
+    """Proposes the draft's most likely tokens. With "probabilistic" and a temperature, it proposes
+    what a GPU's sampler would draw from the draft's logits with the target's noise.
     """
 
     def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
-        """Checks the draft's files; nothing is loaded yet. Errors: as `plan_load` and
+        """Check the draft's files without loading them. Errors: those of `plan_load` and
         `read_rotation`.
         """
         assert config.speculation is not None
@@ -70,7 +70,6 @@ class Eagle3Proposer(Proposer):
                 self._plan = plan_load(slots, draft.spec, Path(draft.folder), layout)
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
-        """See `Proposer`."""
         spec, self._group = self._draft.spec, context.attention_group
         if not spec.own_embedding and not target.is_first_stage:
             weights = WeightFormat(self._kernels.dtype, device)
@@ -101,7 +100,6 @@ class Eagle3Proposer(Proposer):
         return f"; draft of {self.num_draft_tokens} tokens: {summary}"
 
     def use_caches(self, caches: Sequence[KvCaches]) -> None:
-        """See `Proposer`."""
         self._kv = caches
 
     def propose(
@@ -113,7 +111,6 @@ class Eagle3Proposer(Proposer):
         requests: RequestState,
         num_tokens: int,
     ) -> Tensor:
-        """See `Proposer`."""
         model, kv = self._model, self._kv
         following = requests.tokens[states.slots, states.positions + 1]
         combined = model.combine(states.residuals)
@@ -123,7 +120,7 @@ class Eagle3Proposer(Proposer):
             return drafts
         hidden, recurrent = model.forward(combined, following, states.metadata, kv)
         hidden, recurrent = hidden[ends], recurrent[ends]
-        # behind the window nothing is asked for: what is written of it stays within
+        # Writes past the context length are clamped: nobody reads them.
         last = requests.tokens.shape[1] - 2
         for place in range(num_tokens):
             picked = self._guess(hidden, slots, lengths, requests, place=place)
@@ -140,9 +137,9 @@ class Eagle3Proposer(Proposer):
     def _guess(
         self, hidden: Tensor, slots: Tensor, lengths: Tensor, requests: RequestState, *, place: int
     ) -> Tensor:
-        """The token at lengths + place [R] int64, from hidden [R, hidden] -> [R] int64, an id of
-        `_target_ids`; -1 where there is no finite logit. Ranks exchange two values of each row, and
-        of rows with a small top_k that draw their leading ones.
+        """Sample the token at lengths + place [R] int64 from hidden [R, hidden] -> [R] int64, an
+        index of `_target_ids`; -1 without a finite logit. Ranks exchange two values per row, and
+        the leading tokens of rows that draw with a small top_k.
         """
         model, logits = self._model, self._model.local_logits(hidden)
         if not self._draws:
@@ -151,7 +148,7 @@ class Eagle3Proposer(Proposer):
                 logits, first_id=model.vocab_range.start, filters=self._greedy, seeds=self._zeros,
                 slots=zeros, positions=zeros, group=self._group,
             )  # fmt: skip
-        # noise belongs to the target's ids
+        # noise is keyed by the target's ids
         logits = model.scatter_logits(logits)
         drawn_by = requests.drawn_by(slots, lengths + place)
         shared = {"first_id": 0, "group": self._group, **drawn_by}
@@ -161,8 +158,10 @@ class Eagle3Proposer(Proposer):
     def _single_tokens(
         self, slots: Tensor, positions: Tensor, seq_lens: Tensor, requests: RequestState
     ) -> AttentionMetadata:
-        """One token of each of `slots`, at `positions`, [R] int64 both; seq_lens [R] int32."""
-        # a GPU alone knows them
+        """Describe one token of each of `slots`, at `positions`, [R] int64 both; seq_lens [R]
+        int32.
+        """
+        # only a GPU knows them
         host = tuple(seq_lens.tolist()) if slots.device.type == "cpu" else ()
         return AttentionMetadata(
             positions=positions,
@@ -183,7 +182,7 @@ _ALONE = SingleRank()
 def build_empty_slots(
     spec: Eagle3Spec, layout: ParallelLayout, *, kernels: KernelTable
 ) -> dict[str, WeightSlot]:
-    """The weight slots of a draft on the rank `layout`, whose parameters take no memory."""
+    """Return the weight slots of a draft on the rank `layout`, without memory."""
     context = ParallelContext(layout, attention_group=_ALONE, expert_group=_ALONE, world=_ALONE)
     return _build(spec, context, device=torch.device("meta"), kernels=kernels).weight_slots()
 
@@ -196,6 +195,8 @@ def _build(
 
 
 def _spread(spec: Eagle3Spec) -> Tensor:
-    """d2t of a draft without a checkpoint: its tokens evenly among the target's. [draft vocab]"""
+    """Spread the tokens of a draft without a checkpoint evenly over the target's: its d2t [draft
+    vocab].
+    """
     ids = torch.arange(spec.draft_vocab_size)
     return ids * spec.vocab_size // spec.draft_vocab_size - ids

@@ -96,7 +96,7 @@ class MovableExperts(ExpertRecorder):
         self._open()
 
     def apply(self, step: ExpertStep) -> HostTensor | None:
-        """See `ExpertRecorder`. Errors: `EngineDeadError` where a plan is missing, or a rank."""
+        """Errors: `EngineDeadError` where a plan is missing, or a rank."""
         counts = self.counts() if step.wants_counts else None
         if not step.moves:
             return counts

@@ -1,22 +1,20 @@
-"""Steps as CUDA graphs, one for each shape: how many tokens and sequences a step has, and how many
-tokens of one sequence at most.
+"""Captured steps: CUDA graphs, one for each step shape (`StepShape`).
 
-Launching sixty layers kernel by kernel takes a host several times as long as a GPU takes to run
-them. A replay reads from a fixed buffer which slots run how many tokens, and everything else from
-the persistent request state, so the host sends a few integers and one launch per step, and may do
-so before the step before it has ended. A step is padded to the next captured shape of its kind:
+A host needs several times as long to launch sixty layers kernel by kernel as a GPU needs to run
+them. A replay reads slots and token counts from a fixed buffer and everything else from the request
+state. So the host sends a few integers and one launch per step, before the step before it has
+ended. A step is padded to the next captured shape of its kind:
 
     kind     shape                    what is captured
     rows     (n, n, 1)                decodes: the whole step, from the rows' tokens to the sampled
                                       ones and the new lengths
     drafts   (n * (k + 1), n, k + 1)  decodes with up to k draft tokens each: likewise, with the
-                                      comparison of drafts and samples; for each k that is chosen
-    tokens   (T, seqs, T)             any mix of sequences: all layers; the attention's tiles of
-                                      queries are worked out on the device, and sampling stays
-                                      outside
+                                      verification; for each draft length k that may be chosen
+    tokens   (T, seqs, T)             any batch: all layers; the device computes the attention's
+                                      query tiles, and sampling is not captured
 
-With a proposer its work is part of the first two. A row with fewer drafts than k takes fewer
-tokens: padding is behind the tokens of all rows.
+The first two include the proposer's work. A row with fewer drafts than k takes fewer tokens: the
+padding follows the tokens of all rows.
 """
 
 from __future__ import annotations
@@ -50,16 +48,17 @@ from negamax.worker.verify import VerifiedRows, Verifier
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """What every replay fills from the front. N is the largest number of tokens, R of sampled
-    ones."""
+    """Outputs of every replay, which fills them from the front. N and R are the largest numbers of
+    tokens and of sampled tokens.
+    """
 
-    # [N, hidden], of steps that are not sampled, and of stages but the last
+    # [N, hidden], of steps that are not sampled, and of all stages but the last
     hidden: Tensor
     entering: Tensor | None  # [N, hidden], see `Decoder.forward`; None: this is the first stage
     residuals: list[Tensor]  # of each captured layer [N, hidden]
     logits: Tensor  # [R, V of this rank] fp32
     token_ids: Tensor  # [R] int64
-    num_accepted: Tensor  # [R] int64, draft tokens of each row that are right
+    num_accepted: Tensor  # [R] int64, accepted drafts of each row
 
 
 class StepGraphs:
@@ -77,7 +76,7 @@ class StepGraphs:
         runtime: Runtime,
         proposer: Proposer | None = None,
     ) -> None:
-        """`proposer`: guesses draft tokens behind each step."""
+        """`proposer`: runs after each sampled step."""
         self.shapes, self._model, self._kv, self._requests = shapes, model, kv, requests
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
         self._place_tokens = kernels[PLACE_TOKENS].run
@@ -88,7 +87,7 @@ class StepGraphs:
         if proposer is not None:
             count, advance = kernels[COUNT_ACCEPTED].run, kernels[ADVANCE_ROWS].run
             self._verifier = Verifier(proposer, requests, count, advance)
-        # the decodes that are captured, by their draft tokens
+        # captured decodes by their number of draft tokens
         self._decodes: dict[int, list[StepShape]] = {}
         for shape in (*shapes[ROWS], *shapes.get(DRAFTS, ())):
             self._decodes.setdefault(shape.num_drafts, []).append(shape)
@@ -96,7 +95,7 @@ class StepGraphs:
         num_tokens = max(shape.num_tokens for shape in every)
         num_sampled = max(shape.num_tokens for shape in every if shape.is_sampled)
         device = requests.tokens.device
-        # the `StepColumns` of a step, padded, and the number of its tokens
+        # padded `StepColumns` of a step, then the number of its tokens
         self._columns = torch.zeros(
             max(sum(_widths(shape)) for shape in every), dtype=torch.int64, device=device
         )
@@ -109,7 +108,7 @@ class StepGraphs:
         self._words = torch.zeros(
             max(2 * shape.num_seqs + 2 for shape in every), dtype=torch.int32, device=device
         )
-        # of the tokens: which they are, and where they end (0: padding)
+        # of each token: its id, and the length of the sequence that ends with it (0: padding)
         self._token_ids, self._ends = torch.zeros(2, num_tokens, dtype=torch.int64, device=device)
         # of decodes
         self._query_starts = torch.arange(num_sampled + 1, dtype=torch.int32, device=device)
@@ -131,21 +130,21 @@ class StepGraphs:
             token_ids=torch.zeros(num_sampled, dtype=torch.int64, device=device),
             num_accepted=torch.zeros(num_sampled, dtype=torch.int64, device=device),
         )
-        # of the rows of a step with drafts: tokens that are known behind it, the last of its tokens
-        # that is right, and its drafts
+        # of each row of a step with drafts: known tokens after it, its last accepted token, its
+        # drafts
         self._lengths, self._last_tokens = torch.zeros(
             2, num_sampled, dtype=torch.int64, device=device
         )
         self._drafts = torch.zeros(
             num_sampled, requests.drafts.shape[1], dtype=torch.int64, device=device
         )
-        # the step, and where it is sampled what `draw` or `finish` replays
+        # the step and, for sampled shapes, what `draw` or `finish` replays
         self._graphs: dict[StepShape, list[Graph]] = {}
-        # the step that was prepared last, and where its slots began
+        # the latest step of each shape, and where its slots started
         self._latest: dict[StepShape, tuple[StepColumns, Column]] = {}
 
     def warmup(self, layers: int) -> None:
-        """Launch what every shape launches, of the first `layers` alone."""
+        """Launch the kernels of every shape, with the first `layers` alone."""
         for shapes in self.shapes.values():
             for shape in shapes:
                 self._send(shape, StepColumns.of_decodes([], []))
@@ -153,8 +152,8 @@ class StepGraphs:
                     step()
 
     def capture(self, kind: str, pool: GraphPool, progress: Callable[[int, int], None]) -> str:
-        """Run and capture every shape of `kind`, the largest first, in the memory of `pool`; a line
-        that says what that took.
+        """Run and capture every shape of `kind`, the largest first, in the memory of `pool`.
+        Returns a line for the log.
         """
         started, before = time.monotonic(), pool.num_bytes()
         shapes = sorted(self.shapes[kind])
@@ -169,15 +168,15 @@ class StepGraphs:
         )
 
     def find(self, num_tokens: int, num_seqs: int) -> StepShape | None:
-        """The smallest captured shape for any mix of so much; None: none does."""
+        """Return the smallest captured shape for a batch of this size; None: it is too large."""
         shapes = self.shapes[TOKENS]
         found = bisect_left(shapes, num_tokens, key=lambda shape: shape.num_tokens)
         fits = found < len(shapes) and shapes[found].num_seqs >= num_seqs
         return shapes[found] if fits else None
 
     def find_decodes(self, num_rows: int, num_drafts: int = 0) -> StepShape | None:
-        """The smallest captured shape for so many rows that have up to so many draft tokens, or are
-        to get them.
+        """Return the smallest captured shape for decodes that verify or propose up to `num_drafts`
+        tokens.
         """
         fitting = [length for length in self._decodes if length >= num_drafts]
         if not fitting:
@@ -187,32 +186,32 @@ class StepGraphs:
         return shapes[found] if found < len(shapes) else None
 
     def entering(self, shape: StepShape) -> Tensor | None:
-        """Where a step that is replayed as `shape` finds what the stage before it has sent, in
-        front of padding; None on the first stage.
+        """Return the buffer that a replay as `shape` reads the previous stage's stream from; None
+        on the first stage.
         """
         entering = self.buffers.entering
         return None if entering is None else entering[: shape.num_tokens]
 
     def prepare(self, shape: StepShape, columns: StepColumns) -> None:
-        """Send the inputs of a step, to be replayed as `shape`."""
+        """Send the inputs of a step that is replayed as `shape`."""
         starts = self._requests.num_computed_bound[columns.slots]
         self._latest[shape] = columns, starts
         self._send(shape, columns)
 
     def replay(self, shape: StepShape) -> StepBuffers:
-        """Run the prepared step; the buffers hold its results until the next replay, those of
-        padding behind them.
+        """Run the prepared step. The buffers hold its results, before those of padding, until the
+        next replay.
         """
         self._graphs[shape][0].replay()
         return self.buffers
 
     def residuals(self, num_tokens: int) -> list[Tensor]:
-        """The captured residual streams of the replayed step, for its first tokens."""
+        """Return the captured residual streams of the replayed step, for its first tokens."""
         return [residual[:num_tokens] for residual in self.buffers.residuals]
 
     def sample_inputs(self, shape: StepShape, columns: StepColumns) -> SampleInputs:
-        """The samples of the step of decodes `columns`, which was replayed, to be sampled again.
-        Draft tokens stand in their places as before.
+        """Locate the samples of the replayed decodes `columns`, to sample them again. Restores the
+        draft tokens in their slots.
         """
         if shape.num_drafts:
             inputs, ran = self._inputs(shape), self._token_ids[: shape.num_tokens]
@@ -227,27 +226,25 @@ class StepGraphs:
         )
 
     def draw(self, shape: StepShape) -> None:
-        """Choose again for those rows of the step that have a small top_k. With a proposer the step
-        has done so.
-        """
+        """Resample rows with a small top_k. With a proposer the step has done so itself."""
         if self._proposer is None:
             self._graphs[shape][1].replay()
 
     def drafts(self, shape: StepShape, num_rows: int) -> Tensor:
-        """[rows, drafts] int64, what the step that was replayed has verified; `finish` reads it
-        again.
+        """Return the drafts [rows, drafts] int64 that the replayed step has verified; `finish`
+        reads them again.
         """
         return self._drafts_of(shape)[:num_rows]
 
     def finish(self, shape: StepShape, token_ids: Tensor) -> None:
-        """What follows sampling in the step, which was replayed: again, with other tokens."""
+        """Verify and propose again after the replayed step, for other sampled tokens."""
         self.buffers.token_ids[: len(token_ids)].copy_(token_ids)
         if self._proposer is not None:
             self._graphs[shape][1].replay()
 
     def replay_seconds(self, num_rows: int, *, repeats: int) -> float | None:
-        """Device time of the latest decode of `num_rows` rows, replayed back to back: a step
-        without any host. None: there was none.
+        """Measure the device time of the latest decode of `num_rows` rows, replayed back to back
+        without a host; None: there was none.
         """
         shape = self.find_decodes(num_rows)
         if shape is None or shape not in self._latest:
@@ -259,7 +256,7 @@ class StepGraphs:
         slots, lengths = upload((columns.slots, starts), num_computed.device)
 
         def replay() -> None:
-            num_computed[slots] = lengths  # which the step changes
+            num_computed[slots] = lengths  # the step changes them
             graph.replay()
 
         seconds = self._runtime.seconds_of(replay, repeats=repeats)
@@ -277,7 +274,7 @@ class StepGraphs:
         upload([*padded, np.array([num_tokens])], self._columns.device, out=self._columns)
 
     def _steps(self, shape: StepShape, kv: Sequence[KvCaches]) -> list[Callable[[], None]]:
-        """What is captured for `shape`, each as a graph of its own."""
+        """The functions to capture for `shape`, each as a graph."""
         if not shape.is_sampled:
             return [partial(self._run_layers, shape, kv)]
         if not self._model.is_last_stage:
@@ -286,7 +283,9 @@ class StepGraphs:
         return [partial(self._run_decodes, shape, kv), partial(again, shape)]
 
     def _run_layers(self, shape: StepShape, kv: Sequence[KvCaches]) -> None:
-        """A step of any mix. Results are copied out, so that other graphs may use its memory."""
+        """Run the layers of any batch. Results are copied out, so that other graphs may use the
+        memory.
+        """
         inputs = self._place(shape)
         seq_lens, query_starts, active = self._words_of(shape)
         metadata = metadata_of(
@@ -301,7 +300,7 @@ class StepGraphs:
         self.buffers.hidden[: shape.num_tokens].copy_(hidden)
 
     def _run_decodes(self, shape: StepShape, kv: Sequence[KvCaches]) -> None:
-        """A step of decodes, from their tokens to what follows sampling."""
+        """Run a step of decodes, from their tokens to the proposal."""
         requests = self._requests
         if shape.num_drafts:
             slots = self._inputs(shape).slots
@@ -329,25 +328,24 @@ class StepGraphs:
         return hidden
 
     def _drawn_by(self, shape: StepShape) -> dict[str, Any]:
-        """What the tokens of the step's rows are drawn by."""
+        """Arguments of the ops that sample the step's rows."""
         size, first_id = shape.num_tokens, self._model.vocab_range.start
         drawn_by = self._requests.drawn_by(self._columns[:size], self._ends[:size])
         return {"first_id": first_id, "group": self._group, **drawn_by}
 
     def _draw(self, shape: StepShape) -> None:
-        """What `draw` replays, behind the step."""
+        """Resample rows with a small top_k, and store all tokens."""
         self._store(shape, self._drawn(shape, self.buffers.token_ids[: shape.num_tokens]))
 
     def _drawn(self, shape: StepShape, otherwise: Tensor) -> Tensor:
-        """The tokens of the step's rows with a small top_k, those of others as given."""
+        """Sample the rows with a small top_k; the others keep the tokens `otherwise`."""
         logits = self.buffers.logits[: shape.num_tokens]
         token_ids: Tensor = self._draw_leading(logits, otherwise=otherwise, **self._drawn_by(shape))
         return token_ids
 
     def _finish(self, shape: StepShape, metadata: AttentionMetadata | None = None) -> None:
-        """With a proposer what follows sampling: which drafts are right, how long rows with drafts
-        are now, and what may come next. It may be repeated. `metadata` of the step, where it is at
-        hand.
+        """Verify the step's drafts and propose the next ones, if there is a proposer. It may be
+        repeated. `metadata` of the step, if it is at hand.
         """
         if self._verifier is None:
             return
@@ -368,7 +366,7 @@ class StepGraphs:
         )
 
     def _place(self, shape: StepShape) -> StepInputs:
-        """Find the step's tokens, and where they stand."""
+        """Compute the ids and positions of the step's tokens."""
         requests, (num_tokens, num_seqs) = self._requests, shape[:2]
         self._place_tokens(
             self._columns, requests.num_computed, requests.tokens,
@@ -382,18 +380,18 @@ class StepGraphs:
         return self._inputs(shape)
 
     def _inputs(self, shape: StepShape) -> StepInputs:
-        """What `_place` has made, of where the step began."""
+        """The results of `_place`."""
         return StepInputs.of(self._columns, self._places, shape.num_tokens, shape.num_seqs)
 
     def _words_of(self, shape: StepShape) -> tuple[Tensor, ...]:
-        """Lengths [S], where queries start [S + 1], and the number of tokens that are no padding
-        [1], all int32.
+        """Sequence lengths [S], query starts [S + 1] and the number of tokens without padding [1],
+        int32.
         """
         parts = shape.num_seqs, shape.num_seqs + 1, 1
         return self._words[: sum(parts)].split(parts)
 
     def _counts(self, shape: StepShape) -> Tensor:
-        """[rows] int64, tokens of each."""
+        """Tokens of each row, [rows] int64."""
         first = 2 * shape.num_tokens + shape.num_seqs
         return self._columns[first : first + shape.num_seqs]
 
@@ -402,8 +400,8 @@ class StepGraphs:
         return self._drafts[: shape.num_seqs, : shape.num_drafts]
 
     def _decode_metadata(self, shape: StepShape) -> AttentionMetadata:
-        """Each token is a sequence of its own, which ends with it; those of a row with drafts are a
-        run.
+        """Metadata in which each token is a sequence that ends with it; tokens of a row with drafts
+        are a run.
         """
         inputs, num_tokens = self._inputs(shape), shape.num_tokens
         seq_lens, _, active = self._words_of(shape)
@@ -430,8 +428,8 @@ class StepGraphs:
         )
 
     def _store(self, shape: StepShape, token_ids: Tensor) -> None:
-        """The chosen tokens, to where the next step and the host find them, and the new lengths of
-        rows without drafts.
+        """Store the sampled tokens for the next step and the host, and the new lengths of rows
+        without drafts.
         """
         requests, num_tokens = self._requests, shape.num_tokens
         self._store_tokens(

@@ -1,11 +1,11 @@
-"""Prompt lookup (method `ngram`): finds the last tokens of a sequence earlier in it, and guesses
-that what followed them there will follow again.
+"""Prompt lookup (method `ngram`): finds the last tokens of a sequence earlier in it, and proposes
+the tokens that followed them there.
 
-The longest match counts, of matches of one length the earliest, as in vLLM. Only the last
-`SEARCHED_TOKENS` are searched, on a CPU no more than the longest sequence of the step has: the work
-is then the same for every sequence, and one of a million tokens costs no more than its neighbours.
-A table of n-grams by their hash would search all, but would have to take in what the prefix cache
-brings without a step.
+The longest match wins; among matches of one length the earliest, as in vLLM. Only the last
+`SEARCHED_TOKENS` are searched, and on a CPU no more than the longest sequence of the step has. So
+the work is the same for every sequence, and a long one does not slow the others. A hash table of
+n-grams would search all tokens, but would have to take in those of the prefix cache, which no step
+runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEARCHED_TOKENS = 32768
 
 
 class NgramProposer(Proposer):
-    """A proposer without a model. It reads tokens only, which all ranks have."""
+    """A proposer without a model. It reads tokens alone, which all ranks have."""
 
     has_gaps = True
 
@@ -39,18 +39,18 @@ class NgramProposer(Proposer):
         requests: RequestState,
         num_tokens: int,
     ) -> Tensor:
-        """See `Proposer.propose`. About 3 passes over the searched tokens per token compared."""
+        """About 3 passes over the searched tokens per token compared."""
         tokens, width = requests.tokens, self._num_searched
         if not num_tokens:
             return lengths.new_empty(len(lengths), 0)
-        lengths = lengths.clamp_max(tokens.shape[1])  # of a row of padding it may be any
-        if tokens.device.type == "cpu":  # a GPU alone knows them
+        lengths = lengths.clamp_max(tokens.shape[1])  # any value in a padding row
+        if tokens.device.type == "cpu":  # only a GPU knows them
             width = min(width, max([1, *lengths.tolist()]))
         begins = (lengths - width).clamp_min(0)
-        # [R, width] of the tokens before lengths; where a sequence is shorter, others behind them
+        # [R, width] of the tokens before lengths; in shorter sequences also tokens after these
         searched = tokens.flatten().unfold(0, width, 1)[slots * tokens.shape[1] + begins]
         places = torch.arange(width, device=tokens.device)
-        # Does a match that ends at a place go on, and how long is it? The last token is none.
+        # Extend matches that end at each place. The last token is no match of itself.
         matches = places < (lengths - 1 - begins).unsqueeze(1)
         longest = torch.zeros_like(matches, dtype=torch.uint8)
         for back in range(min(self._most, width)):

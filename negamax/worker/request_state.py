@@ -1,18 +1,17 @@
 """State of each running request that the worker keeps between steps, indexed by the scheduler's
 slot.
 
-The worker is the single writer. A slot is complete: tokens known so far (sampled ones are written
-here by the device, so the next step can run before the host has seen them), how many of them are
-computed, block table, and sampling state. On a GPU the last slot belongs to nobody: steps that are
-padded to a captured size run their padding on it.
+The worker is the single writer. A slot holds the known tokens, the number of computed ones, the
+block table and the sampling state. The device writes sampled tokens here, so the next step can run
+before the host has seen them. The last slot is for padding.
 
-How many tokens are computed is the device's to know, since it decides which draft tokens are right.
-The host keeps a bound, which serves sizes: it counts drafts as right until their step's results
-have come, and is exact where none are on their way.
+Only the device knows how many tokens are computed, since it decides which draft tokens are
+accepted. The host keeps an upper bound for sizes: it counts drafts as accepted until the results of
+their step are here, and is exact if none are under way.
 
-What raises while one row is prepared, sampled or described is kept in `failures`, and the row stays
-in its steps as one that harms nobody: the steps of all ranks keep the same shape, and the request
-ends with an error.
+An exception while one row is prepared, sampled or described is kept in `failures`, and the row
+stays in the batch as a no-op. So the steps of all ranks keep the same shape, and the request ends
+with an error.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetit
 
 @dataclass(frozen=True)
 class SlotState:
-    """What the host keeps of one row."""
+    """The host's part of one row."""
 
     prompt_len: int
     sampling: SamplingParams
@@ -67,43 +66,44 @@ class RequestState:
         self.padding_slot = max_num_seqs
         num_rows = max_num_seqs + 1
         index_dtype = torch.int64 if device.type == "cpu" else torch.int32
-        # One column more than the window: the last sampled token of a full sequence is written but
-        # never run.
+        # One column more than the context length: the last sampled token of a full sequence is
+        # stored but never run.
         self.tokens = _zeros(num_rows, max_model_len + 1, dtype=index_dtype, device=device)
-        # what was proposed to follow the known tokens of each slot, -1: nothing
+        # tokens proposed to follow the known tokens of each slot, -1: none
         self.drafts = torch.full((num_rows, num_draft_tokens), -1, dtype=torch.int64, device=device)
         self.block_tables = torch.zeros(num_rows, max_blocks, dtype=index_dtype, device=device)
         self._padding_block = 0
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
-        # tokens whose KV is in the cache: where the next step of a slot begins
+        # tokens whose KV is in the cache: the next step of a slot starts there
         self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # on the host: at most so many
-        self._unverified = np.zeros(num_rows, dtype=np.int64)  # drafts that the bound has as right
+        self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # upper bound on the host
+        # drafts that the bound counts as accepted
+        self._unverified = np.zeros(num_rows, dtype=np.int64)
         self.prompt_lens = np.zeros(num_rows, dtype=np.int64)
         # [rows, len(FILTERS)] fp32
         self.sampling = torch.zeros(num_rows, len(FILTERS), dtype=torch.float32, device=device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._states: list[SlotState | None] = [None] * num_rows
-        # rows with penalties, bias, blocked or allowed ids: their logits are edited
+        # rows with logit edits (`worker.logit_edits`)
         self.special_slots: set[int] = set()
         self.drawn_slots: set[int] = set()  # rows with a temperature
         self.filtered_slots: set[int] = set()  # of those, rows with top-k, top-p or min-p
-        self.wide_slots: set[int] = set()  # of those, rows that `sampling.draw_leading` is not for
+        self.wide_slots: set[int] = set()  # of those, rows that DRAW_LEADING does not sample
         self.logprob_slots: set[int] = set()
         self.prompt_logprob_slots: set[int] = set()
-        self.failures: dict[int, str] = {}  # by slot: why its sequence cannot go on
+        self.failures: dict[int, str] = {}  # by slot: why its sequence ends
         self._new_failures: dict[int, str] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over the plan's new rows and appended blocks. A new row that cannot be taken over is
-        one of `failures`.
+        """Apply the plan's new rows and appended blocks. A new row that cannot be applied goes to
+        `failures`.
         """
         for row in plan.new_rows:
             self._assign(row)
         if plan.appended_slots:
             slots = np.array(plan.appended_slots, dtype=np.int64)
             columns = self._num_blocks[slots]
-            # several blocks of one slot go one behind the other
+            # several blocks of one slot are appended one after the other
             if len(set(plan.appended_slots)) < len(slots):
                 columns += [
                     plan.appended_slots[:i].count(slot)
@@ -115,18 +115,18 @@ class RequestState:
             self.block_tables[rows, places] = values.to(self.block_tables.dtype)
 
     def drawn_by(self, slots: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """What kernels draw the tokens of rows by: those of `slots` at `positions`, [R] int64."""
+        """Arguments of the ops that sample `slots` at `positions`, [R] int64 both."""
         return {
             "filters": self.sampling, "seeds": self.seeds, "slots": slots, "positions": positions,
         }  # fmt: skip
 
     def advance(self, slots: Tensor, counts: Tensor) -> None:
-        """Count so many more tokens of `slots` as computed, on the device. [R] int64 both."""
+        """Add `counts` to the computed tokens of `slots` on the device. [R] int64 both."""
         self.num_computed.index_add_(0, slots, counts)
 
     def raise_bounds(self, plan: StepPlan, *, postponed: Sequence[int]) -> None:
-        """The rows of `plan` have been launched; the last token of `postponed` ones will run
-        again.
+        """Raise the bounds for the launched rows of `plan`; the last token of `postponed` rows will
+        run again.
         """
         self.num_computed_bound[plan.slots] += plan.num_scheduled
         self.num_computed_bound[[plan.slots[row] for row in postponed]] -= 1
@@ -135,9 +135,9 @@ class RequestState:
     def lower_bounds(
         self, plan: StepPlan, num_accepted: Mapping[int, int], reassigned: Container[int] = ()
     ) -> None:
-        """Of the draft tokens of `plan` so many were right, by row; the others have not run. Slots
-        that have gone to other requests since are left alone: those `reassigned`, and of a step
-        that is one of the last two, those that have no draft tokens yet.
+        """Lower the bounds by the rejected drafts of `plan`; `num_accepted` by row. Slots that
+        belong to other requests since are left alone: those `reassigned`, and in the last two steps
+        those without unverified drafts.
         """
         for row, num_drafts in enumerate(plan.num_draft_tokens):
             slot = plan.slots[row]
@@ -146,15 +146,15 @@ class RequestState:
                 self._unverified[slot] -= num_drafts
 
     def are_bounds_exact(self, slots: Sequence[int]) -> bool:
-        """Whether the host knows how many tokens of `slots` are computed."""
+        """Whether the host knows the number of computed tokens of `slots`."""
         return not self._unverified[slots].any()
 
     def restore_lengths(self) -> None:
-        """Forget what a step that failed has advanced; the bounds of its runtime are exact."""
+        """Reset the lengths to those before a failed step, on a runtime whose bounds are exact."""
         self.num_computed.copy_(torch.from_numpy(self.num_computed_bound))
 
     def place_drafts(self, plan: StepPlan) -> None:
-        """Write the draft tokens that `plan` verifies behind the known tokens of their slots."""
+        """Write the drafts that `plan` verifies after the known tokens of their slots."""
         counts = np.array(plan.num_draft_tokens, dtype=np.int64)
         slots = np.array(plan.slots, dtype=np.int64).repeat(counts)
         places = np.arange(len(slots)) - (counts.cumsum() - counts).repeat(counts)
@@ -172,19 +172,17 @@ class RequestState:
         return state
 
     def needs_all_logits(self, slot: int) -> bool:
-        """Whether a row takes more than its unedited logits' best, or a draw from the leading
-        ones.
-        """
+        """Whether sampling a row needs all of its logits on one rank."""
         return slot in self.special_slots or slot in self.wide_slots or slot in self.logprob_slots
 
     def set_padding_block(self, block: int) -> None:
-        """The block that rows read and write which stand for nobody; no sequence may own it."""
+        """Set the block that padding rows read and write; no sequence may own it."""
         self._padding_block = block
         self.block_tables[self.padding_slot] = block
 
     def fail(self, slot: int, error: Exception) -> None:
-        """The sequence in `slot` cannot go on, which `error` says; the first one counts. The others
-        do.
+        """End the sequence in `slot` with `error`, unless it has failed before. Other sequences go
+        on.
         """
         if slot not in self.failures:
             logger.error("slot %d: its request ends with an error", slot, exc_info=error)
@@ -192,19 +190,19 @@ class RequestState:
             self._new_failures[slot] = self.failures[slot]
 
     def failures_of(self, slots: Iterable[int]) -> dict[int, str]:
-        """The failures among `slots`, by index."""
+        """Return the failures among `slots`, by index."""
         if not self.failures:
             return {}
         return {i: self.failures[slot] for i, slot in enumerate(slots) if slot in self.failures}
 
     def take_failures(self) -> dict[int, str]:
-        """The failures since the last call, by slot."""
+        """Return the failures since the last call, by slot."""
         failures, self._new_failures = self._new_failures, {}
         return failures
 
     def _assign(self, row: NewRow) -> None:
-        """Take over a new row; one that cannot be taken over becomes a greedy one without edits, on
-        the spare block.
+        """Assign a new row to its slot. One that fails becomes a greedy row without edits on the
+        padding block.
         """
         slot = row.slot
         self.failures.pop(slot, None)
@@ -220,11 +218,12 @@ class RequestState:
             self.fail(slot, error)
             self._states[slot] = SlotState(row.prompt_len, _GREEDY, [])
             self.block_tables[slot] = self._padding_block
-            self._fill_sampling(row)  # ranks exchange candidates of the rows that draw, here too
+            # ranks exchange candidates of the rows that draw, failed or not
+            self._fill_sampling(row)
 
     def _classify(self, slot: int, params: SamplingParams) -> None:
-        """Note what the row asks for. Ranks that exchange logits go by this, so it depends on the
-        plan alone.
+        """Record what the row asks for. It depends on the plan alone, because ranks exchange logits
+        by it.
         """
         assert params.temperature is not None and params.top_k is not None
         edited = any(edit.applies(params, self._eos_token_ids) for edit in logit_edits.EDITS)
@@ -249,7 +248,7 @@ class RequestState:
         tokens, blocks, seed = upload(numbers, self._device)
         self.tokens[slot, : len(row.token_ids)] = tokens
         self.block_tables[slot, : len(row.block_ids)] = blocks
-        # where a proposer with caches of its own goes ahead of the known tokens
+        # a proposer with its own caches runs past the known tokens
         self.block_tables[slot, len(row.block_ids) :] = self._padding_block
         self.seeds[slot : slot + 1] = seed
         self._fill_sampling(row)
@@ -260,8 +259,8 @@ class RequestState:
 
 
 def _zeros(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[rows, columns]; on a CPU memory is taken where they are written, so that long rows of short
-    sequences take little.
+    """Allocate [rows, columns]. On a CPU only written pages take memory, so short sequences take
+    little.
     """
     if device.type != "cpu":
         return torch.zeros(rows, columns, dtype=dtype, device=device)

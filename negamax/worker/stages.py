@@ -1,12 +1,13 @@
-"""What a rank exchanges with other stages of the pipeline in a step: the residual stream that its
-layers begin with or leave, and what became of the sampled rows, which goes from the last stage to
-the first: their tokens. With draft tokens it goes to all stages: how many of these were right, too,
-since that is where a row goes on, and what is guessed to follow. What a draft model reads of layers
-of other stages than the last travels beside the residual stream.
+"""What a rank exchanges with other pipeline stages in a step.
 
-A stage does not wait for what comes of a step before it runs the next one, but before it runs a
-step whose rows it belongs to (decision 41). A slot may have gone to another sequence meanwhile:
-what came for the one before is dropped.
+The residual stream goes from stage to stage, with the streams of earlier layers that a draft model
+reads. The sampled tokens go from the last stage to the first. With speculative decoding they go to
+all stages, with the number of accepted drafts, which sets where a row continues, and with the next
+drafts.
+
+A stage does not wait for the results of a step before it runs the next one, but before it runs a
+step with the same rows (decision 41). If a slot belongs to another sequence by then, the results
+for the earlier one are dropped.
 """
 
 from __future__ import annotations
@@ -31,39 +32,40 @@ from negamax.worker.verify import SampledRows, Verification
 
 @dataclass
 class _Expected:
-    """What comes of a step is on its way here. S samples of R rows."""
+    """Results of a step that are under way to this stage. S samples of R rows."""
 
     plan: StepPlan
     slots: list[int]  # [S]
     slots_device: Tensor  # [S] int64
     positions: Tensor  # [S] int64
-    reassigned: set[int] = field(default_factory=set)  # slots that have other sequences since
-    message: Tensor | None = None  # int64, once it is received: see `Stage.give_back`
+    # slots that were assigned to other sequences since
+    reassigned: set[int] = field(default_factory=set)
+    message: Tensor | None = None  # int64, once received: see `Stage.give_back`
     arrival: Arrival | None = None
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """How many draft tokens of a step were right, which has been taken in here."""
+    """A verification that this stage has received and applied."""
 
     plan: StepPlan
     verification: Verification
-    reassigned: set[int]  # slots that have other sequences since
+    reassigned: set[int]  # slots that were assigned to other sequences since
 
 
 @dataclass(frozen=True)
 class Entering:
-    """What enters a stage. T tokens, of which the ranks of a stage are each sent some, P."""
+    """Inputs of a stage. T tokens, of which each rank of a stage receives P."""
 
     # this rank's part of the residual stream [T, width]; None on the first stage
     stream: Tensor | None
-    # of the layers of earlier stages that a draft model reads: on the last stage [T, width] each,
+    # streams of earlier stages' layers that a draft model reads: on the last stage [T, width] each,
     # on others as they are sent on, [P, width]
     captured: list[Tensor]
 
 
 class Stage:
-    """This rank's side of the exchange; a pipeline of one stage exchanges nothing."""
+    """This rank's side of the exchange. A pipeline of one stage exchanges nothing."""
 
     def __init__(
         self,
@@ -84,14 +86,15 @@ class Stage:
         self._expected: deque[_Expected] = deque()
 
     def begin(self, plan: StepPlan) -> list[Arrived]:
-        """Before `plan` is applied: take in what its rows need, and steps that are old; of those
-        with draft tokens, what became of these.
+        """Receive, before `plan` is applied, the results that its rows need and those of old steps.
+        Returns the verifications among them.
         """
         if not self._expected:
             return []
         assigned = {row.slot for row in plan.new_rows}
         needed = set(plan.slots) - assigned
-        last = len(self._expected) - self._num_stages  # older ones are there: a step a stage
+        # older ones are here: a step advances one stage at a time
+        last = len(self._expected) - self._num_stages
         for number, step in enumerate(self._expected):
             step.reassigned |= assigned
             if not (needed - step.reassigned).isdisjoint(step.slots):
@@ -142,8 +145,9 @@ class Stage:
         return Entering(out, streams)
 
     def send(self, hidden: Tensor, entered: Entering, captured: Sequence[Tensor]) -> None:
-        """The stream [T, width] that leaves the stage, what was captured before it, and what its
-        own layers have added to that, [T, width] each; a copy travels. The last stage sends none.
+        """Send a copy of the stream [T, width] that leaves the stage, and of the streams that a
+        draft model reads: those that entered and this stage's own, [T, width] each. The last stage
+        sends none.
         """
         if self._links.next is None:
             return
@@ -154,7 +158,7 @@ class Stage:
             self._links.next.send(torch.cat([part, *beside], dim=1) if beside else part.clone())
 
     def expect(self, plan: StepPlan, inputs: SampleInputs) -> None:
-        """The last stage will sample these rows of the step that was just sent."""
+        """Expect the last stage's samples for these rows of the step that was just sent."""
         if self._links.sampled and inputs.slots:
             places = inputs.slots_device.clone(), inputs.positions_device.clone()
             self._expected.append(_Expected(plan, inputs.slots, *places))
@@ -170,24 +174,24 @@ class Stage:
         if plan.num_proposed:
             slots = indices(SampledRows.of(plan).slots, token_ids.device)
             parts.append(self._requests.drafts[slots, : plan.num_proposed].flatten())
-        message = torch.cat(parts)  # a copy: what was kept may be written while it is on its way
+        message = torch.cat(parts)  # a copy: the next step may write these while they travel
         for link in self._links.sampled:
             link.send(message)
 
     def post(self) -> None:
-        """Receive all that is expected, without waiting for it: a GPU that sends spins until it is
-        received.
+        """Start to receive all that is expected, without waiting: a GPU that sends spins until it
+        is received.
         """
         for step in self._expected:
             self._receive(step)
 
     def finish(self) -> None:
-        """Receive all that is expected, and drop it."""
+        """Receive and drop all that is expected."""
         while self._expected:
             self._receive(self._expected.popleft())[1].wait()
 
     def _receive(self, step: _Expected) -> tuple[Tensor, Arrival]:
-        """The message of a step, on its way here."""
+        """Start to receive the message of a step."""
         if step.message is None or step.arrival is None:
             plan, num_rows = step.plan, sum(step.plan.needs_sampling)
             per_row = any(plan.num_draft_tokens) + plan.num_proposed
@@ -197,7 +201,7 @@ class Stage:
         return step.message, step.arrival
 
     def _take_in(self, step: _Expected) -> Arrived | None:
-        """Write what comes of a step into its slots."""
+        """Write the results of a step into its slots."""
         message, arrival = self._receive(step)
         arrival.wait()
         plan = step.plan
@@ -211,7 +215,7 @@ class Stage:
         return self._take_in_drafts(plan, rest, step.reassigned) if len(rest) else None
 
     def _take_in_drafts(self, plan: StepPlan, rest: Tensor, reassigned: set[int]) -> Arrived | None:
-        """`rest` of a message, behind the tokens: what was right, and what is guessed."""
+        """Apply the rest of a message, after the tokens: accepted drafts and proposed ones."""
         rows, slots, num_drafts, _ = SampledRows.of(plan)
         kept = np.flatnonzero([slot not in reassigned for slot in slots])
         index, slot, count = upload((kept, slots[kept], num_drafts[kept]), rest.device)
@@ -225,7 +229,7 @@ class Stage:
         return Arrived(plan, Verification.of(plan, accepted), reassigned)
 
     def _whole(self, part: Tensor, num_tokens: int) -> Tensor:
-        """All rows of what each rank of the stage has a part of."""
+        """Gather the parts of all ranks of the stage."""
         if self._num_places == 1:
             return part
         rows = part.new_zeros(num_tokens, part.shape[1])

@@ -58,11 +58,9 @@ class AllTokens:
         return build(self.layout, self.requests, most_tokens=self.most_tokens)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """See `TokenShare`."""
         return rows
 
     def describe_all(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """See `TokenShare`."""
         return metadata
 
 
@@ -100,7 +98,7 @@ class PiecesOfRuns:
         self._shared = SharedTokens(group, positions, all_slots)
 
     def build(self) -> tuple[Tensor, AttentionMetadata]:
-        """See `TokenShare`. A share without tokens is one of nobody."""
+        """A share without tokens is one of nobody."""
         requests, most = self._requests, self._most_tokens
         if len(self._own.tokens):
             token_ids, metadata = build(self._own.layout, requests, most_tokens=most)
@@ -109,12 +107,10 @@ class PiecesOfRuns:
         return token_ids, replace(metadata, shared_tokens=self._shared, is_share=True)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """See `TokenShare`."""
         padded = F.pad(rows, (0, 0, 0, self._num_rows - len(rows)))
         return self._group.all_gather(padded, dim=0)[self._order]
 
     def describe_all(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """See `TokenShare`."""
         return build(self._layout, self._requests)[1]
 
 
