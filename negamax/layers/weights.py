@@ -5,6 +5,7 @@ the matrices behind them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,19 +22,26 @@ from negamax.quantization.scheme import WeightFormat
 Copies = tuple[tuple[int, int], ...]
 
 
+@dataclass(frozen=True)
+class StoredPart:
+    """One tensor of a quantized matrix that a slot takes as it is stored."""
+
+    tensor: StoredTensor
+    matrix: tuple[tuple[int, int], Region]  # the matrix's shape, and this rank's part of it
+    # nothing is kept: the tensor is only compared with the known entries of its format
+    is_compared: bool = False
+    copies: Copies = ()  # how its entries are repeated; none: as they are
+
+
 class WeightSlot:
     """The place of one checkpoint tensor on this rank. Its single writer is the loader.
 
-    `shape` is the full shape in the checkpoint. `target` is the parameter (or a view of a fused
-    one) that receives the part `region` of the tensor, one range per dimension; `target` None means
-    that this rank keeps nothing (`needed` is False). `source`: the format of the matrix in the
-    checkpoint; the slot takes it dequantised, or, with `stored`, that tensor of it as it is.
-    `matrix`: the shape of the matrix that `stored` belongs to, and this rank's part of it.
-    With `compared`, the shape of the matrix, nothing is kept of `stored`, but compared with what is
-    known of it. `copies`: what is written of the entries of `region`. `optional`: a checkpoint may
-    lack the tensor. `reason`: why a matrix is not held as it is stored, for the log. The slot lets
-    go of its target once written, so that a layer can free the plain copy when it packs its
-    weights.
+    `shape` is the tensor's full shape in the checkpoint. `target` is the parameter (or a view of a
+    fused one) that receives the part `region` of the tensor, one range per dimension; None: this
+    rank keeps nothing. `source`: the format of the matrix in the checkpoint. Without `stored` the
+    slot takes the dequantized matrix, else that tensor of it. `optional`: a checkpoint may lack the
+    tensor. `reason`: why a matrix is dequantized, for the log. The slot drops its target once
+    written, so that a layer can free the plain copy when it packs its weights.
     """
 
     def __init__(
@@ -44,30 +52,25 @@ class WeightSlot:
         target: Tensor | None,
         region: tuple[range, ...] = (),
         source: TensorFormat = PLAIN,
-        stored: StoredTensor | None = None,
-        matrix: tuple[tuple[int, int], Region] | None = None,
-        compared: tuple[int, int] | None = None,
-        copies: Copies = (),
+        stored: StoredPart | None = None,
         optional: bool = False,
         reason: str = "",
     ) -> None:
-        region = region or tuple(range(size) for size in shape)
-        if target is not None:
-            is_number = stored is not None and stored.is_number  # which all entries become
-            is_whole = tuple(target.shape) == tuple(len(part) for part in region)
-            assert is_number or copies or is_whole, f"{name}: {tuple(target.shape)} <- {region}"
-        self.name = name
-        self.shape = shape
-        self.reason = reason
-        self.region = region
-        self.optional = optional
-        self.needed = target is not None or compared is not None
-        self.written = False
+        self.name, self.shape, self.source = name, shape, source
+        self.region = region or tuple(range(size) for size in shape)
+        self.optional, self.reason, self.written = optional, reason, False
+        self._target, self._part = target, stored
+        self.needed = target is not None or (stored is not None and stored.is_compared)
         self.dtype = None if target is None else target.dtype
         self.device = None if target is None else target.device
-        self.source, self.stored, self._compared = source, stored, compared
-        self._matrix = matrix
-        self._target, self._copies = target, copies
+        if target is not None and not (stored and (stored.copies or stored.tensor.is_number)):
+            wanted = tuple(len(part) for part in self.region)
+            assert tuple(target.shape) == wanted, f"{name}: {tuple(target.shape)} <- {self.region}"
+
+    @property
+    def stored(self) -> StoredTensor | None:
+        """The tensor that the slot takes as it is stored; None: it takes the dequantized matrix."""
+        return None if self._part is None else self._part.tensor
 
     @property
     def target(self) -> Tensor | None:
@@ -77,13 +80,13 @@ class WeightSlot:
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """The shape of the matrix that a slot takes, or takes a tensor of."""
-        rows, columns = self.shape if self._matrix is None else self._matrix[0]
+        rows, columns = self.shape if self._part is None else self._part.matrix[0]
         return rows, columns
 
     @property
     def matrix_region(self) -> Region:
-        """Likewise, this rank's part of it."""
-        rows, columns = self.region if self._matrix is None else self._matrix[1]
+        """This rank's part of that matrix."""
+        rows, columns = self.region if self._part is None else self._part.matrix[1]
         return rows, columns
 
     def in_rows(self, count: int) -> Iterator[WeightSlot]:
@@ -93,11 +96,18 @@ class WeightSlot:
         target, self._target, self.written = self._target, None, True
         first, *rest = self.region
         for at in range(0, len(first), count):
+            region, stored = (first[at : at + count], *rest), None
+            if self._part is not None:
+                columns = rest[0] if rest else range(0)
+                stored = StoredPart(self._part.tensor, (self._part.matrix[0], (region[0], columns)))
             yield WeightSlot(
-                self.name, self.shape, region=(first[at : at + count], *rest),
+                self.name,
+                self.shape,
                 target=None if target is None else target[at : at + count],
-                source=self.source, stored=self.stored,
-            )  # fmt: skip
+                region=region,
+                source=self.source,
+                stored=stored,
+            )
 
     def write(self, tensor: Tensor) -> None:
         """Copy this rank's part of `tensor` (the full checkpoint tensor) and cast it to the
@@ -129,13 +139,14 @@ class WeightSlot:
                 f"tensor {self.name} has dtype {dtype}; {self.source.name} is stored in "
                 f"{' or '.join(self.stored.dtypes)}"
             )
-        if self.stored is not None and self._compared is not None:
-            check_entries(self.stored, part, self.region, matrix or self._compared, name=self.name)
+        if self._part is not None and self._part.is_compared:
+            matrix = matrix or self._part.matrix[0]
+            check_entries(self._part.tensor, part, self.region, matrix, name=self.name)
         target, self._target = self._target, None
         self.written = True
         if target is None:
             return part
-        for dim, (count, first) in enumerate(self._copies):
+        for dim, (count, first) in enumerate(self._part.copies if self._part else ()):
             if count > 1:
                 part = part.repeat_interleave(count, dim).narrow(dim, first, target.shape[dim])
         if self.stored is not None and target.element_size() == 1:
@@ -228,11 +239,13 @@ class MatrixWeight:
                 target=self._place_of(held, region, at) if region and tensor.is_kept else None,
                 region=tensor.part(region) if region else (),
                 source=source,
-                stored=tensor,
+                stored=StoredPart(
+                    tensor,
+                    (shape, region or (range(0), range(0))),
+                    is_compared=bool(tensor.known and region),
+                    copies=_copies(tensor, held, region) if region and tensor != held else (),
+                ),
                 optional=tensor.optional,
-                matrix=(shape, region or (range(0), range(0))),
-                compared=shape if tensor.known and region else None,
-                copies=_copies(tensor, held, region) if region and tensor != held else (),
             )
             for tensor, held in zip(source.tensors, all_held, strict=True)
             if tensor.is_kept or not source.is_online

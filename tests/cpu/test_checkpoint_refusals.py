@@ -30,7 +30,7 @@ from negamax.checkpoint.reader import CheckpointReader, read_entries, read_heade
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.floats import E4M3_BLOCKS
-from negamax.layers.weights import WeightSlot, slots_by_name
+from negamax.layers.weights import StoredPart, WeightSlot, slots_by_name
 
 SPEC = tiny_spec()
 FP8_SPEC = tiny_spec(quantization_config=FP8_CONFIG)
@@ -179,6 +179,11 @@ def test_fp8_nan_is_found_in_dequantised_and_kept_weights(tmp_path: Path, code: 
     message = rf"{name} in 2 of 24 x 48 \(F8_E4M3\), first at \[3, 40\]"
     refused(tmp_path, stored, message, spec=FP8_SPEC)
 
+    def stored_part(key: str) -> StoredPart:
+        rows, columns = stored[key.removesuffix("_scale_inv")].shape
+        tensor = E4M3_BLOCKS.tensors[key.endswith("_scale_inv")]
+        return StoredPart(tensor, ((rows, columns), (range(rows), range(columns))))
+
     class Kept(SlotModel):
         def weight_slots(self) -> dict[str, WeightSlot]:
             slots = super().weight_slots()
@@ -188,7 +193,7 @@ def test_fp8_nan_is_found_in_dequantised_and_kept_weights(tmp_path: Path, code: 
                     tuple(tensor.shape),
                     target=torch.empty_like(tensor),
                     source=E4M3_BLOCKS,
-                    stored=E4M3_BLOCKS.tensors[key.endswith("_scale_inv")],
+                    stored=stored_part(key),
                 )
                 for key, tensor in stored.items()
                 if key.removesuffix("_scale_inv") + "_scale_inv" in stored
