@@ -131,7 +131,7 @@ def parse_json(text: str, *, what: str, max_nesting: int = MAX_NESTING) -> Any:
     except RecursionError:
         refuse_grammar(f"the {what} is nested too deeply; at most {max_nesting} levels are allowed")
     except ValueError as error:
-        refuse_grammar(f"the {what} is no valid JSON: {error}")
+        refuse_grammar(f"the {what} is not valid JSON: {error}")
     depth = _count_nesting(value)
     if depth > max_nesting:
         refuse_grammar(

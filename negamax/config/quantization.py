@@ -46,8 +46,8 @@ def read_quantization(
             )
         if not (method := found.get("quant_method")):
             raise ConfigError(
-                f"model config: quantization_config says no method: quant_method is {method!r}",
-                hint="add it, or take quantization_config out where nothing is quantised",
+                f"model config: quantization_config has no method: quant_method is {method!r}",
+                hint="add quant_method, or remove quantization_config if no weight is quantized",
             )
         spec = QuantizationSpec(str(method), dict(found))
         is_neuron = folder is not None and spec.method == "fp8" and _is_neuron(folder)

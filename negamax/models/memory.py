@@ -147,8 +147,8 @@ def expert_padding(
     fitting = next((n for n in sizes if room(n)[0] == width * n // ranks), None)
     remedy = f" (none with --expert-parallel-size {fitting})" if fitting else ""
     return (
-        f"{held} columns of each expert where {even} would be even, since {stored.name} is cut in "
-        f"units of {unit}: {held / even - 1:.0%} more bytes and arithmetic in the experts{remedy}"
+        f"{held} columns of each expert instead of {even}, since {stored.name} is split in units "
+        f"of {unit}: {held / even - 1:.0%} more bytes and arithmetic in the experts{remedy}"
     )
 
 

@@ -62,7 +62,7 @@ class Tokenizer:
             self._backend = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # the library raises bare Exception for every defect
             raise CheckpointError(
-                f"{source} is no valid tokenizer: {error}", hint=_REMEDY
+                f"{source} is not a valid tokenizer: {error}", hint=_REMEDY
             ) from error
         parsed = json.loads(definition)
         _check_byte_level(parsed, source=source)

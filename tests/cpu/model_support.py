@@ -110,6 +110,23 @@ def build(
     return model
 
 
+def checkpoint_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return the weights of transformers' model by their checkpoint names."""
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        if name.endswith("experts.gate_up_proj"):
+            for expert, fused in enumerate(tensor):
+                prefix = name.replace("gate_up_proj", str(expert))
+                weights[f"{prefix}.w1.weight"], weights[f"{prefix}.w3.weight"] = fused.chunk(2)
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                weights[f"{name.replace('down_proj', str(expert))}.w2.weight"] = down
+        else:
+            weights[name] = tensor
+    return weights
+
+
 class PagedRun:
     """Sequences in one paged cache with shuffled blocks: feeds chunks, returns logits."""
 

@@ -23,6 +23,7 @@ from m2_checkpoints import (
     tiny_spec,
     to_fp8,
 )
+from model_support import checkpoint_tensors
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
@@ -63,30 +64,12 @@ def save_transformers_model(folder: Path, *, shard_size: str) -> dict[str, Tenso
 
     torch.manual_seed(0)
     model = MiniMaxM2ForCausalLM(MiniMaxM2Config(**TINY)).eval()
-    expected: dict[str, Tensor] = {}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_()
-            if name.endswith("experts.gate_up_proj"):
-                for expert, weight in enumerate(parameter):
-                    prefix = name.replace(
-                        "mlp.experts.gate_up_proj", f"block_sparse_moe.experts.{expert}."
-                    )
-                    expected[prefix + "w1.weight"], expected[prefix + "w3.weight"] = weight.chunk(2)
-            elif name.endswith("experts.down_proj"):
-                for expert, weight in enumerate(parameter):
-                    prefix = name.replace(
-                        "mlp.experts.down_proj", f"block_sparse_moe.experts.{expert}."
-                    )
-                    expected[prefix + "w2.weight"] = weight
-            else:
-                expected[name.replace(".mlp.", ".block_sparse_moe.")] = parameter
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_()
-                expected[name.replace(".mlp.", ".block_sparse_moe.")] = buffer
+        for name, tensor in model.state_dict().items():
+            assert "inv_freq" not in name
+            tensor.normal_()
     model.save_pretrained(folder, max_shard_size=shard_size)
-    return {name: tensor.detach().clone() for name, tensor in expected.items()}
+    return {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
 
 
 @pytest.mark.parametrize(("shard_size", "num_files"), [("1GB", 1), ("30KB", 5)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_support import PagedRun, build, random_weights, tiny_config
+from model_support import PagedRun, build, checkpoint_tensors, random_weights, tiny_config
 from safetensors.torch import load_file
 from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
@@ -120,7 +120,7 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(seed: int) -> None:
     with torch.no_grad():
         for layer in expected_model.model.layers:
             layer.mlp.e_score_correction_bias.copy_(bias)
-    weights = _checkpoint(expected_model)
+    weights = checkpoint_tensors(expected_model)
     run = PagedRun(build(spec, weights))
     tokens = list(range(23))
     with torch.no_grad():
@@ -144,20 +144,3 @@ def test_reference_kernels_alone_give_the_same_logits() -> None:
             atol=1e-5,
             rtol=1e-5,
         )
-
-
-def _checkpoint(model: MiniMaxM2ForCausalLM) -> dict[str, torch.Tensor]:
-    """Return the weights of transformers' model by their checkpoint names."""
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        name = name.replace(".mlp.", ".block_sparse_moe.")
-        if name.endswith("experts.gate_up_proj"):
-            for expert, fused in enumerate(tensor):
-                prefix = name.replace("gate_up_proj", str(expert))
-                weights[f"{prefix}.w1.weight"], weights[f"{prefix}.w3.weight"] = fused.chunk(2)
-        elif name.endswith("experts.down_proj"):
-            for expert, down in enumerate(tensor):
-                weights[f"{name.replace('down_proj', str(expert))}.w2.weight"] = down
-        else:
-            weights[name] = tensor
-    return weights

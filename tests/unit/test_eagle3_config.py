@@ -162,7 +162,7 @@ def test_a_draft_is_found_by_its_bundled_name_or_its_folder(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("config", [M2, M3])
 def test_a_draft_is_no_model_to_serve(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="is a draft: it guesses the tokens of another model"):
+    with pytest.raises(ConfigError, match="is a draft model: it proposes tokens for another model"):
         registry.read_spec(config)
 
 

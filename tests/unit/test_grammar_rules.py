@@ -29,7 +29,7 @@ def nested(levels: int) -> str:
 @pytest.mark.parametrize(
     ("grammar", "words"),
     [
-        (Grammar(kind="json_schema", text="{"), "no valid JSON"),
+        (Grammar(kind="json_schema", text="{"), "not valid JSON"),
         (Grammar(kind="json_schema", text="[1]"), "a list; an object or a boolean"),
         (Grammar(kind="json_schema", text=nested(MAX_NESTING)), f"{MAX_NESTING + 1} levels"),
         (Grammar(kind="json_schema", text=nested(50_000)), "nested too deeply"),

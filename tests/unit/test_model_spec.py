@@ -199,7 +199,7 @@ def test_unsupported_quantisation_is_refused_by_name(field: str, value: Any) -> 
 
 @pytest.mark.parametrize("description", [{"quant_method": None}, {"bits": 4}])
 def test_a_description_without_a_method_is_refused(description: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="says no method: quant_method is None"):
+    with pytest.raises(ConfigError, match="has no method: quant_method is None"):
         read_spec(changed(quantization_config=description))
 
 

@@ -35,36 +35,18 @@ NESTED = {
     }
 }
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "write",
-            "parameters": {
-                "type": "object",
-                "properties": {"filename": {"type": "string"}, "content": {"type": "string"}},
-            },
-        },
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "save",
-            "parameters": {"type": "object", "properties": {"data": {"type": "object"}}},
-        },
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-        },
-    },
+    {"name": name, "parameters": {"type": "object", "properties": properties}}
+    for name, properties in {
+        "write": {"filename": {"type": "string"}, "content": {"type": "string"}},
+        "save": {"data": {"type": "object"}},
+        "weather": {"city": {"type": "string"}},
+    }.items()
 ]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Return the shares of the non-empty fragments and of their characters, in percent."""
+    """Shares of the non-empty fragments and of their characters, in percent."""
 
     tiny: float
     good: float
@@ -78,34 +60,25 @@ def nested(num_chars: int) -> dict[str, object]:
     return {"data": {"parts": parts}}
 
 
-SCENARIOS = {
+CITIES = ("Rome", "Oslo", "Lima", "Tokyo", "New York")
+Calls = Sequence[tuple[str, dict[str, object]]]
+SCENARIOS: dict[str, tuple[str | None, str | None, Calls, Limits]] = {
     "essay": (None, ESSAY, [], Limits(5, 95, 2, 90, 10)),
     "JSON as content": (None, json.dumps(nested(3000)), [], Limits(5, 95, 2, 90, 10)),
-    "tool string of 500": (
-        None,
-        None,
-        [("write", {"content": (CODE * 10)[:500]})],
-        Limits(15, 85, 0, 95, 0),
-    ),
-    "filename and content": (
-        None,
-        None,
-        [("write", {"filename": "a.py", "content": CODE * 3})],
-        Limits(10, 90, 0, 95, 0),
-    ),
-    "tool string of 10K": (
-        None,
-        None,
-        [("write", {"content": (CODE * 160)[:10_000]})],
-        Limits(5, 90, 10, 65, 35),
-    ),
-    "nested object of 2K": (None, None, [("save", nested(2000))], Limits(20, 75, 10, 60, 40)),
-    "five parallel calls": (
-        None,
-        None,
-        [("weather", {"city": city}) for city in ("Rome", "Oslo", "Lima", "Tokyo", "New York")],
-        Limits(15, 85, 0, 95, 0),
-    ),
+    **{
+        name: (None, None, calls, limits)
+        for name, calls, limits in (
+            (
+                "string of 500",
+                [("write", {"content": (CODE * 10)[:500]})],
+                Limits(15, 85, 0, 95, 0),
+            ),
+            ("two", [("write", {"filename": "a", "content": CODE * 3})], Limits(10, 90, 0, 95, 0)),
+            ("10K", [("write", {"content": (CODE * 160)[:10_000]})], Limits(5, 90, 10, 65, 35)),
+            ("nested object of 2K", [("save", nested(2000))], Limits(20, 75, 10, 60, 40)),
+            ("five", [("weather", {"city": city}) for city in CITIES], Limits(15, 85, 0, 95, 0)),
+        )
+    },
     "reasoning then call": (
         "The user wants the weather of Rome, so I ask.",
         None,

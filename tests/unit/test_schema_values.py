@@ -49,36 +49,33 @@ def test_types_of_a_schema(schema: Any, expected: set[str]) -> None:
     assert types_of(schema) == expected
 
 
-def test_references_are_resolved_through_definitions_and_escapes() -> None:
-    root = {
-        "$defs": {"a/b": {"type": "integer"}, "c~d": {"$ref": "#/$defs/a~1b"}},
-        "definitions": {"e f": {"type": "null"}},
-    }
-    assert types_of({"$ref": "#/$defs/c~0d"}, root) == {"integer"}
-    assert types_of(
-        {"anyOf": [{"$ref": "#/$defs/a~1b"}, {"$ref": "#/definitions/e%20f"}]}, root
-    ) == {"integer", "null"}
-    assert types_of({"$ref": "#/$defs/missing"}, root) == set()
-    assert types_of({"$ref": "https://example.com/schema"}, root) == set()
+DEFINITIONS: dict[str, Any] = {
+    "$defs": {
+        "a/b": {"type": "integer"},
+        "c~d": {"$ref": "#/$defs/a~1b"},
+        "loop": {"anyOf": [{"$ref": "#/$defs/back"}, {"type": "string"}]},
+        "back": {"$ref": "#/$defs/loop"},
+        **{f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(64)},
+        "d64": {"type": "boolean"},
+    },
+    "definitions": {"e f": {"type": "null"}},
+}
 
 
-def test_circular_references_end() -> None:
-    root: dict[str, Any] = {
-        "$defs": {
-            "a": {"$ref": "#/$defs/b"},
-            "b": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]},
-        }
-    }
-    assert types_of({"$ref": "#/$defs/a"}, root) == {"string"}
-
-
-def test_doubling_references_are_walked_once() -> None:
-    definitions = {
-        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]}
-        for i in range(64)
-    }
-    root = {"$defs": {**definitions, "d64": {"type": "boolean"}}}
-    assert types_of({"$ref": "#/$defs/d0"}, root) == {"boolean"}
+@pytest.mark.parametrize(
+    ("references", "expected"),
+    [
+        (["#/$defs/c~0d"], {"integer"}),
+        (["#/$defs/a~1b", "#/definitions/e%20f"], {"integer", "null"}),
+        (["#/$defs/missing"], set()),
+        (["https://example.com/schema"], set()),
+        (["#/$defs/back"], {"string"}),  # a loop ends
+        (["#/$defs/d0"], {"boolean"}),  # doubled references are walked once
+    ],
+)
+def test_references_are_resolved(references: list[str], expected: set[str]) -> None:
+    schema = {"anyOf": [{"$ref": reference} for reference in references]}
+    assert types_of(schema, DEFINITIONS) == expected
 
 
 @pytest.mark.parametrize(
@@ -133,7 +130,16 @@ def test_doubling_references_are_walked_once() -> None:
         ("[1]", ["object"], [1]),
         ("[1]", ["object", "string"], "[1]"),
         ("5", ["object"], "5"),
+        ("9" * 4300, ["integer"], int("9" * 4300)),
+        ("9" * 4301, ["integer"], "9" * 4301),  # beyond what JSON readers take
+        ("-" + "9" * 30 + ".000", ["integer"], -int("9" * 30)),
+        ("12345678901234567890.0", ["number"], 12345678901234567890),
+        ("2e3", ["integer"], 2000),
+        ("5.", ["integer"], 5),
+        (".5", ["integer"], ".5"),
+        ("[" * 200_000 + "]" * 200_000, ["array"], "[" * 200_000 + "]" * 200_000),
     ],
+    ids=lambda value: repr(value)[:30],
 )
 def test_conversion(text: str, types: list[str], expected: Any) -> None:
     value = convert(text, *types)
@@ -143,11 +149,6 @@ def test_conversion(text: str, types: list[str], expected: Any) -> None:
 
 def test_large_floats_are_not_spelled_out() -> None:
     assert json_value("1e300", frozenset({"number"})) == "1e+300"
-
-
-def test_bottomless_nesting_stays_text() -> None:
-    text = "[" * 200_000 + "]" * 200_000
-    assert convert(text, "array") == text
 
 
 def test_escaped_lone_surrogate_can_be_sent_as_utf8() -> None:
@@ -248,15 +249,10 @@ def test_items_whose_place_says_what_they_are(first: str) -> None:
 @pytest.mark.parametrize(
     "tools",
     [
-        None,
-        [],
-        [tool("f")],
-        [tool("f", {})],
-        [tool("f", True)],
+        None, [], [tool("f")], [tool("f", {})], [tool("f", True)], [tool("f", [])],
         [{"type": "web_search"}],
-        [tool("f", [])],
     ],
-)
+)  # fmt: skip
 def test_missing_schemas_mean_text(tools: list[dict[str, Any]] | None) -> None:
     arguments = ToolSchemas(tools).arguments("f")
     assert arguments.member("x").types == arguments.member("x").item(0).types == frozenset()
@@ -276,21 +272,3 @@ def test_a_name_in_other_letter_case_is_a_declared_one_only_without_doubt() -> N
         "other")] == [
         "Read", "Read", "write", None, None,
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("text", "types", "expected"),
-    [
-        ("9" * 4300, ["integer"], int("9" * 4300)),
-        ("-" + "9" * 30 + ".000", ["integer"], -int("9" * 30)),
-        ("12345678901234567890.0", ["number"], 12345678901234567890),
-        ("9" * 4301, ["integer"], "9" * 4301),  # beyond what JSON readers take
-        ("2e3", ["integer"], 2000),
-        ("5.", ["integer"], 5),
-        (".5", ["integer"], ".5"),
-    ],
-)
-def test_integers_keep_all_their_digits(text: str, types: list[str], expected: Any) -> None:
-    value = convert(text, *types)
-    assert value == expected
-    assert type(value) is type(expected)

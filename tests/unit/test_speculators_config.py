@@ -182,19 +182,21 @@ def test_a_draft_alone_stands_for_its_verifier(tmp_path: Path) -> None:
     assert source.speculation is not None and source.speculation.num_speculative_tokens == 4
     assert source.draft is not None and source.draft.spec.aux_layers == (2, 3, 5)
     # explicit options replace all that the files say
-    with pytest.raises(ConfigError, match="is a draft: it guesses") as caught:
+    with pytest.raises(ConfigError, match="is a draft model: it proposes") as caught:
         of(config, speculative_config={"method": "ngram"})
     assert "serve nano, and name this one in --speculative-config" in str(caught.value)
     itself = str(tmp_path)
     for verifier, words in (
-        (None, "is a draft"),
+        (None, "is a draft model"),
         ("no/such/model", "^draft .*: model 'no/such/model' is neither"),
-        (itself, f"^draft {itself}: a model of .* is a draft"),
+        (itself, f"^draft {itself}: a model of .* is a draft model"),
     ):
         with pytest.raises(ConfigError, match=words):
             of(as_speculators(M2 | nano, verifier=verifier))
 
 
 def test_it_is_no_model_to_serve() -> None:
-    with pytest.raises(ConfigError, match="'eagle3' is a draft: it guesses the tokens of another"):
+    with pytest.raises(
+        ConfigError, match="'eagle3' is a draft model: it proposes tokens for another"
+    ):
         registry.read_spec(CONFIG)

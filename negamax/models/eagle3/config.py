@@ -22,7 +22,7 @@ from negamax.models.family import ModelFamily
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
 _IDS = "eagle_aux_hidden_state_layer_ids"
-_OVERRIDE = f"--speculative-config names the layers of its training by what enters them: {_IDS}"
+_OVERRIDE = f"name the layers of its training in --speculative-config, as inputs: {_IDS}"
 NUM_AUX = 3  # streams, unless config.json differs
 
 _FIXED: dict[str, Any] = {
@@ -92,7 +92,7 @@ class Eagle3Spec(ModelSpec):
         return {
             "draft's intermediate_size": self.intermediate_size,
             "draft_vocab_size": self.draft_vocab_size,
-            "width of what the draft's fc reads": self.num_aux * self.target_hidden_size,
+            "input width of the draft's fc": self.num_aux * self.target_hidden_size,
         }
 
     def for_target(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Eagle3Spec:
@@ -114,7 +114,7 @@ class Eagle3Spec(ModelSpec):
         if len(chosen) != self.num_aux or not is_ascending or chosen[-1] > target.num_layers:
             raise ConfigError(
                 f"the draft reads layers {list(chosen)}; allowed: {self.num_aux} in ascending "
-                f"order, up to {target.num_layers}, which is what leaves the last",
+                f"order, up to {target.num_layers}, the output of the last layer",
                 hint=_OVERRIDE,
             )
         return replace(self, aux_layers=chosen)
@@ -127,7 +127,7 @@ class Eagle3Spec(ModelSpec):
         `target_types`: every model_type of models like the target.
         """
         says = "the draft's files say that its model"
-        result = "more guesses may be wrong; answers are the same"
+        result = "fewer draft tokens may be accepted; answers are the same"
         if self.target_model_type not in (None, *target_types):
             yield (f"{says} is {self.target_model_type} (target_model_type), and this one is "
                    f"{' or '.join(target_types)}: {result}")  # fmt: skip
@@ -136,8 +136,8 @@ class Eagle3Spec(ModelSpec):
                    f"this one has {target.num_layers}: {result}")  # fmt: skip
         if self.max_position_embeddings < max_model_len:
             yield (f"the draft was made for {self.max_position_embeddings} tokens "
-                   f"(max_position_embeddings), and sequences may have {max_model_len}: behind "
-                   f"them {result}")  # fmt: skip
+                   f"(max_position_embeddings), and sequences may have {max_model_len}: after "
+                   f"that {result}")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class IsDraft(ConfigError):
     def __init__(self, name: str, verifier: str | None) -> None:
         model = verifier or "that model"
         super().__init__(
-            f"{name} is a draft: it guesses the tokens of another model",
+            f"{name} is a draft model: it proposes tokens for another model",
             hint=f"serve {model}, and name this one in --speculative-config",
         )
         self.verifier = verifier
@@ -280,8 +280,8 @@ def _read_aux_layers(ids: object) -> tuple[int, ...]:
     numbers = _read_input_layers(ids)
     if numbers and numbers[0] not in (1, 2):
         raise ConfigError(
-            f"config.json of the draft: {_IDS} is {ids}; known are lists that begin with 1, which "
-            f"name what leaves a layer, and with 2, which name what enters it",
+            f"config.json of the draft: {_IDS} is {ids}; supported: lists that begin with 1 "
+            f"(outputs of layers) or with 2 (inputs of layers)",
             hint=_OVERRIDE,
         )
     return tuple(number + 2 - numbers[0] for number in numbers)

@@ -330,9 +330,8 @@ class Eagle3Draft:
         if lowest < 0 or highest >= self.spec.vocab_size or distinct < size:
             raise CheckpointError(
                 f"tensor {names.D2T} gives {size} tokens of the draft {distinct} ids from {lowest} "
-                f"to {highest}; allowed: as many as there are tokens, from 0 to "
-                f"{self.spec.vocab_size - 1}",
-                hint="the draft's checkpoint itself is broken",
+                f"to {highest}; allowed: {size} different ids from 0 to {self.spec.vocab_size - 1}",
+                hint="export the draft again",
             )
         self._check_marks()
 
@@ -347,10 +346,10 @@ class Eagle3Draft:
         if surplus or absent:
             raise CheckpointError(
                 f"tensor {names.T2D} marks {int(marks.sum())} tokens of the model, and "
-                f"{names.D2T} names {len(self._token_ids)}: {surplus} of the former and {absent} "
-                f"of the latter are not among the others",
-                hint=f"one of the two is broken: export the draft again, or take {names.T2D} out "
-                f"of its files if {names.D2T} is known to be right",
+                f"{names.D2T} names {len(self._token_ids)}: {surplus} are only in the former, "
+                f"{absent} only in the latter",
+                hint=f"export the draft again, or remove {names.T2D} from its files if you know "
+                f"that {names.D2T} is correct",
             )
 
     def combine(self, streams: Sequence[Tensor]) -> Partial:

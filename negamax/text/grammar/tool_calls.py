@@ -141,7 +141,7 @@ def _format_call(function: CalledFunction, style: CallStyle) -> Format:
     """Return one call of a declared function."""
     if not NAME.fullmatch(function.name):
         refuse_grammar(
-            f"the tool name {function.name!r} cannot stand in a call; leave out quotes, angle "
+            f"the tool name {function.name!r} cannot be written in a call; leave out quotes, angle "
             f"brackets and line breaks"
         )
     arguments = style.any_arguments()
@@ -301,8 +301,7 @@ class CallStyle(ABC):
                 steps = split_pointer(json.loads(reference)) or []
                 if len(steps) < 2 or steps[0] not in _DEFINITIONS:
                     refuse_grammar(
-                        "a tool's schema refers to another place than its $defs; move what it "
-                        "refers to there"
+                        "a tool's schema refers outside its $defs; move the referenced schema there"
                     )
                 kind, key = steps[:2]
                 definitions = root.get(kind) if isinstance(root, Mapping) else None
@@ -325,8 +324,8 @@ class CallStyle(ABC):
         self._level += 1
         if self._level > MAX_NESTING:
             refuse_grammar(
-                f"a tool's schema is nested more than {MAX_NESTING} levels deep, or consists of "
-                f"nothing but itself"
+                f"a tool's schema is nested more than {MAX_NESTING} levels deep, or only refers to "
+                f"itself"
             )
         try:
             yield
