@@ -122,9 +122,9 @@ def test_the_slowest_stage_determines_step_times() -> None:
         measured = tuple(zip((1, 1, 8), (0, 2, 0), seconds, strict=False))
         return WorkerReady(9, "float32", "cuda:0", "", "", step_seconds=measured)
 
-    slowest = executor._slowest([ready(1.0, 1.2, 2.0), ready(0.9, 1.5, 1.9)])
+    slowest = executor._find_slowest([ready(1.0, 1.2, 2.0), ready(0.9, 1.5, 1.9)])
     assert slowest == ((1, 0, 1.0), (1, 2, 1.5), (8, 0, 2.0))
-    assert executor._slowest([ready()]) == ()
+    assert executor._find_slowest([ready()]) == ()
 
 
 @pytest.fixture(scope="module")
