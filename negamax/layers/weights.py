@@ -27,7 +27,8 @@ class StoredPart:
     """One tensor of a quantized matrix that a slot takes as it is stored."""
 
     tensor: StoredTensor
-    matrix: tuple[tuple[int, int], Region]  # the matrix's shape, and this rank's part of it
+    # the matrix's shape, and this rank's part of it; None: the tensor's own
+    matrix: tuple[tuple[int, int], Region] | None = None
     # nothing is kept: the tensor is only compared with the known entries of its format
     is_compared: bool = False
     copies: Copies = ()  # how its entries are repeated; none: as they are
@@ -80,13 +81,13 @@ class WeightSlot:
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """The shape of the matrix that a slot takes, or takes a tensor of."""
-        rows, columns = self.shape if self._part is None else self._part.matrix[0]
+        rows, columns = self._part.matrix[0] if self._part and self._part.matrix else self.shape
         return rows, columns
 
     @property
     def matrix_region(self) -> Region:
         """This rank's part of that matrix."""
-        rows, columns = self.region if self._part is None else self._part.matrix[1]
+        rows, columns = self._part.matrix[1] if self._part and self._part.matrix else self.region
         return rows, columns
 
     def in_rows(self, count: int) -> Iterator[WeightSlot]:
@@ -99,7 +100,7 @@ class WeightSlot:
             region, stored = (first[at : at + count], *rest), None
             if self._part is not None:
                 columns = rest[0] if rest else range(0)
-                stored = StoredPart(self._part.tensor, (self._part.matrix[0], (region[0], columns)))
+                stored = StoredPart(self._part.tensor, (self.matrix_shape, (region[0], columns)))
             yield WeightSlot(
                 self.name,
                 self.shape,
@@ -140,7 +141,7 @@ class WeightSlot:
                 f"{' or '.join(self.stored.dtypes)}"
             )
         if self._part is not None and self._part.is_compared:
-            matrix = matrix or self._part.matrix[0]
+            matrix = matrix or self.matrix_shape
             check_entries(self._part.tensor, part, self.region, matrix, name=self.name)
         target, self._target = self._target, None
         self.written = True

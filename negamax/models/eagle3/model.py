@@ -38,7 +38,7 @@ from negamax.layers.basic import RmsNorm, VocabEmbedding
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
 from negamax.layers.mlp import Mlp
 from negamax.layers.partial import Partial
-from negamax.layers.weights import WeightSlot, slots_by_name
+from negamax.layers.weights import StoredPart, WeightSlot, slots_by_name
 from negamax.models.decoder import Decoder
 from negamax.models.eagle3 import names
 from negamax.models.eagle3.config import Eagle3Spec
@@ -275,13 +275,17 @@ class Eagle3Draft:
             rows = Part(names.HEAD, spec.draft_vocab_size, self.vocab_range)
             self._head = ColumnParallel([rows], hidden, **shared)
             slots += [*self._head.slots, WeightSlot(
-                names.D2T, (spec.draft_vocab_size,), target=self._offsets, stored=_OFFSETS,
-                optional=not spec.is_pruned,
+                names.D2T, (spec.draft_vocab_size,), target=self._offsets,
+                stored=StoredPart(_OFFSETS), optional=not spec.is_pruned,
             )]  # fmt: skip
         self._marks = torch.zeros(spec.vocab_size, dtype=torch.bool, device=weights.device)
         slots.append(
             WeightSlot(
-                names.T2D, (spec.vocab_size,), target=self._marks, stored=_MARKS, optional=True
+                names.T2D,
+                (spec.vocab_size,),
+                target=self._marks,
+                stored=StoredPart(_MARKS),
+                optional=True,
             )
         )
         view = layout.attention
