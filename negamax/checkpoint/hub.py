@@ -83,7 +83,7 @@ def resolve_model(
 def _named(folder: Path) -> list[str]:
     """Return the paths in subfolders that the top-level files name, such as a QuaRot rotation.
 
-    Without them some models compute wrong results.
+    Only some models need them: the draft of a rotated model reads its rotation.
     """
     config = folder / "config.json"
     rotation = rotation_file(read_json_object(config), folder) if config.is_file() else None

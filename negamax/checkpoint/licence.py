@@ -27,7 +27,7 @@ class Licence:
 
     name: str | None
     link: str  # of the licence, or of the card
-    base_models: Sequence[str] = ()  # base models
+    base_models: Sequence[str] = ()
 
 
 def log_licence(model: str, licence: Licence) -> None:

@@ -128,7 +128,7 @@ def make_plan(
     workloads must fit, and the context length is what fits, up to the model's. Each data-parallel
     rank has slots for `max_num_seqs` requests; None: for those that run at a time, at least the
     default. With `one_engine`, GPUs that a topology does not need stay idle. Index keys are sharded
-    over ranks that shard a KV cache, and if no request that must fit does otherwise. `split_for`:
+    over ranks that shard a KV cache, and wherever a request that must fit needs it. `split_for`:
     ranks that the checkpoint's files are split for.
 
     Errors: `ConfigError` if `max_model_len` exceeds the model's.

@@ -30,7 +30,7 @@ TENSORS = random_tensors(tiny_spec(**CONFIG))
 KEEPING = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
 PROMPT = [5, 17, 60, 3]
 DEQ_SCALES = ("modelslim-static", "modelslim-static-fp16")
-# Four ranks include those whose attention shard starts and ends inside blocks.
+# Of four ranks, the two inner ones.
 LAYOUTS = [
     ParallelLayout(),
     ParallelLayout(rank=1, tp=2, ep=2),
