@@ -51,7 +51,6 @@ def download(
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether the snapshot `folder` has all weight files."""
     try:
         index = read_json_object(folder / _INDEX) if (folder / _INDEX).exists() else {}
         names = set(index.get("weight_map", {"": _SINGLE}).values())

@@ -41,7 +41,6 @@ class CheckpointReport:
     seconds: float
 
     def summary(self) -> str:
-        """Return one line for the log."""
         text = (
             f"loaded {self.num_tensors} tensors ({format_bytes(self.num_bytes)}) in "
             f"{self.seconds:.2f} s, {self.num_bytes / self.seconds / 1e9:.1f} GB/s with {THREADS} "

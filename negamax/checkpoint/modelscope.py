@@ -58,7 +58,6 @@ def download(
         folder = Path()
 
     def fetch(is_wanted: Callable[[str], bool], *, tells_licence: bool = False) -> Path:
-        """Return the snapshot with the wanted files."""
         missing = [
             file
             for file in listed

@@ -66,7 +66,6 @@ class Source:
         check_entries(stored, found, part, self.matrix or shape, name=self.entry.name)
 
     def num_bytes(self, part: tuple[range, ...]) -> int:
-        """Return the bytes of `part`."""
         elements = math.prod(map(len, part))
         return self.entry.num_bytes * elements // max(1, math.prod(self.entry.held))
 
@@ -97,7 +96,6 @@ class Move:
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """The checkpoint's entries of the tensors."""
         return tuple(source.entry for _, source in self.tensors)
 
     def parts(self) -> Iterator[tuple[StoredTensor, Source, tuple[range, ...]]]:
@@ -150,7 +148,6 @@ class LoadPlan:
 
     @property
     def needed(self) -> list[Move]:
-        """The moves that this rank needs data for."""
         return [move for move in self.moves if move.slot.needed]
 
 
@@ -247,7 +244,6 @@ def _places(slots: Iterable[WeightSlot]) -> Places:
 
 
 def _wanted(slot: WeightSlot, found: Mapping[str, Source]) -> dict[str, StoredTensor]:
-    """Return the names of the tensors that fill `slot`."""
     if slot.source.made_of is not None:
         return _made_of(slot, slot.source.made_of)
     if slot.stored is not None or slot.source is PLAIN:

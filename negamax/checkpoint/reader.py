@@ -63,7 +63,6 @@ class TensorEntry:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Shape of the part in the file."""
         return self.shape if self.part is None else tuple(map(len, self.part))
 
     def within(self, region: tuple[range, ...] | None) -> tuple[range, ...] | None:

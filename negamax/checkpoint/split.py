@@ -17,7 +17,6 @@ PARTS_KEY = "negamax_parts"
 
 
 def is_split(folder: Path) -> bool:
-    """Return whether the files in `folder` are split for ranks."""
     return (folder / RANK_INDEX_NAME.format(0)).exists()
 
 

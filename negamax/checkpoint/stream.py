@@ -86,7 +86,6 @@ class _Piece:
         )
 
     def add(self, wanted: _Wanted) -> None:
-        """Append `wanted`."""
         span = wanted.span
         self.start = self.start if self.wanted else span.start
         self.stop = max(self.stop, span.start + span.num_bytes)
@@ -126,7 +125,6 @@ class _Stream:
         self._missing = [sum(1 for _ in move.parts()) for move in moves]
 
     def run(self) -> Iterator[Part]:
-        """Yield all parts."""
         for piece in self._pieces:
             while len(self._reads) + len(self._made) >= BUFFERS:
                 yield from self._advance()
@@ -256,7 +254,6 @@ def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
 
 
 def _is_copied(move: Move) -> bool:
-    """Return whether the move copies its tensor as stored."""
     return not (move.is_dequantized or move.is_quantized)
 
 

@@ -283,7 +283,6 @@ class _CacheFile:
         return 8 + size, absent, checksums
 
     def _remove_abandoned(self) -> None:
-        """Remove the partial files of killed writers."""
         for part in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.part"):
             with suppress(OSError), part.open("rb") as stream:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -309,5 +308,4 @@ def _finish(chunk: Tensor, buffer: Tensor, read: Future[None]) -> None:
 
 
 def _checksum(data: Tensor | bytes) -> str:
-    """Return eight hexadecimal digits."""
     return f"{zlib.crc32(data if isinstance(data, bytes) else memoryview(data.numpy())):08x}"

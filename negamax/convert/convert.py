@@ -222,7 +222,6 @@ def _plan(source: Source, conversion: Conversion) -> list[_Step]:
 
 
 def _planned(step: _Step, shard: Shard) -> list[Planned]:
-    """Return the tensors of a file."""
     return [
         replace(planned, shape=tuple(map(len, held)))
         for piece in step.pieces
@@ -391,7 +390,6 @@ def _other_than_there(destination: Path, identity: Mapping[str, Any]) -> list[st
 
 
 def _write_indices(destination: Path, plan: list[_Step]) -> None:
-    """Write one index for each rank."""
     for number, (_, shard) in enumerate(plan[0].files):
         table = {
             planned.name: step.paths[number].name

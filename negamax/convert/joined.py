@@ -19,7 +19,6 @@ class JoiningReader(CheckpointReader):
     """Reads tensors from the parts of all ranks."""
 
     def __init__(self, ranks: Sequence[Entries]) -> None:
-        """`ranks`: the entries of each rank."""
         super().__init__()
         self._ranks = ranks
 
@@ -66,7 +65,6 @@ def _held(entry: TensorEntry) -> Parts:
 
 
 def _covers(entries: Sequence[TensorEntry]) -> bool:
-    """Return whether the parts cover the tensor."""
     held, shape = [_held(one) for one in entries], entries[0].shape
     if any(tuple(map(len, part)) == shape for part in held):
         return True

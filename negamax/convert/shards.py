@@ -38,14 +38,12 @@ class Shard:
     regions: Mapping[str, Parts] | None = None  # slot name -> region; other slots read nothing
 
     def file_name(self, number: int, count: int) -> str:
-        """Return the name of file `number` of `count`."""
         if self.layout is None:
             return f"model-{number:05d}-of-{count:05d}.safetensors"
         return f"model-rank-{self.layout.rank}-part-{number:05d}.safetensors"
 
     @property
     def index_name(self) -> str:
-        """Return the name of the index."""
         return INDEX_NAME if self.layout is None else RANK_INDEX_NAME.format(self.layout.rank)
 
     @property

@@ -61,18 +61,15 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the matrix."""
         rows, columns = self.spec.shape
         return rows, columns
 
     @property
     def is_linear(self) -> bool:
-        """Whether formats apply to the matrix."""
         return is_linear(self.spec, self.layer)
 
     @property
     def format(self) -> TensorFormat:
-        """The format in which it is stored."""
         return self.move.slot.source if self.move.is_dequantized else PLAIN
 
     @property
@@ -87,7 +84,6 @@ class Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Stored bytes, with scales."""
         return self.move.num_bytes
 
     def read(self, reader: CheckpointReader, rows: range | None = None) -> dict[str, Tensor]:
@@ -172,7 +168,6 @@ class Source:
         return self.scheme.format_of(name.removesuffix(f".{PLAIN.values.name}"))
 
     def reader(self) -> CheckpointReader:
-        """Return a reader of its tensors."""
         return JoiningReader(self._entries) if self.ranks else CheckpointReader()
 
     @property
@@ -181,7 +176,6 @@ class Source:
         return iter((*range(self.spec.num_layers), None))
 
     def of_layer(self, layer: int | None) -> list[Weight]:
-        """Return the weights of a layer."""
         return [weight for weight in self.weights if weight.layer == layer]
 
     def matrices_of_layer(self, layer: int | None) -> dict[str, TensorEntry]:
@@ -194,7 +188,6 @@ class Source:
 
     @property
     def formats(self) -> tuple[TensorFormat, ...]:
-        """The formats of its quantised weights."""
         found = (weight.format for weight in self.weights)
         return tuple(dict.fromkeys(stored for stored in found if stored is not PLAIN))
 

@@ -46,7 +46,6 @@ class Target:
 
     @property
     def quantization(self) -> QuantizationSpec | None:
-        """The description, as read from a checkpoint."""
         if self.description is None:
             return None
         return QuantizationSpec(str(self.description["quant_method"]), dict(self.description))

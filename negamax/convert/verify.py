@@ -102,7 +102,6 @@ def _parts(one: Weight, other: Weight) -> Iterator[range]:
 def _norms(
     one: Weight, ours: Mapping[str, Tensor], other: Weight, theirs: Mapping[str, Tensor]
 ) -> tuple[float, float]:
-    """Return the norms of `one` and of the difference."""
     plain = one.dequantize(ours)
     changed = other.dequantize(theirs) - plain
     return torch.linalg.vector_norm(plain).item(), torch.linalg.vector_norm(changed).item()

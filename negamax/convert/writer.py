@@ -80,7 +80,6 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         self._file.write(struct.pack("<Q", len(text)) + text)
 
     def write(self, planned: Planned, tensor: Tensor) -> None:
-        """Write its data."""
         offset, expected = self._places.pop((planned.name, planned.index))
         found = tensor.dtype, tuple(tensor.shape)
         assert found == (expected.dtype, expected.shape), planned.name
@@ -137,7 +136,6 @@ class Record:
         return _crc(path) == expected[1]
 
     def add(self, *paths: Path) -> None:
-        """Record files as complete."""
         for path in paths:
             self._files[path.name] = [path.stat().st_size, _crc(path)]
         self._write()

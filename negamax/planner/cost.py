@@ -264,7 +264,6 @@ class Costs:
         return read, rate
 
     def _cache_bytes(self, caches: KvCacheSpecs, context: float) -> float:
-        """Return the bytes of a sequence that a decode step reads."""
         dtype, ranks = self._model.kv_dtype, self._layout.tp
         return sum(
             cache.read_tokens(context) * cache.block_bytes(1, dtype=dtype, ranks=ranks)
@@ -333,7 +332,6 @@ class Costs:
         return SUM_SECONDS + num_bytes / (share * gpu.link)
 
     def _hops(self, tokens: int) -> float:
-        """Return the time from the first stage of a pipeline through all others."""
         num_bytes = 2 * tokens * self._model.weights.spec.hidden_size
         link = GATHER_SHARE * self._gpu.link if self._hops_locally else NETWORK_BYTES
         return (self._layout.pp - 1) * (MESSAGE_SECONDS + num_bytes / link)

@@ -29,12 +29,10 @@ class Hardware:
 
     @property
     def per_node(self) -> int:
-        """GPUs of one machine."""
         return self.gpus // self.nodes
 
     @property
     def budget(self) -> int:
-        """Usable bytes of each GPU."""
         return int(self.gpu.memory * self.utilization)
 
 

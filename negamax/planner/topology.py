@@ -42,17 +42,14 @@ class Topology:
 
     @property
     def ranks(self) -> int:
-        """Ranks of one engine."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
     def gpus(self) -> int:
-        """GPUs of all replicas."""
         return self.ranks * self.replicas
 
     @property
     def num_axes(self) -> int:
-        """Number of axes that it splits along."""
         sizes = (self.tp, self.ep, self.dp, self.pp, self.cp, self.replicas, self.dcp)
         return sum(size > 1 for size in sizes)
 
@@ -103,7 +100,6 @@ class Topology:
 
     @property
     def flags(self) -> list[str]:
-        """Return the same options as command-line flags."""
         found = []
         for name, size in self.sizes.items():
             found.append(f"--{name.replace('_', '-')}")
@@ -162,7 +158,6 @@ class Fit:
 
     @property
     def context_length(self) -> int:
-        """Tokens of the longest request."""
         return min(self.longest, max(0, self.room) // (self.token + self.slots))
 
     @property

@@ -87,7 +87,6 @@ def make_group_dim(size: int) -> Dim:
 
 
 def group_name(size: int) -> str:
-    """Return the suffix of a format's name."""
     return "channel" if size == -1 else f"group_{size}"
 
 

@@ -101,7 +101,6 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def _listed(spec: QuantizationSpec) -> dict[str, TensorFormat]:
-    """Return the formats of the modules in `quantized_layers`."""
     layers = spec.fields.get("quantized_layers")
     if not isinstance(layers, Mapping) or not layers:
         refuse(spec, "quantized_layers", layers, "an object of modules")
@@ -123,7 +122,6 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
 
 
 def _group_size(spec: QuantizationSpec) -> dict[str, Any]:
-    """Return the group size in `config_groups`, if any."""
     groups = spec.fields.get("config_groups")
     said = groups.values() if isinstance(groups, Mapping) else ()
     weights = [group.get("weights") for group in said if isinstance(group, Mapping)]

@@ -46,7 +46,6 @@ def spec(name: str) -> QuantizationSpec:
 
 
 def make_head_spec(name: str) -> QuantizationSpec:
-    """Return a description that quantises only the head."""
     return QuantizationSpec("online", {**spec(name).fields, "only": "lm_head"}, source=SOURCE)
 
 
@@ -59,7 +58,6 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def has_mxfp8(scheme: Scheme) -> bool:
-    """Return whether a checkpoint stores matrices in MXFP8."""
     return any(map(_is_mxfp8, scheme.formats))
 
 

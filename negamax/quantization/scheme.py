@@ -185,7 +185,6 @@ _FUSED = tuple(
 
 @cache
 def _unfused(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Replace each fused name by the names of its matrices."""
     for pattern, parts in _FUSED:
         names = tuple(
             each
@@ -213,7 +212,6 @@ def _tells_experts(pattern: re.Pattern[str]) -> bool:
 
 
 def canonicalize(name: str) -> str:
-    """Return the canonical spelling of a module."""
     name = _MLP.sub("block_sparse_moe", _PREFIX.sub("", name.strip(".")))
     name = _INDEXER.sub(r"index_\1", name)
     if ".experts." in name:
