@@ -97,7 +97,7 @@ def test_a_checkpoint_is_checked_when_it_is_located(tmp_path: Path) -> None:
 def test_empty_description_is_none_and_one_without_method_is_refused() -> None:
     assert read_quantization({"quantization_config": {}}) is None
     for fields in ({"bits": 4}, {"quant_method": None}, {"quant_method": ""}):
-        with pytest.raises(ConfigError, match=r"quant_method is (None|'') \(add it, or take"):
+        with pytest.raises(ConfigError, match=r"quant_method is (None|'') \(add quant_method, or"):
             read_quantization({"quantization_config": fields})
 
 
