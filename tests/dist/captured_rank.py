@@ -1,6 +1,4 @@
-"""A rank process with captured steps, as on a GPU: `python -m tests.dist.captured_rank ENDPOINT
-RANK`. It ends with exit code 3 if it has replayed none.
-"""
+"""A rank with captured steps, for `python -m`; it exits with code 3 if it replays none."""
 
 from __future__ import annotations
 

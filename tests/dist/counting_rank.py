@@ -1,6 +1,4 @@
-"""A rank process that writes how many tokens its model has run in each step, when it ends, into the
-folder that COUNTED_TOKENS names: `python -m tests.dist.counting_rank ENDPOINT RANK`.
-"""
+"""A rank that writes the number of tokens of each step into the folder COUNTED_TOKENS."""
 
 from __future__ import annotations
 

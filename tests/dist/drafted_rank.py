@@ -1,6 +1,4 @@
-"""A rank process that writes down what its draft model guesses: `python -m tests.dist.drafted_rank
-ENDPOINT RANK FOLDER`, a file per rank.
-"""
+"""A rank that records its proposed draft tokens: ENDPOINT RANK FOLDER, one file per rank."""
 
 from __future__ import annotations
 

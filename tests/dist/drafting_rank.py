@@ -1,6 +1,4 @@
-"""A rank process with a proposer of `tests.drafts`: `python -m tests.dist.drafting_rank ENDPOINT
-RANK FILE`, the file with what it knows.
-"""
+"""A rank with a proposer of `tests.drafts`: ENDPOINT RANK FILE, where FILE holds the texts."""
 
 from __future__ import annotations
 

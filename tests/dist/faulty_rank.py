@@ -1,6 +1,4 @@
-"""A rank process that runs into the faults of `tests.row_faults`: `python -m tests.dist.faulty_rank
-ENDPOINT RANK`.
-"""
+"""A rank with the faults of `tests.row_faults`."""
 
 from __future__ import annotations
 

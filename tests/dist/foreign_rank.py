@@ -1,6 +1,4 @@
-"""A rank process that knows the family of `tests/cpu/foreign_family`: `python -m
-tests.dist.foreign_rank ENDPOINT RANK`.
-"""
+"""A rank that registers the family of `tests/cpu/foreign_family`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""An engine whose rank 1 is killed in the middle of a move of expert weights, once: `python -m
-tests.dist.killed_in_move FOLDER` is the engine, with ENDPOINT RANK it is one of its ranks. Rank 1
-dies if the file that KILLED_IN_MOVE names is empty, and writes into it when that is, in seconds.
-Run with `tests.e2e.stub_serve`.
+"""An engine (FOLDER) whose rank 1 (ENDPOINT RANK) is killed once while expert weights move.
+
+Rank 1 dies if the file KILLED_IN_MOVE is empty, and writes the time in seconds into it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MODULE = "tests.dist.killed_in_move"
 
 
 def die_in_move(mark: Path) -> None:
-    """The expert to be sent is in its buffer, and the other rank waits for it."""
+    """Die when the expert to send is in its buffer and the other rank waits for it."""
     move = MovableExperts._move
 
     def killed(self: MovableExperts, *args: Any) -> None:

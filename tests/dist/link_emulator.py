@@ -1,13 +1,12 @@
-"""Emulate slow, lossy or cut links between machines, for kernels without netem.
+"""Emulate slow, lossy or broken links between machines, for kernels without netem.
 
     python tests/dist/link_emulator.py DEVICE:NAMESPACE:ADDRESS ...
 
-It makes a TUN device per machine with the address (IPv4, /24) in the network namespace (none: this
-process's own), and carries packets between them. Each line of standard input is JSON such as
-{"source": 0, "target": 1, "delay": 0.1, "loss": 0.05}; without source or target it applies to all.
-After each line, and once the devices are ready, it prints the packets carried and dropped on each
-link, {"0-1": [120, 6]}. It ends with standard input. It needs Linux, root, and the standard library
-only.
+For each machine, create a TUN device with the address (IPv4, /24) in the network namespace (none:
+the own one), and carry packets between them. Each line of standard input is JSON such as {"source":
+0, "target": 1, "delay": 0.1, "loss": 0.05}; without source or target it applies to all. After each
+line and after startup, print the packets carried and dropped per link: {"0-1": [120, 6]}. Needs
+Linux, root and the standard library.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ _SEED = 47
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one direction of a link."""
-
     delay: float = 0.0  # seconds
     jitter: float = 0.0  # seconds, uniform; packets stay in order
     loss: float = 0.0  # share of packets
@@ -51,10 +48,7 @@ class Settings:
 
 
 class Link:
-    """One direction between two machines."""
-
     def __init__(self, device: int, *, seed: int) -> None:
-        """`device` is the descriptor to write packets to."""
         self.settings = Settings()
         self.num_carried = self.num_dropped = 0
         self._device = device
@@ -89,7 +83,7 @@ class Link:
         return first <= int.from_bytes(packet[head + 2 : head + 4], "big") <= last
 
     def deliver(self, now: float) -> float | None:
-        """Deliver the due packets; returns when the next one is due."""
+        """Deliver the due packets; return when the next one is due."""
         while self._waiting and self._waiting[0][0] <= now:
             _, packet = self._waiting.popleft()
             self.num_carried += 1
@@ -102,7 +96,6 @@ class Emulator:
     """All links; a machine's number is the last number of its address, less 1."""
 
     def __init__(self, devices: list[int]) -> None:
-        """`devices` are descriptors, one per machine."""
         self._devices = devices
         self.links = {
             (source, target): Link(devices[target], seed=_SEED + 100 * source + target)
@@ -110,7 +103,6 @@ class Emulator:
         }
 
     def run(self) -> None:
-        """Carry packets until standard input ends."""
         control = sys.stdin.fileno()
         os.set_blocking(control, False)
         poller = select.poll()
@@ -156,7 +148,7 @@ class Emulator:
                 link.settings = replace(link.settings, **message)
 
     def _say(self) -> None:
-        """The packets carried and dropped so far."""
+        """Return the packets carried and dropped so far."""
         counts = {
             f"{source}-{target}": [link.num_carried, link.num_dropped]
             for (source, target), link in self.links.items()
@@ -165,10 +157,7 @@ class Emulator:
 
 
 def open_device(name: str, namespace: str, address: str) -> int:
-    """Open a TUN device, which exists until its descriptor is closed.
-
-    Errors: `OSError`, `CalledProcessError` of `ip`.
-    """
+    """Open a TUN device, which exists until its descriptor is closed."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, _SET_DEVICE, struct.pack("16sH22x", name.encode(), _TUN | _NO_INFO))
     space = []

@@ -1,6 +1,4 @@
-"""A rank of MiniMax-M3, for `test_m3_ranks`; it does without transformers, which take seconds to
-import.
-"""
+"""A rank of MiniMax-M3 for `test_m3_ranks`, without the slow import of transformers."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from negamax.layers.block_sparse_attention import BlockSparseAttention
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 
-# (tensor parallel, KV heads, expert parallel, tokens of a block: of one sparse block or two; ranks
-# that share out the blocks of a KV head)
+# (tensor parallel, KV heads, expert parallel, tokens per cache block: one or two sparse blocks;
+# decode context parallel)
 LAYOUTS = [
     (2, 2, 1, 16, 1), (2, 4, 2, 32, 1), (2, 1, 1, 32, 2),
     (4, 2, 1, 16, 1), (4, 4, 1, 16, 1), (4, 1, 4, 32, 1), (4, 2, 1, 16, 2), (4, 1, 1, 16, 4),
@@ -28,9 +26,7 @@ LAYOUTS = [
 
 
 def one_rank(rank: int, tp: int, folder: str) -> None:
-    """A rank's process: every layout of this world size, with all index keys and with a shard of
-    them; logits and chosen blocks of all ranks into `folder`.
-    """
+    """Write logits and selected blocks of every layout of this world size into `folder`."""
     torch.set_num_threads(1)
     for case, (world, kv_heads, ep, block_size, holders) in enumerate(LAYOUTS):
         if world != tp:
@@ -42,7 +38,7 @@ def one_rank(rank: int, tp: int, folder: str) -> None:
                 Path(folder) / f"{kv_heads}", ranks=tp, context=context, block_size=block_size,
                 is_sharded=is_sharded, holders=holders,
             )  # fmt: skip
-            run.kv[-1]["index"].fill_(3.0)  # what earlier owners left behind must not matter
+            run.kv[-1]["index"].fill_(3.0)  # previous contents must not matter
             choices = recorded(run)
             logits = run_in_chunks(run, TOKENS)
             torch.save([logits, *choices], f"{folder}/{case}-{is_sharded}-{rank}.pt")
@@ -52,7 +48,7 @@ def one_rank(rank: int, tp: int, folder: str) -> None:
 
 
 def recorded(run: PagedRun) -> list[torch.Tensor]:
-    """What the sparse layers of `run` will choose: blocks and pages of each step."""
+    """Record the blocks and pages that the sparse layers of `run` select in each step."""
     choices: list[torch.Tensor] = []
     for layer in run.model.layers:
         if isinstance(layer.attention, BlockSparseAttention):

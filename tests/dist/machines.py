@@ -21,7 +21,7 @@ from negamax.options.nodes import MASTER_PORT
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).with_name("link_emulator.py")
 START_SECONDS = 120.0
-_PREFIX = "ngmx"  # of interfaces and namespaces; the process id follows
+_PREFIX = "ngmx"  # prefix of interfaces and namespaces; the process id follows
 
 
 class Machines:
@@ -34,7 +34,6 @@ class Machines:
         self.num_others = count - 1
 
     def set_up(self) -> None:
-        """Errors: `CalledProcessError` if namespaces cannot be made."""
         bridge = self.interface
         _ip("link", "add", bridge, "type", "bridge")
         _ip("addr", "add", f"{self.address(0)}/24", "dev", bridge)
@@ -53,7 +52,6 @@ class Machines:
 
     @property
     def interface(self) -> str:
-        """The interface of machine 0."""
         return f"{self._prefix}br"
 
     def address(self, machine: int) -> str:
@@ -64,7 +62,7 @@ class Machines:
         _ip("link", "set", f"{self._prefix}v{machine}", state)
 
     def command(self, machine: int) -> list[str]:
-        """The words that run a command on a machine."""
+        """Return the command prefix that runs a command on a machine."""
         return ["ip", "netns", "exec", self._space(machine)] if machine else []
 
     def remove(self) -> None:
@@ -82,13 +80,9 @@ class Machines:
 
 
 class DistantMachines(Machines):
-    """Machines joined by links with delay and loss (`link_emulator`).
-
-    Packet counts, carried and dropped, are by link, such as "0-1".
-    """
+    """Machines joined by `link_emulator`, which counts packets per link ("0-1")."""
 
     def set_up(self) -> None:
-        """Errors: `CalledProcessError` as for `Machines`, and without /dev/net/tun."""
         words = [f"{self.interface}::{self.address(0)}"]
         for machine in range(1, self.num_others + 1):
             space = self._space(machine)
@@ -106,15 +100,12 @@ class DistantMachines(Machines):
 
     @property
     def interface(self) -> str:
-        """The interface of machine 0."""
         return f"{self._prefix}t0"
 
     def set_links(
         self, *, source: int | None = None, target: int | None = None, **settings: Any
     ) -> dict[str, list[int]]:
-        """Change `link_emulator.Settings` from `source` to `target` (None: all); returns the counts
-        so far.
-        """
+        """Change the settings from `source` to `target` (None: all); return the counts so far."""
         emulator = self._emulator
         assert emulator.stdin is not None and emulator.stdout is not None
         message = {"source": source, "target": target, **settings}
@@ -131,12 +122,12 @@ class DistantMachines(Machines):
 
     def remove(self) -> None:
         if hasattr(self, "_emulator"):
-            self._emulator.communicate()  # the end of its input ends it
+            self._emulator.communicate()  # the process ends when its input ends
         self._remove_spaces()
 
 
 class OneMachine:
-    """A substitute without namespaces: all nodes are on the loopback."""
+    """A substitute without namespaces: all nodes use the loopback."""
 
     def __init__(self, port: int, reason: str) -> None:
         self.port = port  # the first of node 0
@@ -159,7 +150,7 @@ _Made = TypeVar("_Made", bound=Machines)
 
 @contextlib.contextmanager
 def machines(count: int, kind: type[_Made] = Machines) -> Iterator[_Made]:  # type: ignore[assignment]
-    """Make machines. Errors: `NoMachinesError` with the reason if that is impossible."""
+    """Make machines. Errors: `NoMachinesError` with the reason."""
     if shutil.which("ip") is None:
         raise NoMachinesError("no network namespaces here: there is no `ip` (Debian: iproute2)")
     made = kind(count)
@@ -184,7 +175,7 @@ class Agent:
     def __init__(
         self, network: Machines | OneMachine, node: int, *options: str, **variables: str
     ) -> None:
-        """Start the agent; `options` without an address get those of `node`."""
+        """Start the agent; `options` without an address use those of `node`."""
         if not {"--data-parallel-address", "--dist-init-addr"}.intersection(options):
             options = ("--node-rank", str(node), "--master-addr", network.address(0), *options)
         command = [
@@ -217,7 +208,7 @@ class Agent:
             time.sleep(0.02)
 
     def end(self, *, seconds: float = 20.0) -> int:
-        """Wait for the agent to end; returns its exit code. Errors: `TimeoutExpired`."""
+        """Wait for the agent to end; return its exit code."""
         return self.process.wait(seconds)
 
     def signal(self, number: signal.Signals) -> None:
@@ -226,7 +217,7 @@ class Agent:
             os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
-        """Kill the agent, which ends its ranks."""
+        """Kill the agent; its ranks end with it."""
         self.process.kill()
         self.process.wait()
 

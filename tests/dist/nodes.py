@@ -20,7 +20,7 @@ PARAMS = [
     SamplingParams(temperature=0.7, seed=5, max_tokens=24),
 ]
 LONG = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
-# sums over ranks are added up in another order: in bfloat16 near ties would be decided otherwise
+# in bfloat16 the order of sums over ranks would decide near ties
 COMMON: dict[str, Any] = {"device": "cpu", "num_threads": 1, "dtype": "float32"}
 FLOAT32 = ("--dtype", "float32")
 NOTICED_SECONDS = 3.0
@@ -41,7 +41,7 @@ def meeting_at(network: Machines | OneMachine, count: int) -> dict[str, Any]:
 
 
 def seconds_until_noticed(llm: LLM, fault: Any, words: str) -> float:
-    """Seconds from `fault`, during a request, to the error that ends the request."""
+    """Return the seconds from `fault`, during a request, to the error that ends the request."""
     hit: list[float] = []
 
     def strike() -> None:

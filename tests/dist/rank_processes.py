@@ -1,6 +1,4 @@
-"""Processes that are the ranks of a test: forked from one that has torch and the model imported,
-which takes each of them seconds otherwise.
-"""
+"""Fork the ranks of a test from a process that has already imported torch and the model."""
 
 from __future__ import annotations
 
@@ -14,6 +12,6 @@ PRELOADED = ["torch", "negamax.parallel.context", "negamax.models.build", "model
 
 
 def run_ranks(rank: Callable[..., None], *args: Any, world: int) -> None:
-    """Run `rank(number, *args)` in `world` processes. Errors: whatever one of them raises."""
+    """Run `rank(number, *args)` in `world` processes. Errors: that of any rank."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     torch.multiprocessing.start_processes(rank, args=args, nprocs=world, start_method="forkserver")

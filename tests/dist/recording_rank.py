@@ -1,6 +1,4 @@
-"""A rank process without a model: it answers every plan with its own ranks and the plan's number.
-`python -m tests.dist.recording_rank ENDPOINT RANK`.
-"""
+"""A rank without a model: it answers every plan with its own rank and the plan's number."""
 
 from __future__ import annotations
 
@@ -37,6 +35,6 @@ class RecordingWorker:
 
 
 if __name__ == "__main__":
-    # in the place of the real one, which would import torch
+    # replaces the real module, which would import torch
     sys.modules["negamax.worker.worker"] = SimpleNamespace(Worker=RecordingWorker)  # type: ignore[assignment]
     sys.exit(rank_process.main(sys.argv[1], int(sys.argv[2])))

@@ -1,5 +1,3 @@
-"""Ranks that share a KV head and hold parts of its cache give the text of one rank."""
-
 from __future__ import annotations
 
 import subprocess
@@ -38,7 +36,7 @@ SIZES: dict[str, Any] = {
     ids=str,
 )
 def test_m3_equals_transformers(kv_heads: int, ranks: dict[str, Any], tmp_path: Path) -> None:
-    """Long contexts, chunks that end inside blocks, cached prefixes, preemption."""
+    """Cover long contexts, chunks that end inside blocks, cached prefixes and preemption."""
     sizes = sizes_of(kv_heads)
     model, prompts = tiny_m3.make_model(11, **sizes), prompts_of(11, sizes)
     engine = LLM(
@@ -84,9 +82,7 @@ def test_captured_steps_and_drafts_keep_the_text(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Captured steps as on a GPU; acceptance equals that of one rank. The draft's caches are not
-    sharded.
-    """
+    """Check acceptance in captured steps; the draft's caches are not sharded."""
     make = tiny.make_model if family == "m2" else tiny_m3.make_model
     folder = tiny.save(make(5, **(SIZES if family == "m2" else sizes_of(1))), tmp_path / "model")
     options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_batched_tokens": 40,
@@ -121,5 +117,5 @@ def test_captured_steps_and_drafts_keep_the_text(
     (expected, of_one), (said, of_all) = found
     assert said == expected
     assert (of_all[1] > 0) == (method is not None)
-    if "pipeline_parallel_size" not in ranks:  # else rows take turns
+    if "pipeline_parallel_size" not in ranks:  # otherwise rows take turns
         assert of_all == of_one

@@ -1,5 +1,3 @@
-"""FP8 per row and per matrix in compressed-tensors: the same model as with plain weights."""
-
 from __future__ import annotations
 
 import json
@@ -41,7 +39,7 @@ CONFIG: dict[str, Any] = {
 
 
 def quantize(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Store `weight` as LLM Compressor does, without the product's code."""
+    """Store `weight` as LLM Compressor does, independent of the product's code."""
     if name.endswith("w2.weight"):
         scale = (weight.abs().max() / 448).reshape(1)
     else:

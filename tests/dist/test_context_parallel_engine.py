@@ -1,6 +1,4 @@
-"""Context-parallel ranks split prompts and give the text of one rank; so do their combinations with
-TP, PP and DP.
-"""
+"""Context-parallel ranks, also with TP, PP and DP, give the text of one rank."""
 
 from __future__ import annotations
 
@@ -67,16 +65,14 @@ def ranks(counted: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 
 def test_ranks_give_the_text_of_one(ranks: LLM, of_one_rank: list[Answer]) -> None:
-    """Chunked prompts, odd lengths, short ones, one token; grammars and prompt log-probabilities;
-    then cached prefixes that end within a shard.
-    """
+    """Cover chunks, odd lengths, grammars, log-probabilities and prefixes that end in a shard."""
     for expected_cached in (0, 300):
         made = ranks.generate(PROMPTS, PARAMS)
         assert_same(said(made), of_one_rank)
         assert made[0].num_cached_tokens >= expected_cached
     assert [len(logprobs) for _, logprobs in of_one_rank] != [0] * len(PROMPTS)
     assert all(rank.generated_tokens for rank in ranks._loop._scheduler.ranks)
-    # alone, and beside a data-parallel rank that has nothing to run, or one token
+    # alone, and beside a data-parallel rank with no token or one
     assert_same(said(ranks.generate(PROMPTS[:1], PARAMS[:1])), of_one_rank[:1])
     assert_same(said(ranks.generate(PROMPTS[5:], PARAMS[5:])), of_one_rank[5:])
 
@@ -100,7 +96,7 @@ def test_aborts_do_not_change_other_requests(ranks: LLM, of_one_rank: list[Answe
 
 
 def test_each_rank_computes_half_of_a_prompt(ranks: LLM, counted: Path) -> None:
-    """The last test of these ranks."""
+    """This must be the last test of these ranks."""
     ranks._loop._scheduler.reset_prefix_cache()
     ranks.generate([PROMPTS[0]] * 3, [SamplingParams(temperature=0.0, max_tokens=1)] * 3)
     prompts = [
@@ -109,7 +105,7 @@ def test_each_rank_computes_half_of_a_prompt(ranks: LLM, counted: Path) -> None:
     ranks.shutdown()
     for rank in range(2 * len(prompts)):
         steps = map(int, (counted / str(rank)).read_text().split())
-        # generated tokens run on both, as do pieces that are too short for two ranks
+        # both ranks run generated tokens and pieces too short for two ranks
         computed = sum(tokens for tokens in steps if tokens > len(PROMPTS))
         assert 0.4 * prompts[rank // 2] < computed < 0.6 * prompts[rank // 2]
 
@@ -164,7 +160,7 @@ def test_preemption_and_prefixes_keep_the_text(
     tiny_m2: Path, preempted: list[list[int]], ranks: dict[str, Any]
 ) -> None:
     replicas = ranks.get("data_parallel_size", 1)
-    num_blocks = 28 // replicas + 6 * (replicas - 1)  # of three requests 20 are not enough
+    num_blocks = 28 // replicas + 6 * (replicas - 1)  # 20 blocks do not hold three requests
     options = {**LIMITS, "num_kv_blocks": num_blocks, **ranks}
     found, stats, cached = tokens_of(tiny_m2, SHARED[:6], SHORT, **options)
     assert found == preempted
@@ -185,7 +181,7 @@ def test_preemption_and_prefixes_keep_the_text(
 def test_draft_tokens_keep_the_text(
     method: str, stages: int, replicas: int, tiny_m2: Path, tmp_path: Path
 ) -> None:
-    """Acceptance equals that of one rank: the draft model reads residual streams of all tokens."""
+    """The draft model reads residual streams of all tokens."""
     config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
     if method == "eagle3":
         _, _, draft = tiny_draft.make(
@@ -206,7 +202,7 @@ def test_draft_tokens_keep_the_text(
 def test_captured_steps_run_all_tokens_on_every_rank(
     replicas: int, tiny_m2: Path, preempted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where captured small steps are not split."""
+    """As on a GPU, captured small steps are not split."""
     spawn = supervision.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
@@ -221,7 +217,7 @@ def test_captured_steps_run_all_tokens_on_every_rank(
 @pytest.mark.parametrize(
     "ranks",
     [
-        parallel(pcp=2),  # the shared expert among the others
+        parallel(pcp=2),  # the shared expert is among the others
         full(parallel(pcp=2, tp=2, ep=True)),
     ],
     ids=str,
@@ -235,7 +231,7 @@ def test_nano_m3_gives_the_same_text(
 
 @pytest.fixture(scope="module")
 def nano_m3() -> tuple[list[int], list[list[int]]]:
-    """A prompt four times as long as the attended context, and one rank's answers."""
+    """Return a prompt four times the attended context, and one rank's answers."""
     (long,) = retrieval.problems("2k", 1, 5)
     with LLM("nano-m3", **COMMON, script="agents") as llm:
         text = llm.render(list(long.messages), tools=list(long.tools) or None)
@@ -244,9 +240,7 @@ def nano_m3() -> tuple[list[int], list[list[int]]]:
 
 
 def answers_of_m3(prompt: list[int], **ranks: Any) -> list[list[int]]:
-    """Then with one token more, after the cached prefix. Index keys have another width than keys
-    and values.
-    """
+    """Cover a cached prefix plus one token; index keys have their own width."""
     options = {"max_num_batched_tokens": 600, "index_cache_dtype": "fp8"}
     params = SamplingParams(temperature=0.0, max_tokens=24)
     with LLM("nano-m3", **COMMON, **options, **ranks) as llm:
@@ -260,7 +254,6 @@ def answers_of_m3(prompt: list[int], **ranks: Any) -> list[list[int]]:
 def test_a_tiny_m3_gives_the_same_text_on_data_parallel_ranks_of_two(
     ranks: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Long and short prompts, preempted, then after a prefix."""
     sizes = tiny_m3.random_sizes(
         5, num_hidden_layers=3, vocab_size=96, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=32, dense_intermediate_size=32, shared_intermediate_size=32,
@@ -282,7 +275,7 @@ def test_a_tiny_m3_gives_the_same_text_on_data_parallel_ranks_of_two(
 def test_two_machines_split_prompts(
     of_one_rank: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Network namespaces, each with one group."""
+    """Return network namespaces with one group each."""
     monkeypatch.setenv(KEY_VARIABLE, "of the tests")
     of_nano = ("--dtype", "float32", "--max-model-len", "512", "--max-num-batched-tokens", "96")
     try:
@@ -290,7 +283,7 @@ def test_two_machines_split_prompts(
             agent = Agent(network, 1, "-pcp", "2", "--nnodes", "2", *of_nano)
             stack.callback(agent.kill)
 
-            def is_late(*_: object) -> None:  # node 0 waits for an agent however long it takes
+            def is_late(*_: object) -> None:  # node 0 waits indefinitely for an agent
                 raise TimeoutError(agent.log)
 
             signal.signal(signal.SIGALRM, is_late)

@@ -1,6 +1,4 @@
-"""Data-parallel ranks, each with requests, blocks and prefix cache of its own, say what one rank
-says; so do tensor-parallel groups of them, with experts whole or cut.
-"""
+"""Data-parallel ranks, also with TP and EP, give the text of one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from tests import tiny, tiny_draft
 NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
 COMMON: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
 PLAIN = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-# a long prompt beside short ones; more requests than ranks, and a number that they do not divide
+# a long prompt beside short ones; more requests than ranks, not a multiple of them
 PROMPTS = [
     list(range(40, 400)), *(list(range(30 + start, 60 + start % 3)) for start in range(4)),
     [77], list(range(40, 400, 3)),
@@ -49,7 +47,7 @@ Answer = tuple[list[int], list[float]]
 
 
 def said(made: list[Generation]) -> list[Answer]:
-    """Tokens, and all log-probabilities."""
+    """Return tokens and all log-probabilities."""
     return [
         (
             each.outputs[0].token_ids,
@@ -79,7 +77,7 @@ def test_two_ranks_say_what_one_says(two_ranks: LLM, of_one_rank: list[Answer]) 
     assert [len(logprobs) for _, logprobs in of_one_rank] != [0] * len(PROMPTS)
     ranks = two_ranks._loop._scheduler.ranks
     assert min(rank.generated_tokens for rank in ranks) > 0
-    # alone, beside a rank that has nothing to run; its prefix is where it was before
+    # alone, beside an idle rank; its prefix is still cached
     (alone,) = two_ranks.generate(PROMPTS[:1], PLAIN)
     assert_same(said([alone]), of_one_rank[:1])
     assert alone.num_cached_tokens > 300
@@ -121,7 +119,7 @@ def tiny_m2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokens_of(
     folder: Path, prompts: list[list[int]], params: SamplingParams, **options: Any
 ) -> tuple[list[list[int]], Any, int]:
-    """Tokens of all answers, the statistics, and tokens of the last prompt that were cached."""
+    """Return tokens of all answers, the statistics, and cached tokens of the last prompt."""
     with LLM(str(folder), **COMMON, **{"block_size": 4} | options) as llm:
         made = [*llm.generate(prompts[:-1], params), *llm.generate(prompts[-1:], params)]
         return [each.outputs[0].token_ids for each in made], llm.stats(), (
@@ -175,7 +173,7 @@ def test_draft_tokens_leave_the_text_as_it_is(method: str, tiny_m2: Path, tmp_pa
 @pytest.mark.parametrize(
     "ranks",
     [
-        {"data_parallel_size": 2},  # the shared expert among the others
+        {"data_parallel_size": 2},  # the shared expert is among the others
         pytest.param(
             {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True},
             marks=pytest.mark.full,
@@ -191,7 +189,7 @@ def test_nano_m3_says_the_same_with_data_parallel_ranks(
 
 @pytest.fixture(scope="module")
 def nano_m3() -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts, one of them four times what a query attends to, and the answers of one rank."""
+    """Return prompts, one of them four times the attended context, and one rank's answers."""
     (long,) = retrieval.problems("2k", 1, 5)
     with LLM("nano-m3", **COMMON, script="agents") as llm:
         prompts = [llm.render(list(long.messages), tools=list(long.tools) or None)]

@@ -1,5 +1,3 @@
-"""Data-parallel ranks on pipeline stages run every step together and give the text of one rank."""
-
 from __future__ import annotations
 
 import subprocess
@@ -24,7 +22,7 @@ from tests import tiny, tiny_m3
 from tests.layouts import parallel
 
 COMMON: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
-# prompts run in chunks, and the blocks of a rank do not suffice for all its answers at a time
+# prompts run in chunks, and a rank's blocks do not suffice for all its answers at once
 TIGHT = {"max_num_batched_tokens": 24, "num_kv_blocks": 10, "block_size": 16, "max_num_seqs": 8}
 NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
 PROMPTS = [
@@ -74,7 +72,7 @@ def ranks() -> Iterator[LLM]:
 
 
 def test_texts_equal_those_of_one_rank(ranks: LLM, expected: list[Generation]) -> None:
-    """Sampled and greedy tokens, masks, log-probabilities; then from cached prefixes."""
+    """Cover sampled and greedy tokens, masks and log-probabilities, then cached prefixes."""
     for cached in (False, True):
         made = ranks.generate(PROMPTS, PARAMS)
         assert tokens(made) == tokens(expected)
@@ -83,12 +81,12 @@ def test_texts_equal_those_of_one_rank(ranks: LLM, expected: list[Generation]) -
     scheduler = ranks._loop._scheduler
     assert min(rank.generated_tokens for rank in scheduler.ranks) > 100
     assert ranks.stats().preemption_count
-    # alone, beside a rank that has nothing to run on either stage
+    # alone, beside a rank that is idle on both stages
     assert tokens(ranks.generate(PROMPTS[:1], GREEDY)) == tokens(expected)[:1]
 
 
 def test_aborts_do_not_change_other_requests(ranks: LLM, expected: list[Generation]) -> None:
-    """Slots and blocks are reused while tokens of their previous owners are between stages."""
+    """Reuse slots and blocks while tokens of their previous owners are between stages."""
     loop = ranks._loop
     prompts = [ranks.tokenizer.encode(prompt) for prompt in PROMPTS]
     params = ranks._admit(prompts, PARAMS)
@@ -109,7 +107,7 @@ def test_aborts_do_not_change_other_requests(ranks: LLM, expected: list[Generati
 
 
 def test_benchmarks_read_selected_experts_of_every_rank(ranks: LLM) -> None:
-    """One request: one row per step, on one data-parallel rank, in the layers of both stages."""
+    """Run one row per step, on one data-parallel rank, in the layers of both stages."""
     loop = ranks._loop
     spec = locate(EngineOptions("nano")).spec
     loop.run_debug_command(OBSERVE_ROUTING, 1)
@@ -149,7 +147,6 @@ def m3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["whole-experts", "tp2-ep2"],
 )  # fmt: skip
 def test_experts_lie_on_the_ranks_of_a_stage(m3: Path, layout: dict[str, Any]) -> None:
-    """The first of two stages has a dense layer."""
     prompts = [[5, 6, 7] * length for length in (1, 6, 14, 20, 3)]
     params = [
         SamplingParams(temperature=temperature, seed=4, max_tokens=20, ignore_eos=True)
@@ -167,9 +164,7 @@ def test_experts_lie_on_the_ranks_of_a_stage(m3: Path, layout: dict[str, Any]) -
 def test_captured_steps_of_data_ranks_on_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: a rank without rows replays the others' step on each stage and exchanges
-    nothing.
-    """
+    """A rank without rows replays the others' step on each stage and exchanges nothing."""
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
              "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -196,5 +191,5 @@ def test_captured_steps_of_data_ranks_on_stages(
             time.sleep(0.3)  # without a plan
             assert tokens(llm.generate(prompts[1:2], params[1])) == texts[0][1:2]
             children = llm._loop.executor._processes  # type: ignore[attr-defined]
-        assert [child.exit_code for child in children] == [0] * len(children)  # and replayed steps
+        assert [child.exit_code for child in children] == [0] * len(children)  # replayed steps, too
     assert texts[0] == texts[1]

@@ -1,6 +1,4 @@
-"""Machines whose network delays, loses and cuts packets: the text of one machine, no false alarm,
-and a lost node noticed in time.
-"""
+"""Machines on slow, lossy or broken networks: no false alarm, and losses are noticed."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ from tests.dist.nodes import (
 )
 from tests.layouts import parallel
 
-# cut for so long, nothing happens; for longer than the other, the group starts again
+# a shorter outage has no effect; a longer one restarts the group
 HARMLESS_SECONDS, NOTICED_AT_LEAST_SECONDS = 1.4, 2.3
 WHOLE = {"delay": 0.0, "jitter": 0.0, "loss": 0.0, "rate": 0.0, "cut": False, "closed_ports": []}
 NEAR = {"delay": 0.02, "jitter": 0.005, "loss": 0.01}
@@ -62,7 +60,6 @@ def whole(network: DistantMachines, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def agent(network: DistantMachines) -> Iterator[Agent]:
-    """Node 1 of two stages."""
     made = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2")
     yield made
     made.kill()
@@ -100,7 +97,7 @@ class Group:
 
 
 def wait_until(holds: Callable[[], object], *, seconds: float = 20.0) -> float:
-    """Seconds until `holds`. Errors: `TimeoutError`."""
+    """Return the seconds until `holds`. Errors: `TimeoutError`."""
     began = time.monotonic()
     while not holds():
         if time.monotonic() > began + seconds:
@@ -110,7 +107,7 @@ def wait_until(holds: Callable[[], object], *, seconds: float = 20.0) -> float:
 
 
 def cut(network: DistantMachines, ways: list[tuple[int, int]], *, seconds: float) -> None:
-    """Cut some directions for a time."""
+    """Disconnect some directions for a time."""
     for source, target in ways:
         network.set_links(source=source, target=target, cut=True)
     time.sleep(seconds)
@@ -119,7 +116,7 @@ def cut(network: DistantMachines, ways: list[tuple[int, int]], *, seconds: float
 
 TO_NODE_1, TO_NODE_0 = [(0, 1)], [(1, 0)]
 BOTH = TO_NODE_1 + TO_NODE_0
-# The ways that are cut, and what node 0 says of it.
+# Disconnected directions, and the error that node 0 reports.
 CUTS = (
     (BOTH, "node 1 .* sends no heartbeat for 2|node 0 sent no heartbeat for 2.* on node 1"),
     (TO_NODE_1, r"node 0 sent no heartbeat for 2.* on node 1 \(.*\)"),
@@ -128,7 +125,7 @@ CUTS = (
 
 
 def has_ended(agent: Agent, times: int) -> bool:
-    """Wait until an agent has started its ranks `count` times."""
+    """Return whether the ranks of an agent have ended `times` times."""
     return agent.log.count("the ranks end") == times
 
 
@@ -186,7 +183,7 @@ def test_stages_give_the_text_of_one_rank_and_a_deaf_node_is_lost(
 
 
 def test_agents_watch_the_link_between_them(network: DistantMachines) -> None:
-    """Node 0 reaches both others."""
+    """Wait until node 0 reaches both others."""
     options = (*FLOAT32, "-pp", "3", "--nnodes", "3")
     agents = [Agent(network, node, *options) for node in (1, 2)]
     try:
@@ -202,7 +199,7 @@ def test_agents_watch_the_link_between_them(network: DistantMachines) -> None:
 def test_a_rank_behind_a_firewall_is_named(
     network: DistantMachines, agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agents' port is open, the port of plans is not."""
+    """The agents' port is open, but not the port of plans."""
     monkeypatch.setattr(executor, "CONNECT_SECONDS", 4.0)
     network.set_links(target=0, closed_ports=[MASTER_PORT + 3, 65535])
     endpoint = re.escape(f"tcp://{network.address(0)}:{MASTER_PORT + 3}")
@@ -210,9 +207,6 @@ def test_a_rank_behind_a_firewall_is_named(
     with pytest.raises(ResourceError, match=words):
         on_nodes(network, 2, pipeline_parallel_size=2)
     agent.wait_for("the ranks end", seconds=5.0)
-
-
-# More of it
 
 
 @pytest.mark.full
@@ -231,7 +225,7 @@ def test_gaps_of_a_slow_network_raise_no_alarm(
 
 @pytest.mark.full
 def test_lost_packets_raise_no_alarm(network: DistantMachines, agent: Agent) -> None:
-    network.set_links(**FAR | {"loss": 0.15})  # from the first word on
+    network.set_links(**FAR | {"loss": 0.15})  # from the first message on
     with Group(network).running() as group:
         time.sleep(60.0)
         assert group.death() is None
@@ -271,9 +265,7 @@ def test_other_splits_give_the_text_of_one_rank(
 def test_three_distant_machines_in_any_order(
     network: DistantMachines, expected: list[list[int]]
 ) -> None:
-    """Node 2 is stopped; then node 1, then node 2 no longer hears node 0; then all are cut for a
-    moment.
-    """
+    """Stop node 2; disconnect node 0 from node 1, then from node 2; then disconnect all briefly."""
     network.set_links(**NEAR)
     options = (*FLOAT32, "-pp", "3", "--nnodes", "3")
     agents = {2: Agent(network, 2, *options)}

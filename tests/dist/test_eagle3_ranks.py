@@ -1,6 +1,4 @@
-"""Several ranks propose what plain PyTorch proposes, from residual streams of all stages and
-sharded vocabulary, heads and fc.
-"""
+"""Several ranks propose what plain PyTorch proposes: sharded stages, vocabulary, heads and fc."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ PARAMS = [
 
 
 TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
-# of three stages the first has none of the layers that the draft reads
+# the first of three stages has none of the layers that the draft reads
 CASES = [
     ("biases, two layers", {TP: 2}),
     full("borrows embedding and head", {TP: 2}),

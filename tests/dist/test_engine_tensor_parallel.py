@@ -1,6 +1,4 @@
-"""Tensor parallelism through the whole engine: rank processes joined by gloo give the text of one
-rank.
-"""
+"""Tensor parallelism through the whole engine gives the text of one rank."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ QUESTIONS = [
 
 
 def nano(tensor_parallel_size: int, *, expert_parallel_size: int | None = None) -> LLM:
-    """In float32: bfloat16 rounding of sums over ranks decides near ties differently."""
+    """Use float32: bfloat16 rounding of sums over ranks decides near ties differently."""
     return LLM(
         "nano",
         device="cpu",
@@ -43,7 +41,7 @@ def nano(tensor_parallel_size: int, *, expert_parallel_size: int | None = None) 
 
 @pytest.fixture(scope="module")
 def strange_folder() -> Iterator[Path]:
-    """A temporary folder whose name is not a plain URL path."""
+    """Return a temporary folder whose name is not a plain URL path."""
     folder = Path(tempfile.mkdtemp(prefix="a b?#%20:&=", dir="/tmp"))
     yield folder
     shutil.rmtree(folder)
@@ -72,10 +70,9 @@ def greedy(llm: LLM, max_tokens: int) -> list[list[int]]:
 def test_the_embedded_model_gives_the_same_text_on_1_2_and_4_ranks(
     two_ranks: LLM, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """nano has 2 KV heads: on 4 ranks two ranks hold each, with its slice of the K-norm weight.
-    Experts are sharded by number and by width.
+    """Cover replicated KV heads, and experts sharded by number and by width.
 
-    Ranks that are stopped with a step in flight finish it: an early exit is an error to the others.
+    Stopped ranks finish a step in flight: an early exit is an error to the others.
     """
     with nano(1) as one:
         expected = greedy(one, 32)
@@ -83,7 +80,7 @@ def test_the_embedded_model_gives_the_same_text_on_1_2_and_4_ranks(
     assert greedy(two_ranks, 32) == expected
     with nano(4, expert_parallel_size=2) as four:
         assert greedy(four, 12) == [tokens[:12] for tokens in expected]
-    assert capfd.readouterr().err == ""  # no step either that was repeated row by row
+    assert capfd.readouterr().err == ""  # no step was repeated row by row
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "ranks"), [(6, 3, 3), (4, 1, 2)])
@@ -141,12 +138,14 @@ def test_a_rank_that_cannot_start_is_reported_and_nothing_is_left_running(
     capfd.readouterr()
     with pytest.raises(ConfigError, match="safetensors"):
         LLM(str(folder), tensor_parallel_size=2, num_threads=1)
-    assert capfd.readouterr().err == ""  # no rank complains about the others
+    assert capfd.readouterr().err == ""  # no rank reports an error of the others
 
 
 def test_a_first_rank_that_fails_in_a_step_ends_and_is_reported(two_ranks: LLM) -> None:
-    """The result thread must not keep a failed rank alive. The last test of these two ranks."""
+    """The result thread must not keep a failed rank alive. This must be the last test of these
+    ranks.
+    """
     executor = two_ranks._loop.executor
-    executor._sockets[0].send(PLAN + b"\xc1")  # no MessagePack: decoding raises in the rank
+    executor._sockets[0].send(PLAN + b"\xc1")  # not MessagePack: decoding raises in the rank
     with pytest.raises(EngineDeadError, match="rank 0 ended with exit code 1"):
         executor.receive()

@@ -1,5 +1,3 @@
-"""Every data-parallel rank gets its own plan, at any addresses."""
-
 from __future__ import annotations
 
 import subprocess
@@ -58,7 +56,7 @@ def test_plans_reach_the_ranks_of_their_replica(
         for step, handle in ((1, first), (2, second)):
             results = handle.results()
             assert [result.step_id for result in results] == [step, step]
-            # the first rank of each replica answers, with what it was told
+            # the first rank of each replica answers with its plan
             assert [result.token_ids for result in results] == [
                 [0, 0, 10 * step],
                 [1, 0, 10 * step + 1],

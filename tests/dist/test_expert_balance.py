@@ -1,4 +1,4 @@
-"""Experts move between ranks while requests run: texts stay, and the ranks' loads become even."""
+"""Moving experts between ranks during requests keeps texts and evens the ranks' loads."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, seed=5, top_k=20, max_tokens=60, ignore_eos=True)
 PROMPTS = [[*range(3 + at, 30 + 2 * at)] for at in range(8)]
 PARAMS = [GREEDY, DRAWN] * 4
-NOTICED_SECONDS = 3.0  # from a rank's end to that of its requests, on a busy machine
+NOTICED_SECONDS = 3.0  # from a rank's end to the end of its requests, on a busy machine
 
 
 @pytest.fixture(scope="module")
 def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Most tokens select experts 2 to 4, which start on one of two ranks."""
+    """Make most tokens select experts 2 to 4, which start on one of two ranks."""
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 5,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
              "num_local_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K,
@@ -59,7 +59,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def of_one_rank(skewed: Path) -> tuple[list[list[int]], ExpertDump]:
-    """Texts, and selections per expert."""
+    """Return texts and selections per expert."""
     counted = {"expert_distribution_recorder_mode": "stat", "max_num_batched_tokens": 64}
     with LLM(str(skewed), **COMMON, **counted, max_num_seqs=8) as llm:
         llm._loop.record_experts("start")
@@ -73,7 +73,7 @@ def of_one_rank(skewed: Path) -> tuple[list[list[int]], ExpertDump]:
 
 def test_every_choice_is_counted_once(of_one_rank: tuple[list[list[int]], ExpertDump]) -> None:
     text, dump = of_one_rank
-    # all tokens of the prompts, and all that were generated but the last ones
+    # all prompt tokens, and all generated tokens except the last ones
     num_tokens = sum(map(len, PROMPTS)) + sum(len(tokens) - 1 for tokens in text)
     assert [sum(layer) for layer in dump.logical_count] == [TOP_K * num_tokens] * 5
     assert dump.balancedness == 1.0  # there is one rank
@@ -104,7 +104,7 @@ def test_texts_stay_and_loads_become_even(
     assert experts is not None and experts.num_rebalances >= 3 and experts.num_moved >= 10
     after = loop.record_experts("dump")
     assert after is not None
-    # the recorder sees what one rank's does, whatever moved meanwhile
+    # the recorder counts the same as on one rank, whatever moved meanwhile
     assert after.logical_count == counts.logical_count
     for slots in after.physical_to_logical_map:
         copies = Counter(slots)
@@ -114,12 +114,12 @@ def test_texts_stay_and_loads_become_even(
         after.balancedness
     )
     assert at_start < 0.8 and after.balancedness > 0.93
-    # once more, with experts where they are now
+    # again, with the experts' current placement
     assert tokens_of(two_ranks) == text
 
 
 def balancedness(counts: list[list[int]], slots: list[list[int]]) -> float:
-    """Balancedness of two ranks."""
+    """Return the balancedness of two ranks."""
     mean = most = 0.0
     for layer, table in zip(counts, slots, strict=True):
         copies, half = Counter(table), len(table) // 2
@@ -174,12 +174,12 @@ def test_drafts_and_captured_steps_find_the_experts(
         assert tokens_of(llm) == of_one_rank[0]
         experts, children = llm.stats().experts, llm._loop.executor._processes  # type: ignore[attr-defined]
     assert experts is not None and experts.num_moved >= 5
-    assert [child.exit_code for child in children] == [0, 0]  # and replayed steps
+    assert [child.exit_code for child in children] == [0, 0]  # replayed steps, too
 
 
 @pytest.mark.full
 def test_nano_m3_gives_the_same_text_while_experts_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a shared expert; selections are almost even."""
+    """Cover a shared expert; selections are almost even."""
     monkeypatch.setattr(expert_balancer, "LEAST_GAIN", 0.0)
     params = SamplingParams(temperature=0.0, max_tokens=40)
     with LLM("nano-m3", **COMMON) as llm:
@@ -200,7 +200,7 @@ def test_nano_m3_gives_the_same_text_while_experts_move(monkeypatch: pytest.Monk
 def test_experts_start_as_dumped(
     skewed: Path, of_one_rank: tuple[list[list[int]], ExpertDump]
 ) -> None:
-    """By counts, with copies, on data-parallel ranks without rebalancing."""
+    """Cover placement by counts, with copies, on data-parallel ranks without rebalancing."""
     text, counts = of_one_rank
     located: dict[str, Any] = {
         "init_expert_location": json.dumps({"logical_count": counts.logical_count}),
@@ -223,8 +223,9 @@ def test_a_rank_killed_during_a_move_ends_only_open_requests(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 1 is killed while rank 0 waits for one of its experts: open requests end with an error,
-    and the group restarts with the file's placement.
+    """Rank 1 is killed while rank 0 waits for one of its experts.
+
+    Open requests end with an error, and the group restarts with the file's placement.
     """
     mark, located = tmp_path / "mark", tmp_path / "location.json"
     monkeypatch.setenv("ENGINE_MODULE", "tests.dist.killed_in_move")

@@ -1,4 +1,4 @@
-"""An external family runs on two ranks: heads and MLPs are sharded, its index cache is not."""
+"""An external family runs on two ranks, with heads and MLPs sharded and its index cache whole."""
 
 from __future__ import annotations
 

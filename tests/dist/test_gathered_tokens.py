@@ -1,7 +1,4 @@
-"""Data-parallel and context-parallel ranks with tokens of their own get from experts, which lie on
-all of them, what one rank with all the experts would give each; so do context-parallel ranks that
-have the same tokens, also beside other data-parallel ones.
-"""
+"""Data- and context-parallel ranks get the results of one rank with all experts."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ CASES = [
     (1, 4, 1, 4, PERMUTED, WIDTH), (1, 2, 2, 1, None, 2 * WIDTH), (1, 2, 2, 4, None, WIDTH),
     (2, 2, 1, 1, None, WIDTH), (2, 2, 1, 2, SOME_TWICE, 2 * WIDTH), (2, 2, 1, 4, PERMUTED, 0),
 ]  # fmt: skip
-# tokens of each rank along both axes, and whether the last of them is padding
+# tokens of each rank along both axes, and whether the last one is padding
 STEPS = [
     ((1, 1, 1, 1), True),
     ((1, 1, 1, 1), False),
@@ -47,8 +44,10 @@ def tokens_of(step: int, place: int) -> tuple[Tensor, Tensor | None]:
 
 
 def runs_of(layout: ParallelLayout, counts: tuple[int, ...]) -> list[tuple[int, int | None, bool]]:
-    """Whose tokens a rank runs, how many the others have at most, and whether they are a share:
-    its own, then with context parallelism those of its data-parallel rank.
+    """Return the owner of a rank's tokens, the maximum count of the others, and whether to split.
+
+    The first entry is for its own tokens, the second (context parallel) for its data-parallel
+    rank's.
     """
     own = layout.dp_rank * layout.cp + layout.cp_rank, max(counts[: layout.dp * layout.cp])
     if layout.cp == 1:

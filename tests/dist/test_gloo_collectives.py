@@ -1,4 +1,4 @@
-"""What the ranks of a gloo group make of each other's tensors."""
+"""Collectives of a gloo group."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Two and four gloo processes give transformers' logits and text of MiniMax-M3: index heads are
-split as KV heads are, or held by several ranks, which may share out the blocks of their keys and
-values; index keys are on every rank, or a shard of them.
-"""
+"""Gloo ranks give transformers' logits and text of MiniMax-M3 in every sharding of its caches."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from tests import tiny, tiny_m3
 
 
 def sizes_of(kv_heads: int) -> dict[str, Any]:
-    """What four ranks can share."""
+    """Return the layouts of four ranks."""
     return tiny_m3.random_sizes(
         5, vocab_size=96, num_attention_heads=8, num_key_value_heads=kv_heads,
         index_n_heads=kv_heads, dense_intermediate_size=24, intermediate_size=24,
@@ -35,7 +32,7 @@ def sizes_of(kv_heads: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_every_rank_has_the_logits_of_transformers(tp: int, tmp_path: Path) -> None:
-    """From shards of the index keys the same blocks are chosen as from all of them."""
+    """Shards of the index keys select the same blocks as all of them."""
     expected = {}
     for kv_heads in {layout[1] for layout in LAYOUTS if layout[0] == tp}:
         model = tiny_m3.make_model(kv_heads, **sizes_of(kv_heads))
@@ -53,7 +50,7 @@ def test_every_rank_has_the_logits_of_transformers(tp: int, tmp_path: Path) -> N
         )
         for results in (whole, sharded):
             for got, *_ in results:
-                assert torch.equal(got, results[0][0])  # one differing bit would part their ways
+                assert torch.equal(got, results[0][0])  # one differing bit makes texts diverge
                 torch.testing.assert_close(
                     got, expected[kv_heads], atol=TOLERANCE, rtol=0, msg=f"{kv_heads}, {rest}"
                 )
@@ -69,7 +66,7 @@ def test_every_rank_has_the_logits_of_transformers(tp: int, tmp_path: Path) -> N
 def test_the_engine_equals_transformers_on_several_ranks(
     tp: int, sharding: str, tmp_path: Path
 ) -> None:
-    """Chunks end inside blocks, prefixes are found, requests preempted."""
+    """Cover chunks that end inside blocks, found prefixes and preempted requests."""
     sizes = sizes_of(2)
     model = tiny_m3.make_model(11, **sizes)
     prompts = prompts_of(11, sizes)

@@ -1,5 +1,3 @@
-"""nano-m3 says the same on one rank and on two, however its prompts are read."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -11,9 +9,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 
 
 def answers(**options: Any) -> tuple[list[list[int]], int]:
-    """Tokens of greedy answers to a prompt of 2,000 tokens with a fact far back, asked twice, and
-    to two with tools; and how many tokens of prompts came from the prefix cache. In float32: sums
-    over ranks that are rounded to bfloat16 decide a near tie one way or the other.
+    """Return greedy tokens and the number of cached prompt tokens.
+
+    Prompts: 2,000 tokens with a fact far back, asked twice, and two with tools. In float32:
+    bfloat16 sums over ranks would decide near ties differently.
     """
     (long,) = retrieval.problems("2k", 1, 5)
     with LLM("nano-m3", device="cpu", dtype="float32", num_threads=1, **options) as llm:
@@ -28,9 +27,7 @@ def answers(**options: Any) -> tuple[list[list[int]], int]:
 
 
 def test_ranks_chunks_and_cached_prefixes_leave_the_text_as_it_is() -> None:
-    """Chunks of 200 tokens end inside blocks; the prompt's 2,000 tokens are four times what each
-    query attends to.
-    """
+    """Chunks of 200 tokens end inside blocks; 2,000 tokens are four times the attended context."""
     expected, cached = answers(enable_prefix_caching=False, max_num_batched_tokens=4096)
     assert cached == 0 and expected[0] == expected[-1]
     for options in ({}, {"tensor_parallel_size": 2}):

@@ -31,8 +31,6 @@ SHARE = MachineShare("/models", None, None, None, 1, "/tmp/beats", "eth1")
 
 
 class Peer:
-    """A scripted agent."""
-
     def __init__(self, context: zmq.Context[Any], port: int, *, node: int, name: str) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
@@ -55,7 +53,6 @@ class Peer:
         return wire.AgentHeartbeat(self.node, self.name, session, self.num_beats, death, 1, silence)
 
     def throw(self, frame: bytes) -> None:
-        """Send as a datagram."""
         self.datagrams.send(frame, self.leader)
 
     def say(self, message: wire.FromAgent) -> None:
@@ -72,7 +69,7 @@ class Peer:
 
 
 class Setting:
-    """Node 0 of two on the loopback, and its agents."""
+    """Return node 0 of two on the loopback, and its agents."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -86,7 +83,7 @@ class Setting:
         return Peer(self.context, self.port, node=node, name=name)
 
     def started(self, name: str) -> tuple[Peer, str]:
-        """An agent whose ranks run, and its session."""
+        """Return an agent whose ranks run, and its session."""
         peer = self.peer(name)
         peer.join()
         self.meeting.join(20.0)
@@ -99,7 +96,7 @@ class Setting:
         return peer, start.session
 
     def death(self, seconds: float = 20.0) -> str:
-        """Node 0's reason for a lost node, after its alarm."""
+        """Return node 0's reason for a lost node, after its alarm."""
         poller = select.poll()
         poller.register(self.group.alarms[0], 0)
         assert poller.poll(1000 * seconds)
@@ -107,7 +104,7 @@ class Setting:
 
 
 def silence(words: str) -> float:
-    """The seconds in the reason; they exceed the limit on a machine that stands still."""
+    """Return the seconds in the reason; they exceed the limit on a stalled machine."""
     match = re.search(r"sends no heartbeat for (\d+\.\d) s", words)
     assert match, words
     return float(match[1])
@@ -126,7 +123,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
     monkeypatch.setenv(KEY_VARIABLE, "of the tests")
     made = Setting()
     yield made
-    if made.meeting.is_alive():  # nobody has come
+    if made.meeting.is_alive():  # no agent has connected
         made.peer("last").join()
         made.meeting.join(20.0)
     if not made.is_stopped:
@@ -203,13 +200,12 @@ def test_a_closed_connection_is_noticed_before_silence(
 
 
 def test_datagrams_count_as_heartbeats_unless_old_or_foreign(setting: Setting) -> None:
-    """The connection is silent, as if half open."""
     peer, session = setting.started("a")
     stranger = Datagrams("127.0.0.1")
     stranger._key = b"another"
     first = wire.encoder.encode(peer.next_beat(session))
     second = peer.next_beat(session)
-    peer.say(second)  # over the connection, which may be the faster one
+    peer.say(second)  # over the connection, which may be faster
     peer.hear(wire.Node0Heartbeat)
     peer.throw(wire.encoder.encode(second))
     began = time.monotonic()
@@ -225,7 +221,7 @@ def test_datagrams_count_as_heartbeats_unless_old_or_foreign(setting: Setting) -
     peer.throw(b"no message")
     stopped = threading.Event()
 
-    def repeat() -> None:  # what does not count
+    def repeat() -> None:  # must not count as heartbeats
         late = wire.encoder.encode(peer.next_beat("another session"))
         new = wire.encoder.encode(peer.next_beat(session))
         while not stopped.wait(wire.BEAT_SECONDS):
@@ -245,7 +241,6 @@ def test_datagrams_count_as_heartbeats_unless_old_or_foreign(setting: Setting) -
 def test_a_stalled_connection_is_given_up(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Datagrams alone carry no plans."""
     monkeypatch.setattr(wire, "STALL_SECONDS", 0.5)
     peer, session = setting.started("a")
     while setting.group.death() is None:
@@ -255,7 +250,6 @@ def test_a_stalled_connection_is_given_up(
 
 
 def test_foreign_connections_do_not_affect_a_node(setting: Setting) -> None:
-    """Port probes, as of load balancers."""
     peer, session = setting.started("a")
     peer.beat(session)
     peer.hear(wire.Node0Heartbeat)
@@ -289,7 +283,6 @@ def test_a_used_udp_port_is_named() -> None:
 def test_an_orderly_stop_reaches_all_agents(
     setting: Setting, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ranks that end early in an orderly stop are not lost."""
     peer, session = setting.started("a")
     setting.group.expect_end()
     for _ in range(3):

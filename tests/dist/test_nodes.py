@@ -1,6 +1,4 @@
-"""Ranks on several machines (network namespaces): the text of one machine, agents in any order,
-lost machines.
-"""
+"""Ranks on several machines (network namespaces): one machine's text, any start order, losses."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ from tests.probes import probe
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Machines | OneMachine]:
-    """Network namespaces where this process may create them."""
+    """Return network namespaces where this process may create them."""
     with contextlib.ExitStack() as stack:
         try:
             made: Machines | OneMachine = stack.enter_context(machines(3))
@@ -72,7 +70,7 @@ def test_data_parallel_ranks_on_two_machines_notice_a_stopped_one(
         (agent,) = agents
         try:
             assert tokens(llm) == expected
-            # of a request on each of the two ranks
+            # during a request on each of the two ranks
             stop = lambda: agent.signal(signal.SIGSTOP)  # noqa: E731
             assert seconds_until_noticed(llm, stop, "node 1 .* no heartbeat") < NOTICED_SECONDS
             agent.signal(signal.SIGCONT)
@@ -84,7 +82,7 @@ def test_data_parallel_ranks_on_two_machines_notice_a_stopped_one(
 def test_agents_wait_for_the_next_engine_and_end_with_the_last(
     network: Machines | OneMachine, expected: list[list[int]]
 ) -> None:
-    """Agents start before node 0. One is lost, returns, and sees the other killed."""
+    """Start agents before node 0; one is lost, returns, and detects that the other is killed."""
     host = network.address(1)
     probes = ("--host", host, "--node-health-port", "0")
     second, first = (
@@ -130,7 +128,7 @@ def test_agents_wait_for_the_next_engine_and_end_with_the_last(
             agent.kill()
 
 
-# What is refused, without weights
+# Refused options, without weights
 
 
 def group_of_two(options: dict[str, Any], **facts: str) -> NodeGroup:

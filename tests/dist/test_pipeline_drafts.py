@@ -1,6 +1,4 @@
-"""Draft tokens on pipeline stages: all stages learn in time how many are accepted, and texts equal
-those without drafts.
-"""
+"""Draft tokens on pipeline stages: texts equal those without drafts."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from tests import tiny
 from tests.layouts import full, parallel
 
 COMMON: dict[str, Any] = {"device": "cpu", "num_threads": 1}
-# prompts run in chunks, and running requests are thrown out
+# prompts run in chunks, and running requests are preempted
 TIGHT = {"max_num_batched_tokens": 48, "num_kv_blocks": 12, "block_size": 16, "max_num_seqs": 8}
 NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
 PROMPTS = [
@@ -47,14 +45,14 @@ def words(made: list[Generation]) -> list[tuple[object, object]]:
 
 
 def known(params: list[SamplingParams], made: list[Generation]) -> str:
-    """The texts from which `drafting_rank` proposes."""
+    """Return the texts from which `drafting_rank` proposes."""
     columns = zip(params, made, strict=True)
     return json.dumps([[p.seed, m.prompt_token_ids, m.outputs[0].token_ids] for p, m in columns])
 
 
 @pytest.fixture
 def knowing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Let the ranks propose right, wrong and no tokens at random."""
+    """Let the ranks propose accepted, rejected and no tokens at random."""
     spawn = supervision.spawn
 
     def install(of: str) -> None:
@@ -89,9 +87,7 @@ def test_prompt_lookup_keeps_the_text(expected: list[Generation]) -> None:
 def test_three_stages_learn_accepted_counts(
     expected: list[Generation], knowing: Callable[[str], None]
 ) -> None:
-    """Bit-identical to the text without drafts, with preemption and a grammar; then next to aborted
-    requests whose slots are reused.
-    """
+    """Cover preemption and a grammar, then aborted requests whose slots are reused."""
     knowing(known(PARAMS, expected))
     with LLM("nano", **COMMON, **TIGHT, pipeline_parallel_size=3) as llm:
         assert words(llm.generate(PROMPTS, PARAMS)) == words(expected)
@@ -144,7 +140,6 @@ def m2(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_stages_of_several_ranks_learn_accepted_counts(
     m2: str, layout: dict[str, Any], knowing: Callable[[str], None]
 ) -> None:
-    """Also without overlap."""
     prompts = [[5, 6, 7] * length for length in (1, 6, 14, 20)]
     params = [
         SamplingParams(temperature=temperature, seed=seed, max_tokens=24, ignore_eos=True)
@@ -161,9 +156,7 @@ def test_stages_of_several_ranks_learn_accepted_counts(
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the ranks replay captured steps as on a GPU: the host learns a row's length later than
-    the device.
-    """
+    """Replay captured steps: the host learns a row's length later than the device."""
     spawn = supervision.spawn
 
     def started(module: str, *args: str) -> subprocess.Popen[bytes]:
@@ -185,7 +178,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_captured_steps_with_drafts(
     model: str, drafts: dict[str, Any], share: float, captured: None, request: pytest.FixtureRequest
 ) -> None:
-    """Acceptance is as expected: the draft reads residual streams of both stages."""
+    """The draft reads residual streams of both stages."""
     name = model if model == "nano" else request.getfixturevalue(model)
     prompts = [[5, 6, 7] * length for length in (1, 6, 20)]
     params = SamplingParams(temperature=0.0, max_tokens=50)
@@ -199,6 +192,6 @@ def test_captured_steps_with_drafts(
         assert words(llm.generate(prompts, params)) == expected
         stats = llm.stats()
         children = llm._loop.executor._processes  # type: ignore[attr-defined]
-    assert [child.exit_code for child in children] == [0, 0]  # and replayed steps
+    assert [child.exit_code for child in children] == [0, 0]  # replayed steps, too
     assert stats.num_draft_tokens > 60
     assert stats.num_accepted_tokens > share * stats.num_draft_tokens

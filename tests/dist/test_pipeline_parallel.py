@@ -1,7 +1,3 @@
-"""Pipeline stages through the whole engine: ranks with some layers each give the text of
-one rank.
-"""
-
 from __future__ import annotations
 
 import os
@@ -29,8 +25,8 @@ from tests import tiny, tiny_m3
 from tests.layouts import parallel
 
 NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
-# in 8 blocks of 16 tokens not all of the prompts' answers have room at a time, and a step runs 24
-# tokens: prompts are chunked, and running requests thrown out
+# 8 blocks of 16 tokens do not hold all answers at once, and a step runs 24 tokens: prompts are
+# chunked, and running requests preempted
 TIGHT = {"max_num_batched_tokens": 24, "num_kv_blocks": 8, "block_size": 16, "max_num_seqs": 8}
 PROMPTS = [
     "A box holds 24 pencils. How many pencils are in 13 boxes of this kind, all of them full?",
@@ -80,9 +76,7 @@ def expected() -> list[tuple[object, ...]]:
 def test_two_stages_give_the_text_of_one_rank(
     two_stages: LLM, expected: list[tuple[object, ...]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Bit-identical in bfloat16: greedy and sampled tokens, log-probabilities and masks; then from
-    cached prefixes.
-    """
+    """Cover greedy and sampled tokens, log-probabilities and masks, then cached prefixes."""
     log.setup("warning")
     for cached in (False, True):
         made = two_stages.generate(PROMPTS, PARAMS)
@@ -117,7 +111,7 @@ def test_chunks_of_equal_time_keep_the_text(
 def test_aborts_do_not_change_requests_in_the_pipeline(
     two_stages: LLM, expected: list[tuple[object, ...]]
 ) -> None:
-    """Slots and blocks of aborted requests are reused while their tokens are in flight."""
+    """Reuse slots and blocks of aborted requests while their tokens are in flight."""
     loop = two_stages._loop
     kept: dict[int, list[int]] = {0: [], 1: [], 3: []}
     prompts = [two_stages.tokenizer.encode(prompt) for prompt in PROMPTS]
@@ -141,7 +135,7 @@ def test_aborts_do_not_change_requests_in_the_pipeline(
 def test_stages_that_wait_for_a_mask_can_be_stopped(
     two_stages: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last test of these two ranks."""
+    """This must be the last test of these two ranks."""
     monkeypatch.setattr(executor, "SHUTDOWN_SECONDS", 120.0)
     prompt = two_stages.tokenizer.encode("Name:")
     params = two_stages._admit([prompt], PARAMS[2])
@@ -150,7 +144,7 @@ def test_stages_that_wait_for_a_mask_can_be_stopped(
     plans = two_stages._loop._scheduler.plan()
     assert plans is not None and plans[0].grammar_rows == [0]
     ranks = two_stages._loop.executor
-    ranks.launch(plans)  # and never any masks
+    ranks.launch(plans)  # no masks are ever sent
     time.sleep(1.0)
     two_stages.shutdown()
     assert all(child.exit_code in (0, 1) for child in ranks._processes)  # type: ignore[attr-defined]
@@ -168,7 +162,6 @@ def m2(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def m3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """With dense layers first."""
     sizes = tiny_m3.random_sizes(
         5, num_hidden_layers=4, vocab_size=96, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=32, dense_intermediate_size=32, shared_intermediate_size=32,
@@ -192,9 +185,7 @@ def m3(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_stages_of_any_size_give_the_text_of_one_rank(
     family: str, layout: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """Stages of five and four layers, dense ones first, next to tensor parallelism. The first stage
-    holds no head, the last no embedding.
-    """
+    """The first stage (five layers) holds no head, the last one (four) no embedding."""
     folder = request.getfixturevalue(family)
     prompts = [[5, 6, 7] * length for length in (1, 6, 14, 20)]
     params = [
@@ -235,7 +226,7 @@ def test_captured_steps_of_stages_give_the_text_of_one_stage(
             time.sleep(0.3)  # without a plan
             assert tokens(llm.generate(prompts, params)) == texts[0]
             children = llm._loop.executor._processes  # type: ignore[attr-defined]
-        assert [child.exit_code for child in children] == [0] * len(children)  # and replayed steps
+        assert [child.exit_code for child in children] == [0] * len(children)  # replayed steps, too
     assert texts[0] == texts[1]
 
 
@@ -264,7 +255,6 @@ def test_a_killed_stage_is_reported(m2: str) -> None:
 
 
 def test_a_missing_tensor_of_a_stage_is_named(m2: str, tmp_path: Path) -> None:
-    """A tensor of the last stage is missing."""
     folder = tmp_path / "broken"
     folder.mkdir()
     for file in Path(m2).iterdir():

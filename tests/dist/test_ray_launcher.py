@@ -30,7 +30,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_launcher, "DRIVER_MODULE", "tests.dist.scripted_ray_driver")
     monkeypatch.setattr(ray_launcher, "find_spec", lambda name: name)
     for name in (KEY_VARIABLE, "CUDA_VISIBLE_DEVICES", "KEY"):
-        monkeypatch.setenv(name, "")  # and as before at the end
+        monkeypatch.setenv(name, "")  # restored at the end
         monkeypatch.delenv(name)
 
 
@@ -62,10 +62,10 @@ def test_ray_options_become_node_options() -> None:
         assert options.distributed_executor_backend == MP
         assert env.get("CUDA_VISIBLE_DEVICES") == "2,3"
         key = env.get(KEY_VARIABLE) or ""
-        assert len(key) == 64 and env.get("KEY") == key  # drawn, and told to the other process
+        assert len(key) == 64 and env.get("KEY") == key  # a drawn port, sent to the other process
         process = made._process
         assert process.poll() is None
-    assert process.poll() == 0  # it ends with its standard input
+    assert process.poll() == 0  # the process ends when its standard input ends
 
 
 def test_the_message_of_an_agent_that_ends_is_reported() -> None:
@@ -113,7 +113,7 @@ def test_the_engine_does_not_wait_for_agents_that_cannot_come(
 
 
 class Leader:
-    """Node 0 as an agent sees it: starts ranks, then ends them."""
+    """Act as node 0 toward an agent: start ranks, then end them."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -142,7 +142,6 @@ class Leader:
 
 
 def test_an_agent_of_ray_ends_with_its_ranks() -> None:
-    """After a restart of the engine Ray starts another agent."""
     leader = Leader(port := free_port())
     options = NodeOptions(
         nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=port, interface=loopback()

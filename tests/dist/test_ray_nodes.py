@@ -1,6 +1,4 @@
-"""Ray as launcher, on a cluster of virtual machines at the loopback: the text of one rank, actors
-and machines that are lost, and nothing that is left behind.
-"""
+"""Ray as launcher on virtual machines at the loopback: one rank's text, losses, clean ends."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ MACHINE = {"object_store_memory": 80 * 2**20, "node_ip_address": "127.0.0.1"}
 NOTICED_SECONDS = 3.0
 START_SECONDS = 120.0
 GONE_SECONDS = 15.0
-# Without the last one Ray takes the loopback for the machine's other address, and listens on all.
+# Without the last variable, Ray listens on all addresses of the machine.
 VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
@@ -47,9 +45,7 @@ VARIABLES = {
 
 
 class VirtualCluster:
-    """A head and other machines, each with one CPU. This process is a driver of it, which looks at
-    what there is.
-    """
+    """A head and other machines, each with one CPU; this process is a driver of the cluster."""
 
     def __init__(self, folder: Path) -> None:
         from ray.cluster_utils import Cluster
@@ -77,7 +73,7 @@ class VirtualCluster:
         return VARIABLES | {"RAY_ADDRESS": self.cluster.address}
 
     def agents(self) -> dict[str, int]:
-        """The process of each actor that runs, by the machine it is on."""
+        """Return the process of each running actor, by its machine."""
         from ray._private.state import actors
 
         return {
@@ -87,7 +83,7 @@ class VirtualCluster:
         }
 
     def agent_elsewhere(self) -> tuple[int, Any]:
-        """The process of an agent with ranks that is not on the head, and its machine."""
+        """Return the process and machine of an agent with ranks that is not on the head."""
         found = self.agents()
         return next(
             (found[machine.node_id], machine)
@@ -96,7 +92,7 @@ class VirtualCluster:
         )
 
     def is_empty(self) -> bool:
-        """Whether no actor lives, and no placement group."""
+        """Return whether no actor and no placement group exists."""
         from ray.util import placement_group_table
 
         groups = placement_group_table().values()
@@ -127,7 +123,7 @@ def expected() -> list[str]:
 
 
 class Server:
-    """`negamax serve nano` with Ray, in a session of its own."""
+    """`negamax serve nano` with Ray, in its own session."""
 
     def __init__(self, log: Path, *options: str, **variables: str) -> None:
         self.port = free_port()
@@ -173,7 +169,7 @@ class Server:
         return [self.complete(prompt) for prompt in PROMPTS]
 
     def seconds_until_told(self, fault: Callable[[], object]) -> float:
-        """From `fault`, which comes while a request is answered, to the error that ends it."""
+        """Return the seconds from `fault`, during a request, to the error that ends it."""
         hit: list[float] = []
 
         def strike() -> None:
@@ -196,7 +192,7 @@ class Server:
 
 
 def tree(root: int) -> set[int]:
-    """A process with all that descend from it."""
+    """Return a process and all its descendants."""
     found, todo = set(), [root]
     while todo:
         pid = todo.pop()
@@ -237,7 +233,7 @@ def serving(cluster: VirtualCluster, *options: str) -> Iterator[Server]:
 def test_three_machines_and_what_may_happen_to_them(
     cluster: VirtualCluster, expected: list[str]
 ) -> None:
-    """Two agents; one is killed, then the machine of one is lost and another takes its place."""
+    """Of two agents, one is killed; then one machine is lost and another replaces it."""
     with serving(cluster, "-pp", "3", "--max-engine-restarts", "10") as server:
         before = cluster.agents()
         assert len(before) == 3
@@ -299,7 +295,7 @@ def test_a_cluster_without_room_is_refused(cluster: VirtualCluster) -> None:
 def test_agents_see_the_gpus_that_ray_gives_them(
     cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPUs are numbers only; the agent ends, since it does not find its model."""
+    """The GPUs are numbers only; the agent ends because its model does not exist."""
     cluster.disconnect()
     machines = [cluster.add(num_gpus=3, num_cpus=2) for _ in range(2)]
     monkeypatch.setenv("RAY_ADDRESS", cluster.cluster.address)
@@ -312,7 +308,7 @@ def test_agents_see_the_gpus_that_ray_gives_them(
         ray_placement_timeout=20.0,
     )
     driver = Driver(options, threading.Event())
-    # this process is on the head, which has none: the first of the others stands for it
+    # this process is on the head, which has no GPU: the first other machine replaces it
     monkeypatch.setattr(
         "ray.runtime_context.RuntimeContext.get_node_id", lambda self: machines[0].node_id
     )
@@ -332,7 +328,7 @@ def test_agents_see_the_gpus_that_ray_gives_them(
 
 
 def test_a_cluster_of_its_own(cluster: VirtualCluster, expected: list[str]) -> None:
-    """Where none runs: of this machine, at its loopback, and gone with the server."""
+    """Start a local cluster at the loopback, which ends with the server."""
     variables = VARIABLES | {"RAY_ADDRESS": "local"}
     del variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]
     server = Server(cluster.folder / "log", "-tp", "2", **variables)

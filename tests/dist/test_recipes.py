@@ -1,6 +1,4 @@
-"""The deployments that docs/parallelism.md lists, with fewer ranks: typed as they are there, and
-served with the text of one rank.
-"""
+"""Deployments of docs/parallelism.md, with fewer ranks, give the text of one rank."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ ROWS = {
 }
 MODELS = {"M2.5": "nano", "M3": "nano-m3"}
 ADDRESS = "10.0.0.1"  # of node 0 on the page
-# What each machine is told, by the page's name of it.
+# Options of each machine, by the page's name of the deployment.
 SMALL: tuple[dict[str, str], ...] = (
     {
         "one machine, TP4 x DP4 with experts over all 16": "M2.5 --tensor-parallel-size 2 "
@@ -79,7 +77,7 @@ def test_each_deployment_of_the_page_has_a_small_one_with_its_options() -> None:
 
 
 def names(line: str) -> list[str]:
-    """The model and the options of a line."""
+    """Return the model and the options of a line."""
     return [word for word in line.split() if word.startswith(("M", "--"))]
 
 
@@ -115,7 +113,7 @@ def test_small_deployments_answer_as_one_rank_does(
 
 
 def answers(server: Server) -> list[str]:
-    """Texts of requests that run together."""
+    """Return texts of requests that run together."""
 
     async def answer(prompt: str) -> str:
         connection = server.connection()

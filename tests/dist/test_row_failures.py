@@ -1,5 +1,3 @@
-"""A row that fails on one or all ranks ends only its own request."""
-
 from __future__ import annotations
 
 import subprocess
@@ -60,7 +58,7 @@ def one_rank() -> Iterator[LLM]:
 
 
 def run(llm: LLM, victim: SamplingParams) -> tuple[list[list[int]], str | None]:
-    """The tokens of the other requests, and the victim's error."""
+    """Return the tokens of the other requests, and the victim's error."""
     prompts = [
         PROMPT,
         PROMPT[1:],
@@ -84,7 +82,7 @@ def run(llm: LLM, victim: SamplingParams) -> tuple[list[list[int]], str | None]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Callable[[LLM], list[list[int]]]:
-    """The other requests' tokens next to a row without a fault."""
+    """Return the other requests' tokens next to a row without a fault."""
     known: dict[int, list[list[int]]] = {}
 
     def of(llm: LLM) -> list[list[int]]:

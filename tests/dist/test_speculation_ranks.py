@@ -1,5 +1,3 @@
-"""Two ranks verify the same drafts and accept the same tokens."""
-
 from __future__ import annotations
 
 import json

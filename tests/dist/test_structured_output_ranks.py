@@ -1,4 +1,4 @@
-"""Grammars on several ranks: every rank gets the masks, and the text is that of one rank."""
+"""Grammars on several ranks: every rank gets the masks and gives the text of one rank."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_two_ranks_follow_a_grammar_as_one_does(two_ranks: LLM) -> None:
 def test_ranks_that_wait_for_masks_can_be_stopped(
     two_ranks: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last test of these two ranks."""
+    """This must be the last test of these two ranks."""
     monkeypatch.setattr(executor, "SHUTDOWN_SECONDS", 120.0)
     llm = two_ranks
     params = SamplingParams(
@@ -82,7 +82,7 @@ def test_ranks_that_wait_for_masks_can_be_stopped(
     plans = llm._loop._scheduler.plan()
     assert plans is not None and plans[0].grammar_rows == [0]
     ranks = llm._loop.executor
-    ranks.launch(plans)  # and never any masks
+    ranks.launch(plans)  # no masks are ever sent
     time.sleep(1.0)
     llm.shutdown()
     assert all(child.exit_code in (0, 1) for child in ranks._processes)  # type: ignore[attr-defined]  # nobody was killed

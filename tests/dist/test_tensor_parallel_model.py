@@ -1,6 +1,4 @@
-"""Two and four gloo processes give the logits of one: heads, KV-head replication, QK norm,
-vocabulary and experts split.
-"""
+"""Sharded gloo processes give the logits of one: heads, QK norm, vocabulary and experts."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ NANO = Path(negamax.__file__).parent / "assets" / "nano"
 TOKENS = [
     int(token) for token in torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(3))
 ]
-# (tensor parallel, KV heads, expert parallel); 4 ranks over 2 or 1 KV heads hold copies of a head
+# (tensor parallel, KV heads, expert parallel); with 2 or 1 KV heads, 4 ranks hold copies of a head
 LAYOUTS = [(2, 2, 1), (2, 1, 2), (4, 2, 1), (4, 1, 2), (4, 4, 4)]
 
 
@@ -59,7 +57,7 @@ def make_spec(kv_heads: int) -> ModelSpec:
 
 
 def logits(spec: ModelSpec, context: ParallelContext) -> torch.Tensor:
-    """Chunked prefill, then decode; logits of every token."""
+    """Return logits of every token in chunked prefill, then decode."""
     run = PagedRun(build(spec, random_weights(spec, 7), context=context), ranks=context.layout.tp)
     steps = [
         [("a", TOKENS[:21])],
@@ -71,9 +69,7 @@ def logits(spec: ModelSpec, context: ParallelContext) -> torch.Tensor:
 
 
 def head_and_embedding(spec: ModelSpec, context: ParallelContext) -> dict[str, torch.Tensor]:
-    """What a rank computes of the logits and of the embedding of every token, and which token ids
-    are its own.
-    """
+    """Return a rank's share of logits and embeddings, and its vocabulary range."""
     model = build(spec, random_weights(spec, 7), context=context)
     hidden = torch.randn(5, spec.hidden_size, generator=torch.Generator().manual_seed(1))
     assert isinstance(model, Decoder)
@@ -86,9 +82,7 @@ def head_and_embedding(spec: ModelSpec, context: ParallelContext) -> dict[str, t
 
 
 def checkpoint_and_synthetic(context: ParallelContext, cache: Path) -> dict[str, torch.Tensor]:
-    """Logits of the embedded FP8 checkpoint, of the same from a weight cache, and of synthetic
-    weights of its sizes.
-    """
+    """Return logits of the FP8 checkpoint, of its weight cache, and of synthetic weights."""
     spec, results = read_spec(json.loads((NANO / "config.json").read_text())), {}
     for source in ("checkpoint", "cache", "synthetic"):
         model = build(spec, context=context, loaded=False)
@@ -114,16 +108,14 @@ def load_to_say(slots: Mapping[str, WeightSlot], spec: ModelSpec) -> str:
 
 
 def padded_spec() -> ModelSpec:
-    """FP8 experts three blocks wide, which every layout but that of whole experts cuts; so it does
-    the projections of attention, whose heads are 12 wide.
-    """
+    """Make FP8 experts three blocks wide and attention heads 12 wide, which most layouts split."""
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_local_experts": 4}
     config = tiny_config(0, num_key_value_heads=2, **SIZES | sizes)
     return read_spec({**config, "quantization_config": FP8_CONFIG})
 
 
 def padded(context: ParallelContext, checkpoint: Path) -> torch.Tensor:
-    """Logits of FP8 experts that are kept as stored, as on GPUs."""
+    """Return logits of FP8 experts that are kept as stored, as on GPUs."""
     model = build_model(
         padded_spec(),
         context=context,
@@ -138,7 +130,7 @@ def padded(context: ParallelContext, checkpoint: Path) -> torch.Tensor:
 
 
 def one_rank(rank: int, tp: int, folder: str) -> None:
-    """A rank's process: every layout of this world size, results of all ranks into `folder`."""
+    """Write results of every layout of this world size into `folder`."""
     torch.set_num_threads(1)
     for case, (size, kv_heads, ep) in enumerate(LAYOUTS):
         if size != tp:
@@ -215,7 +207,7 @@ def test_an_fp8_checkpoint_and_synthetic_weights_are_the_same_model_however_expe
 
 
 def test_ranks_agree_bit_for_bit(world: tuple[int, Path]) -> None:
-    """Each rank samples for itself, so one differing bit would part their ways."""
+    """Each rank samples for itself, so one differing bit would make them diverge."""
     tp, folder = world
     for case, layout in enumerate(LAYOUTS):
         if layout[0] == tp:
