@@ -36,37 +36,37 @@ KvCaches = Mapping[str, Tensor]
 
 
 class AttentionKind(Protocol):
-    """What the layers of one kind share in a step, worked out once for all of them."""
+    """Prepares per step what all layers of one kind share."""
 
     name: str
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> Any:
-        """`kv`: the caches of one such layer."""
+        """Prepare a step. `kv`: the caches of one such layer."""
 
 
 def prepare_attention(
     metadata: AttentionMetadata, kinds: Sequence[tuple[AttentionKind, KvCaches]]
 ) -> AttentionMetadata:
-    """The step's metadata with what each kind of the model's layers has prepared for it."""
+    """Return the step's metadata with the prepared state of each attention kind of the model."""
     return replace(metadata, prepared={kind.name: kind.prepare(metadata, kv) for kind, kv in kinds})
 
 
 @dataclass(frozen=True)
 class GroupedQueryStep:
-    """Angles, cache rows and the kernels' own plans for a step."""
+    """Angles, cache rows and kernel plans for a step."""
 
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor  # [T, 1, rotary_dim] fp32
     slot_mapping: Tensor  # [T * kv_heads] int64, cache row of each token's keys and values
     # plan of the attention.decode kernel for the first num_decodes tokens; None: there are none
     decode: Any
-    # plan of the attention.prefill kernel for the tokens behind them; None: there are none
+    # plan of the attention.prefill kernel for the other tokens; None: there are none
     prefill: Any
-    exchange: KeyExchange | None  # of keys and values with context-parallel ranks
+    exchange: KeyExchange | None  # exchanges keys and values with context-parallel ranks
 
 
 class GroupedQueryKind:
-    """Grouped-query attention over all earlier tokens, with rotated positions."""
+    """Grouped-query attention over all earlier tokens, with rotary embeddings."""
 
     name = "grouped query"
 
@@ -81,7 +81,7 @@ class GroupedQueryKind:
         cache: CacheShard = WHOLE_CACHE,
     ) -> None:
         """`group`: query heads per KV head; `frequencies` from `rotary.signed_frequencies`;
-        `quantize`: the output projections are FP8.
+        `quantize`: output projections take FP8 activations.
         """
         self._kv_heads, self._group, self._cache = kv_heads, group, cache
         self._frequencies = frequencies
@@ -91,7 +91,7 @@ class GroupedQueryKind:
         self._plan_prefill = kernels[PREFILL].prepare
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> GroupedQueryStep:
-        """Angles and cache rows of all tokens, and what the two kernels prepare."""
+        """Compute angles and cache rows of all tokens, and the plans of both kernels."""
         size = kv["k"].shape[2]
         shape = PagedShape(self._kv_heads, self._group, block_size=size, cache=self._cache)
         cos, sin, slot_mapping = self._locate(
@@ -116,11 +116,11 @@ class GroupedQueryKind:
 class Attention:
     """q, k, v projection; RMS norm of q and of k; rope; attention; output projection.
 
-    The norms run over all heads together, or over each head by itself (`norm_per_head`; with
-    `gemma_norm` by 1 + the checkpoint's weights). A rank
-    holds `heads / tp` query heads and `kv_heads / tp` KV heads; with more ranks than KV heads,
-    neighbouring ranks hold copies of one KV head (and of its slice of the K-norm weight). Where
-    these share out the blocks of its cache, each projects the query heads of all of them.
+    The norms cover all heads together, or each head alone (`norm_per_head`); with `gemma_norm` they
+    scale by 1 + the checkpoint's weights. A rank holds `heads / tp` query heads and `kv_heads / tp`
+    KV heads. With more ranks than KV heads, neighbouring ranks hold copies of one KV head and of
+    its slice of the K-norm weight. If these ranks shard its cache by blocks (DCP), each projects
+    the query heads of all of them.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class Attention:
             kernels=kernels,
             weights=weights,
         )
-        self.activation = self._qkv.activation  # what it wants beside plain activations
-        # a head is what shares a scale
+        self.activation = self._qkv.activation  # forms of the input besides plain activations
+        # one scale covers a head
         given = self._out.activation
         self.gives_quantized = given is not None and given.group == head_dim
         self._heads, self._kv_heads = len(q_rows) // head_dim, len(kv_rows) // head_dim
@@ -195,7 +195,7 @@ class Attention:
         ]  # fmt: skip
 
     def finish_loading(self) -> None:
-        """Put the weights into their kernels' layout. Errors: as `KvScales`."""
+        """Pack the weights for their kernels. Errors: as `KvScales`."""
         self.kv_scales.finish_loading()
         self._qk_norm.finish_loading()
         self._qkv.finish_loading()
@@ -204,12 +204,10 @@ class Attention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """x [T, hidden] -> [T, hidden], or parts of it; the tokens' keys and values are in `kv`
-        afterwards.
-        """
+        """x [T, hidden] -> [T, hidden], or parts of it. Writes the new keys and values to `kv`."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
         qkv, k_cache, v_cache, scales = self._qkv(x), kv["k"], kv["v"], self.kv_scales.of(kv)
-        if self._fused is not None:  # what follows, in one launch
+        if self._fused is not None:  # norm, rope and cache write in one launch
             q = self._fused.run(
                 qkv, self._qk_norm.norm, step.cos, step.sin, k_cache, v_cache, step.slot_mapping,
                 group=self._group, kv_scales=scales,
@@ -238,5 +236,5 @@ class Attention:
 
 
 def head_rows(heads: range, head_dim: int) -> range:
-    """The rows of a projection that belong to `heads`."""
+    """Select the rows of a projection that belong to `heads`."""
     return range(heads.start * head_dim, heads.stop * head_dim)

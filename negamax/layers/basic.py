@@ -23,18 +23,18 @@ from negamax.layers.weights import WeightSlot
 from negamax.parallel.collectives import SingleRank
 from negamax.quantization.scheme import WeightFormat
 
-_ROWS = 4096  # of an embedding that are changed at a time
+_ROWS = 4096  # rows of an embedding changed at a time
 
 
 class RmsNorm:
-    """Completes a sum over the ranks, adds it to the residual stream, then RMS norm with a learned
-    weight.
+    """Completes a sum over the ranks, adds it to the residual stream, then applies RMS norm with a
+    learned weight.
 
-    The residual stream and the norm are replicated on every rank, but for many rows on GPUs: there
-    a rank keeps, from the first norm of a step to the last, its share of the rows
-    (`kernels/collectives/triton.py`). `activation`: what the block behind wants beside the plain
-    activations. `gemma`: the weight is stored less 1. `prepared` is for kernels that do what
-    `norm.add_rms` does among other things.
+    The residual stream and the norm are replicated on every rank. Large batches on GPUs are the
+    exception: from the first to the last norm of a step, each rank then keeps a shard of the rows
+    (`kernels/collectives/triton.py`). `activation`: the form of the activations that the next layer
+    takes. `gemma`: the weight is stored less 1. `prepared`: the weight for fused kernels that
+    include `norm.add_rms`.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class RmsNorm:
         self.slots = [WeightSlot(name, (width,), target=weight)]
 
     def __call__(self, part: Partial, residual: Tensor) -> Tensor | QuantizedActivations:
-        """residual [T, width] += the sum that `part` belongs to, in place; the norm of the
-        residual.
+        """Sum `part` over its group and add it to residual [T, width] in place; return the norm of
+        the result.
         """
         if part.group.size == 1:
             return self._add_rms(part.x, residual, self.prepared)
@@ -74,16 +74,15 @@ class RmsNorm:
         copy: bool = True,
         out: Tensor | None = None,
     ) -> Tensor:
-        """A copy of the residual stream [T, width], all rows on every rank, behind the sum that
-        this norm completed over `group`, in `out` where given; without `copy` it may be the stream
-        itself.
+        """Return a copy of the complete residual stream [T, width] on every rank, after this norm's
+        sum over `group`; in `out` if given. Without `copy` it may be the stream itself.
         """
         stream: Tensor = self._complete(residual, group, copy=copy, out=out)
         return stream
 
 
 class VocabEmbedding:
-    """The weight of the token embedding, its rows split over `group`: `steps.embed` reads it."""
+    """The token embedding's weight, its rows split over `group`; `steps.embed` reads it."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class VocabEmbedding:
         weights: WeightFormat,
     ) -> None:
         self._group = group
-        # A row of zeros at either end takes the tokens of the other ranks.
+        # Tokens of other ranks read the row of zeros at either end.
         self._weight = torch.zeros(
             len(rows) + 2, shape[1], dtype=weights.dtype, device=weights.device
         )
@@ -105,11 +104,11 @@ class VocabEmbedding:
 
     @property
     def table(self) -> Tensor:
-        """This rank's rows, between two rows of zeros: [rows + 2, hidden]."""
+        """This rank's rows between two rows of zeros: [rows + 2, hidden]."""
         return self._weight
 
     def whole(self) -> VocabEmbedding:
-        """The same with all rows on this rank: itself, or a copy where ranks split them."""
+        """Return the embedding with all rows on this rank: itself, or a copy if it is split."""
         if self._group.size == 1:
             return self
         other = copy(self)
@@ -118,7 +117,7 @@ class VocabEmbedding:
         return other
 
     def with_rows(self, change: Callable[[Tensor], Tensor]) -> VocabEmbedding:
-        """A copy whose rows [n, hidden] are what `change` makes of some of this one's at a time."""
+        """Return a copy with `change` applied to rows [n, hidden], some at a time."""
         other = copy(self)
         other._weight = torch.empty_like(self._weight)
         for rows, changed in zip(
@@ -151,13 +150,11 @@ class VocabHead:
         self.slots = self._linear.slots
 
     def finish_loading(self) -> None:
-        """Put the weight into the kernel's layout."""
+        """Pack the weight for its kernel."""
         self._linear.finish_loading()
 
     def local(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """hidden [R, hidden] -> [R, rows of this rank] fp32, in `out` where given (GPU kernels
-        only).
-        """
+        """hidden [R, hidden] -> [R, rows of this rank] fp32, in `out` if given (GPU only)."""
         return self._linear(hidden, out_dtype=torch.float32, out=out)
 
     def __call__(self, hidden: Tensor) -> Tensor:

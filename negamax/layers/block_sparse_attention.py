@@ -1,7 +1,8 @@
-"""Block-sparse attention over a paged cache: index heads score the blocks of earlier tokens, and
-each KV head's query heads attend to those that its index head chose. Split by heads over the
-attention group; the index keys, which all index heads share, are on every rank, or a shard of their
-blocks is (`choice.IndexShard`).
+"""Block-sparse attention over a paged cache.
+
+Index heads score the blocks of earlier tokens. The query heads of each KV head attend to the blocks
+that its index head selects. Heads are split over the attention group. All index heads share the
+index keys, which are replicated or sharded by blocks (`choice.IndexShard`).
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from negamax.quantization.scheme import WeightFormat
 
 @dataclass(frozen=True)
 class BlockSparseStep:
-    """Angles, cache rows and the kernels' own plans for a step."""
+    """Angles, cache rows and kernel plans for a step."""
 
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor  # [T, 1, rotary_dim] fp32
     slot_mapping: Tensor  # [T * kv_heads] int64, cache row of each token's keys and values
-    index_rows: Tensor | None  # [T] int64, of its index key; None: as follows from these
-    select: Any  # plan of the kernel for all tokens that chooses blocks
-    merge: Any  # of the one that does so among the best blocks of all shards; None: there are none
+    index_rows: Tensor | None  # [T] int64, cache row of its index key; None: derived from `rows`
+    select: Any  # plan of the kernel that selects blocks for all tokens
+    merge: Any  # plan of the selection among the best blocks of all shards; None: no shards
     # as in `GroupedQueryStep`
     decode: Any
     prefill: Any
@@ -54,15 +55,15 @@ class BlockSparseStep:
 
 
 class BlockSparseKind:
-    """Block-sparse attention with rotated positions."""
+    """Block-sparse attention with rotary embeddings."""
 
     name = "block sparse"
 
     def __init__(
         self, shape: SparseShape, *, frequencies: Tensor, quantize: bool, kernels: KernelTable
     ) -> None:
-        """`frequencies` from `rotary.signed_frequencies`; `quantize`: the output projections are
-        FP8.
+        """`frequencies` from `rotary.signed_frequencies`; `quantize`: output projections take FP8
+        activations.
         """
         self._shape, self._frequencies = shape, frequencies
         self._dtype, self._quantize = kernels.dtype, quantize
@@ -74,7 +75,7 @@ class BlockSparseKind:
         self._plan_prefill = kernels[BLOCK_SPARSE_PREFILL].prepare
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> BlockSparseStep:
-        """Angles and cache rows of all tokens, and what the three kernels prepare."""
+        """Compute angles and cache rows of all tokens, and the plans of the three kernels."""
         shape = replace(self._shape, block_size=kv["k"].shape[2])
         cos, sin, slot_mapping = self._locate(
             metadata.positions,
@@ -115,14 +116,13 @@ class BlockSparseKind:
 
 
 class BlockSparseAttention:
-    """q, k, v, index q and index k projection; RMS norm of each head but those of v; rope; choice
-    of blocks; attention; output projection.
+    """q, k, v, index q and index k projection; RMS norm of each head except v; rope; block
+    selection; attention; output projection.
 
-    A rank holds `heads / tp` query heads, `kv_heads / tp` KV heads and their index heads; with more
-    ranks than KV heads, neighbouring ranks hold copies of one, and where these share out the blocks
-    of its cache, each projects the query heads of all of them. `gemma_norm`: the norms' weights are
-    1 + those of the checkpoint. With a shard of the index keys a rank has the index queries of all
-    heads.
+    A rank holds `heads / tp` query heads, `kv_heads / tp` KV heads and their index heads. With more
+    ranks than KV heads, neighbouring ranks hold copies of one. If these ranks shard its cache by
+    blocks (DCP), each projects the query heads of all of them. `gemma_norm`: norms scale by 1 + the
+    checkpoint's weights. With a shard of the index keys, a rank has the index queries of all heads.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class BlockSparseAttention:
             weights=weights,
         )
         self.activation = self._projection.activation
-        # a head is what shares a scale
+        # one scale covers a head
         given = self._out.activation
         self.gives_quantized = given is not None and given.group == head_dim
         self._select = kernels[BLOCK_SPARSE_SELECT].run
@@ -200,7 +200,7 @@ class BlockSparseAttention:
         ]
 
     def finish_loading(self) -> None:
-        """Put the weights into their kernels' layout. Errors: as `KvScales`."""
+        """Pack the weights for their kernels. Errors: as `KvScales`."""
         if self._gemma:
             for weight in self._norm_weights:
                 weight.add_(1)
@@ -211,8 +211,8 @@ class BlockSparseAttention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """x [T, hidden] -> [T, hidden], or parts of it; the tokens' keys, values and index keys are
-        in `kv` afterwards.
+        """x [T, hidden] -> [T, hidden], or parts of it. Writes the tokens' keys, values and index
+        keys to `kv`.
         """
         step: BlockSparseStep = metadata.prepared[BlockSparseKind.name]
         k, v, index, scales = kv["k"], kv["v"], kv["index"], self.kv_scales.of(kv)

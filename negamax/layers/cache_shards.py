@@ -1,8 +1,10 @@
-"""Attention where ranks have copies of a KV head, and each of them holds some blocks of its cache.
-Every rank attends to its own blocks with the query heads of all these ranks; then each merges the
-results of all of them for its own heads.
+"""Decode context parallelism (DCP): ranks with copies of a KV head each hold some blocks of its
+cache.
 
-Layers do not know of it: they get a kernel table in which the ops of attention do that.
+Every rank attends to its own blocks with the query heads of all these ranks. Each then merges the
+results for its own heads.
+
+Layers are unaware of it: their kernel table has attention ops that do this.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ _PARTIAL: dict[Op[Any, Any], Op[Any, Any]] = {
 
 
 def cache_shard(view: AttentionView) -> CacheShard:
-    """The blocks of this rank."""
+    """Blocks of this rank."""
     return CacheShard(view.cache_rank, view.cache_size)
 
 
 def cache_kernels(kernels: KernelTable, context: ParallelContext) -> KernelTable:
-    """`kernels` as they are where a rank has all blocks of its caches; else with attention to some
-    of them, and tokens' rows there.
+    """Wrap the attention and cache-row ops for a rank with some blocks of its caches. With all
+    blocks, return `kernels` unchanged.
     """
     view, group = context.layout.attention, context.cache_group
     if view.cache_size == 1:
@@ -64,7 +66,7 @@ def cache_kernels(kernels: KernelTable, context: ParallelContext) -> KernelTable
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the op of the rank's part prepared, and whether the merged results are wanted in FP8."""
+    """State prepared by the wrapped op, and whether the merged results are FP8."""
 
     part: Any
     quantize: bool
@@ -72,7 +74,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Merged:
-    """An op of attention, by that of a rank's part of the keys."""
+    """An attention op that wraps the op for a rank's blocks."""
 
     part: AnyKernel
     merge: Callable[..., Hidden]
@@ -89,8 +91,8 @@ class _Merged:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, kv_scales: tuple[float, float]
     ) -> Hidden:
-        """q [T, heads of all ranks of the group, head_dim] -> [T, own heads * head_dim]. `rest`: a
-        choice of blocks, where the op takes one, and the plan.
+        """q [T, heads of all ranks of the group, head_dim] -> [T, own heads * head_dim]. `rest`:
+        the selected blocks, if the op takes them, and the plan.
         """
         *choice, plan = rest
         own = self.part.run(q, k, v, *choice, plan.part, kv_scales=kv_scales)
@@ -111,7 +113,7 @@ def _locate(
     kv_heads: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the op; the rows of tokens in others' blocks are in the block of nobody."""
+    """Map tokens in other ranks' blocks to the padding block."""
     places = positions, token_slots, block_tables
     cos, sin, _ = locate(*places, frequencies, kv_heads=kv_heads, block_size=block_size)
     rows = own_rows(

@@ -1,5 +1,5 @@
-"""Exchange between context-parallel ranks in a layer: each has computed the keys and values of its
-share of the new tokens, and all get those of the others, so that every cache holds every token.
+"""Exchange between context-parallel ranks in a layer: each sends the keys and values of its shard
+of the new tokens to all, so that every cache holds every token.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from negamax.kernels.kvcache.op import cache_rows, slots_of
 
 
 class KeyExchange:
-    """The exchange of one step. Cache rows travel as they are stored, in one message for all caches
-    of a layer; rows of padding are in a block that no sequence owns.
+    """The exchange of one step. Cache rows travel in their stored format, in one message for all
+    caches of a layer. Padding rows are in a block that no sequence owns.
     """
 
     def __init__(
         self, metadata: AttentionMetadata, *, block_size: int, heads: Collection[int]
     ) -> None:
-        """For caches of so many `heads`. `metadata` of a step whose tokens are shared out."""
+        """For caches of so many `heads`. `metadata`: of a sharded step."""
         shared = metadata.shared_tokens
         assert shared is not None
         self._group = shared.group
@@ -33,8 +33,8 @@ class KeyExchange:
         }
 
     def __call__(self, caches: Sequence[Tensor]) -> None:
-        """Complete `caches` [num_blocks, heads, block_size, width], in which this rank has written
-        its own tokens.
+        """Complete `caches` [num_blocks, heads, block_size, width], which contain this rank's
+        tokens.
         """
         group, sent = self._group, []
         rows = [self._rows[cache.shape[1]] for cache in caches]
@@ -51,12 +51,12 @@ class KeyExchange:
 def key_exchange(
     metadata: AttentionMetadata, *, block_size: int, heads: Collection[int]
 ) -> KeyExchange | None:
-    """None: every rank computes all tokens of the step."""
+    """Return the exchange of a step; None if every rank computes all of its tokens."""
     if metadata.shared_tokens is None:
         return None
     return KeyExchange(metadata, block_size=block_size, heads=heads)
 
 
 def _stored_rows(cache: Tensor) -> Tensor:
-    """[rows, bytes of a row]: indexing does not take FP8."""
+    """View as [rows, bytes of a row]: FP8 tensors cannot be indexed."""
     return cache.view(torch.uint8).view(-1, cache.shape[-1] * cache.element_size())

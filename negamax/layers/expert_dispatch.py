@@ -1,5 +1,5 @@
-"""How tokens reach their experts: the router's choices become slots on ranks, tokens travel to
-these ranks unless they are there already, and the experts' outputs become a partial sum.
+"""Dispatch of tokens to experts: maps selected experts to slots on ranks, sends tokens to those
+ranks and combines the outputs into a partial sum.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from negamax.parallel.collectives import Collective
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 
-# Of all ranks together. Up to so many rows travel unquantised as well as in FP8, because kernels
-# for few tokens read them unquantised.
+# Rows of all ranks together. Up to so many also travel unquantized, because kernels for few tokens
+# read them unquantized.
 UNQUANTIZED_ROWS = 64
 
 
 class ExpertMap:
-    """On the device: the slots of each expert, and how often each was chosen. CUDA graphs read
-    these tensors, so they are updated in place and never replaced.
+    """Slots of each expert and counts of its selections, on the device. CUDA graphs read these
+    tensors, so they are updated in place and never replaced.
     """
 
     def __init__(
         self, table: Sequence[int], *, most_copies: int, device: torch.device, counts: Tensor
     ) -> None:
         """`table`: the expert in each slot; no expert ever has more than `most_copies` slots.
-        `counts` [experts] int64: every choice of an expert is added to it.
+        `counts` [experts] int64: incremented for each selection of an expert.
         """
         num_experts = len(counts)
         self._slots = torch.empty(num_experts, most_copies, dtype=torch.int32, device=device)
@@ -60,24 +60,24 @@ class ExpertMap:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots, copies and counts, as `moe.place` takes them."""
+        """Return slots, copies and counts, the arguments of `moe.place`."""
         return self._slots, self._copies, self._counts
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Tokens on the rank of their experts: activations of T rows, with slots (-1: none) and weights
-    [T, top_k].
+    """Activations of T rows on the rank of their experts, with slots (-1: none) and weights [T,
+    top_k].
     """
 
     x: Tensor | QuantizedActivations
     ids: Tensor
     weights: Tensor
-    exchange: TokenExchange | None = None  # that brought them here; None: nothing was sent
+    exchange: TokenExchange | None = None  # the exchange that sent them; None: nothing was sent
 
 
 class TokenExchange:
-    """Sends tokens between ranks that each have tokens of their own, and sums up the results."""
+    """Sends tokens between ranks with different tokens, and sums the results."""
 
     def __init__(
         self,
@@ -89,16 +89,14 @@ class TokenExchange:
         device: torch.device,
         kernels: KernelTable,
     ) -> None:
-        """`ranks`: world ranks of `group`. `num_slots`: slots of experts on all ranks of `layout`
-        together.
-        """
+        """`ranks`: world ranks of `group`. `num_slots`: expert slots of all ranks of `layout`."""
         slots = [layout.of_rank(rank).experts.experts(num_slots) for rank in ranks]
         firsts = torch.tensor([own.start for own in slots], dtype=torch.int32, device=device)
         self._group, self._experts = group, ExpertRanges(firsts, len(slots[0]))
         self._send, self._sum = kernels[DISPATCH].run, kernels[COMBINE].run
 
     def send(self, own: Dispatched, num_rows: int) -> Dispatched:
-        """This rank's tokens -> those of all ranks, each rank's padded to `num_rows`."""
+        """Exchange this rank's tokens for those of all ranks, each padded to `num_rows`."""
         x = own.x
         if not isinstance(x, QuantizedActivations):
             ids, weights, x = self._gather(own, [x], num_rows)
@@ -113,14 +111,12 @@ class TokenExchange:
         return Dispatched(sharded, ids, weights, self)
 
     def sum(self, out: Tensor, given: Dispatched, num_tokens: int) -> Tensor:
-        """The outputs of this rank's experts for the rows that it was given -> the sums over all
-        ranks for its own tokens.
-        """
+        """Sum the expert outputs over all ranks; return the sums for this rank's tokens."""
         summed = self._sum(out, given.ids, experts=self._experts, group=self._group)
         return summed[:num_tokens]
 
     def _gather(self, own: Dispatched, columns: list[Tensor], num_rows: int) -> list[Tensor]:
-        """Ids, weights and columns of all ranks."""
+        """Gather ids, weights and columns of all ranks."""
         ids, received = self._send(
             own.ids,
             [own.weights, *columns],
@@ -132,14 +128,14 @@ class TokenExchange:
 
 
 class ExpertDispatch(Protocol):
-    """How tokens reach their experts. This rank holds slots first .. first + len(experts) - 1."""
+    """Brings tokens to their experts. This rank holds slots first .. first + len(experts) - 1."""
 
     first: int
-    experts: list[int]  # in this rank's slots at start, in order
+    experts: list[int]  # experts in this rank's slots at start, in order
     table: tuple[int, ...]  # the expert in each slot of all ranks at start
 
     def use_map(self, experts: ExpertMap) -> None:
-        """From now on look experts up in this map."""
+        """Look experts up in this map from the next call on."""
 
     def dispatch(
         self,
@@ -148,18 +144,18 @@ class ExpertDispatch(Protocol):
         weights: Tensor,
         tokens: StepTokens,
     ) -> Dispatched:
-        """x [T, hidden], the experts that the router chose (-1: none) and weights [T, top_k] ->
-        what this rank's experts are given.
+        """x [T, hidden], selected experts (-1: none) and weights [T, top_k] -> input of this rank's
+        experts.
         """
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
-        """out [rows given, P, hidden], the outputs of this rank's experts -> [T, ...]."""
+        """out [input rows, P, hidden], the outputs of this rank's experts -> [T, ...]."""
 
 
 class ReplicatedTokens:
-    """Every rank of the expert group has all tokens and runs the choices that fall on its experts.
-    Nothing is sent; the next norm sums over the group. Without a map, which says that each expert
-    has the slot of its own number, no kernel is launched.
+    """Every rank of the expert group has all tokens and computes the selections in its own slots.
+    Nothing is sent; the next norm sums over the group. Without a map, expert i is in slot i and no
+    kernel is launched.
     """
 
     def __init__(
@@ -197,7 +193,7 @@ class ReplicatedTokens:
     def _slots_of(
         self, ids: Tensor, positions: Tensor | None, *, are_counted: bool = True
     ) -> Tensor:
-        """Where the experts `ids` of tokens at `positions` lie."""
+        """Find the slots of the experts `ids` of tokens at `positions`."""
         if self._map is None:
             return ids
         if positions is None:
@@ -211,9 +207,9 @@ class ReplicatedTokens:
 
 
 class DataParallelTokens(ReplicatedTokens):
-    """Data-parallel ranks have tokens of their own. Each rank sends them to the others, padded to
-    the largest number that any rank has, and gets back the sums of the experts' outputs. The next
-    norm sums over the ranks of its attention group.
+    """Data-parallel ranks have different tokens. Each sends its tokens to the others, padded to the
+    largest number on any rank, and receives the summed expert outputs. The next norm sums over the
+    ranks of its attention group.
     """
 
     def __init__(
@@ -250,10 +246,11 @@ class DataParallelTokens(ReplicatedTokens):
 
 
 class ContextParallelTokens(DataParallelTokens):
-    """In some steps context-parallel ranks each have a share of the tokens, and send it as
-    data-parallel ranks do. In other steps each has all tokens of its data-parallel rank: it
-    exchanges tokens only with the ranks of its own context-parallel index in other data-parallel
-    groups, and the results are then summed over the context-parallel ranks.
+    """Context-parallel ranks: in a sharded step, each sends its shard of the tokens as
+    data-parallel ranks do.
+
+    In other steps each has all tokens of its data-parallel rank. It exchanges them only with ranks
+    of the same context-parallel index, and the results are summed over the context-parallel ranks.
     """
 
     def __init__(
@@ -307,8 +304,8 @@ class ContextParallelTokens(DataParallelTokens):
 def expert_dispatch(
     table: Sequence[int], *, context: ParallelContext, device: torch.device, kernels: KernelTable
 ) -> ExpertDispatch:
-    """The dispatch for the ranks of `context`. `table`: the expert in each slot. Slots are dealt
-    out to the ranks in order; an expert may have several, on different ranks.
+    """Return the dispatch for the ranks of `context`. `table`: the expert in each slot. Ranks have
+    equally many consecutive slots; an expert may have slots on several ranks.
     """
     layout = context.layout
     if layout.dp == layout.cp == 1:

@@ -25,7 +25,7 @@ class KvScales:
         ]
 
     def finish_loading(self) -> None:
-        """Errors: `CheckpointError` for scales that are none, or one of two."""
+        """Errors: `CheckpointError` for invalid scales, or only one of two."""
         written, absent = (
             [slot.name for slot in self.slots if slot.written is there] for there in (True, False)
         )
@@ -41,13 +41,13 @@ class KvScales:
         self.values = k_scale, v_scale
 
     def of(self, kv: Mapping[str, Tensor]) -> tuple[float, float]:
-        """What the keys and values in the caches `kv` are multiplied by."""
+        """Factors of the keys and values in the caches `kv`."""
         return self.values if kv["k"].dtype == FP8 else (1.0, 1.0)
 
 
 def describe_kv_scales(layers: Iterable[object], dtype: torch.dtype) -> str:
-    """What becomes of the checkpoint's scales of an FP8 cache of keys and values where the cache is
-    in `dtype`, or what takes their place; "" where there is nothing to say.
+    """Log text on the use of the checkpoint's KV scales with a cache in `dtype`; "" if there is
+    nothing to report.
     """
     parts = (part for layer in layers for part in vars(layer).values())
     found = (getattr(part, "kv_scales", None) for part in parts)

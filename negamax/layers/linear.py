@@ -24,9 +24,7 @@ from negamax.quantization.scheme import WeightFormat
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor inside a fused weight: its name, its full number of rows and the rows
-    of this rank.
-    """
+    """One checkpoint tensor in a fused weight: its name, total rows and this rank's rows."""
 
     name: str
     total_rows: int
@@ -34,7 +32,7 @@ class Part:
 
 
 class _Linear:
-    """A matrix and the kernel that multiplies with it."""
+    """A matrix and its GEMM kernel."""
 
     def __init__(
         self,
@@ -49,19 +47,17 @@ class _Linear:
             LINEAR, names, kernels=kernels, weights=weights, columns=shape[1], shares=shares
         )
         self._run, self._prepare = kernel.run, kernel.prepare
-        self.activation = kernel.activation  # what it wants of its input beside the plain values
+        self.activation = kernel.activation  # forms of its input besides plain values
         self._matrix = MatrixWeight(shape, held, weights=weights, reason=reason)
         self._weight: Prepared = None
 
     def finish_loading(self) -> None:
-        """Put the weight into the kernel's layout; the plain copy is freed."""
+        """Pack the weight for its kernel; frees the plain copy."""
         self._weight = self._prepare(self._matrix.take())
 
 
 class ColumnParallel(_Linear):
-    """y = x W^T, where W stacks this rank's rows of one or more checkpoint tensors; no
-    communication.
-    """
+    """y = x W^T. W stacks this rank's rows of one or more checkpoint tensors; no communication."""
 
     def __init__(
         self, parts: Sequence[Part], inputs: int, *, kernels: KernelTable, weights: WeightFormat
@@ -93,14 +89,14 @@ class ColumnParallel(_Linear):
         out: Tensor | None = None,
     ) -> Tensor:
         """x [T, in] -> [T, this rank's rows of all parts], in `out_dtype` (None: that of x), in
-        `out` where given.
+        `out` if given.
         """
         return self._run(x, self._weight, out_dtype=out_dtype, out=out)
 
 
 class ColumnParallels:
-    """As `ColumnParallel`, with a product for each run of parts that are stored alike: multiplied
-    as one, those that are stored otherwise would all be dequantised.
+    """`ColumnParallel` with one GEMM per run of parts in the same format. One GEMM for all would
+    require dequantized weights.
     """
 
     def __init__(
@@ -112,11 +108,11 @@ class ColumnParallels:
         ]
         self.slots = [slot for product in self._products for slot in product.slots]
         wanted = {product.activation for product in self._products}
-        # plain activations are quantised by each product that wants that
+        # each GEMM quantizes plain activations itself
         self.activation = wanted.pop() if len(wanted) == 1 else None
 
     def finish_loading(self) -> None:
-        """Put the weights into their kernels' layouts."""
+        """Pack the weights for their kernels."""
         for product in self._products:
             product.finish_loading()
 
@@ -127,7 +123,7 @@ class ColumnParallels:
 
 
 class RowParallel(_Linear):
-    """y = x W^T, where x and W hold this rank's input columns: its part of a sum over `group`."""
+    """y = x W^T. x and W hold this rank's input columns, so y is its part of a sum over `group`."""
 
     def __init__(
         self,
@@ -146,8 +142,8 @@ class RowParallel(_Linear):
         self.slots = self._matrix.slots(name, shape, region=(range(shape[0]), columns))
 
     def __call__(self, x: Tensor | QuantizedActivations, *, in_parts: bool = False) -> Partial:
-        """x [T, in of this rank] -> [T, out]; where `in_parts` allows it also parts of that,
-        [T, P, out], as norms add them up.
+        """x [T, in of this rank] -> [T, out]; with `in_parts` perhaps [T, P, out], P parts that the
+        next norm sums.
         """
         out = self._run(x, self._weight, out_dtype=None, out=None, in_parts=in_parts)
         return Partial(out, self._group)

@@ -1,4 +1,4 @@
-"""A dense MLP with a gate, split by width over the ranks of the attention group."""
+"""A gated dense MLP, split by width over the attention group."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from negamax.quantization.scheme import WeightFormat
 
 
 class Mlp:
-    """down (activation of gate and up). Where an even share of the width cuts what its format
-    stores together, the weights are dequantised at load.
+    """down(activation(gate, up)). If an even split would cut a quantization group, weights are
+    dequantized at load.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Mlp:
             kernels=kernels,
             weights=weights,
         )
-        self.activation = self._gate_up.activation  # what it wants beside plain activations
+        self.activation = self._gate_up.activation  # forms of the input besides plain activations
         self._quantize = self._down.activation == E4M3_GROUPS
         self.slots = [*self._gate_up.slots, *self._down.slots]
 
     def finish_loading(self) -> None:
-        """Put the weights into their kernels' layout."""
+        """Pack the weights for their kernels."""
         self._gate_up.finish_loading()
         self._down.finish_loading()
 

@@ -1,5 +1,5 @@
-"""Mixture of experts: every rank routes its tokens and runs its share of the experts, and of the
-one that all tokens share.
+"""Mixture of experts: every rank routes its tokens and runs its share of the routed and shared
+experts.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ALL_TOKENS = StepTokens()
 
 
 class SparseMoe:
-    """Router (replicated, fp32) and SwiGLU experts, split by expert and by width as the layout's
-    expert view says.
+    """Router (replicated, fp32) and SwiGLU experts, split by expert and by width as in the layout's
+    expert group.
 
-    A shared expert is one more expert of the same launches, which the router adds to every token's
-    choices. Where it is stored or sized otherwise, or where ranks hold different experts, it is an
-    `Mlp` beside them, split by width over the ranks that have the same tokens.
+    The shared expert is one more expert of the same launches, selected for every token. If its
+    format or size differs, or ranks hold different experts, it is a separate `Mlp`, split by width
+    over the ranks with the same tokens.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class SparseMoe:
         weights: WeightFormat,
         table: Sequence[int] | None = None,
     ) -> None:
-        """`routed_scaling`: of the chosen experts' weights; `shared_width`: of the shared expert,
-        0 without; `table`: the expert in each slot; None: as the layout has it for `layer`.
+        """`routed_scaling`: factor of the expert weights; `shared_width`: of the shared expert, 0
+        without; `table`: the expert in each slot, None: the layout's for `layer`.
         """
         experts = [names.expert(number) for number in range(num_experts)]
         table = table or context.layout.expert_slots(num_experts, layer)
@@ -103,7 +103,7 @@ class SparseMoe:
         self.activation = wanted = self._experts_kernel.activation
         self._quantize: Any = None
         if self._beside is not None and self._beside.activation != wanted:
-            # the norm gives plain activations, which products with FP8 quantise themselves
+            # the norm returns plain activations, which FP8 GEMMs quantize themselves
             self.activation = None
             self._quantize = None if wanted is None else kernels[QUANTIZE].run
         self._router: Any = None
@@ -131,7 +131,7 @@ class SparseMoe:
         kernels: KernelTable,
         weights: WeightFormat,
     ) -> list[WeightSlot]:
-        """Matrices for the experts of this rank, gate rows before up rows."""
+        """Create the matrices of this rank's experts, gate rows before up rows."""
         here = self._dispatch.experts
         local = [name for each in here for name in _matrices(experts[each])]
         self._experts_kernel, held, reason = choose_kernel(
@@ -159,9 +159,7 @@ class SparseMoe:
         return slots
 
     def finish_loading(self) -> None:
-        """Put the router and the experts into their kernels' layouts; the plain copies are
-        freed.
-        """
+        """Pack the router and the experts for their kernels; frees the plain copies."""
         route, experts = self._route_kernel.prepare, self._experts_kernel.prepare
         self._router = route(self._gate, self._bias, scaling=self._scaling, shared=self._is_shared)
         self._prepared = experts(
@@ -187,17 +185,17 @@ class SparseMoe:
 
     @property
     def expert_weights(self) -> ExpertWeights:
-        """The weights in the slots of this rank, once they are loaded."""
+        """Loaded weights in the slots of this rank."""
         assert self._prepared is not None, "the experts are not loaded"
         return self._prepared
 
     def use_map(self, experts: ExpertMap) -> None:
-        """Look experts up in this map from now on. A graph keeps the map it was captured with."""
+        """Use this map from the next call on. A graph keeps the map of its capture."""
         self._dispatch.use_map(experts)
 
     def observe(self, ids: Tensor | None) -> None:
-        """From now on the experts of each call's first tokens are written to `ids` [max_tokens,
-        top_k] int32 (None: stop). A graph keeps the tensor that it was captured with.
+        """Write the experts of each later call's first tokens to `ids` [max_tokens, top_k] int32
+        (None: stop). A graph keeps the tensor of its capture.
         """
         self._observed = ids
 
@@ -206,9 +204,7 @@ class SparseMoe:
         x: Tensor | QuantizedActivations,
         tokens: StepTokens = ALL_TOKENS,
     ) -> Partial:
-        """x [T, hidden] -> [T, P, hidden], P parts of this rank's part. Padding reaches no
-        expert.
-        """
+        """x [T, hidden] -> [T, P, hidden], P parts of its sum. Padding reaches no expert."""
         active = tokens.num_actual_tokens
         ids, weights = self._route_kernel.run(x, self._router, top_k=self.top_k, active=active)
         return self._run_experts(x, ids, weights, tokens)
@@ -216,9 +212,7 @@ class SparseMoe:
     def behind(
         self, norm: RmsNorm, part: Partial, residual: Tensor, tokens: StepTokens = ALL_TOKENS
     ) -> Partial:
-        """The same for what `norm` makes of `part` and the residual [T, hidden], which it adds
-        to.
-        """
+        """Run on the output of `norm`, which adds `part` to the residual [T, hidden]."""
         if self._norm_route is None or part.group.size > 1:
             return self(norm(part, residual), tokens)
         x, ids, weights = self._norm_route.run(
@@ -264,7 +258,7 @@ def _matrices(names: MlpNames) -> tuple[str, str, str]:
 
 
 def mixtures(layers: Iterable[object]) -> list[SparseMoe]:
-    """The mixtures of experts among the parts of `layers`, in order."""
+    """List the mixtures of experts among the parts of `layers`, in order."""
     return [
         part for layer in layers for part in vars(layer).values() if isinstance(part, SparseMoe)
     ]

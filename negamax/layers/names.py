@@ -1,4 +1,4 @@
-"""The names of a layer's tensors in checkpoints, which its model's family gives it."""
+"""Tensor names of a layer in checkpoints, as its model family defines them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DecoderNames:
-    """What stands around the layers."""
+    """Tensors outside the layers."""
 
     embedding: str
     norm: str
@@ -16,7 +16,7 @@ class DecoderNames:
 
 @dataclass(frozen=True)
 class AttentionNames:
-    """Projections, the norms of queries and keys, the scales of an FP8 cache."""
+    """Projections, query and key norms, scales of an FP8 cache."""
 
     q: str
     k: str
@@ -39,8 +39,8 @@ class MlpNames:
 
 @dataclass(frozen=True)
 class MoeNames:
-    """Router and experts; an expert's number is * in the names of its matrices. `shared`: the MLP
-    that all tokens pass beside their experts.
+    """Router and experts; * in the names stands for the expert's number. `shared`: the shared
+    expert.
     """
 
     router: str
@@ -51,14 +51,14 @@ class MoeNames:
     shared: MlpNames | None = None
 
     def expert(self, number: int) -> MlpNames:
-        """The names of one expert."""
+        """Return the names of one expert."""
         names = (name.replace("*", str(number)) for name in (self.gate, self.up, self.down))
         return MlpNames(*names)
 
 
 @dataclass(frozen=True)
 class IndexerNames:
-    """What scores blocks of keys in block-sparse attention: projections and their norms."""
+    """Index heads of block-sparse attention: projections and their norms."""
 
     q: str
     k: str

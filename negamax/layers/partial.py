@@ -1,4 +1,4 @@
-"""What a block split over ranks returns: a part of a sum that the next norm completes."""
+"""The result of a block split over ranks: a part of a sum that the next norm completes."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ class Partial:
     add and the norm.
     """
 
-    x: Tensor  # [T, width], or [T, P, width] where the P parts are to be summed, too
+    x: Tensor  # [T, width], or [T, P, width] with P parts to sum
     group: Collective

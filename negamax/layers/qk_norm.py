@@ -1,4 +1,4 @@
-"""The norms of queries and keys: over all heads together, or over each head by itself."""
+"""Norms of queries and keys: over all heads together, or over each head alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from negamax.parallel.context import ParallelContext
 
 
 class FullWidthNorm:
-    """RMS norm over all q heads and over all k heads, those of the other ranks included."""
+    """RMS norm over all q heads and over all k heads, on all ranks."""
 
     op = "attention.qk_norm"
 
@@ -50,13 +50,13 @@ class FullWidthNorm:
         """The weights are complete as they are."""
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q, k [T, heads, head_dim] fp32 of this rank -> the same, normed."""
+        """q, k [T, heads, head_dim] fp32 of this rank -> normalized, same shapes."""
         return spec.qk_norm(q, k, self.norm, group=self._group)
 
 
 class PerHeadNorm:
-    """RMS norm over each head, with one weight for all q heads and one for all k heads; `gemma`:
-    the weights are 1 + those of the checkpoint.
+    """RMS norm over each head, with one weight for all q heads and one for all k heads. `gemma`:
+    scale by 1 + the checkpoint's weights.
     """
 
     op = "attention.head_norm"
@@ -81,11 +81,9 @@ class PerHeadNorm:
         ]
 
     def finish_loading(self) -> None:
-        """Complete the weights."""
         if self._gemma:
             self.norm.weight.add_(1)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """As `FullWidthNorm`."""
         (q_weight, k_weight), eps = self.norm.weight, self.norm.eps
         return spec.head_norm(q, q_weight, eps), spec.head_norm(k, k_weight, eps)

@@ -1,5 +1,5 @@
-"""Where the tensors of a checkpoint go: slots, which take this rank's part of a tensor once, and
-the matrices behind them.
+"""Destinations of checkpoint tensors: slots that take this rank's part of a tensor once, and the
+matrices that they fill.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from negamax.kernels.quantize.stored import check_entries
 from negamax.kernels.registry import KernelTable
 from negamax.quantization.scheme import WeightFormat
 
-# For each dimension, how often an entry is repeated, and which of the repeated ones is the first.
+# For each dimension, how often an entry is repeated, and the index of the first repetition.
 Copies = tuple[tuple[int, int], ...]
 
 
@@ -27,22 +27,22 @@ class StoredPart:
     """One tensor of a quantized matrix that a slot takes as it is stored."""
 
     tensor: StoredTensor
-    # the matrix's shape, and this rank's part of it; None: the tensor's own
+    # the matrix's shape, and this rank's part of it; None: those of the tensor itself
     matrix: tuple[tuple[int, int], Region] | None = None
-    # nothing is kept: the tensor is only compared with the known entries of its format
+    # keep nothing; compare the tensor with its only valid values
     is_compared: bool = False
-    copies: Copies = ()  # how its entries are repeated; none: as they are
+    copies: Copies = ()  # repetition of entries; none: unchanged
 
 
 class WeightSlot:
-    """The place of one checkpoint tensor on this rank. Its single writer is the loader.
+    """The destination of one checkpoint tensor on this rank. Single writer: the loader.
 
     `shape` is the tensor's full shape in the checkpoint. `target` is the parameter (or a view of a
     fused one) that receives the part `region` of the tensor, one range per dimension; None: this
-    rank keeps nothing. `source`: the format of the matrix in the checkpoint. Without `stored` the
-    slot takes the dequantized matrix, else that tensor of it. `optional`: a checkpoint may lack the
-    tensor. `reason`: why a matrix is dequantized, for the log. The slot drops its target once
-    written, so that a layer can free the plain copy when it packs its weights.
+    rank keeps nothing. `source`: the format of the matrix in the checkpoint. Without `stored`, the
+    slot takes the dequantized matrix; otherwise that tensor of it. `optional`: a checkpoint may
+    lack the tensor. `reason`: why a matrix is dequantized, for the log. The slot drops its target
+    once written, so that a layer can free the plain copy when it packs its weights.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class WeightSlot:
 
     @property
     def stored(self) -> StoredTensor | None:
-        """The tensor that the slot takes as it is stored; None: it takes the dequantized matrix."""
+        """The stored tensor that the slot takes; None: the dequantized matrix."""
         return None if self._part is None else self._part.tensor
 
     @property
@@ -80,7 +80,7 @@ class WeightSlot:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """The shape of the matrix that a slot takes, or takes a tensor of."""
+        """Shape of the slot's matrix, or of the matrix that its tensor belongs to."""
         rows, columns = self._part.matrix[0] if self._part and self._part.matrix else self.shape
         return rows, columns
 
@@ -91,8 +91,8 @@ class WeightSlot:
         return rows, columns
 
     def in_rows(self, count: int) -> Iterator[WeightSlot]:
-        """Slots for at most `count` entries of the first dimension each, which take the place of
-        this one: it counts as written.
+        """Replace this slot by slots for at most `count` entries of the first dimension each. This
+        one counts as written.
         """
         target, self._target, self.written = self._target, None, True
         first, *rest = self.region
@@ -124,8 +124,8 @@ class WeightSlot:
         self.write_part(tensor)
 
     def write_part(self, part: Tensor, matrix: tuple[int, int] | None = None) -> Tensor:
-        """As `write`, of the part `region` of the tensor alone; returns what was written, in the
-        parameter. `matrix`: what is compared with is known of this shape (None: of the slot's).
+        """Write the part `region` of the tensor, as `write` does; return the written view of the
+        parameter. `matrix`: shape that fixed values are computed for (None: the slot's).
         """
         if self.written:
             raise CheckpointError(f"tensor {self.name} is in the checkpoint twice")
@@ -151,13 +151,14 @@ class WeightSlot:
             if count > 1:
                 part = part.repeat_interleave(count, dim).narrow(dim, first, target.shape[dim])
         if self.stored is not None and target.element_size() == 1:
-            part = part.view(target.dtype)  # the same bits: E8M0, and FP8 of MI300, have two names
+            # the same bits: E8M0 and MI300's FP8 each have two names
+            part = part.view(target.dtype)
         with torch.inference_mode():
-            # The pinned memory of `part` is not reused before the copy is done.
+            # do not reuse the pinned memory of `part` before the copy ends
             return target.copy_(part, non_blocking=True)
 
     def mark_written(self) -> None:
-        """Called by whoever has filled the `target` itself."""
+        """Record that the caller has filled `target` itself."""
         self._target, self.written = None, True
 
     def _check_shape(self, tensor: Tensor, expected: tuple[int, ...]) -> None:
@@ -176,10 +177,9 @@ class WeightSlot:
 class MatrixWeight:
     """One rank's matrices in one parameter, in the format that their kernel reads.
 
-    `shape` is [..., rows, columns] on this rank; checkpoint tensors fill it window by window
-    through `slots`. What they leave is zeros, and ones where each matrix has one number, which some
-    formats divide by. Such rows are 0 in every format, so that the columns of the next matrix have
-    nothing to multiply.
+    `shape` is [..., rows, columns] on this rank; `slots` fill it from checkpoint tensors. Unfilled
+    entries are zeros; scales per matrix are ones, because some formats divide by them. Padding rows
+    are therefore 0 in every format, so padding columns of the next matrix multiply zeros.
     """
 
     def __init__(
@@ -191,8 +191,8 @@ class MatrixWeight:
         padded: bool = False,
         reason: str = "",
     ) -> None:
-        """`stored`: the format in which it is held, `PLAIN` for the compute dtype; `reason`: why
-        that. `padded`: whether `slots` leave anything.
+        """`stored`: the format held in memory, `PLAIN` for the compute dtype; `reason`: why this
+        format. `padded`: whether `slots` leave entries unfilled.
         """
         *lead, rows, columns = shape
         self.format, self._weights, self._reason = stored, weights, reason
@@ -214,11 +214,11 @@ class MatrixWeight:
         region: Region | None,
         at: tuple[int, ...] = (0,),
     ) -> list[WeightSlot]:
-        """The slots of the matrix that is called `name` where it is stored plain, of which this
-        rank keeps `region` (None: nothing).
+        """Return the slots of one matrix, by its plain name `name`. This rank keeps `region` (None:
+        nothing).
 
-        `at`: where it goes, as leading indices and the first row. The region cuts no entry of the
-        format that is held, which may have smaller groups than the one that is stored.
+        `at`: destination, as leading indices and the first row. The region must not cut a group of
+        the held format, whose groups may be smaller than those of the checkpoint.
         """
         source = self._weights.stored(name)
         if self.format is PLAIN:
@@ -231,7 +231,7 @@ class MatrixWeight:
             ]
         assert region is None or region == self.format.enclose(region, shape), f"{name}: {region}"
         module = name.removesuffix(PLAIN.values.name)
-        # what other ranks keep may be stored otherwise
+        # ranks that keep other parts may hold them in another format
         all_held = source.tensors if region is None else self.format.tensors
         return [
             WeightSlot(
@@ -253,8 +253,8 @@ class MatrixWeight:
         ]
 
     def _place_of(self, tensor: StoredTensor, region: Region, at: tuple[int, ...]) -> Tensor:
-        """Where the part `region` of a matrix goes in the parameter of `tensor`: from row at[-1]
-        and column 0 on.
+        """Return the destination of the matrix part `region` in the parameter of `tensor`, from row
+        at[-1] and column 0 on.
         """
         held, own = self._tensors[tensor.name][at[:-1]], tensor.held()
         for n, (dim, part) in enumerate(zip(own.dims, own.part(region), strict=True)):
@@ -264,14 +264,14 @@ class MatrixWeight:
         return held
 
     def take(self) -> StoredWeight:
-        """The weight for a kernel's `prepare`; nothing is kept here."""
+        """Return the weight for a kernel's `prepare`, and drop it here."""
         tensors = self._tensors
         del self._tensors
         return StoredWeight(self.format, tensors)
 
 
 def _copies(tensor: StoredTensor, held: StoredTensor, region: Region) -> Copies:
-    """What is written of the entries of `tensor` that hold `region`, so that they are `held`."""
+    """Return the conversion of the `tensor` entries that hold `region` to the format `held`."""
     assert tensor.name == held.name, f"{tensor.name} <- {held.name}"
     found = []
     for wide, fine in zip(tensor.dims, held.dims, strict=True):
@@ -289,13 +289,13 @@ def choose_kernel(
     columns: int,
     shares: Iterable[tuple[Axis, int]] = (),
 ) -> tuple[Kernel[P, R], TensorFormat, str]:
-    """The kernel for the matrices `names`, which share parameters, the format in which it is given
-    them, and why it is not their own, for the log. `columns`: of one of them on this rank (experts:
-    of gate and up; down has whole units); `shares`: numbers of rows or columns that a rank has of
-    one of them.
+    """Choose the kernel for the matrices `names`, which share parameters.
 
-    That is the checkpoint's own where all of them have it, a kernel reads it and no share cuts an
-    entry of it; else they are dequantised at load.
+    Returns the kernel, the format of its weights, and for the log why it differs from the
+    checkpoint's. `columns`: of one matrix on this rank (experts: gate and up only; down has whole
+    units); `shares`: rows or columns per rank of one matrix. The checkpoint's format is kept if all
+    matrices have it, a kernel reads it and no shard cuts a group. Otherwise the weights are
+    dequantized at load.
     """
     if not weights.keep_quantized:
         return kernels[op], PLAIN, "these are held in it on every device"

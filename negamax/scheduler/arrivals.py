@@ -1,4 +1,4 @@
-"""Arriving requests: each is refused, or becomes a sequence with a place in the order."""
+"""Turns an arriving request into a sequence with its place in the order, or refuses it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from negamax.scheduler.sequence import Sequence
 
 
 class Arrivals:
-    """Makes sequences of requests. Fair queueing: a tenant's requests follow each other, and its
-    first one stands beside the first of all others.
-    """
+    """Makes sequences of requests, with fair queueing: tenants of one priority take turns."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._count = 0
-        self._turn = 0  # of the request that was admitted last
-        self._last_turns: dict[str, int] = {}  # by tenant: of its latest request
+        self._turn = 0  # of the last admitted request
+        self._last_turns: dict[str, int] = {}  # turn of each tenant's latest request
 
     def accept(
         self, request: GenerateRequest, unfinished: Container[str], *, num_waiting: int
     ) -> Sequence:
-        """The sequence of a request whose sampling is resolved, beside those with the ids
-        `unfinished`, of which so many wait.
+        """Make the sequence of a request with resolved sampling.
 
-        Errors: ContextLengthError when the prompt leaves no room for output, InvalidRequestError
-        for an empty prompt, an id in use or a request that the whole pool could not hold,
-        OverloadedError when the queue is full.
+        `unfinished`: ids of all sequences that have not ended; `num_waiting` of them wait.
+
+        Errors: ContextLengthError if the prompt leaves no room for output; InvalidRequestError for
+        an empty prompt, an id in use or a request larger than the pool; OverloadedError if the
+        queue is full.
         """
         limits = self._limits
         max_tokens = request.sampling.max_tokens
@@ -71,12 +70,12 @@ class Arrivals:
         )
 
     def admitted(self, sequence: Sequence) -> None:
-        """The sequence begins to run."""
+        """Record that the sequence is admitted."""
         self._turn = max(self._turn, sequence.turn)
 
     def _check_pool(self, prompt_len: int, *, limit: int) -> None:
-        """Refuse what the pool cannot hold even alone. The last token is never run, so it needs no
-        room.
+        """Refuse a request that does not fit the empty pool. The last token is never run, so it
+        needs no room.
         """
         limits = self._limits
         needed = -(-(limit - 1) // limits.block_size)

@@ -1,6 +1,4 @@
-"""The pool of KV blocks: who holds which, which still keep reusable content, and which is given out
-next.
-"""
+"""The pool of KV blocks: reference counts, cached content and the order of reuse."""
 
 from __future__ import annotations
 
@@ -9,12 +7,11 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """Reference counts over `num_blocks` KV blocks, plus an index from the hash of a content to
-    the block that holds it.
+    """Reference counts over `num_blocks` KV blocks, and an index from content hash to block.
 
-    A block is *held* (count above 0) or free. A free block is *blank*, or still *cached*: its
-    content is indexed and can be taken up again by `share`. Blank blocks are given out first, then
-    cached ones, least recently released first. Single writer: the scheduler.
+    A block is *held* (count above 0) or free. A free block is *blank* or still *cached*: its
+    content is indexed, and `share` can hold it again. Blank blocks are allocated first, then cached
+    ones, least recently released first. Single writer: the scheduler.
     """
 
     __slots__ = (
@@ -29,35 +26,33 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        # rises when a block becomes free or gets into the index: an admission may now succeed
+        # rises when a block becomes free or is indexed: an admission may succeed again
         self.gain_count = 0
         self._ref_counts = [0] * num_blocks
         self._block_hashes: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._blank = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 goes out first
+        self._blank = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 is allocated first
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds; cached ones count."""
+        """Count free blocks, cached ones included."""
         return len(self._blank) + len(self._cached)
 
     def ref_count(self, block_id: int) -> int:
-        """How many sequences hold the block."""
+        """Number of sequences that hold the block."""
         return self._ref_counts[block_id]
 
     def is_indexed(self, block_id: int) -> bool:
-        """Whether the block's content can be found; such a block must not be written."""
+        """Whether the block's content is indexed. An indexed block must not be written."""
         return self._block_hashes[block_id] is not None
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block with this content, held or free; None when there is none."""
+        """Return the block with this content, held or free; None if there is none."""
         return self._block_of.get(block_hash)
 
     def allocate(self) -> int:
-        """A free block, held once, its old content forgotten. The caller has seen `num_free` above
-        0.
-        """
+        """Allocate a free block and drop its cached content. `num_free` must be above 0."""
         if self._blank:
             block_id = self._blank.pop()
         else:
@@ -77,8 +72,8 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Let go of a sequence's blocks, given in position order: of a cached prefix the tail is
-        given out first.
+        """Release a sequence's blocks, in position order. The tail of a cached prefix is reused
+        first.
         """
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
@@ -90,7 +85,7 @@ class BlockPool:
                     self._cached[block_id] = None
 
     def evict(self) -> None:
-        """Make every cached block blank: what nobody holds is not found again."""
+        """Drop the content of every free block from the index."""
         for block_id in self._cached:
             block_hash = self._block_hashes[block_id]
             assert block_hash is not None
@@ -100,8 +95,8 @@ class BlockPool:
         self._cached.clear()
 
     def index(self, block_id: int, block_hash: bytes) -> None:
-        """Make a held, completely computed block findable. A second block with the same content
-        stays unindexed.
+        """Index a held, completely computed block. A second block with the same content is not
+        indexed.
         """
         assert self._ref_counts[block_id] > 0 and self._block_hashes[block_id] is None
         if block_hash not in self._block_of:

@@ -1,7 +1,7 @@
-"""How much of a prompt a step runs: as much as it has room for, or as much as takes equally long.
+"""How many tokens of a prompt run in one step.
 
-A token attends to all in front of it, so chunks of one length take longer and longer. In a pipeline
-the stages behind the first wait for the last chunk of a prompt, which has taken the longest.
+A token attends to all earlier tokens, so chunks of equal length take ever longer. In a pipeline,
+later stages wait for the last chunk of a prompt, which takes longest.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from typing import Protocol
 
 
 class ChunkLength(Protocol):
-    """Chooses the length of each chunk. It depends on its arguments alone."""
+    """Chooses the length of each chunk, from the arguments alone."""
 
     def fit(self, behind: int, left: int, budget: int) -> tuple[int, int]:
-        """Of the `left` tokens of a sequence that follow `behind` others, how many run in a step
-        that has room for `budget` more, at least 1; and how much of that room they take, at least
-        as many. All are at least 1, but `behind`.
+        """Return (tokens to run, budget that they use), both at least 1.
+
+        `left`: remaining tokens of the sequence, at least 1; `behind`: tokens before them;
+        `budget`: room in the step, at least 1. The used budget is at least the number of tokens.
         """
 
 
 class EvenChunks:
-    """As many tokens as there is room for."""
+    """Fills the budget."""
 
     def fit(self, behind: int, left: int, budget: int) -> tuple[int, int]:
         count = min(left, budget)
@@ -30,14 +31,14 @@ class EvenChunks:
 
 @dataclass(frozen=True)
 class EvenTimes:
-    """As many tokens as take as long as the room's worth of tokens at the beginning of a prompt.
-    Chunks that do not end their prompt end with a block, if they reach the end of one.
+    """Chooses chunks that take as long as `budget` tokens at the start of a prompt. A chunk that
+    does not end its prompt ends at a block boundary, if it reaches one.
     """
 
     block_size: int
     every: int
-    # What a token costs that follows 0, every, 2 * every ... others, in tokens at the beginning of
-    # a prompt: 1 or more, and never less than those in front of it cost.
+    # Cost of a token after 0, every, 2 * every ... others, relative to one at the start of a
+    # prompt. At least 1, and never falling.
     prices: tuple[float, ...]
 
     def fit(self, behind: int, left: int, budget: int) -> tuple[int, int]:
@@ -49,7 +50,7 @@ class EvenTimes:
         return count, min(budget, max(count, round(count * price)))
 
     def _price(self, behind: int) -> float:
-        """Between two numbers of `prices` by the distance from them."""
+        """Interpolate linearly in `prices`."""
         at, beyond = divmod(behind, self.every)
         if at + 1 >= len(self.prices):
             return self.prices[-1]

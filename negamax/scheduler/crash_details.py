@@ -12,12 +12,12 @@ from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import StepPlan
 
 _MAX_REQUESTS = 1000
-# Fields that hold texts or lists of token ids; a dump has their lengths.
+# Fields with texts or token ids. A dump contains only their lengths.
 _COUNTED = ("stop", "stop_token_ids", "allowed_token_ids", "logit_bias")
 
 
 def of_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """The parameters; of texts and token ids only how many."""
+    """Describe the parameters, with the lengths of texts and token ids only."""
     fields = msgspec.structs.asdict(sampling)
     for name in _COUNTED:
         fields[name] = None if fields[name] is None else len(fields[name])
@@ -29,7 +29,7 @@ def of_sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def of_request(request: GenerateRequest) -> dict[str, Any]:
-    """A request as it came."""
+    """Describe a request as it arrived."""
     return {
         "request_id": request.request_id,
         "prompt_tokens": len(request.prompt_token_ids),
@@ -39,7 +39,7 @@ def of_request(request: GenerateRequest) -> dict[str, Any]:
 
 
 def of_sequences(sequences: Iterable[Sequence]) -> list[dict[str, Any]]:
-    """How far unfinished sequences are, the first 1,000 of them."""
+    """Describe the progress of the first 1,000 unfinished sequences."""
     return [
         {
             **of_request(sequence.request),
@@ -55,7 +55,7 @@ def of_sequences(sequences: Iterable[Sequence]) -> list[dict[str, Any]]:
 
 
 def of_plan(plan: StepPlan) -> dict[str, Any]:
-    """The shape of a step."""
+    """Describe the shape of a step."""
     return {
         "step_id": plan.step_id,
         "slots": plan.slots,

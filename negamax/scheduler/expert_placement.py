@@ -1,9 +1,8 @@
-"""Where the experts of a layer lie: how many copies each has, on which ranks, and the moves that
-lead from one placement to another. Plain integers; every result depends on the arguments alone.
+"""Placement of a layer's experts: copies, ranks, and moves between placements. Plain integers;
+every result depends on the arguments alone.
 
-A placement is a list with the expert in each slot. Slots are dealt out to the ranks in order, the
-same number to each. The copies of an expert are chosen by its tokens alike, so each counts as
-having an equal share of them.
+A placement lists the expert in each slot. Ranks have equally many consecutive slots. Tokens use the
+copies of an expert evenly.
 """
 
 from __future__ import annotations
@@ -16,16 +15,17 @@ Slots = Sequence[int]  # the expert in each slot
 
 
 def rank_loads(loads: Sequence[int], slots: Slots, num_ranks: int) -> list[float]:
-    """What each rank has to do, of `loads`, by expert."""
+    """Sum the `loads` (by expert) of each rank."""
     copies, per_rank = Counter(slots), len(slots) // num_ranks
     shares = [loads[expert] / copies[expert] for expert in slots]
     return [sum(shares[at : at + per_rank]) for at in range(0, len(slots), per_rank)]
 
 
 def best_placement(loads: Sequence[int], current: Slots, num_ranks: int) -> list[int]:
-    """The placement whose busiest rank has the least to do: the packed one, the `current` one, or
-    the one in order, the first of those that are equal being `current`. Of the packed one as much
-    as can be lies where it lies now.
+    """Return the placement whose busiest rank has the least load.
+
+    The candidates are the packed, the `current` and the ordered placement; `current` wins ties. The
+    packed one keeps as many experts in place as possible.
     """
     num_slots = len(current)
     packed = pack(loads, copies_of(loads, num_slots, num_ranks), num_ranks)
@@ -35,8 +35,8 @@ def best_placement(loads: Sequence[int], current: Slots, num_ranks: int) -> list
 
 
 def copies_of(loads: Sequence[int], num_slots: int, num_ranks: int) -> list[int]:
-    """How many slots each expert gets: one, and each further one goes to the expert that has the
-    most to do in each of its own. None has more than one on each rank.
+    """Number of slots of each expert: one, and each further slot goes to the expert with the
+    highest load per slot. An expert has at most one slot per rank.
     """
     copies = [1] * len(loads)
     heaviest = [(-float(load), expert) for expert, load in enumerate(loads)]
@@ -50,8 +50,8 @@ def copies_of(loads: Sequence[int], num_slots: int, num_ranks: int) -> list[int]
 
 
 def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[set[int]]:
-    """The experts of each rank, as many on each: the heaviest first, each to the rank with the
-    least to do that has room for it and does not have it yet.
+    """Assign equally many experts to each rank: the heaviest first, each to the least loaded rank
+    with room and without a copy of it.
     """
     items = [
         (loads[expert] / count, expert) for expert, count in enumerate(copies) for _ in range(count)
@@ -64,7 +64,7 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[se
         lacking = [rank for rank in range(num_ranks) if expert not in ranks[rank]]
         to = min(lacking, key=lambda rank: (len(ranks[rank]) == per_rank, totals[rank], rank))
         if len(ranks[to]) == per_rank:
-            # Those with room have this expert already: one of them takes another one instead.
+            # All ranks with room have this expert already: one of them swaps another one for it.
             roomy = next(rank for rank in range(num_ranks) if len(ranks[rank]) < per_rank)
             given = min(
                 ranks[to] - ranks[roomy],
@@ -80,8 +80,8 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[se
 
 
 def keep_in_place(packs: Sequence[set[int]], current: Slots, num_ranks: int) -> list[int]:
-    """The placement with a pack on each rank that has most of it already, as far as each can have
-    its own; on a rank what stays keeps its slot.
+    """Assign each pack to the rank that has most of it already. Experts that stay on a rank keep
+    their slots.
     """
     per_rank = len(current) // num_ranks
     held = [current[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]
@@ -101,7 +101,7 @@ def keep_in_place(packs: Sequence[set[int]], current: Slots, num_ranks: int) -> 
 
 
 def settle(wanted: Sequence[int], held: Slots) -> list[int]:
-    """The experts `wanted` on a rank, in its slots: those that it has stay where they are."""
+    """Place the `wanted` experts of a rank in its slots. Those already there stay."""
     missing = Counter(wanted)
     slots: list[int | None] = []
     for expert in held:
@@ -113,9 +113,10 @@ def settle(wanted: Sequence[int], held: Slots) -> list[int]:
 
 
 def next_moves(current: Slots, target: Slots, num_ranks: int) -> list[tuple[int, int]]:
-    """Moves (from slot, to slot), to be made all at once, towards `target`, which has every expert:
-    a rank sends one expert and receives one at most, and every expert is somewhere before and
-    after. None once each rank has what it has in `target`; each time fewer slots are wrong.
+    """Return simultaneous moves (from slot, to slot) towards `target`, which has every expert.
+
+    A rank sends and receives one expert at most, and no expert is ever without a slot. Each call
+    reduces the number of wrong slots. Empty once each rank has its experts of `target`.
     """
     per_rank = len(current) // num_ranks
     goal: list[int] = []
@@ -126,7 +127,7 @@ def next_moves(current: Slots, target: Slots, num_ranks: int) -> list[tuple[int,
     where: dict[int, list[int]] = {}
     for slot, expert in enumerate(current):
         where.setdefault(expert, []).append(slot)
-    left = Counter(current)  # slots of each expert that are not written over
+    left = Counter(current)  # slots of each expert that no move overwrites
     senders: set[int] = set()
     receivers: set[int] = set()
     moves: list[tuple[int, int]] = []
@@ -142,7 +143,7 @@ def next_moves(current: Slots, target: Slots, num_ranks: int) -> list[tuple[int,
                 senders.add(sources[0] // per_rank)
                 receivers.add(rank)
             continue
-        # the only copy: it changes places with one that is wrong where it is
+        # the only copy: swap it with an expert that is misplaced
         others = [
             at for at in sources if goal[at] != current[at] and at // per_rank not in receivers
         ]

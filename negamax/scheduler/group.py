@@ -1,10 +1,9 @@
-"""The scheduler of all data-parallel ranks of a group: each has slots, blocks, prefix cache and
-running sequences of its own, and all run one step at a time together.
+"""The scheduler of all data-parallel ranks of a group. Each rank has its own slots, blocks, prefix
+cache and running sequences; all ranks run each step together.
 
-A request waits here, in one queue, until some rank can let it run; then it goes to the rank where
-it costs least (`Scheduler.cost_of`): what that rank has of its prefix, what stands before it, and
-how many rows and how much context it would share its steps with are known exactly. Requests that
-are preempted stay on their rank, where their prefix may be.
+A request waits in one common queue until a rank can admit it, and goes to the cheapest rank
+(`Scheduler.cost_of`). The cost counts the rank's cached prefix, its pending tokens, its rows and
+their context. Preempted requests stay on their rank, which may still cache their prefix.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ class GroupScheduler:
     def __init__(
         self, limits: SchedulerLimits, draft_lengths: Items[DraftLength | None] = (None,)
     ) -> None:
-        """`limits` of each rank, but for the requests that wait; `draft_lengths`: one for each
-        rank, as `Scheduler` has it.
+        """`limits` of each rank, except the number of waiting requests; `draft_lengths`: one per
+        rank, as for `Scheduler`.
         """
         self.limits = limits
         self._arrivals = Arrivals(limits)
         self.ranks = [Scheduler(limits, length, self._arrivals) for length in draft_lengths]
-        self._waiting: list[Sequence] = []  # by order, on no rank yet
+        self._waiting: list[Sequence] = []  # by order, not assigned to a rank yet
 
     def __contains__(self, request_id: object) -> bool:
         """Whether a request of this id waits or runs."""
@@ -52,12 +51,12 @@ class GroupScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold nothing yet, or nothing any more after a preemption."""
+        """Number of requests without a slot: new or preempted."""
         return len(self._waiting) + sum(rank.num_waiting for rank in self.ranks)
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request whose sampling is resolved. Errors: those of `Arrivals.accept`, and
-        InvalidRequestError for a data-parallel rank that there is not.
+        """Queue a request with resolved sampling. Errors: those of `Arrivals.accept`, and
+        InvalidRequestError for an unknown data-parallel rank.
         """
         pinned = request.data_parallel_rank
         if pinned is not None and not 0 <= pinned < len(self.ranks):
@@ -73,15 +72,13 @@ class GroupScheduler:
             insort(self._waiting, sequence, key=by_order)
 
     def sequences(self) -> list[Sequence]:
-        """The requests that run or wait, with their state, to be looked at."""
+        """Running and waiting requests with their state, read-only."""
         return [*(each for rank in self.ranks for each in rank.sequences()), *self._waiting]
 
     def end(
         self, request_id: str, finish_reason: str, *, error: str | None = None
     ) -> SequenceUpdate | None:
-        """End a request now and free what it holds; None when the id is unknown or already
-        finished.
-        """
+        """End a request now and free its resources; None if it is unknown or finished."""
         for sequence in self._waiting:
             if sequence.request_id == request_id:
                 self._waiting.remove(sequence)
@@ -91,7 +88,7 @@ class GroupScheduler:
         return next((update for update in updates if update is not None), None)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix caches, but for what running requests hold."""
+        """Empty the prefix caches, except blocks of running requests."""
         for rank in self.ranks:
             rank.reset_prefix_cache()
 
@@ -101,13 +98,13 @@ class GroupScheduler:
             rank.unblock(request_id)
 
     def clear_grammar(self, request_id: str) -> None:
-        """Constrain the sequence no more."""
+        """Remove the sequence's constraint."""
         for rank in self.ranks:
             rank.clear_grammar(request_id)
 
     def plan(self) -> list[StepPlan] | None:
-        """The next step, a plan for each rank, of which some may have no rows; None when nothing
-        can run before the next commit or `add`.
+        """Return the next step, one plan per rank, some perhaps without rows. None if nothing can
+        run before the next commit or `add`.
         """
         if len(self.ranks) == 1:
             plan = self.ranks[0].plan()
@@ -125,18 +122,18 @@ class GroupScheduler:
         return [msgspec.structs.replace(plan, of_all=size) for plan in plans]
 
     def take_admitted(self) -> list[str]:
-        """Ids of the requests that plans have let run for the first time since the last call."""
+        """Return the ids of requests first admitted since the last call."""
         return [request_id for rank in self.ranks for request_id in rank.take_admitted()]
 
     def proposed(self, results: Items[StepResult]) -> dict[str, list[int]]:
-        """As `Scheduler.proposed`, for the oldest uncommitted step."""
+        """Return `Scheduler.proposed` for the oldest uncommitted step."""
         ranks = zip(self.ranks, results, strict=True)
         return {name: drafts for rank, one in ranks for name, drafts in rank.proposed(one).items()}
 
     def commit(
         self, plans: Items[StepPlan], results: Items[StepResult], *, seconds: float = 0.0
     ) -> list[SequenceUpdate]:
-        """Take in the results of the oldest uncommitted step, as `Scheduler.commit` does."""
+        """Apply the results of the oldest uncommitted step, as `Scheduler.commit` does."""
         return [
             update
             for rank, plan, result in zip(self.ranks, plans, results, strict=True)
@@ -144,7 +141,7 @@ class GroupScheduler:
         ]
 
     def fail(self, plans: Items[StepPlan], message: str) -> list[SequenceUpdate]:
-        """The oldest uncommitted step was lost: its sequences end with an error."""
+        """Drop the oldest uncommitted step, which was lost: its sequences end with an error."""
         return [
             update
             for rank, plan in zip(self.ranks, plans, strict=True)
@@ -152,22 +149,20 @@ class GroupScheduler:
         ]
 
     def _place(self) -> None:
-        """Give waiting sequences to ranks, as long as some rank can let the first of them run."""
+        """Assign waiting sequences to ranks while some rank can admit the first of them."""
         while self._waiting:
             sequence = self._waiting[0]
             costs = [rank.cost_of(sequence) for rank in self.ranks]
             possible = [(cost, at) for at, cost in enumerate(costs) if cost is not None]
             if not possible:
-                break  # nobody overtakes the first
+                break  # the first is never overtaken
             self.ranks[min(possible)[1]].queue(self._waiting.pop(0))
 
 
 def _size(
     plans: Items[StepPlan], sequences: Items[Items[Sequence]], *, num_shares: int
 ) -> StepSize:
-    """The size of the step that these plans make. `sequences`: of their rows, in the state after
-    it.
-    """
+    """Size of the step that these plans form. `sequences`: of their rows, in the state after it."""
     longest, is_decode, longest_run, largest_share = 0, True, 0, 0
     for plan, of_plan in zip(plans, sequences, strict=True):
         columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)

@@ -9,9 +9,9 @@ from negamax.scheduler.chunk_length import ChunkLength, EvenChunks
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What the scheduler may use. All at least 1; the options have been checked before."""
+    """Limits of a scheduler. All are at least 1 and checked with the options."""
 
-    max_num_seqs: int  # sequences that run at a time; the worker's slots
+    max_num_seqs: int  # running sequences: the worker's slots
     max_num_batched_tokens: int  # tokens in one step
     max_model_len: int  # tokens of one sequence, prompt and output
     block_size: int  # tokens per KV block
@@ -19,9 +19,10 @@ class SchedulerLimits:
     enable_prefix_caching: bool
     max_queued_requests: int
     eos_token_ids: frozenset[int]
-    num_draft_tokens: int = 0  # that a row may verify in a step
-    # of a pipeline: a plan for each is on its way, and none needs what another one will sample
+    num_draft_tokens: int = 0  # draft tokens per row and step
+    # stages of a pipeline: one plan per stage is in flight, and none needs tokens that another
+    # samples
     num_stages: int = 1
-    num_shares: int = 1  # context-parallel ranks, which share out the tokens of prompts
-    constrained_drafts: bool = True  # whether rows with masks verify any
-    chunk_length: ChunkLength = field(default_factory=EvenChunks)  # of prompts
+    num_shares: int = 1  # context-parallel ranks, which split the tokens of prompts
+    constrained_drafts: bool = True  # whether rows with grammar masks verify drafts
+    chunk_length: ChunkLength = field(default_factory=EvenChunks)  # how prompts are cut into chunks

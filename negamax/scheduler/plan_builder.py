@@ -1,4 +1,4 @@
-"""A plan in the making."""
+"""A plan under construction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from negamax.scheduler.step import NewRow, StepPlan
 
 
 class PlanBuilder:
-    """Columns of a plan in the making: rows that generate first, longer chunks last."""
+    """Columns of a plan under construction: generating rows first, longer chunks last."""
 
     __slots__ = (
         "appended_blocks",
@@ -30,16 +30,16 @@ class PlanBuilder:
         self.appended_blocks: list[int] = []
         self.sequences: list[Sequence] = []  # with slots: the rows that generate
         self.slots: list[int] = []
-        self.drafts: dict[int, int] = {}  # by row: draft tokens, where it has any
-        self.chunks: list[tuple[int, bool, Sequence]] = []  # tokens, samples, of whom
+        self.drafts: dict[int, int] = {}  # draft tokens by row, where there are any
+        self.chunks: list[tuple[int, bool, Sequence]] = []  # tokens, whether it samples, sequence
 
     def append_block(self, sequence: Sequence) -> None:
-        """Send the worker the block that the sequence was given last."""
+        """Append the sequence's newest block to the plan."""
         self.appended_slots.append(sequence.slot)
         self.appended_blocks.append(sequence.block_ids[-1])
 
     def add_chunk(self, sequence: Sequence) -> None:
-        """As many of the sequence's remaining tokens as the budget has room for, at least 1."""
+        """Add as many of the sequence's remaining tokens as the budget allows, at least 1."""
         computed, left = sequence.num_computed, sequence.num_total - sequence.num_computed
         count, room = self.chunk_length.fit(computed, left, self.budget)
         sequence.num_computed += count
@@ -49,8 +49,8 @@ class PlanBuilder:
         self.chunks.append((count, samples, sequence))
 
     def finish(self, step_id: int, *, has_constrained: bool, num_proposed: int) -> StepPlan:
-        """The plan; afterwards `sequences` has one entry per row. `has_constrained`: some sequence
-        is constrained; `num_proposed` as in `StepPlan`.
+        """Return the plan. Afterwards `sequences` has one entry per row. `has_constrained`: some
+        sequence is constrained; `num_proposed` as in `StepPlan`.
         """
         num_scheduled = [1] * len(self.slots)
         needs_sampling = [True] * len(self.slots)

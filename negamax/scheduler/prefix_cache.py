@@ -1,9 +1,8 @@
-"""Which blocks two sequences can share: full blocks named by a hash that covers everything up to
-their end.
+"""Shareable blocks of the prefix cache: full blocks, named by a hash of all tokens up to their end.
 
-KV of a position depends on all tokens before it, so a block's name is the hash of the previous
-block's name and its own tokens. The first name in a chain comes from the request's cache salt:
-other salt, other names.
+KV of a position depends on all earlier tokens, so a block's hash covers the previous block's hash
+and its own tokens. The first hash of a chain starts from the request's cache salt: different salts
+never share blocks.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from hashlib import blake2b
 
 from negamax.scheduler.blocks import BlockPool
 
-HASH_BYTES = 32  # 128 bits against a collision somebody searches for
+HASH_BYTES = 32  # 128 bits, against collisions found by an attacker
 
 
 class BlockHashes:
-    """Hashes of one sequence's full blocks, computed when first asked for and kept. Single writer:
-    its sequence.
+    """Hashes of one sequence's full blocks, computed on demand and kept. Single writer: its
+    sequence.
 
     `tokens` is the sequence's own list, which only grows.
     """
@@ -34,7 +33,7 @@ class BlockHashes:
         self._hashes: list[bytes] = []
 
     def __getitem__(self, index: int) -> bytes:
-        """The name of block `index`; all its tokens must be known."""
+        """Return the hash of block `index`; all its tokens must be known."""
         hashes = self._hashes
         while len(hashes) <= index:
             start = len(hashes) * self._block_size
@@ -50,8 +49,8 @@ class BlockHashes:
 
 
 def match_prefix(pool: BlockPool, block_hashes: BlockHashes, *, max_blocks: int) -> list[int]:
-    """The longest run of indexed blocks from the start, `max_blocks` at most. Holds
-    nothing yet.
+    """Return the longest run of indexed blocks from the start, at most `max_blocks`, without
+    holding them.
     """
     block_ids: list[int] = []
     for index in range(max_blocks):

@@ -1,6 +1,4 @@
-"""What a caller asks for: sampling parameters and the request that crosses into the engine. Frozen;
-plain data.
-"""
+"""Sampling parameters and the request that crosses into the engine. Frozen; plain data."""
 
 from __future__ import annotations
 
@@ -19,12 +17,12 @@ SEED_LIMIT = 2**63
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen and when a request ends.
+    """Sampling parameters of a request.
 
-    A field left at None takes the model's default (its generation_config.json) in `resolved`; the
-    names and meanings are those of vLLM's SamplingParams. `temperature=0` is greedy. `top_k` 0 or
-    -1 turns top-k off. Token ids refer to the model's vocabulary. Errors: `InvalidRequestError`
-    from `check`, naming the field, the value and the limit.
+    `resolved` replaces a field of None by the model's default (its generation_config.json). Names
+    and meanings are those of vLLM's SamplingParams. `temperature=0` is greedy. `top_k` 0 or -1
+    turns top-k off. Token ids refer to the model's vocabulary. Errors: `InvalidRequestError` from
+    `check`, naming the field, the value and the limit.
     """
 
     n: int = 1
@@ -36,7 +34,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
-    # no other token is sampled; not together with a constraint
+    # only these tokens are sampled; not with a constraint
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
     max_tokens: int | None = None  # None: up to the context length
@@ -46,23 +44,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # None: off; 0: the chosen token only; k: the k most likely too
+    logprobs: int | None = None  # None: off; 0: the sampled token only; k: also the k most likely
     prompt_logprobs: int | None = None  # the same, for each prompt token after the first
-    grammar: Grammar | None = None  # the form of the content
+    grammar: Grammar | None = None  # grammar of the content
     reasoning: Reasoning | None = None  # where the content begins; None: at once
-    # tokens of reasoning after which it is closed; without `reasoning` nothing
+    # limit of reasoning tokens, after which the reasoning is closed; ignored without `reasoning`
     thinking_token_budget: int | None = None
 
     @property
     def is_constrained(self) -> bool:
-        """Whether some next token may not be any token."""
+        """Whether any output token may be restricted."""
         return self.grammar is not None or (
             self.reasoning is not None and self.thinking_token_budget is not None
         )
 
     def check(self, *, max_logprobs: int, vocab_size: int) -> None:
-        """Refuse any value out of range (`max_logprobs`: the server's cap; `vocab_size` bounds
-        token ids).
+        """Refuse values out of range. `max_logprobs`: the server's cap; `vocab_size` bounds token
+        ids.
         """
         most = 2**31 - 1
         ranges: dict[str, tuple[float, float]] = {
@@ -129,8 +127,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def resolved(self, defaults: SamplingDefaults, *, room: int) -> SamplingParams:
-        """A copy with every None replaced: model defaults, and `max_tokens` = `room` (tokens left
-        in the context).
+        """Return a copy without None: model defaults, and `max_tokens` = `room` (tokens left in the
+        context).
         """
         top_k = defaults.top_k if self.top_k is None else self.top_k
         return msgspec.structs.replace(
@@ -148,15 +146,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def of_choice(self, index: int, *, seed: int) -> SamplingParams:
-        """A copy for choice `index` alone, of a request with `seed`: its seed is the `index`-th
-        after that one, and the smallest one follows the largest."""
+        """Return a copy for choice `index`: seed + index, wrapped to int64."""
         wrapped = (seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
         return msgspec.structs.replace(self, n=1, seed=wrapped)
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to continue. `sampling` is resolved (no None that has a default) and has n = 1:
-    callers fan out.
+    callers split n > 1 into requests.
     """
 
     request_id: str
@@ -165,7 +162,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # lower runs earlier
     tenant: str = ""  # tenants with the same priority take turns
     cache_salt: str = ""  # requests share prefix-cache blocks only with the same salt
-    data_parallel_rank: int | None = None  # that is to run it; None: any
+    data_parallel_rank: int | None = None  # data-parallel rank that must run it; None: any
 
 
 def _in_range(name: str, value: float | None, low: float, high: float) -> None:

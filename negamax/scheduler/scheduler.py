@@ -1,17 +1,16 @@
-"""The scheduler: decides what each step runs, hands out KV blocks, and turns results into updates
-for the callers.
+"""Plans each step, allocates KV blocks, and turns results into updates for the callers.
 
-Steps overlap: `plan` may be called again before the last plan was committed. That works because the
-worker executes plans in order and feeds a sampled token to its row by itself: blocks and slots
-freed here are reused by a later plan at the earliest, and a decode row can be planned while its
-input token is still unknown here. A row whose next token depends on a mask is planned like any
-other; where the mask comes too late, `postpone` takes the row back.
+Steps overlap: `plan` may be called before the last plan is committed. The worker executes plans in
+order and feeds each sampled token to its row. So a later plan may reuse blocks and slots freed
+here, and may contain a decode row whose input token is still unknown here. A row whose next token
+depends on a grammar mask is planned like any other; if the mask is late, `postpone` takes the row
+back.
 
-A row that verifies draft tokens brings between one and all of them and one more. Until its step is
-committed the sequence counts as if all were accepted: its blocks and its limits are those of the
-longest it can be. The commit gives back what was rejected, also for the plans made since.
+A row with k draft tokens yields 1 to k+1 tokens. Until its step is committed, the sequence counts
+all drafts as accepted: its blocks and limits are those of the longest outcome. The commit releases
+the rest, also for plans made since.
 
-Same calls, same plans: nothing here depends on time, hashes of strings or set order.
+Deterministic: plans depend only on the calls, not on time, string hashes or set order.
 """
 
 from __future__ import annotations
@@ -34,26 +33,25 @@ from negamax.scheduler.turns import Turns
 
 by_order = attrgetter("order")
 
-# What a row costs in all its steps, in tokens of prompts that take as long, about: by itself, and
-# for each so many tokens of KV cache that it reads.
+# Cost of a running sequence over all its steps, in prompt tokens that take about as long: a
+# constant, and one token for each so many tokens of KV cache read.
 ROW_COST, TOKENS_PER_COST = 128, 4
 
 
 @dataclass(frozen=True)
 class _UncommittedPlan:
-    """A plan that is not committed."""
+    """An uncommitted plan."""
 
     step_id: int
     sequences: list[Sequence]  # of its rows
-    postponed: set[int]  # rows that were taken back: what they sample means nothing
+    postponed: set[int]  # postponed rows: their samples are ignored
 
 
 class Scheduler:
     """Continuous batching over paged KV blocks, with chunked prefill, prefix cache and preemption
     by recompute.
 
-    Use: `add` and `end` at any moment; `plan`, launch it, `commit` (or `fail`) the plans in the
-    order they were made.
+    Use: `add` and `end` at any moment; `plan`, launch it, then `commit` (or `fail`) plans in order.
     """
 
     def __init__(
@@ -62,31 +60,31 @@ class Scheduler:
         draft_length: DraftLength | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
-        """`draft_length`: how many draft tokens rows verify; None: as many as they may.
-        `arrivals`: where it shares them with others.
+        """`draft_length`: chooses the draft tokens of rows; None: the limit. `arrivals`: given if
+        shared with other schedulers.
         """
         self.limits = limits
         self._arrivals = arrivals or Arrivals(limits)
         self._draft_length = draft_length or FixedDraftLength(limits.num_draft_tokens)
         self.preemption_count = 0
-        self.prompt_tokens = 0  # of requests that were admitted
-        self.cached_prompt_tokens = 0  # of these, taken from the prefix cache
+        self.prompt_tokens = 0  # prompt tokens of admitted requests
+        self.cached_prompt_tokens = 0  # of these, tokens from the prefix cache
         self.generated_tokens = 0
         self.draft_rows = 0  # committed rows with draft tokens
-        self.draft_tokens = 0  # of these rows
-        # of these, right ones, by place in the row
+        self.draft_tokens = 0  # draft tokens of these rows
+        # accepted ones by place in the row
         self.accepted_per_position = [0] * limits.num_draft_tokens
         self._pool = BlockPool(limits.num_blocks)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # by order
-        self._running: list[Sequence] = []  # by order: the last one is the first to be preempted
+        self._running: list[Sequence] = []  # by order: the last one is preempted first
         self._turns = Turns(limits.num_stages)
         num_slots = self._turns.most_slots(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._in_flight: deque[_UncommittedPlan] = deque()
-        self._num_constrained = 0  # unfinished sequences that are
+        self._num_constrained = 0  # constrained sequences that have not ended
         self._admitted: list[str] = []  # request ids, until `take_admitted`
-        # a request that there were no blocks for, and how many had become free before
+        # the request that could not be admitted, and the pool's gain count at that time
         self._refused: tuple[str, int] | None = None
         self._step_count = 0
         self._last_committed = -1  # step id
@@ -107,43 +105,41 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold nothing yet, or nothing any more after a preemption."""
+        """Number of requests without a slot: new or preempted."""
         return len(self._waiting)
 
     @property
     def num_free_blocks(self) -> int:
-        """KV blocks that no live request holds; cached ones count."""
+        """Number of KV blocks that no live request holds; cached ones count."""
         return self._pool.num_free
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request whose sampling is resolved. Errors: those of `Arrivals.accept`."""
+        """Queue a request with resolved sampling. Errors: those of `Arrivals.accept`."""
         self.queue(self._arrivals.accept(request, self._sequences, num_waiting=self.num_waiting))
 
     def queue(self, sequence: Sequence) -> None:
-        """Queue what `Arrivals.accept` made of a request."""
+        """Queue a sequence from `Arrivals.accept`."""
         self._num_constrained += sequence.is_constrained
         self._sequences[sequence.request_id] = sequence
         insort(self._waiting, sequence, key=by_order)
 
     def sequences(self) -> list[Sequence]:
-        """The requests that run or wait, with their state, to be looked at."""
+        """Running and waiting requests with their state, read-only."""
         return list(self._sequences.values())
 
     def end(
         self, request_id: str, finish_reason: str, *, error: str | None = None
     ) -> SequenceUpdate | None:
-        """End a request now and free what it holds; None when the id is unknown or already
-        finished.
-        """
+        """End a request now and free its resources; None if it is unknown or finished."""
         sequence = self._sequences.get(request_id)
         return None if sequence is None else self._end(sequence, finish_reason, error=error)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, but for what running requests hold."""
+        """Empty the prefix cache, except blocks of running requests."""
         self._pool.evict()
 
     def grammar_rows(self, plan: StepPlan) -> list[GrammarRow]:
-        """The grammar rows of the latest plan whose sequences have not ended since."""
+        """Return the grammar rows of the latest plan whose sequences have not ended since."""
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
         found = []
@@ -155,16 +151,19 @@ class Scheduler:
         return found
 
     def proposed(self, result: StepResult) -> dict[str, list[int]]:
-        """The tokens that the oldest uncommitted plan has proposed for its grammar rows, by
-        request.
+        """Return by request the tokens that the oldest uncommitted plan has proposed for its
+        grammar rows.
         """
         sequences = self._in_flight[0].sequences
         return {sequences[row].request_id: drafts for row, drafts in result.proposed.items()}
 
     def postpone(self, plan: StepPlan, rows: list[int]) -> None:
-        """Take rows of the latest plan back: their sequences stay as they were before they were
-        sampled, and are not planned until `unblock`. What the rows ran is run, and their last token
-        will run again. The worker is told by the step's `GrammarBitmask`."""
+        """Postpone rows of the latest plan. Their samples are ignored, and their sequences are not
+        planned until `unblock`.
+
+        The rows' KV stays computed; their last token runs again. The step's `GrammarBitmask` names
+        them to the worker.
+        """
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
         for row in rows:
@@ -182,15 +181,15 @@ class Scheduler:
             sequence.is_postponed = False
 
     def clear_grammar(self, request_id: str) -> None:
-        """Constrain the sequence no more."""
+        """Remove the sequence's constraint."""
         sequence = self._sequences.get(request_id)
         if sequence is not None and sequence.is_constrained:
             sequence.is_constrained = False
             self._num_constrained -= 1
 
     def plan(self) -> StepPlan | None:
-        """The next step; None when nothing can run before the next commit or `add`, or in a
-        pipeline before the next turn.
+        """Return the next step; None if nothing can run before the next commit, `add` or (in a
+        pipeline) turn.
         """
         self._turns.begin()
         builder = PlanBuilder(self.limits.max_num_batched_tokens, self.limits.chunk_length)
@@ -205,7 +204,7 @@ class Scheduler:
         while builder.budget and self._waiting and self._free_slots:
             new_row = self._admit(self._waiting[0])
             if new_row is None:
-                break  # nobody overtakes the first
+                break  # the first is never overtaken
             builder.new_rows.append(new_row)
             sequence = self._waiting.pop(0)
             self._arrivals.admitted(sequence)
@@ -224,7 +223,7 @@ class Scheduler:
         return plan
 
     def plan_nothing(self) -> StepPlan:
-        """A step without rows, beside those of other data-parallel ranks."""
+        """Return a step without rows, for a rank that runs beside other data-parallel ranks."""
         builder = PlanBuilder(0, self.limits.chunk_length)
         plan = builder.finish(self._step_count, has_constrained=False, num_proposed=0)
         self._in_flight.append(_UncommittedPlan(self._step_count, [], set()))
@@ -232,13 +231,14 @@ class Scheduler:
         return plan
 
     def latest_sequences(self) -> list[Sequence]:
-        """The sequences of the latest plan's rows."""
+        """Return the sequences of the latest plan's rows."""
         return self._in_flight[-1].sequences
 
     def cost_of(self, sequence: Sequence) -> int | None:
-        """What it costs to let a sequence run here that waits elsewhere, in tokens of prompts: of
-        those that run before its first token comes, and of what it would share its steps with.
-        None: it would wait here, too.
+        """Return the cost of admitting a waiting sequence here, in prompt tokens; None if it would
+        have to wait.
+
+        Counts the tokens that run before its first output token, and the batch that it would join.
         """
         pool, block_size, waiting = self._pool, self.limits.block_size, self._waiting
         attempt = (sequence.request_id, pool.gain_count)
@@ -259,19 +259,19 @@ class Scheduler:
         return backlog + own + ROW_COST * num_rows + num_held // TOKENS_PER_COST
 
     def take_admitted(self) -> list[str]:
-        """Ids of the requests that plans have let run for the first time since the last call."""
+        """Return the ids of requests first admitted since the last call."""
         admitted, self._admitted = self._admitted, []
         return admitted
 
     def commit(
         self, plan: StepPlan, result: StepResult, *, seconds: float = 0.0
     ) -> list[SequenceUpdate]:
-        """Take in the result of the oldest uncommitted plan: one update per sequence that gained
+        """Apply the result of the oldest uncommitted plan: one update per sequence that gained
         tokens or ended.
 
-        Rows of sequences that ended meanwhile are dropped. `result.token_ids` has an entry for
-        every row with `needs_sampling`, failed rows included, and one per accepted draft token.
-        `seconds` is what the step took, 0 where nobody knows.
+        Rows of sequences that have ended are dropped. `result.token_ids` has an entry for every row
+        with `needs_sampling`, failed rows included, and one per accepted draft token. `seconds`:
+        duration of the step, 0 if unknown.
         """
         step = self._take_in_flight(plan)
         postponed = step.postponed
@@ -281,7 +281,7 @@ class Scheduler:
         token_ids, logprobs = result.token_ids, result.logprobs
         prompt_logprobs, errors = result.prompt_logprobs, result.errors
         updates: list[SequenceUpdate] = []
-        end = 0  # in token_ids, of the row's tokens
+        end = 0  # in token_ids, of the row's first token
         num_generated = 0
         columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)
         for row, (sequence, count, num_drafts, sampled) in enumerate(
@@ -317,7 +317,7 @@ class Scheduler:
             if num_drafts:
                 for token_id in token_ids[first + 1 : end]:
                     if finish_reason is not None:
-                        break  # what was accepted behind the end is dropped
+                        break  # accepted tokens after the end are dropped
                     tokens.append(token_id)
                     sequence.tokens.append(token_id)
                     finish_reason = sequence.finish_reason()
@@ -351,7 +351,7 @@ class Scheduler:
         return updates
 
     def fail(self, plan: StepPlan, message: str) -> list[SequenceUpdate]:
-        """The oldest uncommitted plan was lost: its sequences end with an error."""
+        """Drop the oldest uncommitted plan, which was lost: its sequences end with an error."""
         sequences = self._take_in_flight(plan).sequences
         return [
             self._end(sequence, "error", error=message)
@@ -360,22 +360,22 @@ class Scheduler:
         ]
 
     def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
-        """One row for each running sequence with one token left to run, and up to `most_drafts`
-        draft tokens, as many as were guessed; returns those with more left, in order.
+        """Plan one row for each running sequence with one token left to run, with up to
+        `most_drafts` of its proposed draft tokens. Returns the other sequences, in order.
 
-        The budget suffices for all of them: a sequence is admitted only into a step in which every
-        running one had a row and a token was left over. Drafts take what is left after a token for
-        each running sequence.
+        The budget suffices: a sequence is admitted only into a step in which every running one had
+        a row and a token was left over. Drafts use what remains after one token for each running
+        sequence.
         """
         prefills: list[Sequence] = []
         sequences, slots, num_postponed = builder.sequences, builder.slots, 0
         has_drafts, looks_ahead = (self.limits.num_draft_tokens > least for least in (0, 1))
         most_rows = self._turns.most_rows(self._running, builder.budget)
         spare = builder.budget - min(len(self._running), most_rows) if most_drafts else 0
-        # _grow may take sequences off the end, never one already passed
+        # _grow may take sequences off the end, never one already visited
         for sequence in self._running:
             if sequence.is_postponed:
-                num_postponed += 1  # the budget keeps its place
+                num_postponed += 1  # its token stays reserved in the budget
                 continue
             computed = sequence.num_computed
             total = sequence.num_total
@@ -383,7 +383,7 @@ class Scheduler:
                 prefills.append(sequence)
                 continue
             if total >= sequence.limit:
-                continue  # its last token is on the way
+                continue  # its last token is in flight
             if not self._turns.is_due(sequence) or len(slots) == most_rows:
                 continue
             if computed >= sequence.capacity:
@@ -405,14 +405,14 @@ class Scheduler:
             sequences.append(sequence)
             slots.append(sequence.slot)
         builder.budget -= len(slots) + sum(builder.drafts.values()) + num_postponed
-        if self.limits.num_stages > 1:  # rows whose turn is later keep no place
+        if self.limits.num_stages > 1:  # rows with a later turn reserve nothing
             builder.budget = max(0, builder.budget)
         assert builder.budget >= 0
         return prefills
 
     def _reserve_drafts(self, sequence: Sequence, most: int, builder: PlanBuilder) -> int:
-        """How many draft tokens, up to `most`, the sequence's row may verify: none past its length
-        limit, and only in blocks that are free. Nobody is preempted for drafts.
+        """Number of draft tokens, up to `most`, that the sequence's row may verify: within its
+        length limit and in free blocks. Drafts preempt no sequence.
         """
         wanted = min(most, sequence.limit - 1 - sequence.num_total)
         pool = self._pool
@@ -422,9 +422,7 @@ class Scheduler:
         return min(wanted, sequence.capacity - sequence.num_total)
 
     def _look_ahead(self, sequence: Sequence, builder: PlanBuilder) -> None:
-        """Blocks for what a draft model keeps of its own guesses behind this step, as far as they
-        are free.
-        """
+        """Allocate free blocks for the draft model's own KV after this step."""
         most_drafts = self.limits.num_draft_tokens
         end = min(sequence.num_total + most_drafts - 2, sequence.limit - 1)
         while most_drafts > 1 and end > sequence.capacity and self._pool.num_free:
@@ -432,14 +430,14 @@ class Scheduler:
             builder.append_block(sequence)
 
     def _give_back(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Take back what a committed row was granted for drafts that were rejected. Blocks past the
-        sequence's end stay: its next tokens go there.
+        """Release blocks granted to a committed row for rejected drafts. The block after the
+        sequence's end stays: its next tokens go there.
         """
         sequence.num_computed -= num_drafts - num_accepted
         sequence.num_total -= num_drafts - num_accepted
 
     def _count_drafts(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """A committed row had so many draft tokens; one without any guess is none with drafts."""
+        """Count a committed row with drafts. A row without any proposed token does not count."""
         if not num_drafts:
             return
         rows, tokens, right = sequence.drafts
@@ -450,11 +448,11 @@ class Scheduler:
             self.accepted_per_position[place] += 1
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Give a running sequence one more block, preempting later ones; False: it is the last
-        itself and must sit out.
+        """Give a running sequence one more block, preempting later ones. False if it is the last
+        itself and must skip the step.
 
-        Sitting out keeps its blocks. Whoever runs before it can take them; the first one never sits
-        out, so all get on.
+        A skipping sequence keeps its blocks, and earlier ones may preempt it. The first sequence
+        never skips, so all make progress.
         """
         pool = self._pool
         while pool.num_free == 0:
@@ -470,8 +468,8 @@ class Scheduler:
         sequence.capacity += self.limits.block_size
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to waiting, to be recomputed later; tokens that are on the way still reach it at
-        commit.
+        """Return a sequence to the queue, to be recomputed. Its tokens in flight are still applied
+        at commit.
         """
         self.preemption_count += 1
         self._leave(sequence)
@@ -479,12 +477,11 @@ class Scheduler:
         insort(self._waiting, sequence, key=by_order)
 
     def _admit(self, sequence: Sequence) -> NewRow | None:
-        """Let a waiting sequence run, with blocks for all its tokens; None: not now. The caller
-        takes it off the queue.
+        """Admit a waiting sequence with blocks for all its tokens; None if not possible now. The
+        caller removes it from the queue.
 
-        While others run, one block more must be free, or the first of them to grow would throw it
-        out again. With nobody running every block is free, and `add` has checked that the request
-        fits.
+        While others run, one more block must be free; otherwise the first of them to grow would
+        preempt it. If none runs, every block is free, and `add` has checked that the request fits.
         """
         if sequence.resume_after > self._last_committed:
             return None
@@ -505,7 +502,7 @@ class Scheduler:
         if self.limits.enable_prefix_caching:
             sequence.index_at = sequence.num_computed + block_size
         if sequence.prompt_logprobs is not None:
-            sequence.prompt_logprobs = []  # a preempted prefill starts over
+            sequence.prompt_logprobs = []  # a preempted prefill starts again
         if not sequence.was_admitted:
             sequence.was_admitted = True
             self._admitted.append(sequence.request_id)
@@ -525,21 +522,21 @@ class Scheduler:
         )
 
     def _blocks_for(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """For all tokens of a waiting sequence: blocks of the prefix cache, how many more it needs,
-        and how many of both together are free now.
+        """For all tokens of a waiting sequence, return its cached blocks, the number of further
+        blocks it needs, and how many of both are free now.
         """
         pool, block_size, num_tokens = self._pool, self.limits.block_size, len(sequence.tokens)
         shared: list[int] = []
         if sequence.request.sampling.prompt_logprobs is None:
-            # at least one token must run, to be sampled from
+            # at least one token must run to be sampled from
             max_blocks = (num_tokens - 1) // block_size
             shared = match_prefix(pool, sequence.block_hashes, max_blocks=max_blocks)
         num_new = -(-num_tokens // block_size) - len(shared)
         return shared, num_new, num_new + sum(pool.ref_count(block) == 0 for block in shared)
 
     def _index_blocks(self, sequence: Sequence) -> None:
-        """Make the blocks filled by committed steps findable; earlier, a lost step would leave
-        garbage behind.
+        """Index the blocks filled by committed steps. Earlier, a lost step would leave invalid
+        content in the index.
         """
         block_size = self.limits.block_size
         num_full = sequence.num_committed // block_size
@@ -549,7 +546,7 @@ class Scheduler:
         sequence.index_at = (num_full + 1) * block_size
 
     def _stop_reason(self, sequence: Sequence, token_id: int) -> int | None:
-        """The stop token to report: none when the end-of-sequence token did it."""
+        """Return the stop token to report; None if the end-of-sequence token ended the sequence."""
         is_eos = token_id in self.limits.eos_token_ids and not sequence.request.sampling.ignore_eos
         return None if is_eos else token_id
 
@@ -567,7 +564,7 @@ class Scheduler:
         )
 
     def _free(self, sequence: Sequence) -> None:
-        """Drop a sequence; rows of it still in flight are dropped when they come back."""
+        """Drop a sequence. Its rows still in flight are dropped at commit."""
         sequence.finished = True
         self._num_constrained -= sequence.is_constrained
         del self._sequences[sequence.request_id]
@@ -577,13 +574,13 @@ class Scheduler:
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Take slot and blocks away from a running sequence."""
+        """Release the slot and blocks of a running sequence."""
         self._running.remove(sequence)
         self._pool.release(sequence.block_ids)
         self._free_slots.append(sequence.slot)
         sequence.slot = NO_SLOT
         sequence.block_ids = []
-        sequence.index_at = NEVER  # rows in flight fill blocks that are no longer its own
+        sequence.index_at = NEVER  # its rows in flight write into blocks that it no longer holds
 
     def _take_in_flight(self, plan: StepPlan) -> _UncommittedPlan:
         step = self._in_flight.popleft()

@@ -1,4 +1,4 @@
-"""One request on its way through the scheduler."""
+"""State of one request in the scheduler."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import TokenLogprobs
 
 NO_SLOT = -1
-NEVER = 2**63  # a position no sequence reaches
+NEVER = 2**63  # larger than any position
 
 
 class Sequence:
     """State of one request: waiting (no slot, no blocks), running, or finished. Single writer: the
     scheduler.
 
-    Its progress in tokens: `len(tokens)` are known here; `num_total` are known or being sampled by
-    a step in flight; `num_computed`, always fewer, have been run or are in a plan. What remains to
-    run is `num_total - num_computed`. Draft tokens in flight count as if they were accepted.
+    Progress in tokens: `len(tokens)` are known here; `num_total` also counts those sampled by steps
+    in flight; `num_computed`, always fewer, have run or are in a plan. `num_total - num_computed`
+    remain to run. Draft tokens in flight count as accepted.
     """
 
     __slots__ = (
@@ -64,17 +64,18 @@ class Sequence:
         eos_token_ids: frozenset[int],
         block_size: int,
     ) -> None:
-        """`limit`: tokens it may have in the end, prompt and output; `arrival`: rises with every
-        request; `turn`: its place among those of its tenant."""
+        """`limit`: most tokens, prompt and output; `arrival`: rises with every request; `turn`: its
+        place among its tenant's requests.
+        """
         sampling = request.sampling
         self.request = request
         self.request_id = request.request_id
         self.turn = turn
-        self.order = (request.priority, turn, arrival)  # smaller goes first, in everything
+        self.order = (request.priority, turn, arrival)  # lower runs first, everywhere
         self.tokens = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
         self.limit = limit
-        # a stop token counts once this many tokens precede it
+        # a stop token counts after this many tokens
         self.stop_from = self.prompt_len + sampling.min_tokens
         self.stop_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         if sampling.stop_token_ids:
@@ -83,33 +84,34 @@ class Sequence:
 
         self.slot = NO_SLOT
         self.block_ids: list[int] = []
-        self.capacity = 0  # positions that block_ids hold
+        self.capacity = 0  # positions that block_ids have room for
         self.num_computed = 0
-        self.num_committed = 0  # of these, run by committed steps
+        self.num_committed = 0  # of these, computed by committed steps
         self.num_total = self.prompt_len
-        self.num_indexed = 0  # leading blocks whose hash has been offered to the pool's index
-        self.index_at = NEVER  # computed tokens at which the next block is full
+        self.num_indexed = 0  # leading blocks already offered to the pool's index
+        self.index_at = NEVER  # number of computed tokens at which the next block is full
 
-        self.known_at = 0  # the turn from which on a plan may need the token sampled last
-        self.num_proposed = 0  # draft tokens that were guessed behind the token sampled last
-        self.drafts = (0, 0, 0)  # rows with drafts, their draft tokens, right ones
+        self.known_at = 0  # first turn in which a plan may need the token sampled last
+        self.num_proposed = 0  # draft tokens proposed after the token sampled last
+        self.drafts = (0, 0, 0)  # rows with drafts, their draft tokens, accepted ones
         self.was_admitted = False
         self.num_cached_tokens = 0  # at the first admission
-        self.resume_after = -1  # after a preemption: the last step that may still bring it tokens
-        self.retry_gain = 0  # pool.gain_count before which another try of admission is useless
-        # gathered; None: not wanted, or delivered
+        # after a preemption: the last step that may still yield tokens for it
+        self.resume_after = -1
+        self.retry_gain = 0  # pool.gain_count that must be exceeded before admission is tried again
+        # collected so far; None: not wanted or delivered
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
         self.is_constrained = sampling.is_constrained  # its next token may depend on a mask
-        self.is_postponed = False  # not to be planned: nobody knows yet what it may sample
-        self.worker_sampling = sampling  # without what only the engine reads
+        self.is_postponed = False  # not to be planned: its mask is not available yet
+        self.worker_sampling = sampling  # without fields that only the engine reads
         if sampling.grammar is not None or sampling.reasoning is not None:
             self.worker_sampling = msgspec.structs.replace(sampling, grammar=None, reasoning=None)
         self.finished = False
 
     def finish_reason(self) -> str | None:
-        """Whether the latest token is the last, and why."""
+        """Return the finish reason if the latest token ends the sequence."""
         if len(self.tokens) > self.stop_from and self.tokens[-1] in self.stop_ids:
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None

@@ -1,15 +1,15 @@
-"""What the scheduler tells the worker (StepPlan) and what it hears back (StepResult). Frozen plain
-data, columns not rows, so that a plan for hundreds of sequences stays a handful of flat lists.
+"""Messages between scheduler and worker: StepPlan and StepResult. Frozen plain data in columns, so
+a plan for hundreds of sequences stays a handful of flat lists.
 
-A *slot* is a persistent place in the worker's request state: it holds a sequence's tokens, block
-table, sampling state and its length from `NewRow` until the slot is given to another sequence. A
-plan says how many tokens a slot runs, not where they begin: the worker knows how many tokens of
-each slot it has computed. It writes each sampled token into the slot itself, so a plan can run
-before the previous step's tokens have reached the host.
+A *slot* is a persistent row of the worker's request state: tokens, block table, sampling state and
+length of a sequence, from `NewRow` until another sequence gets the slot. A plan states how many
+tokens a slot runs, not where they begin: the worker counts the computed tokens of each slot. It
+writes each sampled token into the slot itself, so a plan can run before the previous step's tokens
+have reached the host.
 
-A row may verify *draft tokens*, which the worker's proposer has guessed: the row runs its last
-known token and the drafts behind it, and samples after each. Drafts are accepted up to the first
-one that differs from what is sampled in its place; the row yields that many tokens and one more.
+A row may verify *draft tokens* from the worker's proposer: the row runs its last known token and
+the drafts after it, and samples after each. Drafts are accepted up to the first one that differs
+from the token sampled in its place. Accepted drafts plus one bonus token are kept.
 """
 
 from __future__ import annotations
@@ -20,31 +20,30 @@ from negamax.scheduler.request import SamplingParams
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A sequence that takes over `slot` (a new request, or one resumed after preemption)."""
+    """A sequence that takes over `slot`: a new request, or one resumed after preemption."""
 
     slot: int
-    token_ids: list[int]  # all tokens known now: prompt, then outputs so far
-    prompt_len: int  # how many of them are prompt
-    num_computed: int  # how many of them have their KV in `block_ids` already (prefix cache)
+    token_ids: list[int]  # all known tokens: prompt, then outputs so far
+    prompt_len: int  # number of prompt tokens among them
+    num_computed: int  # number of them with KV in `block_ids` already (prefix cache)
     block_ids: list[int]  # KV blocks of positions 0.., in order
     sampling: SamplingParams
 
 
 class StepSize(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What data-parallel ranks know of the step that they run together: the most of any of them."""
+    """Maxima over all data-parallel ranks that run the step together."""
 
     num_tokens: int
     num_rows: int
-    num_drafts: int  # draft tokens that a row verifies, or gets
-    longest_decode: int  # tokens of a sequence that runs a generated one
-    is_decode: bool  # every row of every rank runs one generated token, and its drafts, and samples
-    # where context-parallel ranks share the step out: no share of theirs has more tokens; 0: each
-    # runs all tokens of its data-parallel rank
+    num_drafts: int  # draft tokens that a row verifies or proposes
+    longest_decode: int  # tokens of the longest generating sequence
+    is_decode: bool  # every row of every rank is a decode, with its drafts, and samples
+    # with context parallelism, the most tokens of any shard; 0: the step is not sharded
     largest_share: int = 0
 
 
 class ExpertMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The slot `target` of a layer's experts gets what `source` has."""
+    """Copies the expert in slot `source` of a layer to slot `target`."""
 
     layer: int
     source: int
@@ -52,41 +51,39 @@ class ExpertMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ExpertStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What is done with experts before a step: all `moves` at once, then the step and those behind
-    it find the experts where they lie now.
-    """
+    """Changes of experts before a step: all `moves` at once, valid from this step on."""
 
-    version: int  # how many steps have moved experts, this one included
-    wants_counts: bool = False  # the result says how often each was chosen
-    # a rank sends one expert and receives one at most
+    version: int  # number of steps that have moved experts, this one included
+    wants_counts: bool = False  # whether the result counts the choices of each expert
+    # a rank sends and receives one expert at most
     moves: list[ExpertMove] = []
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One step: apply `new_rows` and `appended_*`, then run the next num_scheduled[i] tokens of
-    slots[i]. Rows that generate come first, longer chunks of prompts last.
+    slots[i]. Generating rows come first, longer prompt chunks last.
     """
 
     step_id: int
     new_rows: list[NewRow]
     appended_slots: list[int]  # one entry per appended block
-    appended_blocks: list[int]  # block id, goes to the end of that slot's table
+    appended_blocks: list[int]  # block id, appended to that slot's table
     slots: list[int]
     num_scheduled: list[int]  # tokens to run, at least 1
-    # how many of them, the last ones, are draft tokens; a slot with fewer drafts runs padding
+    # draft tokens among them, the last ones; a slot with fewer proposed drafts runs padding
     num_draft_tokens: list[int]
-    # True: the logits of the last token are sampled, and of those before its draft tokens
+    # whether the logits of the last token, and of those before its draft tokens, are sampled
     needs_sampling: list[bool]
-    # rows whose sampling waits for the `GrammarBitmask` of this step; empty: it brings none
+    # rows whose sampling waits for the step's `GrammarBitmask`; empty: the step has none
     grammar_rows: list[int] = []
-    num_proposed: int = 0  # draft tokens to guess behind the step for each row that it samples
-    # with several data-parallel ranks, each of which has a plan of this step, perhaps an empty one
+    num_proposed: int = 0  # draft tokens to propose after the step for each sampled row
+    # with several data-parallel ranks, each of which has a plan, perhaps empty, for this step
     of_all: StepSize | None = None
     experts: ExpertStep | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens run by this step over all rows."""
+        """Number of tokens over all rows."""
         return sum(self.num_scheduled)
 
 
@@ -95,37 +92,36 @@ class GrammarRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     row: int  # of the plan
     request_id: str
-    num_outputs: int  # output tokens before the first one that is sampled
-    num_drafts: int = 0  # draft tokens that the row verifies
+    num_outputs: int  # output tokens before the first sampled one
+    num_drafts: int = 0  # draft tokens of the row
 
 
 class GrammarBitmask(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Which tokens the grammar rows of step `step_id` may sample; follows the plan. Rows that are
-    not named may sample any.
+    """Allowed tokens of the grammar rows of step `step_id`; follows the plan. Other rows may sample
+    any token.
 
-    A row is named once for each of its samples that has a mask, in order: the first, then those
-    behind its draft tokens. Where there are fewer, the draft tokens behind them count as wrong.
+    A row is listed once for each of its samples with a mask, in order: the first, then those after
+    its draft tokens. Draft tokens after the last mask count as rejected.
     """
 
     step_id: int
     rows: list[int]  # of the plan
-    places: list[int]  # for each of them, its mask in `masks`; -1: any token
+    places: list[int]  # index in `masks` of each; -1: any token
     masks: list[bytes]  # ceil(vocabulary / 8) bytes each: bit i of byte j allows token 8 j + i
-    # rows of the plan whose mask is late: what they sample means nothing, and their last token runs
-    # again in a later step
+    # rows whose mask is late: their samples are ignored, and their last token runs again later
     postponed: list[int] = []
 
 
 class RowFailures(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Slots that failed on a rank while it launched step `step_id`, and why."""
+    """Slots that failed on a rank at the launch of step `step_id`, with the reasons."""
 
     step_id: int
     errors: dict[int, str]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities at one position: the chosen token's, its rank (1 = most likely), and the
-    most likely tokens'.
+    """Log-probabilities at one position: the chosen token's, its rank (1 = most likely), and those
+    of the most likely tokens.
     """
 
     token_id: int
@@ -136,40 +132,40 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What step `step_id` produced. `token_ids` has the tokens of each row with `needs_sampling`,
-    in plan order: one for each accepted draft token of the row, and one more.
+    """Results of step `step_id`. `token_ids` has the tokens of each row with `needs_sampling`, in
+    plan order: accepted draft tokens and one more.
     """
 
     step_id: int
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs]  # by index into `token_ids`; only rows that asked
+    logprobs: dict[int, TokenLogprobs]  # by index in `token_ids`; only rows that asked
     # by row index of the plan; one entry per prompt token run after the first
     prompt_logprobs: dict[int, list[TokenLogprobs]]
-    errors: dict[int, str]  # by row index of the plan: this row failed, the others are good
-    num_accepted: dict[int, int] = {}  # by row index of the plan: draft tokens that were right
-    # by row index of the plan, of grammar rows: draft tokens that may follow, -1: none
+    errors: dict[int, str]  # by row index of the plan: reasons of failed rows; the others are valid
+    num_accepted: dict[int, int] = {}  # by row index of the plan: accepted draft tokens
+    # by row index of the plan, of grammar rows: proposed draft tokens, -1: none
     proposed: dict[int, list[int]] = {}
-    device_seconds: float = 0.0  # that the step took on a GPU
-    idle_seconds: float = 0.0  # that the GPU had nothing to do before it
-    # [layers, experts] int64: how often each was chosen on all ranks, if the plan asks for it
+    device_seconds: float = 0.0  # GPU time of the step
+    idle_seconds: float = 0.0  # GPU idle time before the step
+    # [layers, experts] int64: choices of each expert on all ranks, if the plan asks for them
     expert_counts: bytes = b""
-    # by row index of the plan: draft tokens that were guessed, of rows where some are missing
+    # by row index of the plan: number of proposed draft tokens, for rows where some are missing
     num_guessed: dict[int, int] = {}
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one request gained by a committed step; goes to the client as it is."""
+    """Output of one request from a committed step; sent to the client unchanged."""
 
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None  # on the first update only, complete
-    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"; None: goes on
-    stop_reason: int | None = None  # the stop token id, when one of `stop_token_ids` ended it
+    prompt_logprobs: list[TokenLogprobs] | None = None  # complete, on the first update only
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"; None: not finished
+    stop_reason: int | None = None  # stop token id, if one of `stop_token_ids` ended it
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     error: str | None = None
-    is_refusal: bool = False  # the error is the request's own: what it asks for cannot be done
-    # the error is that a process which served the request is gone: the same request may succeed
+    is_refusal: bool = False  # the request caused the error: it cannot be served
+    # a process that served the request is gone: a retry may succeed
     is_lost: bool = False
-    # of an answer that is complete: rows with drafts, their draft tokens, right ones; None: no rows
+    # of a finished request: rows with drafts, their draft tokens, accepted ones; None: no such rows
     drafts: tuple[int, int, int] | None = None
