@@ -1,5 +1,3 @@
-"""Self-signed certificates of this machine, for tests of TLS."""
-
 from __future__ import annotations
 
 import subprocess
@@ -9,6 +7,6 @@ _NAMES = "subjectAltName=DNS:localhost,IP:127.0.0.1"
 
 
 def make_certificate(certificate: str, key: str) -> None:
-    """Write one that is good for a day, and its key, to these files."""
+    """Write a certificate valid for one day, and its key, to these files."""
     command = [*_REQUEST.split(), _NAMES, "-out", certificate, "-keyout", key]
     subprocess.run(command, check=True, capture_output=True)

@@ -1,6 +1,4 @@
-"""Markers come from the folder a test lives in; how Triton's kernels and PyTorch's threads run, and
-for which reasons a test may skip, is decided here.
-"""
+"""Markers by folder, settings of Triton and PyTorch, and permitted reasons to skip."""
 
 from __future__ import annotations
 
@@ -23,16 +21,16 @@ import pytest
 from negamax.base import env
 from tests import forked_children
 
-# Workers and servers start again and again: what was compiled is kept.
+# Workers and servers start repeatedly: keep compiled bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 TESTS = Path(__file__).parent
-WAITING = ("dist", "attacks", "e2e", "install", "gpu")  # now and then, for processes of theirs
+WAITING = ("dist", "attacks", "e2e", "install", "gpu")  # mostly for their processes
 COMPUTING = ("cpu", "checks", "unit")
-# What a machine may lack. A test that skips for another reason fails.
+# What a machine may lack; a test that skips for another reason fails.
 MAY_SKIP = re.compile(
     "PyTorch finds no GPU here|needs two GPUs|needs . GPUs"
     "|in this run Triton compiles its kernels for the GPU"
@@ -43,24 +41,22 @@ MAY_SKIP = re.compile(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has Triton interpret its kernels unless this run is for the GPU: Triton looks once, when a
-    kernel is defined.
+    """Let Triton interpret its kernels unless this run is for the GPU, and set PyTorch's threads.
 
-    PyTorch looks once too: at the tests' sizes several threads mostly wait for each other. Tests of
-    threads set their number; those wait asleep, since other tests and servers want their cores. Its
-    libraries compute as in the engine.
+    Both read their settings only once. One thread suffices for the tests' sizes; tests of threads
+    set their number, and waiting threads sleep.
     """
     folder = tempfile.mkdtemp(prefix="negamax-tests-")
     config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
     os.environ["XDG_STATE_HOME"] = folder  # crash dumps
-    # What a shell runs in the background ignores the one, under nohup the other; so would the
-    # commands under test.
+    # Shells start background commands with SIGINT ignored, nohup with SIGHUP ignored; the commands
+    # under test would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # No client here meets a certificate of the world's authorities, which each of them would read
-    # for 20 ms.
+    # No client here needs the public authorities' certificates, which take each client 20 ms to
+    # read.
     os.environ.pop("SSL_CERT_FILE", None)
     os.environ["SSL_CERT_DIR"] = folder
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -69,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.has_plugin("hypothesispytest"):
         from hypothesis import HealthCheck, settings
 
-        # a busy one takes its time
+        # a busy machine is slow
         patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.register_profile("any machine", patient)
         settings.load_profile("any machine")
@@ -80,9 +76,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks, and an order in which the processor is busy until all workers end together: files that
-    wait alternate with files that compute, the last of which are short and, in the gate, by
-    themselves. Of each, those that take long come first, by folder and size.
+    """Mark tests by folder and order them so that all workers end together.
+
+    Files that wait alternate with files that compute. Within each kind, slow files come first, by
+    folder and size.
     """
     for item in items:
         item.add_marker(getattr(pytest.mark, _folder(item.path)))
@@ -98,9 +95,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """A command that a test runs in its own process has later tests log neither what that command
-    was to log nor to its standard error, which is closed by then.
-    """
+    """Undo the logging setup of commands that a test runs in its own process."""
     loggers = [logging.getLogger(), logging.getLogger("negamax")]
     before = [(logger, logger.level, logger.handlers[:]) for logger in loggers]
     yield
@@ -111,8 +106,8 @@ def logging_as_before() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is collected and imported stays until the end: to look through it for garbage again and
-    again would take seconds.
+    """Do not collect garbage during collection: imported modules stay, and scanning them takes
+    seconds.
     """
     gc.disable()
     try:
@@ -120,7 +115,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
-        forked_children.environment()  # libraries that were imported have set variables
+        forked_children.environment()  # imported libraries have set variables
 
 
 def _folder(path: Path) -> str:
@@ -138,7 +133,7 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 
 def check_skip(report: Report) -> Report:
-    """Have a skip for an unlisted reason fail."""
+    """Fail a skip for an unlisted reason."""
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         if not MAY_SKIP.search(reason):

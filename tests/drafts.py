@@ -1,4 +1,4 @@
-"""Proposers that know what will come, for tests of what drafts do to the output: nothing."""
+"""Proposers with known outputs, for tests that drafts do not change the text."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ Key = tuple[int, tuple[int, ...]]  # seed and prompt of a request
 
 
 class KnowingProposer(Proposer):
-    """Guesses from the outputs of a run without drafts; as right as its kind says. Requests that it
-    does not know get none.
-    """
+    """Propose tokens of a run without drafts, with errors by kind; none for unknown requests."""
 
     num_draft_tokens = NUM_DRAFT_TOKENS
     capture: tuple[int, ...] = ()
-    is_checked = True  # what is known of a row is its text
+    is_checked = True  # rows must hold the known text
 
     def __init__(self, kind: str, outputs: dict[Key, list[int]]) -> None:
         self._kind, self._outputs = kind, outputs
@@ -51,8 +49,8 @@ class KnowingProposer(Proposer):
             prompt = tuple(requests.tokens[slot, :prompt_len].tolist())
             output = self._outputs.get((int(requests.seeds[slot]), prompt), [])
             known = requests.tokens[slot, prompt_len:length].tolist()
-            # (A row in flight goes on behind its end. A captured step has not sampled from all
-            # logits yet, and does this again when it has.)
+            # A row in flight continues after its end. A captured step samples again once it has all
+            # logits.
             is_first = not self.is_checked or requests.needs_all_logits(slot)
             assert is_first or known[: len(output)] == output[: len(known)], (
                 "what is accepted is in its place"
@@ -70,9 +68,7 @@ class KnowingProposer(Proposer):
 
 
 class ReadingProposer(KnowingProposer):
-    """Keeps the residual streams that it is given, as a draft model with a cache of its own would:
-    of each position what it saw last.
-    """
+    """Keep the last residual streams of each position, as a draft model's cache would."""
 
     def __init__(self, capture: tuple[int, ...], kind: str, outputs: dict[Key, list[int]]) -> None:
         super().__init__(kind, outputs)
@@ -95,7 +91,7 @@ class ReadingProposer(KnowingProposer):
 
 
 def install(patch: Callable[[object, str, Any], None], proposer: Proposer) -> None:
-    """Have the workers of this process verify what `proposer` guesses."""
+    """Let the workers of this process verify the draft tokens of `proposer`."""
     from negamax.worker import runner
 
     def load(_config: WorkerConfig, **_options: object) -> Proposer:

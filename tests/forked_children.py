@@ -1,8 +1,7 @@
-"""Children of tests, forked from a process that has imported what they need: PyTorch, the worker,
-the grammars' compiler, the server. That is one to two seconds of work for each of them otherwise.
+"""Fork children of tests from a process that has imported PyTorch, the worker and the server.
 
-Children of `negamax.base.supervision.spawn` and programs of `start` are forked, and so are their
-children. What is to have another environment starts as it does for users.
+That saves one to two seconds for each child. Children of `negamax.base.supervision.spawn`, programs
+of `start` and their children are forked. A child with another environment starts as for users.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ PRELOADED = (
     "negamax.engine.core.setup", "negamax.engine.core.planned_sizes",
     "negamax.cli.main", "negamax.api.server",
 )  # fmt: skip
-# modules that start children when they are the main program
+# modules that start children as the main program
 PARENTS = {
     "negamax", "tests.e2e.stub_serve", "tests.e2e.example_endpoint", "negamax.api.server_worker",
     "negamax.engine.core.process", "tests.forked_tool", "tests.stub_server",
     "tests.e2e.held_engine", "tests.dist.killed_in_move",
 }  # fmt: skip
-# what may differ from the environment in which all that was imported
+# variables that may differ from the environment of the imports
 LATE_VARIABLES = {
     log.CHILD_VARIABLE, KEY_VARIABLE, "PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM",
-    # of engines and ranks of the tests' own
+    # of the tests' own engines and ranks
     "ENGINE_MODULE", "STUB_STEP_MS", "STUB_LOG", "STUB_HOLD", "REPLAY_SCRIPT", "REPLAY_RECORD",
     "HELD_ENGINE", "KILLED_IN_MOVE", "COUNTED_TOKENS",
 }  # fmt: skip
 ROOT = Path(__file__).parents[1]
 COMMAND_BYTES = 2000  # of a child's command line
-FIRST_FREE = 500  # no child has an open file from here on
+FIRST_FREE = 500  # no child has a file open from this number on
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # of `Popen`
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_CHILD_SUBREAPER = 36
@@ -60,14 +59,14 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @pytest.fixture(scope="session", autouse=sys.platform == "linux")
 def forked_children() -> Iterator[None]:
-    """Has `supervision.spawn` fork, as long as a child is to have the environment of this run."""
+    """Let `supervision.spawn` fork children that have the environment of this run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervision, "spawn", partial(_spawn, supervision.spawn, of_this_run))
         yield
 
 
 def start(module: str, *args: str, **options: Any) -> subprocess.Popen[Any]:
-    """`subprocess.Popen` of `python -m module args`, forked where that is possible."""
+    """Start `python -m module args` as `subprocess.Popen` does, forked if possible."""
     command = [sys.executable, "-m", module, *args]
     options = {"env": dict(os.environ), **options}
     if sys.platform == "linux" and of_this_run().has_environment(options["env"]):
@@ -78,9 +77,7 @@ def start(module: str, *args: str, **options: Any) -> subprocess.Popen[Any]:
 def finished(
     module: str, *args: str, text: str | None = None, timeout: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
-    """What `start` started, once it has ended. `text`: its standard input; None: that of this
-    process. Errors: `TimeoutExpired`; the child has ended then, too.
-    """
+    """Run a module to its end. `text`: stdin (None: inherited). Raises `TimeoutExpired`."""
     pipe = subprocess.PIPE
     stdin = None if text is None else pipe
     with start(module, *args, stdin=stdin, stdout=pipe, stderr=pipe, text=True) as child:
@@ -101,7 +98,7 @@ def _spawn(
     pass_fds: Sequence[int] = (),
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """As `supervision.spawn`, which is `spawn`."""
+    """Replace `supervision.spawn`; `spawn` is the original."""
     wanted = env.make_child_env(**{log.CHILD_VARIABLE: log.settings()} | dict(variables or {}))
     if not source().has_environment(wanted):
         return spawn(module, *args, own_group=own_group, pass_fds=pass_fds, variables=variables)
@@ -117,7 +114,7 @@ def _spawn(
 
 
 class Source:
-    """The process that is forked, single-threaded: this process's end of the way to it."""
+    """The connection to the single-threaded process that is forked."""
 
     def __init__(self, requests: socket.socket, environment: Mapping[str, str]) -> None:
         self._requests = requests
@@ -125,7 +122,7 @@ class Source:
 
     @classmethod
     def started(cls) -> Source:
-        """A new one, which ends with this process."""
+        """Start a source, which ends with this process."""
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             fd, room = theirs.fileno(), "-" * COMMAND_BYTES
@@ -137,7 +134,7 @@ class Source:
         return self._environment == _early(wanted)
 
     def fork(self, request: Mapping[str, Any], fds: Sequence[int]) -> int:
-        """The id of a new child of this process."""
+        """Return the id of a new child of this process."""
         with _adopting():
             socket.send_fds(self._requests, [json.dumps(request).encode()], fds)
             return int(self._requests.recv(32))
@@ -145,7 +142,7 @@ class Source:
 
 @cache
 def environment() -> dict[str, str]:
-    """That of this run, as at the first call: `tests/conftest.py` makes it before any test."""
+    """Return this run's environment at the first call, which `tests/conftest.py` makes."""
     return env.make_child_env()
 
 
@@ -158,9 +155,7 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Grandchildren whose parent ends become children of this process, and no longer afterwards:
-    those that tests leave behind are for the system to reap.
-    """
+    """Adopt grandchildren whose parent ends, only within this context."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     try:
@@ -170,7 +165,7 @@ def _adopting() -> Iterator[None]:
 
 
 class Forked(subprocess.Popen[Any]):
-    """A child that is not made from a program, but from `source`."""
+    """A child forked from `source`."""
 
     def __init__(self, source: Source, command: list[str], **options: Any) -> None:
         self._source = source
@@ -195,9 +190,7 @@ class Forked(subprocess.Popen[Any]):
 
 
 def await_request(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Serve the process at the other end. In a child: what it is to be, and the open files that it
-    is given. In the process that is forked: None at the end.
-    """
+    """Serve forks. In a child: return its request and its files; in the source, None at the end."""
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     while True:
         frame, fds, _, _ = socket.recv_fds(requests, 65536, 16)
@@ -228,7 +221,6 @@ def await_request(requests: socket.socket) -> tuple[dict[str, Any], list[int]] |
 
 
 def become(request: Mapping[str, Any], fds: list[int]) -> None:
-    """Of a fresh child: all but its program."""
     copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, FIRST_FREE) for fd in fds]
     for fd in fds:
         os.close(fd)
@@ -242,15 +234,15 @@ def become(request: Mapping[str, Any], fds: list[int]) -> None:
 
 
 def _show(command: list[str]) -> None:
-    """As the command line of this process."""
+    """Replace the command line of this process."""
     first, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
     shown = b"".join(part.encode() + b"\0" for part in command)[: end - first - 1]
     ctypes.memmove(first, shown.ljust(end - first, b"\0"), end - first)
 
 
 def main(fd: int) -> None:
-    """Import, then fork a child for each request, which runs its module as the main program."""
-    global of_this_run  # in a child that starts others: the process that is forked for it
+    """Import, then fork a child per request, which runs its module as the main program."""
+    global of_this_run  # in a child with children: the process forked for it
     environment()
     with large_imports():
         for name in PRELOADED:
@@ -263,7 +255,7 @@ def main(fd: int) -> None:
         module, *arguments = request["command"][2:]
         if module in PARENTS:
             ours, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            if os.fork() == 0:  # of which the children of this child are forked
+            if os.fork() == 0:  # the children of this child are forked from it
                 for other in (ours.detach(), *fds):
                     os.close(other)
                 continue
@@ -276,11 +268,11 @@ def main(fd: int) -> None:
 
 
 def run(module: str, arguments: list[str]) -> None:
-    """The module as the main program, to its end."""
+    """Run the module as the main program."""
     if module != "negamax":  # of the package `__main__` runs
         sys.modules.pop(module, None)
     sys.argv = [module, *arguments]
-    sys.stdout = os.fdopen(1, "w", closefd=False)  # what the former was may have been no pipe
+    sys.stdout = os.fdopen(1, "w", closefd=False)  # the inherited stream may not have been a pipe
     code: str | int | None = None
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -30,14 +30,14 @@ from negamax.models.family import WeightSpec
 from negamax.models.registry import bundled_spec, import_names
 from tests.tiny import NANO, TOKENIZER_FILES
 
-# Normally distributed, as large as blocks of FP8 are; of a length that no row is a multiple of.
+# Normal values, as large as those of FP8 blocks; no row length divides the table's length.
 SHARED = (
     torch.randn(2**24 + 1, generator=torch.Generator().manual_seed(0)).mul_(90).clamp_(-448, 448)
 )
 
 
 def write(folder: Path, layers: int) -> None:
-    """MiniMax's own format, a file per layer."""
+    """Write MiniMax's format, one file per layer."""
     folder.mkdir(parents=True)
     spec = replace(bundled_spec("minimax-m2"), num_layers=layers)
     names, weight_map = import_names(spec), {}
@@ -68,7 +68,7 @@ def write(folder: Path, layers: int) -> None:
 
 
 def stored(name: str, weight: WeightSpec) -> list[Planned]:
-    """The tensors that MiniMax stores of a weight."""
+    """Make the tensors that MiniMax stores of a weight."""
     if "_proj" not in name and ".experts." not in name:
         is_router = "block_sparse_moe" in name
         return [Planned(name, torch.float32 if is_router else torch.bfloat16, weight.shape)]
@@ -81,7 +81,7 @@ def stored(name: str, weight: WeightSpec) -> list[Planned]:
 
 
 def values(planned: Planned) -> Tensor:
-    """Scales of about 1e-4, and ones for vectors; the others are normally distributed."""
+    """Make scales of about 1e-4, ones for vectors, and normal values otherwise."""
     if len(planned.shape) < 2:
         return torch.ones(planned.shape, dtype=planned.dtype)
     if planned.name.endswith("_scale_inv"):
@@ -92,7 +92,7 @@ def values(planned: Planned) -> Tensor:
 
 
 def measure(folder: Path, destination: Path, to: str | None, tp: int) -> None:
-    """Convert, read the result again, and print what that takes."""
+    """Convert, read the result again, and print time and memory."""
     source = Source(folder)
     total, layer = (
         sum(weight.num_bytes for weight in those) for those in (source.weights, source.of_layer(0))
@@ -123,7 +123,6 @@ def measure(folder: Path, destination: Path, to: str | None, tp: int) -> None:
 
 
 def peak_bytes() -> int:
-    """Of memory that this process has used."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

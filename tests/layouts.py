@@ -16,7 +16,7 @@ _SIZES = {
 
 
 def parallel(**options: Any) -> dict[str, Any]:
-    """Options with parallel sizes by short names. `ep` True: over all ranks."""
+    """Return options with parallel sizes by short names. `ep` True: over all ranks."""
     return {
         "enable_expert_parallel"
         if option is True and name == "ep"
@@ -26,5 +26,5 @@ def parallel(**options: Any) -> dict[str, Any]:
 
 
 def full(*values: Any) -> Any:
-    """Parameters that only `make test-full` runs."""
+    """Mark parameters that only `make test-full` runs."""
     return pytest.param(*values, marks=pytest.mark.full)

@@ -1,4 +1,4 @@
-"""What probes of a load balancer or of Kubernetes ask."""
+"""Probes of a load balancer or of Kubernetes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 
 
 def probe(host: str, port: int, path: str, *, method: str = "GET") -> tuple[int, str]:
-    """The status of an answer, and what its `status` says."""
+    """Return the HTTP status of an answer, and its `status` field."""
     connection = http.client.HTTPConnection(host, port, timeout=10.0)
     try:
         connection.request(method, path)

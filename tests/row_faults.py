@@ -1,7 +1,4 @@
-"""Faults in what the worker does for one row, for tests of what they do to the other rows.
-
-A request asks for a fault by its logit bias: `asking(fault)`.
-"""
+"""Faults in the worker for one row, which a request selects by logit bias: `asking(fault)`."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from negamax.worker import request_state as state_module
 from negamax.worker.request_state import RequestState
 
 FAULTS = ("classify", "state", "fill", "late fill", "edit", "late edit", "prompt logprobs")
-LATE = 4  # tokens of output before a fault that comes late
+LATE = 4  # output tokens before a late fault
 
 Patch = Callable[[object, str, Any], None]
 
@@ -25,7 +22,7 @@ class Injected(Exception):
 
 
 def asking(fault: str, *, only_rank: int = -1, **params: Any) -> SamplingParams:
-    """Parameters of a request that runs into `fault`, on every rank or on one alone."""
+    """Return parameters of a request that triggers `fault`, on every rank or on one."""
     asks_for_prompt = {"prompt_logprobs": 1} if fault == "prompt logprobs" else {}
     return SamplingParams(
         logit_bias={FAULTS.index(fault): 1.0 + only_rank / 10},
@@ -38,7 +35,7 @@ def asking(fault: str, *, only_rank: int = -1, **params: Any) -> SamplingParams:
 
 
 def install(rank: int, patch: Patch) -> None:
-    """Have the functions of this process fail for requests that ask for it."""
+    """Make this process's functions fail for requests that select a fault."""
 
     def asks(params: SamplingParams, fault: str) -> bool:
         value = (params.logit_bias or {}).get(FAULTS.index(fault))

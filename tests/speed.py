@@ -1,6 +1,4 @@
-"""Whether work is fast enough, on a machine of any speed that has other work too: against less of
-the same work, or against a loop of Python's own.
-"""
+"""Speed checks for machines of any speed and load, relative to other work."""
 
 from __future__ import annotations
 
@@ -9,13 +7,14 @@ import time
 from collections.abc import Callable
 
 _TRIES = 10
-_HOPELESS = 60.0  # seconds of tries that were all too slow
+_HOPELESS = 60.0  # seconds of attempts that were all too slow
 _LOOP_SECONDS = 0.003  # of `_loop` on a quiet core of 2025
 
 
 def is_linear(seconds: Callable[[int], float], size: int) -> bool:
-    """Whether `seconds` of `size` are less than 9 times those of a quarter of it: 4 times what is
-    linear, 16 times what is quadratic. The shortest of several tries count.
+    """Return whether `size` takes less than 9 times a quarter of it (linear: 4, quadratic: 16).
+
+    Use the shortest of several attempts.
     """
     whole, quarter, spent = math.inf, math.inf, 0.0
     for _ in range(_TRIES):
@@ -30,8 +29,9 @@ def is_linear(seconds: Callable[[int], float], size: int) -> bool:
 
 
 def is_quick(work: Callable[[], object], limit: float) -> bool:
-    """Whether `work` takes less than `limit` seconds of the processor on a core of 2025, and as
-    many more as this one is slower; the shortest of several tries counts.
+    """Return whether `work` takes less than `limit` CPU seconds, scaled to a core of 2025.
+
+    Use the shortest of several attempts.
     """
     for _ in range(_TRIES):
         spent = cpu_seconds(work)
@@ -41,14 +41,14 @@ def is_quick(work: Callable[[], object], limit: float) -> bool:
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """The processor's time for `work`, in all threads of this process."""
+    """Return the CPU time of `work`, in all threads of this process."""
     started = time.process_time()
     work()
     return time.process_time() - started
 
 
 def slowness() -> float:
-    """How many times as long as on a quiet core of 2025 a loop takes now, 1 at least."""
+    """Return a loop's current time relative to a quiet core of 2025, at least 1."""
     return max(1.0, cpu_seconds(_loop) / _LOOP_SECONDS)
 
 

@@ -2,11 +2,10 @@
 
     python -m tests.stub_engine FOLDER
 
-`tests.stub_server` starts it in place of the engine; it speaks the engine's wire protocol. An
-author decides the answers; the one of this module writes as many tokens as requested, one per step.
-STUB_STEP_MS is the time between two steps (0: as fast as possible). STUB_LOG is a file that gets
-the monotonic time (float64) of each step before it is sent. While the file STUB_HOLD exists, no
-answer continues after its first step.
+It speaks the engine's wire protocol; `tests.stub_server` starts it. An author decides the answers;
+this module's author writes as many tokens as requested, one per step. STUB_STEP_MS is the time
+between two steps (0: none). STUB_LOG is a file for the monotonic time (float64) of each step before
+it is sent. While the file STUB_HOLD exists, no answer continues after its first step.
 """
 
 from __future__ import annotations
@@ -81,8 +80,6 @@ class Answer:
 
 
 class Author(Protocol):
-    """Decides the answers."""
-
     def begin(self, request: GenerateRequest) -> Answer:
         """Begin the answer to a request."""
 
@@ -91,10 +88,7 @@ class Author(Protocol):
 
 
 class Novelist:
-    """Writes equal parts of reasoning, content and a tool call's string argument.
-
-    Each answer starts its prose at another place, so that streams differ.
-    """
+    """Writes equal parts of reasoning, content and a tool call, at different offsets per answer."""
 
     def __init__(self, source: ModelSource) -> None:
         tokenizer = Tokenizer.from_folder(source.tokenizer_folder)
@@ -164,7 +158,7 @@ class StubEngine:
         return bool(self._aborted or self._due())
 
     def take(self, message: wire.ToEngine) -> bool:
-        """Process a message; False for a shutdown."""
+        """Process a message; return False for a shutdown."""
         if isinstance(message, wire.AddRequest):
             self._answers[message.request.request_id] = self._author.begin(message.request)
         elif isinstance(message, wire.AbortRequests):
@@ -185,7 +179,7 @@ class StubEngine:
         return True
 
     def step(self) -> wire.StepOutputs:
-        """The next tokens of all requests."""
+        """Return the next tokens of all requests."""
         updates = [answer.step(self._eos) for answer in self._due()]
         for update in updates:
             if update.finish_reason is not None:
@@ -197,13 +191,13 @@ class StubEngine:
         return wire.StepOutputs(updates, self._stats())
 
     def _due(self) -> Collection[Answer]:
-        """The answers that continue."""
+        """Return the answers that continue."""
         if self._hold is None or not Path(self._hold).exists():
             return self._answers.values()
         return [answer for answer in self._answers.values() if answer.position == 0]
 
     def beat(self) -> wire.Heartbeat:
-        """The heartbeat of an idle engine."""
+        """Return the heartbeat of an idle engine."""
         return wire.Heartbeat(self._steps, True, self._stats())
 
     def _stats(self) -> wire.EngineStats:
@@ -214,7 +208,7 @@ class StubEngine:
 
 
 def run(folder: str, *, new_author: Callable[[ModelSource], Author]) -> int:
-    """Serve the sockets in `folder`; returns the exit code."""
+    """Serve the sockets in `folder`; return the exit code."""
     exit_with_parent()
     pause = float(os.environ.get("STUB_STEP_MS", "0")) / 1000
     log = os.environ.get("STUB_LOG")

@@ -1,4 +1,4 @@
-"""The real server in front of a stub engine on a free port: `python -m tests.stub_server`."""
+"""The real server with a stub engine on a free port: `python -m tests.stub_server`."""
 
 from __future__ import annotations
 

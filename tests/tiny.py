@@ -1,6 +1,4 @@
-"""Small MiniMax-M2 checkpoints with random weights, made by transformers, so that it can be the
-oracle for them.
-"""
+"""Small MiniMax-M2 checkpoints with random weights, made by transformers, the oracle."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 
 def random_sizes(seed: int) -> dict[str, Any]:
-    """Configuration values of an odd little M2: 2 to 12 heads, 1 to 4 KV heads, 4 to 32 experts,
-    top-1 to top-8.
-    """
+    """Draw an M2 configuration: 2-12 heads, 1-4 KV heads, 4-32 experts, top-1 to top-8."""
     rng = random.Random(seed)
     num_kv_heads = rng.choice([1, 2, 3, 4])
     num_heads = num_kv_heads * rng.randint(-(-2 // num_kv_heads), 12 // num_kv_heads)
@@ -44,9 +40,7 @@ def random_sizes(seed: int) -> dict[str, Any]:
 
 
 def make_model(seed: int, **sizes: Any) -> MiniMaxM2ForCausalLM:
-    """A float32 model whose every weight is random: norms around 1, router bias of magnitude 4 to
-    10, well-separated logits.
-    """
+    """Make a float32 model of random weights: norms near 1, router bias 4-10, separated logits."""
     from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
     rotary_dim = sizes.pop("rotary_dim")
@@ -65,7 +59,7 @@ def make_model(seed: int, **sizes: Any) -> MiniMaxM2ForCausalLM:
         tie_word_embeddings=False,
     )
     model = MiniMaxM2ForCausalLM(config).float().eval()
-    model.set_experts_implementation("eager")  # the others cannot run odd sizes
+    model.set_experts_implementation("eager")  # other implementations do not support odd sizes
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -81,7 +75,7 @@ def make_model(seed: int, **sizes: Any) -> MiniMaxM2ForCausalLM:
 
 
 def save(model: MiniMaxM2ForCausalLM, folder: Path) -> Path:
-    """Write `model` as a checkpoint, with the embedded model's tokenizer beside it."""
+    """Write `model` as a checkpoint, with the embedded model's tokenizer."""
     model.save_pretrained(folder)
     for name in TOKENIZER_FILES:
         shutil.copy(NANO / name, folder / name)

@@ -1,6 +1,4 @@
-"""Small EAGLE3 drafts with random weights, in the file layouts of SpecForge, TorchSpec and vLLM's
-speculators, and what such a draft guesses, as plain PyTorch from the formulas.
-"""
+"""Small random EAGLE3 drafts in three file layouts, and their proposals in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -22,10 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Weights = dict[str, Tensor]
-Guess = tuple[list[int], list[int]]  # what follows these tokens
+Guess = tuple[list[int], list[int]]  # tokens that follow these
 
-# What differs between drafts: fields of config.json, whether the files hold an embedding and a
-# head, and who wrote them ("specforge").
+# Differences of drafts: config fields, own embedding and head, and file layout ("specforge").
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"draft_vocab_size": 40, "num_key_value_heads": 2},
     "full vocabulary, norms": {
@@ -49,7 +46,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def config(*, vocab_size: int, target_hidden_size: int, **fields: Any) -> dict[str, Any]:
-    """A draft's config.json."""
     own = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -75,7 +71,7 @@ def config(*, vocab_size: int, target_hidden_size: int, **fields: Any) -> dict[s
 def weights(
     config: dict[str, Any], seed: int, *, own_embedding: bool = False, own_head: bool = True
 ) -> Weights:
-    """Random tensors under SpecForge's names; guesses differ clearly."""
+    """Make random tensors under SpecForge's names, with clearly separated logits."""
     generator = torch.Generator().manual_seed(seed)
     hidden, target = config["hidden_size"], config["target_hidden_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -125,7 +121,7 @@ def weights(
 def save(
     config: dict[str, Any], tensors: Weights, folder: Path, *, layout: str = "specforge"
 ) -> str:
-    """Write a draft as SpecForge does, or as TorchSpec or speculators."""
+    """Write a draft as SpecForge, TorchSpec or speculators does."""
     several = config["num_hidden_layers"] > 1
     old, new = ("midlayer.", "layers.") if several else ("midlayer.", "layers.0.")
     if layout == "torchspec":
@@ -150,7 +146,7 @@ def save(
 def as_speculators(
     config: dict[str, Any], *, verifier: str | None = None, speculative_tokens: int = 3
 ) -> dict[str, Any]:
-    """A draft's config.json as the speculators library has it."""
+    """Return a config.json as the speculators library writes it."""
     own = ("norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size", "target_hidden_size")
     left = ("architectures", "eagle_config", "norm_before_residual", "torch_dtype", *own)
     ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
@@ -185,9 +181,7 @@ def as_speculators(
 def make(
     variant: str, folder: Path, *, vocab_size: int, hidden_size: int, ids: list[int]
 ) -> tuple[dict[str, Any], Weights, str]:
-    """One of VARIANTS for a target of these sizes, of which it reads what leaves the layers
-    `ids`: its config, its tensors and its folder.
-    """
+    """Write a variant that reads the outputs of layers `ids`; return config, tensors, path."""
     parts = ("own_embedding", "own_head", "layout")
     options = VARIANTS[variant]
     own = {name: value for name, value in options.items() if name not in parts}
@@ -201,7 +195,7 @@ def make(
 
 
 def watch(patch: Callable[[object, str, Any], None]) -> list[Guess]:
-    """Gets what every proposal of this process is made for, and the proposal."""
+    """Record the known tokens and the proposal of every call in this process."""
     seen: list[Guess] = []
     propose = Eagle3Proposer.propose
 
@@ -226,8 +220,9 @@ def count_wrong(
     config: dict[str, Any],
     tensors: Weights,
 ) -> tuple[int, int]:
-    """How many of the tokens that were guessed the oracle does not guess from what enters `layers`
-    of transformers' `target`, of how many within `texts`.
+    """Count proposed tokens that differ from the oracle's, and those compared.
+
+    The oracle reads the inputs of `layers` of transformers' `target`, within `texts`.
     """
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     oracle = Oracle(config, tensors, embedding=embedding.detach(), head=head.detach())
@@ -235,23 +230,23 @@ def count_wrong(
     for text in texts:
         with torch.no_grad():
             found = target(torch.tensor([text]), output_hidden_states=True).hidden_states
-        # (transformers norms what leaves the last layer, which is none of these)
+        # transformers normalizes the last layer's output, which is none of these
         streams[tuple(text)] = [found[layer][0] for layer in layers]
     wrong, compared = 0, 0
     for known, drafts in seen:
         text = next((text for text in texts if text[: len(known)] == known), None)
         if text is None:
-            continue  # a row in flight behind its end
+            continue  # a row in flight after its end
         read = [one[: len(known) - 1] for one in streams[tuple(text)]]
         guesses = oracle.guess(read, torch.tensor(known), len(drafts))
-        left = min(len(drafts), len(text) - len(known))  # others are never asked for
+        left = min(len(drafts), len(text) - len(known))  # others are never proposed
         compared += left
         wrong += sum(map(ne, drafts[:left], guesses[:left]))
     return wrong, compared
 
 
 class Oracle:
-    """What a draft guesses. `embedding`, `head`: the target's, for a draft without."""
+    """A draft model's proposals; `embedding`, `head`: the target's, for a draft without its own."""
 
     def __init__(
         self, config: dict[str, Any], tensors: Weights, *, embedding: Tensor, head: Tensor
@@ -263,9 +258,7 @@ class Oracle:
         self.ids = ids + tensors.get("d2t", torch.zeros_like(ids))
 
     def guess(self, streams: Sequence[Tensor], tokens: Tensor, count: int) -> list[int]:
-        """`count` tokens that follow `tokens` [n + 1], of all of which but the last the target has
-        left the `streams`, each [n, hidden].
-        """
+        """Return `count` tokens after `tokens` [n + 1], given `streams` [n, hidden]."""
         h, following, guesses = self.combine(streams), tokens[1:], []
         for _ in range(count):
             out, recurrent = self.run(h, self.embedding[following])

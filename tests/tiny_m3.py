@@ -1,6 +1,4 @@
-"""Small MiniMax-M3 checkpoints with random weights, made by transformers' vision-language class, so
-that it can be the oracle for them.
-"""
+"""Small random MiniMax-M3 checkpoints, made by transformers' vision-language class, the oracle."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ VISION = {
 
 
 def random_sizes(seed: int, **fixed: Any) -> dict[str, Any]:
-    """The text configuration of an odd little M3: 1 to 4 KV heads, top-1 to top-4 blocks of 16 or
-    32 tokens, any pattern of layers; `fixed` fields as they are.
-    """
+    """Draw a text configuration: 1-4 KV heads, top-1 to top-4 blocks of 16 or 32 tokens."""
     rng = random.Random(seed)
     num_layers, num_experts = rng.randint(2, 4), rng.randint(2, 9)
     kv_heads = rng.choice([1, 2, 3, 4])
@@ -71,15 +67,13 @@ def random_sizes(seed: int, **fixed: Any) -> dict[str, Any]:
 
 
 def make_model(seed: int, **sizes: Any) -> MiniMaxM3SparseForConditionalGeneration:
-    """A float32 model whose every text weight is random: norms' weights around 0, as Gemma's are,
-    router bias of magnitude 4 to 10, well-separated logits.
-    """
-    # (an import that takes a second, which whoever needs the sizes alone does without)
+    """Make a float32 model of random text weights: norms near 0 as Gemma's, router bias 4-10."""
+    # (this import takes a second, and sizes alone do not need it)
     from transformers import MiniMaxM3SparseForConditionalGeneration, MiniMaxM3VLConfig
 
     config = MiniMaxM3VLConfig(text_config=sizes, vision_config=VISION, projector_hidden_size=16)
     model = MiniMaxM3SparseForConditionalGeneration(config).float().eval()
-    model.set_experts_implementation("eager")  # the others cannot run odd sizes
+    model.set_experts_implementation("eager")  # other implementations do not support odd sizes
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -95,7 +89,7 @@ def make_model(seed: int, **sizes: Any) -> MiniMaxM3SparseForConditionalGenerati
 
 
 def text_config(seed: int, **fixed: Any) -> dict[str, Any]:
-    """A config.json of transformers' text class, of `random_sizes`."""
+    """Return a config.json of transformers' text class, of `random_sizes`."""
     return {
         "architectures": ["MiniMaxM3VLForCausalLM"],
         "model_type": "minimax_m3_vl_text",

@@ -10,7 +10,7 @@ from tests.forked_children import finished
 
 
 def report(name: str, folder: Path, *options: str) -> dict[str, Any]:
-    """The report of a scenario at its small size, which must have found no problem."""
+    """Return the report of a scenario at its small size; it must contain no problem."""
     file = folder / "report.json"
     given = ("tools.drive", name, "--small", "--json", str(file), *options)
     done = finished("tests.forked_tool", *given, timeout=800.0)

@@ -1,6 +1,4 @@
-"""Tests that need a GPU: `pytest -m gpu tests/gpu`. Those of kernels need only torch, triton, numpy
-and pytest.
-"""
+"""Tests that need a GPU: `pytest -m gpu tests/gpu`; kernel tests need no serving packages."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-KERNELS_ONLY = find_spec("msgspec") is None  # the engine cannot be imported then
+KERNELS_ONLY = find_spec("msgspec") is None  # the engine cannot be imported without it
 WITHOUT_ENGINE = {
     "test_collectives.py", "test_compilation.py", "test_dispatch.py", "test_kernels.py",
 }  # fmt: skip

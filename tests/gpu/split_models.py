@@ -1,5 +1,3 @@
-"""Answers of models that are split over GPUs, to be compared with those of one."""
-
 from __future__ import annotations
 
 import math
@@ -14,7 +12,7 @@ from negamax import LLM
 from negamax.engine.core.setup import start_loop
 from negamax.options.engine import EngineOptions
 
-# (`decode_context_parallel_size` is a part of the tensor-parallel one)
+# (`decode_context_parallel_size` divides the tensor-parallel size)
 SIZES = (
     "data_parallel_size",
     "pipeline_parallel_size",
@@ -24,18 +22,18 @@ SIZES = (
 
 
 def skip_without(options: dict[str, Any]) -> None:
-    """Skip the test where there are fewer GPUs than `options` take."""
+    """Skip the test if there are fewer GPUs than `options` need."""
     needed = math.prod(options.get(size, 1) for size in SIZES)
     if torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} GPUs")
 
 
 def answers(**options: Any) -> tuple[list[list[int]], list[list[int]]]:
-    """Nano's, of many requests at a time, and of some that are alone."""
+    """Return nano's answers to concurrent requests and to single ones."""
     with LLM("nano", device="cuda", **options) as llm:
         asked = prompts(llm)
         together = [each.outputs[0].token_ids for each in llm.generate(asked, GREEDY)]
-        time.sleep(0.5)  # without a plan: what is on its way between stages is received
+        time.sleep(0.5)  # tensors in flight between stages are received without a plan
         alone = [llm.generate(each, GREEDY)[0].outputs[0].token_ids for each in asked[:3]]
         if not options.get("enforce_eager"):
             assert "CUDA graphs" in llm.info.memory
@@ -43,7 +41,7 @@ def answers(**options: Any) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def check_nano(of_one_gpu: list[list[int]], options: dict[str, Any]) -> None:
-    """Nano's answers agree with those of one GPU."""
+    """Check that nano's answers agree with those of one GPU."""
     skip_without(options)
     together, alone = answers(**options)
     share = agreement(of_one_gpu, together)
@@ -53,7 +51,7 @@ def check_nano(of_one_gpu: list[list[int]], options: dict[str, Any]) -> None:
 
 
 def check_nano_m3(options: dict[str, Any]) -> None:
-    """So do nano-m3's."""
+    """Check that nano-m3's answers agree with those of one GPU."""
     skip_without(options)
     share = agreement(answers_of_m3(device="cuda"), answers_of_m3(device="cuda", **options))
     print(f"agreement of nano-m3 on {options} with one GPU: {share:.4f}")
@@ -63,9 +61,7 @@ def check_nano_m3(options: dict[str, Any]) -> None:
 def check_mixed_run(
     model: str, options: dict[str, Any], *, layers: int = 2, blocks: int = 160
 ) -> None:
-    """A long mixed run (`test_gpu_engine.mixed_run`) of the model's own kernels and sizes, on few
-    layers, ends with every block free.
-    """
+    """Run `test_gpu_engine.mixed_run` with full-size kernels on few layers; no block may leak."""
     skip_without(options)
     sizes = {"max_model_len": 8320, "num_kv_blocks": blocks, "max_num_seqs": 64}
     drawn = {"load_format": "synthetic", "num_hidden_layers": layers, "device": "cuda"}

@@ -1,8 +1,7 @@
-"""Sums and choices over the GPUs of a machine: one process per GPU, all of them bit for bit alike,
-in graphs and out of them.
+"""Collectives over the GPUs of a machine are bit-identical on all ranks, in graphs and eagerly.
 
-Also a plain script: `python3 tests/gpu/test_collectives.py [part ...] [file.json]` goes through all
-parts, or those named, and prints microseconds per call beside NCCL's and torch's.
+`python3 tests/gpu/test_collectives.py [part ...] [file.json]` runs all or the named parts and
+prints microseconds per call beside NCCL's and torch's.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2]))
-# not needed, and not everywhere allowed
+# not needed, and not allowed everywhere
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 import pytest
@@ -45,7 +44,7 @@ Findings = dict[str, Any]
 
 
 def num_ranks() -> int:
-    """GPUs used: the largest power of two there is, up to 4."""
+    """Return the largest available power of two, up to 4."""
     return (
         min(4, 1 << (torch.cuda.device_count().bit_length() - 1))
         if torch.cuda.is_available()
@@ -54,7 +53,7 @@ def num_ranks() -> int:
 
 
 def one_rank(rank: int, world: int, folder: str, parts: tuple[str, ...]) -> None:
-    """A rank's process: goes through `parts` and leaves its findings in `folder`."""
+    """Run `parts` on one rank; write its findings to `folder`."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     torch.cuda.set_stream(torch.cuda.Stream(device))
@@ -80,7 +79,7 @@ def one_rank(rank: int, world: int, folder: str, parts: tuple[str, ...]) -> None
 
 @cache
 def findings(parts: tuple[str, ...]) -> list[dict[str, Findings]]:
-    """What every rank found, by part."""
+    """Return every rank's findings, by part."""
     world = num_ranks()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(one_rank, args=(world, folder, parts), nprocs=world)
@@ -91,9 +90,7 @@ def findings(parts: tuple[str, ...]) -> list[dict[str, Findings]]:
 
 
 class Layer:
-    """Inputs of `all_reduce_add_rms`, known to every rank: x of all ranks, the residual, the
-    norm.
-    """
+    """Inputs of `all_reduce_add_rms` on every rank: x of all ranks, the residual, the norm."""
 
     def __init__(
         self,
@@ -115,26 +112,25 @@ class Layer:
         self.start = self.residual.clone()
         weight = (1 + 0.2 * torch.randn(HIDDEN, generator=generator, device=device)).bfloat16()
         self.norm = norm_kernels.prepare(weight, 1e-6, quantize=quantize)
-        # one after the other, as the kernels add: in another order a sum in millions is rounded to
-        # another bf16
+        # add in the kernels' order: otherwise one sum in millions rounds to another bf16
         sums = reduce(add, everyones.float().unbind(dim=2)).bfloat16().float()
         total = reduce(add, sums)
         self.expected_residual = self.start.clone()
         self.expected = norm_kernels.add_rms(total.bfloat16(), self.expected_residual, self.norm)
 
     def __call__(self, group: Collective) -> None:
-        """One call, from the starting residual."""
+        """Call once, from the initial residual."""
         self.residual.copy_(self.start)
         self.again(group)
 
     def again(self, group: Collective) -> None:
-        """One call, from whatever the residual is by now."""
+        """Call once, from the current residual."""
         from negamax.kernels.collectives import triton as kernels
 
         self.out = kernels.all_reduce_add_rms(self.x, self.residual, self.norm, group)
 
     def differences(self) -> Tensor:
-        """How many elements are not what they should be, as a tensor on the device."""
+        """Return the number of differing elements as a device tensor."""
         pairs = (
             (self.residual, self.expected_residual),
             (self.out.hidden, self.expected.hidden),
@@ -144,9 +140,7 @@ class Layer:
         return torch.stack([(got != want).sum() for got, want in pairs])
 
     def shard_differences(self, group: Collective) -> Tensor:
-        """The same where the ranks have shared out the rows: residual and plain rows only of this
-        rank.
-        """
+        """Return the same for sharded rows: residual and plain rows only of this rank."""
         shard = -(-len(self.residual) // group.size)
         mine = slice(group.rank * shard, (group.rank + 1) * shard)
         pairs = [(self.residual[mine], self.expected_residual[mine])]
@@ -160,7 +154,7 @@ class Layer:
 
 
 class Router:
-    """A gate, and what it makes of the rows of a whole step."""
+    """A router gate, and its result for the rows of a whole step."""
 
     def __init__(self, device: torch.device) -> None:
         from negamax.kernels.moe import triton as moe
@@ -174,7 +168,7 @@ class Router:
         return self.route(x, self.gate, top_k=TOP_K, active=active)
 
     def in_shards(self, x: Tensor, world: int, *, active: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What the ranks should come to, with the tile sizes of their shares."""
+        """Return the expected result with the tile sizes of the ranks' shards."""
         shard, ids, weights = -(-len(x) // world), [], []
         for first in range(0, len(x), shard):
             rows = x[first : first + shard]
@@ -188,9 +182,7 @@ class Router:
 
 
 def sums(context: ParallelContext, device: torch.device) -> Findings:
-    """Every element right, on every rank, for all kinds of sizes; more rows than the region holds
-    are added up in bf16.
-    """
+    """Check all sizes; rows beyond the region's capacity are added in bf16."""
     group = context.attention_group
     wrong = {}
     for num_rows, parts in (
@@ -219,9 +211,7 @@ def sums(context: ParallelContext, device: torch.device) -> Findings:
 
 
 def steps(context: ParallelContext, device: torch.device) -> Findings:
-    """Many calls in a row of changing size: two graphs in turn, eager calls between them, checked
-    on the device each time.
-    """
+    """Alternate two graphs and eager calls of changing size, and check each on the device."""
     group = context.attention_group
     layers = {
         num_rows: Layer(num_rows, 1, group, device, seed=num_rows)
@@ -248,9 +238,7 @@ def steps(context: ParallelContext, device: torch.device) -> Findings:
 
 
 def sharded(context: ParallelContext, device: torch.device) -> Findings:
-    """Many rows, shared out over the ranks: every bit right, routing included, in graphs and out of
-    them; microseconds.
-    """
+    """Check many rows, sharded over the ranks, with routing, in graphs and eagerly; time them."""
     from negamax.kernels.activations import ShardedActivations
     from negamax.kernels.collectives import triton as kernels
 
@@ -275,7 +263,7 @@ def sharded(context: ParallelContext, device: torch.device) -> Findings:
             (fp8 - layer.expected.hidden.float()).norm() / layer.expected.hidden.float().norm()
         )
         whole_ids = router(layer.expected)[0].sort().values
-        layer(group)  # between two gatherings of choices lies a sum
+        layer(group)  # a sum separates two gathers of selected experts
         ids = router(layer.out)[0].sort().values
         errors[f"experts T={num_rows}"] = float((whole_ids != ids).float().mean())
         if num_rows % group.size == 0:
@@ -316,8 +304,10 @@ STEP_ROWS = ((512, 1, True), (1000, 8, True), (999, 1, False), (2048, 1, True))
 
 
 def shard_times(context: ParallelContext, device: torch.device, router: Router) -> Findings:
-    """Microseconds per call in a graph: rows shared out through peers, by NCCL, and not at all;
-    routing likewise. Before that, few rows by the warps of their programs."""
+    """Return microseconds per call in a graph: rows sharded by peers, by NCCL, and not sharded.
+
+    Routing likewise. First check few rows, with programs of several warps each.
+    """
     from negamax.kernels.collectives import tiles
     from negamax.kernels.collectives import triton as kernels
     from negamax.kernels.norm import triton as norm_kernels
@@ -362,9 +352,7 @@ def shard_times(context: ParallelContext, device: torch.device, router: Router) 
 
 
 def picks(context: ParallelContext, device: torch.device) -> Findings:
-    """Tokens chosen from slices of the vocabulary are those chosen from all of it; so are those
-    drawn with a small top_k.
-    """
+    """Sampling from vocabulary shards equals sampling from the whole, also with a small top_k."""
     from negamax.kernels.sampling import op as spec
     from negamax.kernels.sampling import triton as kernels
 
@@ -418,9 +406,7 @@ CHOICES = (
 
 
 def choices(context: ParallelContext, device: torch.device) -> Findings:
-    """Blocks of MiniMax-M3 that are chosen from shards of the index keys: how many are not those
-    chosen from all of them; microseconds of both.
-    """
+    """Compare MiniMax-M3's block selection from index-key shards with that from all; time both."""
     from negamax.kernels.attention.metadata import attention_metadata
     from negamax.kernels.block_sparse import triton as kernels
     from negamax.kernels.block_sparse.choice import IndexShard, SparseShape
@@ -482,9 +468,7 @@ def choices(context: ParallelContext, device: torch.device) -> Findings:
 
 
 def merges(context: ParallelContext, device: torch.device) -> Findings:
-    """Results of attention of ranks that share out a KV cache, eight heads of 128 each: how many
-    merged ones are other bits than those behind an all-gather; microseconds of both.
-    """
+    """Compare merged attention over a sharded KV cache with an all-gather by bits; time both."""
     from negamax.kernels.cache_shards.partials import PartialResults
     from negamax.kernels.cache_shards.triton_merge import merge_partials
 
@@ -523,8 +507,8 @@ def merges(context: ParallelContext, device: torch.device) -> Findings:
 
 
 def times(context: ParallelContext, device: torch.device) -> Findings:
-    """Microseconds per call in a graph: ours with residual, norm and FP8; sums alone of NCCL and
-    torch; choice of tokens.
+    """Return microseconds per call in a graph: fused sum with norm and FP8, NCCL's and torch's
+    sums, sampling.
     """
     import torch.distributed._symmetric_memory as symm_mem
 
@@ -616,7 +600,7 @@ def capture(calls: Callable[[], object]) -> torch.cuda.CUDAGraph:
 def microseconds(
     call: Callable[[], object], context: ParallelContext, *, repeats: int = 50
 ) -> float:
-    """The median of graph replays that hold `repeats` calls."""
+    """Return the median of graph replays that hold `repeats` calls."""
     call()
     graph = capture(lambda: [call() for _ in range(repeats)])
     taken = []
@@ -695,7 +679,7 @@ def test_times() -> None:
 
 
 def show(found: list[Findings]) -> None:
-    """The slowest rank's time, in microseconds."""
+    """Return the slowest rank's time, in microseconds."""
     for label, row in found[0].items():
         if label != "seconds":
             slowest = {name: max(rank[label][name] for rank in found) for name in row}

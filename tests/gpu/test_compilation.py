@@ -1,4 +1,4 @@
-"""Kernels that are compiled ahead do not run, and are not compiled again when they do."""
+"""Ahead-of-time compilation does not run kernels, and running does not compile them again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_a_rehearsed_launch_compiles_and_computes_nothing() -> None:
 
     from negamax.kernels.launch.triton import compiling
 
-    # a width nobody else uses
+    # a width that no other test uses
     norm = kernels.prepare(torch.ones(1664, device="cuda", dtype=torch.bfloat16), 1e-6)
     x, residual = torch.ones(2, 3, 1664, device="cuda", dtype=torch.bfloat16).unbind(0)
     compiled = []
@@ -22,7 +22,7 @@ def test_a_rehearsed_launch_compiles_and_computes_nothing() -> None:
             for _ in range(3):
                 kernels.add_rms(x, residual, norm)
         torch.cuda.synchronize()
-        assert bool((residual == 1).all())  # or it would be 2
+        assert bool((residual == 1).all())  # otherwise it would be 2
         assert len(compiled) == 1
         out = kernels.add_rms(x, residual, norm)
         assert len(compiled) == 1

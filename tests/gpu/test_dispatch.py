@@ -1,7 +1,6 @@
-"""Tokens to the experts of other GPUs and back: bit for bit what it should be, in graphs and out of
-them, and how long it takes beside NCCL.
+"""Dispatch of tokens to other GPUs' experts and back is bit-exact, in graphs and eagerly.
 
-Also a plain script: `python3 tests/gpu/test_dispatch.py [file.json]` prints the microseconds.
+`python3 tests/gpu/test_dispatch.py [file.json]` prints microseconds beside NCCL's.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ STEPS = 200
 
 
 class Batch:
-    """Tokens of all ranks, the same on each; rank r has some fewer than the most."""
+    """Tokens of all ranks, the same on each; rank r has some fewer than the maximum."""
 
     def __init__(
         self, num_rows: int, group: Collective, device: torch.device, *, seed: int
@@ -54,13 +53,13 @@ class Batch:
             draw(world, num_rows, HIDDEN).to(torch.float8_e4m3fn),
             draw(world, num_rows, HIDDEN // 128),
         ]
-        # of every rank, what its experts make of every row
+        # outputs of every rank's experts for every row
         made = draw(world, world * num_rows, HIDDEN).bfloat16()
         self.made = made * self.held().unsqueeze(-1)
         self.out = self.made[group.rank].contiguous()
 
     def held(self) -> Tensor:
-        """Whether the experts of rank r are asked for row t: [ranks, ranks * num_rows]."""
+        """Return whether rank r's experts are selected for row t: [ranks, ranks * num_rows]."""
         ids, first = self.all_ids.flatten(0, 1)[None], self.experts.firsts[:, None, None]
         return (ids.ge(first) & ids.lt(first + self.experts.count)).any(-1)
 
@@ -78,7 +77,7 @@ class Batch:
         return all_ids, received, kernels.combine(self.out, all_ids, **shared)
 
     def differences(self, found: tuple[Tensor, list[Tensor], Tensor]) -> Tensor:
-        """Bytes that are not what they should be: of ids, columns and sums."""
+        """Return the numbers of differing bytes: of ids, columns and sums."""
         ids, received, sums = found
         mine = self.held()[self.group.rank][:, None]
         counts = [(ids != self.all_ids.flatten(0, 1)).sum()]
@@ -93,7 +92,7 @@ class Batch:
 
 
 def one_rank(rank: int, world: int, folder: str) -> None:
-    """A rank's process: leaves what it found in `folder`."""
+    """Write a rank's findings to `folder`."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     torch.cuda.set_stream(torch.cuda.Stream(device))
@@ -112,7 +111,7 @@ def one_rank(rank: int, world: int, folder: str) -> None:
 
 
 def wrong(context: ParallelContext, device: torch.device) -> dict[str, list[int]]:
-    """Differences of calls of changing size, in two graphs in turn and between them."""
+    """Count differences of calls of changing size, in and between two alternating graphs."""
     from negamax.kernels.dispatch import triton as kernels
 
     group = context.data_group
@@ -133,9 +132,7 @@ def wrong(context: ParallelContext, device: torch.device) -> dict[str, list[int]
 
 
 def times(context: ParallelContext, device: torch.device) -> dict[str, dict[str, float]]:
-    """Microseconds of both ways together in a graph; of many rows also the bandwidth of NCCL beside
-    that of a plain copy to a peer.
-    """
+    """Return microseconds of dispatch and combine in a graph; of many rows also bandwidths."""
     from negamax.kernels.dispatch import op as spec
     from negamax.kernels.dispatch import triton as kernels
 
@@ -165,7 +162,7 @@ def times(context: ParallelContext, device: torch.device) -> dict[str, dict[str,
 def eager_microseconds(
     call: Callable[[], object], context: ParallelContext, *, repeats: int
 ) -> float:
-    """As `microseconds`, outside a graph: a copy between devices cannot be captured."""
+    """Time as `microseconds`, outside a graph: a copy between devices cannot be captured."""
     taken = []
     for _ in range(7):
         context.world_min(0)
@@ -182,7 +179,7 @@ def eager_microseconds(
 
 @cache
 def findings() -> list[dict[str, Any]]:
-    """What every rank found."""
+    """Return every rank's findings."""
     world = num_ranks()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(one_rank, args=(world, folder), nprocs=world)

@@ -1,6 +1,4 @@
-"""Ranks that share out the KV cache of the heads of which they have copies, on GPUs: results of
-attention through peer memory and by NCCL, decodes as graphs; the answers are those of one rank.
-"""
+"""Decode context parallelism on GPUs, through peers and NCCL, gives the answers of one rank."""
 
 from __future__ import annotations
 
@@ -62,5 +60,5 @@ def test_nano_m3_agrees_with_one_rank(options: dict[str, Any]) -> None:
     ids=str,
 )  # fmt: skip
 def test_a_long_mixed_run_ends_with_every_block_free(model: str, options: dict[str, Any]) -> None:
-    """Four layers, one of them with a choice of blocks."""
+    """Make four layers, one of them with block selection."""
     check_mixed_run(model, options, layers=4, blocks=80)

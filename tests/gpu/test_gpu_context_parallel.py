@@ -1,7 +1,4 @@
-"""Context-parallel ranks on GPUs: prompts shared out kernel by kernel, keys and values gathered by
-NCCL, decodes as graphs on every rank; the answers are those of one rank. Also beside data-parallel
-ranks.
-"""
+"""Context-parallel ranks on GPUs, also with data parallelism, give the answers of one rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Captured decodes of models at full width, replayed in any order: equal steps give equal bits.
+"""Captured decodes at full width, replayed in any order: equal steps give equal bits.
 
-What kernels keep between launches (flags, counters, words of partial results) must never reach the
-results of a later step, whatever the sizes of the steps before it. No kernel of these steps adds up
-in an order that depends on time, so tokens and logits are compared bit for bit.
+State that kernels keep between launches must not affect later steps. No kernel here sums in a
+time-dependent order.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from negamax.worker.request_state import RequestState
 from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, StepShape
 
 SIZES = (1, 2, 3, 4, 8, 16, 64)  # rows of a step
-ROUNDS = 200  # each of which replays all sizes twice, in an order of its own
+ROUNDS = 200  # each replays all sizes twice, in its own order
 BLOCK_SIZE = 128
 # of the rows in turns: within a tile, over many splits, and more than M3's 16 blocks of 128 tokens
 LENGTHS = (3000, 5, 130, 2049, 700, 64, 1)
@@ -49,13 +48,12 @@ SAMPLING = tuple(
 
 
 def m2(quantization: str | None) -> ModelSpec:
-    """Two layers of MiniMax-M2."""
     spec = replace(bundled_spec("minimax-m2"), num_layers=2)
     return replace(spec, quantization=online.spec(quantization)) if quantization else spec
 
 
 def m3(quantization: str) -> ModelSpec:
-    """A dense layer of MiniMax-M3 with full attention, then one of experts with sparse."""
+    """Make a dense layer of MiniMax-M3 with full attention, then a sparse one with experts."""
     spec = bundled_spec("minimax-m3")
     layers = (False, True)
     return replace(
@@ -82,7 +80,7 @@ def synthetic(spec: ModelSpec, kernels: KernelTable, device: torch.device) -> De
 
 
 class Replays:
-    """Steps of a model's first rows, captured, from a state that each of them finds as it was."""
+    """Captured steps of a model's first rows, each from the same initial state."""
 
     def __init__(
         self,
@@ -141,7 +139,7 @@ class Replays:
         self._began = self.requests.num_computed.clone()
 
     def replay(self, size: int) -> tuple[Tensor, Tensor]:
-        """Logits and tokens of the next step of the first `size` rows; until the next replay."""
+        """Return logits and tokens of the first `size` rows; valid until the next replay."""
         shape = self.shapes[size]
         self.requests.num_computed.copy_(self._began)
         self.graphs.prepare(shape, StepColumns.of_decodes(range(size), [1] * size))
@@ -151,7 +149,7 @@ class Replays:
 
 
 def differing(replays: Replays, *, rounds: int) -> dict[int, int]:
-    """By size: how many of its steps were not what the first of them was."""
+    """Return, by size, how many steps differed from the first."""
     order, draw = list(replays.shapes) * 2, Random(0)
     first = {}
     for size in replays.shapes:
@@ -165,7 +163,7 @@ def differing(replays: Replays, *, rounds: int) -> dict[int, int]:
             logits, tokens = replays.replay(size)
             is_other = (logits.view(torch.int32) != first[size][0].view(torch.int32)).any()
             wrong[size] += is_other | (tokens != first[size][1]).any()
-        if number % 10 == 9:  # what engines launch without graphs, between them
+        if number % 10 == 9:  # eager kernels between them
             replays.graphs.warmup(replays.num_layers)
     return {size: int(count) for size, count in wrong.items() if int(count)}
 
@@ -180,7 +178,7 @@ def test_equal_steps_give_equal_bits_in_any_order(spec: ModelSpec) -> None:
     device = torch.device("cuda", 0)
     runtime = runtime_of(device)
     kernels = resolve(platform=platform_of(device), dtype=torch.bfloat16)
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # the default one cannot be captured
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # the default stream cannot be captured
         replays = Replays(
             spec, kernels, sizes=SIZES, lengths=LENGTHS, device=device, runtime=runtime
         )

@@ -1,6 +1,4 @@
-"""The whole engine on a GPU: the embedded model against itself on the CPU, and one way of running a
-prompt against another.
-"""
+"""The engine on a GPU: the embedded model against the CPU, and prefill variants compared."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def answers(model: str = "nano", **options: object) -> list[list[int]]:
 
 
 def agreement(left: list[list[int]], right: list[list[int]]) -> float:
-    """Share of tokens that agree, counted up to the first difference of each answer."""
+    """Return the share of agreeing tokens, up to the first difference of each answer."""
     agreed = total = 0
     for a, b in zip(left, right, strict=True):
         differing = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
@@ -121,7 +119,7 @@ def test_accuracy_is_that_of_the_cpu(suite: str, count: int, expected: float) ->
 
 
 def answers_of_m3(**options: object) -> list[list[int]]:
-    """nano-m3's, to prompts whose facts are 2,000 tokens back and to those of `prompts`."""
+    """Return nano-m3's answers to prompts with facts 2,000 tokens back and to `prompts`."""
     with LLM("nano-m3", **options) as llm:
         far = [
             llm.render(list(each.messages), tools=list(each.tools) or None)
@@ -166,7 +164,7 @@ def test_block_sparse_attention_answers_as_on_the_cpu(
     ],
 )
 def test_accuracy_of_nano_m3(suite: str, count: int, least: float) -> None:
-    """Within three points of nano's; facts are found where the right blocks are chosen."""
+    """Scores are within three points of nano's; finding facts needs the right blocks."""
     with LLM("nano-m3", device="cuda") as engine:
         result = run_suite(engine, suite, count=count)
     print(f"nano-m3, {suite}: {result.accuracy:.4f} in {result.seconds:.1f} s")
@@ -174,7 +172,7 @@ def test_accuracy_of_nano_m3(suite: str, count: int, least: float) -> None:
 
 
 def test_the_engine_says_where_it_runs_and_what_that_took(llm: LLM) -> None:
-    # benchmarks ask this before they measure the GPU's limits
+    # benchmarks query this before they measure the GPU's limits
     assert llm.info.device.startswith("cuda")
     assert "CUDA graphs" in llm.info.memory
 
@@ -195,7 +193,7 @@ def test_a_seed_gives_the_same_text_in_any_company(llm: LLM) -> None:
     )
     mixed = llm.generate(chosen[:12], [plain, *[company] * 11])
     same = sum(a == b for a, b in zip(alone, mixed[0].outputs[0].token_ids, strict=True))
-    assert same >= 36  # a rounding of another batch size may tip a token near a tie
+    assert same >= 36  # another batch size's rounding may change a token near a tie
     entries = mixed[1].outputs[0].logprobs
     assert entries is not None and len(entries) == 40
     assert all(entry.logprob <= 0.0 and len(entry.top_ids) == 2 for entry in entries)
@@ -244,9 +242,7 @@ def test_prompt_logprobs_penalties_bias_and_allowed_tokens_reach_the_gpu(llm: LL
 
 @pytest.mark.parametrize("model", ["nano", "minimax-m2"])
 def test_a_long_mixed_run_ends_with_every_block_free(model: str) -> None:
-    """200 requests of 1 to 8,000 tokens (nano: its window) in a small pool: preemptions, chunks,
-    aborts in every state.
-    """
+    """Run 200 requests of 1 to 8,000 tokens (nano: its context length) in a small pool."""
     small = {
         "block_size": 16,
         "num_kv_blocks": 512,
@@ -270,7 +266,7 @@ def test_a_long_mixed_run_ends_with_every_block_free(model: str) -> None:
 
 
 def mixed_run(loop: EngineLoop, *, longest: int) -> None:
-    """200 requests of 1 to `longest` tokens: preemptions, chunks, aborts in every state."""
+    """Run 200 requests of 1 to `longest` tokens: preemptions, chunks, aborts in every state."""
     draw = random.Random(3)
     waiting = []
     for number in range(200):

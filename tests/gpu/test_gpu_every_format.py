@@ -1,10 +1,8 @@
 """Every format of docs/checkpoints.md on a GPU, compared with its fp32 definition on a CPU.
 
-It checks how the GPU holds a format, what a model computes with it, and that the shards of 4 and 8
-ranks add up. A tiny MiniMax-M2 is written in each format by the writers of tests/cpu. Its experts
-are 768 wide and its hidden size is 512, so shards divide blocks and groups as MiniMax-M2's 1536 do
-over 8 and 16 ranks. Each token goes to all experts, so rounding cannot change the routing. The
-shards run on one GPU, one after the other.
+A tiny MiniMax-M2 is written in each format by the writers of tests/cpu. Its sizes make shards
+divide blocks and groups as MiniMax-M2's do over 8 and 16 ranks. Each token goes to all experts, so
+rounding cannot change the routing. The shards run on one GPU in turn.
 """
 
 from __future__ import annotations
@@ -164,7 +162,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Subject:
-    """One checkpoint by its definition (CPU, fp32), on one rank, and in shards of 4 and of 8 ranks.
+    """One checkpoint by its definition (CPU, fp32), on one rank, and in shards of 4 and of 8.
 
     `questions`: steps, the definition's log-probabilities and the allowed difference.
     """

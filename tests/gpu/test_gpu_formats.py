@@ -1,4 +1,4 @@
-"""Nano in every kind of format, from files to text: a GPU's answers equal those in bf16."""
+"""Nano in every kind of format: a GPU's answers equal those in bf16."""
 
 from __future__ import annotations
 

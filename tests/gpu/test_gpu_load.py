@@ -1,4 +1,4 @@
-"""Loading to a GPU: broken values are found there, and what graphs hold is counted."""
+"""Loading to a GPU finds broken values, and graphs' memory is counted."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Two layers of MiniMax-M2 at full width on a GPU against the definitions in fp32, on the same
-weights.
-"""
+"""Two full-width layers of MiniMax-M2 on a GPU against the fp32 definitions."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ PLATFORM = platform_of(torch.device("cuda", 0)) if torch.cuda.is_available() els
 REFERENCES = KernelTable.of(
     (op.reference for op in OPS.values()), platform=PLATFORM, dtype=torch.float32
 )
-# Products with FP8 weights and activations lose 2.6 % per rounded factor; with 16-bit ones the
+# GEMMs with FP8 weights and activations lose 2.6 % per rounded factor; 16-bit ones lose the
 # rounding of each result.
 BOUNDS = {"stored FP8": 0.05, "bf16": 0.015}  # measured: 0.020, 0.007
 
@@ -51,9 +49,7 @@ def build(
 def random_weights(
     spec: ModelSpec, *, device: torch.device
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """(name, values, scales or None) of each checkpoint tensor: e4m3 with block scales where the
-    model stores them so.
-    """
+    """Yield (name, values, scales or None) of each tensor: e4m3 with block scales if stored so."""
     generator = torch.Generator(device).manual_seed(0)
     slots = build(
         spec, REFERENCES, keep_quantized=False, device=torch.device("meta")
@@ -92,7 +88,7 @@ def filled(
 
 
 class Paged:
-    """A model with a cache of its own, which runs steps of several sequences."""
+    """A model with its own cache, which runs steps of several sequences."""
 
     def __init__(
         self,
@@ -117,9 +113,7 @@ class Paged:
 
     @torch.inference_mode()
     def step(self, tokens: list[list[int]], lengths: list[int]) -> Tensor:
-        """Run `tokens` of each sequence, the last of its `lengths` tokens; logits of all of
-        them.
-        """
+        """Run the last `lengths` of each sequence's `tokens`; return logits of all of them."""
         counts, device = [len(part) for part in tokens], self.device
         metadata = attention_metadata(
             self.tables, lengths, counts, num_decodes=len(counts) if max(counts) == 1 else 0
@@ -136,10 +130,9 @@ def typical_error(
     device: torch.device,
     longest: int,
 ) -> float:
-    """The median ||logits - expected|| / ||expected|| of a token in the worst of a prefill, a
-    second chunk and two decodes.
+    """Return the worst step's median ||logits - expected|| / ||expected|| of a token.
 
-    Not the largest: rounding may tip a token's choice between two experts of nearly equal score.
+    The median, since rounding may change a token's selection among experts of nearly equal score.
     """
     lengths = [longest, 1, longest // 2 + 3]
     sizes = {

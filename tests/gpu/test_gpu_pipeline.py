@@ -1,6 +1,4 @@
-"""Pipeline stages on GPUs, beside data-parallel ranks, too: whole steps of a stage as graphs, what
-goes between stages by NCCL; the answers are those of one GPU.
-"""
+"""Pipeline stages on GPUs, also with data parallelism, give the answers of one GPU."""
 
 from __future__ import annotations
 
@@ -67,4 +65,4 @@ def test_a_killed_stage_leaves_nobody_waiting(victim: int) -> None:
     seconds = time.monotonic() - began
     print(f"the ranks ended after {seconds:.2f} s: {[p.exit_code for p in executor._processes]}")
     assert all(child.exit_code is not None for child in executor._processes)
-    assert seconds < 8  # the survivor may have to be killed, after five
+    assert seconds < 8  # the survivor may need five more until it is killed

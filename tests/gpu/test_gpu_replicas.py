@@ -1,4 +1,4 @@
-"""Replicas of one server run on GPUs of their own and give the same answers."""
+"""Replicas of one server run on their own GPUs and give the same answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXTS = ["The cat sat on", "2 + 2 =", "Hello", "Once upon a time there was", "A"
 
 @contextmanager
 def serving(*options: str, log_file: Path) -> Iterator[str]:
-    """The address of a `negamax serve` of the embedded model."""
+    """Yield the address of a server of the embedded model."""
     command = [sys.executable, "-m", "negamax", "serve", "nano", "--port", "0", *options]
     with log_file.open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
         try:
@@ -38,7 +38,6 @@ def serving(*options: str, log_file: Path) -> Iterator[str]:
 
 
 def call(url: str, body: Any = None, **headers: str) -> Any:
-    """The JSON that a server answers."""
     data = None if body is None else json.dumps(body).encode()
     headers |= {"Content-Type": "application/json"}
     with urlopen(Request(url, data, headers), timeout=180) as answer:
@@ -53,7 +52,7 @@ def complete(url: str, prompt: str, *, rank: int) -> str:
 
 
 def used_memory() -> list[int]:
-    """Bytes in use on each of the first two GPUs."""
+    """Return bytes in use on each of the first two GPUs."""
     pairs = [torch.cuda.mem_get_info(device) for device in range(2)]
     return [total - free for free, total in pairs]
 

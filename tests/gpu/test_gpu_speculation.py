@@ -1,6 +1,4 @@
-"""Drafts on a GPU: steps that verify them as graphs and eager, on one rank and two; greedy answers
-are those without drafts.
-"""
+"""Drafts on a GPU, verified in graphs and eagerly, leave greedy answers unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from test_gpu_engine import AGREEMENT, GREEDY, agreement, answers, prompts
 from negamax import LLM
 
 EAGLE3 = {"method": "eagle3", "num_speculative_tokens": 3, "adaptive": False}
-# options of the engine, and those of the draft
+# options of the engine and of the draft
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "always three": ({}, EAGLE3),
     "adaptive": ({}, {**EAGLE3, "adaptive": True}),

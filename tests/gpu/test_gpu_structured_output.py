@@ -1,6 +1,4 @@
-"""Grammars on a GPU: rows with masks beside rows without, in replayed decode steps and in eager
-ones.
-"""
+"""Grammars on a GPU: masked rows beside unmasked ones, in replayed and eager steps."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ DRAFT: dict[str, object] = {
 }  # fmt: skip
 WAYS: tuple[dict[str, object], ...] = (
     {"temperature": 0.0},
-    {"temperature": 1.0},  # the checkpoint's top_k and top_p: drawn from the leading tokens
+    {"temperature": 1.0},  # the checkpoint's top_k and top_p: sampled from the leading tokens
     {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
     {"temperature": 1.0, "top_k": 0, "top_p": 0.9},
     {"temperature": 0.0, "logprobs": 3},

@@ -1,8 +1,7 @@
-"""Every GPU kernel against its op's definition in fp32: on the op's small cases, and at the sizes
-of the real models.
+"""Every GPU kernel against its op's fp32 definition, on small cases and at real sizes.
 
-Outputs are compared twice, the second time after the allocator's free memory was filled with NaN:
-what a kernel leaves unwritten, or reads without having written it, shows.
+A second call runs after the allocator's free memory is filled with NaN, which reveals unwritten
+outputs and reads of uninitialized memory.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ KERNELS = (
     else []
 )
 SEEDS = (0, 1, 2)
-MANY_CASES = 40  # of more, which mostly take time to compile, each seed has a part
-# share of whole numbers (chosen experts, tokens) that a near tie may turn at full width
+MANY_CASES = 40  # each seed runs a part of the rest, which mostly take time to compile
+# share of integers (selected experts, tokens) that a near tie may change at full width
 OTHER_CHOICES = 1e-3
 # never part of a graph
 PLANNED_ON_THE_HOST = ("attention.prefill", "cache_shards.prefill")
-PARTLY_UNDEFINED = ("block_sparse.select_shard",)  # its `apply` leaves out what may be anything
+PARTLY_UNDEFINED = ("block_sparse.select_shard",)  # its `apply` omits undefined values
 
 _BY_DTYPE = [
     pytest.param(
@@ -46,9 +45,7 @@ _BY_DTYPE = [
 
 
 def poison() -> None:
-    """Fill what the caching allocator will hand out next with NaN (in every float format; -1 as
-    integers).
-    """
+    """Fill the caching allocator's free memory with NaN (-1 as integers)."""
     small = [
         torch.full((2**exponent,), 255, dtype=torch.uint8, device="cuda")
         for exponent in range(9, 21)
@@ -63,7 +60,7 @@ def poison() -> None:
 
 
 def small_cases(kernel: Kernel, dtype: torch.dtype, *, seed: int) -> list[Case]:
-    """The cases of the kernel's op whose weights it reads."""
+    """Return the op's cases whose weights the kernel reads."""
     found = CASES[kernel.op].small(dtype, torch.Generator().manual_seed(seed))
     return [case for case in found if kernel.reads(case.stored)]
 
@@ -73,7 +70,7 @@ def on_gpu(case: Case) -> Case:
 
 
 def small_problem(op: Op, want: Tensor, got: Tensor, dtype: torch.dtype) -> str | None:
-    """What is wrong with `got` by the op's tolerance."""
+    """Return the violations of the op's tolerance."""
     if got.shape != want.shape:
         return f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
     if not want.is_floating_point():
@@ -90,7 +87,7 @@ def small_problem(op: Op, want: Tensor, got: Tensor, dtype: torch.dtype) -> str 
 
 
 def wide_problem(op: Op, want: Tensor, got: Tensor) -> str | None:
-    """What is wrong with `got` by the op's relative error."""
+    """Return the violations of the op's relative error."""
     if got.shape != want.shape:
         return f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
     if not want.is_floating_point():
@@ -111,13 +108,13 @@ def wide_problem(op: Op, want: Tensor, got: Tensor) -> str | None:
 
 
 def distance(want: Tensor, got: Tensor) -> Tensor:
-    """|got - want| in fp32, where `want` is; 0 where both are the same infinity."""
+    """Return |got - want| in fp32; 0 where both are the same infinity."""
     want, got = want.float(), got.to(want.device).float()
     return torch.where(want == got, torch.zeros_like(want), (got - want).abs())
 
 
 def outputs_twice(op: Op, kernel: Kernel, case: Case) -> Iterable[tuple[str, tuple[Tensor, ...]]]:
-    """The outputs in memory as it is, and in poisoned memory."""
+    """Return the outputs in memory as it is, and in poisoned memory."""
     yield "first run", CASES[op].apply(kernel, case)
     poison()
     yield "poisoned memory", CASES[op].apply(kernel, case)
@@ -133,7 +130,7 @@ def test_kernel_computes_its_op_on_small_cases(kernel: Kernel, dtype: torch.dtyp
             for index, (want, got) in enumerate(zip(expected, actual, strict=True)):
                 is_plain = (
                     case.stored is PLAIN
-                )  # else quantised factors: as far off as at full size
+                )  # otherwise quantized factors: the full-size tolerance
                 problem = (
                     small_problem(op, want, got, dtype) if is_plain else wide_problem(op, want, got)
                 )
@@ -233,7 +230,7 @@ def test_experts_with_uneven_loads(kernel: Kernel, choice: str) -> None:
 def test_a_router_never_takes_the_words_of_the_call_before(
     hidden: int, experts: int, top_k: int, of_m3: bool, calls: tuple[int, ...]
 ) -> None:
-    """One router, calls of different tokens behind each other: equal calls, equal bits."""
+    """Call one router on different tokens in turn; equal calls give equal bits."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     numbers = {"gemma": True, "scaling": 2.0, "shared": True} if of_m3 else {}
     norm, router = triton_norm_route.prepare(

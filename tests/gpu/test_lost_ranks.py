@@ -1,6 +1,4 @@
-"""Kernels that wait for another GPU's words give up: when they are told to, when their time is up,
-when its process is gone.
-"""
+"""Kernels that wait for another GPU stop on request, on timeout, or when its process ends."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ several = pytest.mark.skipif(
 
 
 def waited(control: PollControl, context: ParallelContext, device: torch.device) -> float:
-    """Seconds for which a sum over two ranks waited for the other, which did not come."""
+    """Return how long a sum over two ranks waited for the absent one, in seconds."""
     from negamax.kernels.collectives import triton as kernels
     from negamax.kernels.norm import triton as norm_kernels
 
@@ -42,7 +40,7 @@ def waited(control: PollControl, context: ParallelContext, device: torch.device)
 
 
 def one_rank(rank: int, folder: str) -> None:
-    """Rank 1 never calls; rank 0 does, three times, and leaves its waits in `folder`."""
+    """Rank 0 calls three times and writes its waits to `folder`; rank 1 never calls."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     context = ParallelContext.nccl(
@@ -80,7 +78,7 @@ def test_waits_end_when_told_to_and_with_their_time() -> None:
         mp.spawn(one_rank, args=(folder,), nprocs=2)
         waits = json.loads(Path(folder, "waits.json").read_text())
     print(waits)
-    assert waits["told"] > 0.4  # the kernel is compiled before it waits
+    assert waits["told"] > 0.4  # compile the kernel before it waits
     assert waits["told before"] < 0.1
     assert 0.6 < waits["time is up"] < 1.5
 
@@ -102,5 +100,5 @@ def test_rank_whose_peer_was_killed_stops_waiting_and_ends_by_itself() -> None:
     llm.shutdown()
     seconds = time.monotonic() - began
     print(f"the other rank ended with {survivor.exit_code} after {seconds:.2f} s")
-    assert survivor.exit_code == 1  # by itself: nobody had to kill it
+    assert survivor.exit_code == 1  # it ended without being killed
     assert seconds < 3

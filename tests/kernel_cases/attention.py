@@ -33,7 +33,6 @@ from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
 
 def qk_norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, some; odd sizes."""
     return [
         _qk_norm_case(
             dtype,
@@ -207,9 +206,7 @@ def _qk_norm_case(
 
 
 def apply_qk_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """q and the caches, these of the dtype that the case names, else of the case's own: what is
-    stored is rounded in the definition too.
-    """
+    """Return q and the caches as stored values: rounded in the definition, too."""
     return _apply_norm(kernel, case, ranks=1)
 
 
@@ -242,7 +239,6 @@ def _apply_norm(
 
 
 def qk_norm_cost(case: Case) -> Cost:
-    """The projection read; q, k and v written."""
     qkv = case.tensors["qkv"]
     return Cost(num_bytes=2 * num_bytes(qkv), flops=7 * qkv.numel())
 
@@ -251,9 +247,7 @@ def qk_norm_cost(case: Case) -> Cost:
 
 
 def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One sequence, several; full and partial blocks. Runs of all sizes, of one program and of two,
-    and rows of padding.
-    """
+    """One sequence, several; full and partial blocks; runs of all sizes; rows of padding."""
     return [
         _attention_case(
             dtype,
@@ -310,11 +304,9 @@ def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Shards of MiniMax-M2 (8, 4 and 2 KV heads) and of MiniMax-M3's dense layers (4 KV heads and
-    1).
+    """Shards of MiniMax-M2 (8, 4, 2 KV heads) and of MiniMax-M3's dense layers (4 and 1).
 
-    One to a hundred sequences, rows of padding, one very long sequence; with three draft tokens
-    each, one to a hundred sequences of 1,000 and of 8,000 tokens.
+    One to a hundred sequences with padding, a very long one, and ones with three draft tokens.
     """
     uneven = [1 + 37 * i % 2200 for i in range(99)] + [0]
     return [
@@ -430,9 +422,7 @@ def paged_caches(
     shape: PagedShape,
     head_dim: int,
 ) -> dict[str, Tensor]:
-    """Caches and shuffled block tables for sequences of these lengths, on the generator's
-    device.
-    """
+    """Make caches and shuffled block tables for these lengths, on the generator's device."""
     device = generator.device
     per_sequence = [-(-length // shape.block_size) for length in lengths]
     cache = (sum(per_sequence) + 2, shape.kv_heads, shape.block_size, head_dim)
@@ -466,10 +456,7 @@ def plan_of(kernel: AnyKernel, case: Case) -> Any:
 def run_metadata(
     block_tables: Tensor, seq_lens: Sequence[int], query_lens: Sequence[int], *, max_run: int
 ) -> AttentionMetadata:
-    """Make each of the last query_lens[s] tokens of each sequence a decode of its own.
-
-    Padding at the end fills up sequences with fewer than `max_run` tokens.
-    """
+    """Turn the last query_lens[s] tokens of each sequence into decodes, then pad to `max_run`."""
     ends = [
         (row, end)
         for row, (length, count) in enumerate(zip(seq_lens, query_lens, strict=True))
@@ -491,7 +478,7 @@ def run_metadata(
 
 
 def attention_cost(case: Case) -> Cost:
-    """Keys and values read once, queries read, results written; the products of visible pairs."""
+    """Keys and values read once, queries read, results written; the GEMMs of visible pairs."""
     q, n = case.tensors["q"], case.numbers
     row_bytes = n["shape"].kv_heads * q.shape[-1] * case.tensors["k_cache"].element_size()
     pairs = sum(

@@ -1,7 +1,7 @@
 """Kernels with bound arguments, so that a benchmark calls nothing else.
 
-An op's `apply` prepares weights, copies tensors that are written in place, and calls `run`. `bind`
-runs it once and records the calls of `run`; repeating them runs the kernel alone.
+`bind` runs an op's `apply` once and records its calls of `run`; repeating them runs the kernel
+alone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def copy_case(case: Case) -> Case:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in `value`."""
+    """Return all tensors in `value`."""
     found: list[Tensor] = []
     map_tensors(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
     return found

@@ -102,9 +102,7 @@ def _norm_case(
     cache_dtype: torch.dtype | None = None,
     shard: IndexShard = WHOLE,
 ) -> Case:
-    """`heads` and KV heads; `widths` of heads and of index heads; `cache`: the number of blocks and
-    their size. Keys and values in FP8 have scales other than 1.
-    """
+    """`heads`: query and KV heads; `widths`: of heads and index heads; `cache`: blocks and size."""
     (own, kv), (head_dim, index_dim), (num_blocks, block_size) = heads, widths, cache
     normal = partial(randn, generator=generator)
     on_device: dict[str, Any] = {"generator": generator, "device": generator.device}
@@ -151,7 +149,6 @@ def apply_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def norm_cost(case: Case) -> Cost:
-    """The projection read; as much written."""
     projected = case.tensors["projected"]
     return Cost(num_bytes=2 * num_bytes(projected), flops=7 * projected.numel())
 
@@ -165,7 +162,7 @@ _DECODE = (
     ((5, 130, 1, 520), (1, 1, 1, 1), (2, 3, 16, 32, 32, 3, 0, 1)),
     ((333, 32, 31), (1, 1, 1), (2, 2, 20, 16, 16, 4, 1, 2)),
 )
-# The same for rows with drafts: each token is a decode, and padding follows.
+# The same for rows with drafts: each token is a decode, followed by padding.
 _RUNS = (
     ((150, 140, 65, 1), (4, 2, 4, 1), (2, 2, 16, 32, 16, 3, 0, 1)),
     ((333, 32, 31, 200, 90), (3, 1, 4, 4, 2), (1, 4, 32, 16, 16, 4, 1, 2)),
@@ -180,9 +177,7 @@ _PREFILL = (
 
 
 def select_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Fewer blocks than top-k, more; cache blocks of several sparse blocks; keys in FP8; rows with
-    drafts.
-    """
+    """Fewer blocks than top-k, more; cache blocks of several sparse blocks; FP8 keys; drafts."""
     small = (*_DECODE, *_PREFILL)
     cases = (
         *((case, None, 0) for case in small),
@@ -222,8 +217,8 @@ def _shape(sizes: tuple[int, ...]) -> SparseShape:
     return SparseShape(kv_heads, group, *of_blocks)
 
 
-# MiniMax-M3's shard on one of four ranks: contexts of 1k to 1M tokens, rows of padding; rows that
-# verify three draft tokens; whole prompts and chunks on a prefix.
+# MiniMax-M3's shard on one of four ranks: contexts of 1k to 1M tokens, padding, rows that verify
+# three draft tokens, whole prompts and chunks on a prefix.
 _LONG = [1000, 32_000, 0, 128_001]
 _DECODE_FULL = (
     ([1064], None),
@@ -275,7 +270,7 @@ def select_shard_full_size(dtype: torch.dtype, generator: torch.Generator) -> li
 
 
 def _sharded(case: Case, *, rank: int, ranks: int) -> Case:
-    """The same case for a rank with a shard of the index keys."""
+    """Return the case for a rank with a shard of the index keys."""
     cache, shape = case.tensors["index_cache"], case.numbers["shape"]
     own = cache[: -(-len(cache) // ranks)]  # any block
     shape = replace(shape, shard=IndexShard(rank, ranks, shape.kv_heads))
@@ -294,7 +289,6 @@ def merge_shards_small(dtype: torch.dtype, generator: torch.Generator) -> list[C
 
 
 def merge_shards_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's shard on one of four ranks."""
     decodes = ((lengths, [1] * len(lengths), cache) for lengths, cache in _DECODE_FULL)
     return [
         _merge_case(generator, lengths, counts, replace(M3, shard=SHARD))
@@ -325,7 +319,6 @@ def _merge_case(
 
 
 def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's shard."""
     return [
         _attention_case(dtype, generator, lengths, [1] * len(lengths), M3, cache_dtype=cache)
         for lengths, cache in _DECODE_FULL
@@ -336,7 +329,6 @@ def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
 
 
 def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's shard."""
     return [
         _attention_case(dtype, generator, lengths, counts, M3, cache_dtype=cache)
         for lengths, counts, cache in _PREFILL_FULL
@@ -380,10 +372,7 @@ def _attention_case(
     cache_dtype: torch.dtype | None = None,
     max_run: int = 0,
 ) -> Case:
-    """Queries of the last `counts` tokens of each sequence, and random blocks.
-
-    An FP8 cache has scales other than 1. `max_run` is that of `run_metadata`.
-    """
+    """Queries of the last `counts` tokens of each sequence, and random blocks."""
     heads, num_queries = shape.kv_heads * shape.group, max_run * len(lengths) or sum(counts)
     tensors = {
         "q": randn(num_queries, heads, width, dtype=dtype, generator=generator),
@@ -415,7 +404,7 @@ def _numbers(
 def _positions(
     lengths: Sequence[int], counts: Sequence[int], num_queries: int | None = None
 ) -> Tensor:
-    """Positions of the last `counts` tokens of each sequence, then -1 for padding."""
+    """Return positions of the last `counts` tokens of each sequence, then -1 for padding."""
     parts = [torch.arange(n - count, n) for n, count in zip(lengths, counts, strict=True)]
     padding = torch.full(((num_queries or sum(counts)) - sum(counts),), -1)
     return torch.cat((*parts, padding))
@@ -468,7 +457,7 @@ def apply_select(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def apply_select_shard(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The blocks in ascending order, after -1 for missing blocks."""
+    """Return the blocks in ascending order, after -1 for missing blocks."""
     t, shape = case.tensors, case.numbers["shape"]
     keys = kernel.run(
         t["index_q"], t["index_cache"], plan_of(kernel, case, dtype=t["index_q"].dtype)
@@ -494,9 +483,7 @@ def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def select_cost(case: Case) -> Cost:
-    """Index keys of sequences with more than top-k blocks read once, index queries read, the
-    selection written; the products of visible pairs of such sequences.
-    """
+    """Index keys of sequences with more than top-k blocks are read once; GEMMs of visible pairs."""
     t, n = case.tensors, case.numbers
     shape, (num_tokens, heads, width) = n["shape"], t["index_q"].shape
     long = [
@@ -514,16 +501,13 @@ def select_cost(case: Case) -> Cost:
 
 
 def merge_cost(case: Case) -> Cost:
-    """The keys of the rank's heads read, the selection written."""
     keys, shape = case.tensors["keys"], case.numbers["shape"]
     share = num_bytes(keys) * shape.kv_heads // shape.index_heads
     return Cost(num_bytes=share + share // len(keys), flops=0)
 
 
 def attention_cost(case: Case) -> Cost:
-    """Attended keys and values read once, queries read, results written; the products of attended
-    pairs.
-    """
+    """Attended keys and values read once, queries read, results written; GEMMs of these pairs."""
     t, n = case.tensors, case.numbers
     q, ids, shape = t["q"], t["ids"], n["shape"]
     pairs = int(attended_tokens(_positions(n["lengths"], n["counts"]), shape).sum())

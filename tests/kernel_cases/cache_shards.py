@@ -54,7 +54,6 @@ def apply_own_rows(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def own_rows_cost(case: Case) -> Cost:
-    """Positions and slots read, a row of each head written."""
     read = num_bytes(case.tensors["positions"], case.tensors["token_slots"])
     return Cost(num_bytes=read + read // 2 * case.numbers["heads"], flops=0)
 
@@ -63,7 +62,6 @@ def own_rows_cost(case: Case) -> Cost:
 
 
 def _of_rank(cases: Iterable[Case], *, rank: int, ranks: int) -> list[Case]:
-    """The cases for a rank that holds some of the blocks."""
     found = []
     for case in cases:
         shape = replace(case.numbers["shape"], cache=CacheShard(rank, ranks))
@@ -77,7 +75,7 @@ def _of_rank(cases: Iterable[Case], *, rank: int, ranks: int) -> list[Case]:
 
 
 def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Those of `attention.decode`, some sequences without a block on the rank."""
+    """`attention.decode`'s cases, some sequences without a block on the rank."""
     whole = dense.decode_small(dtype, generator)
     return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole[-3:], rank=0, ranks=4)
 
@@ -88,7 +86,6 @@ def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
 
 
 def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Those of `attention.prefill`, the same way."""
     whole = dense.prefill_small(dtype, generator)
     return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole, rank=0, ranks=3)
 
@@ -99,7 +96,6 @@ def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
 
 
 def sparse_decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Those of `block_sparse.decode`, the same way."""
     whole = sparse.decode_small(dtype, generator)
     return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole[1:3], rank=0, ranks=3)
 
@@ -110,7 +106,6 @@ def sparse_decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> l
 
 
 def sparse_prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Those of `block_sparse.prefill`, the same way."""
     whole = sparse.prefill_small(dtype, generator)
     return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole[2:], rank=0, ranks=3)
 
@@ -137,12 +132,12 @@ def apply_sparse_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def attention_cost(case: Case) -> Cost:
-    """A rank's part of the cost of dense attention; queries and results are whole."""
+    """Return a rank's part of the cost of dense attention; queries and results are whole."""
     return _part(dense.attention_cost(case), case)
 
 
 def sparse_attention_cost(case: Case) -> Cost:
-    """A rank's part of the cost of block-sparse attention; queries and results are whole."""
+    """Return a rank's part of the cost of block-sparse attention."""
     return _part(sparse.attention_cost(case), case)
 
 
@@ -155,9 +150,7 @@ def _part(whole: Cost, case: Case) -> Cost:
 
 
 def merge_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One token, some; heads of one rank among those of all; tokens whose keys no rank has, or only
-    one.
-    """
+    """One token, some; one rank's heads among all; tokens whose keys no rank has, or one."""
     return [
         _merge_case(dtype, generator, *sizes)
         for sizes in ((1, 2, 2, 1, 1, 8), (5, 2, 6, 0, 3, 20), (9, 4, 8, 6, 2, 128))
@@ -201,7 +194,6 @@ def apply_merge(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def merge_cost(case: Case) -> Cost:
-    """The heads of all ranks read, the result written."""
     out, lse, count = case.tensors["out"], case.tensors["lse"], case.numbers["count"]
     share = (num_bytes(out) + num_bytes(lse)) * count // lse.shape[2]
     return Cost(num_bytes=share + share // len(out), flops=2 * out.numel() * count // lse.shape[2])

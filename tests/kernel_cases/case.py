@@ -16,7 +16,7 @@ from negamax.kernels.op import AnyKernel
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes that one call must read and write at least, and its arithmetic."""
+    """Minimum bytes that one call reads and writes, and its arithmetic."""
 
     num_bytes: int
     flops: int

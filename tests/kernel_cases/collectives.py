@@ -25,7 +25,6 @@ def apply_complete(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def cost_complete(case: Case) -> Cost:
-    """The residual read and written."""
     return Cost(num_bytes=2 * num_bytes(case.tensors["residual"]), flops=0)
 
 

@@ -21,14 +21,14 @@ HELD = range(3, 7)  # the experts of the one rank
 
 
 class OneRank:
-    """A group of one rank that sends words to itself through its own memory."""
+    """A group of one rank that exchanges words with itself."""
 
     size, rank = 1, 0
 
     def __init__(self, device: torch.device, *, rows: int, words: int) -> None:
         memory = torch.zeros(2, 2, rows, words, dtype=torch.int64, device=device)
         control = torch.zeros(3, dtype=torch.int64, device=device)
-        control[1] = 1 << 60  # never
+        control[1] = 1 << 60  # never times out
         tokens, sums = (
             PeerRegion(
                 torch.tensor([copy.data_ptr(), control.data_ptr()], device=device),
@@ -53,7 +53,7 @@ class OneRank:
 
 
 def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One token and several, with padding and without; a top_k that is no power of two."""
+    """One token and several, with padding and without; a top_k that is not a power of two."""
     return [
         _case(dtype, generator, num_tokens=tokens, num_rows=rows, width=width, top_k=top_k)
         for tokens, rows, width, top_k in ((1, 1, 128, 4), (5, 7, 256, 8), (3, 3, 384, 5))
@@ -61,7 +61,7 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Rows of MiniMax-M2 and MiniMax-M3, as many as a rank decodes."""
+    """As many rows of MiniMax-M2 and MiniMax-M3 as a rank decodes."""
     return [
         _case(dtype, generator, num_tokens=tokens, num_rows=tokens, width=width, top_k=top_k)
         for width, top_k in ((3072, 8), (6144, 4))
@@ -78,7 +78,7 @@ def _case(
     width: int,
     top_k: int,
 ) -> Case:
-    """The rank holds `HELD` of ten experts. Some tokens selected none of these, one no expert."""
+    """The rank holds `HELD` of ten experts; some tokens selected none of these, one no expert."""
     device = generator.device
     ids = torch.rand(num_tokens, 10, generator=generator, device=device).argsort(1)
     ids = ids[:, :top_k].to(torch.int32)
@@ -132,13 +132,11 @@ def apply_combine(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def cost_dispatch(case: Case) -> Cost:
-    """Every column read and written."""
     sent = [case.tensors[name] for name in ("ids", "weights", "x", "q", "scale")]
     return Cost(num_bytes=2 * num_bytes(*sent), flops=0)
 
 
 def cost_combine(case: Case) -> Cost:
-    """The parts read, their sum written."""
     out = case.tensors["out"]
     return Cost(num_bytes=num_bytes(out) * 3 // 2, flops=out.numel())
 

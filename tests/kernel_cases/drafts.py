@@ -36,7 +36,6 @@ def apply_count(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def count_cost(case: Case) -> Cost:
-    """Everything read, counts written."""
     written = num_bytes(case.tensors["firsts"])
     return Cost(num_bytes=num_bytes(*case.tensors.values()) + written, flops=0)
 
@@ -68,7 +67,6 @@ def apply_advance(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def advance_cost(case: Case) -> Cost:
-    """Five columns read, three written."""
     return Cost(num_bytes=8 * num_bytes(case.tensors["slots"]), flops=0)
 
 
@@ -95,7 +93,6 @@ def apply_record(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def record_cost(case: Case) -> Cost:
-    """Three columns read; drafts, tokens, positions and lengths written."""
     return Cost(num_bytes=7 * num_bytes(case.tensors["slots"]), flops=0)
 
 
@@ -134,7 +131,6 @@ def apply_embed(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def embed_cost(case: Case) -> Cost:
-    """Embeddings and hidden states read, both norms written."""
     hidden = case.tensors["hidden"]
     return Cost(num_bytes=4 * num_bytes(hidden), flops=8 * hidden.numel())
 

@@ -87,9 +87,7 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's projections with FP8 and packed weights, and its head with plain ones;
-    MiniMax-M3's projections with FP8 weights, and in int4 on two ranks.
-    """
+    """MiniMax-M2's FP8 and packed projections and plain head; MiniMax-M3's FP8 and int4 ones."""
     cases = [
         fp8_case(n, inputs, outputs, dtype=dtype, generator=generator, label=label)
         for label, (inputs, outputs) in _M2_SHAPES.items()
@@ -130,10 +128,9 @@ def fp8_case(
     generator: torch.Generator,
     label: str = "",
 ) -> Case:
-    """A case with an FP8 weight.
+    """A case with an FP8 weight and activations that are exact in FP8.
 
-    Activations are e4m3 values times a power of two, and 7 is the largest of each 128: their FP8
-    form is exact, so kernels that read either form have one result.
+    Activations are e4m3 values times a power of two, with maximum 7 in each group of 128.
     """
     x = randn(num_tokens, inputs, dtype=torch.float32, generator=generator).clamp(-6.5, 6.5)
     x = (x * 64).to(torch.float8_e4m3fn).float() / 64
@@ -154,9 +151,9 @@ def weight_only_case(
     generator: torch.Generator,
     label: str = "",
 ) -> Case:
-    """A case with a weight of 4 or 8 bits and plain activations. Where these may be rounded, they
-    are integers or e4m3 values times a power of two, the largest of a token 127 or 448, so that
-    this changes nothing.
+    """A case with a weight of 4 or 8 bits and activations that rounding does not change.
+
+    Roundable activations are integers up to 127 or e4m3 values up to 448, times a power of two.
     """
     x = randn(num_tokens, inputs, dtype=torch.float32, generator=generator)
     if stored.activation is not None:
@@ -173,10 +170,10 @@ def weight_only_case(
 
 
 def fp8_weight(*shape: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """E4M3 matrices [..., N, K] of standard deviation K^-1/2, and their scales."""
+    """Make e4m3 matrices [..., N, K] of standard deviation K^-1/2, and their scales."""
     *count, rows, columns = shape
     values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=generator.device)
-    for matrix in values.view(-1, rows, columns):  # one by one: in fp32 all would be large
+    for matrix in values.view(-1, rows, columns):  # in turn: in fp32 all would be large
         drawn = randn(rows, columns, dtype=torch.float32, generator=generator, scale=80)
         matrix.copy_(drawn.clamp_(-E4M3_MAX, E4M3_MAX))
     grid = E4M3_BLOCKS.tensors[1].shape((rows, columns))
@@ -185,7 +182,7 @@ def fp8_weight(*shape: int, generator: torch.Generator) -> tuple[Tensor, Tensor]
 
 
 def stored_weight(case: Case, name: str) -> StoredWeight:
-    """The weight `name` of a case."""
+    """Return the weight `name` of a case."""
     if case.stored is PLAIN:
         return plain(case.tensors[name])
     kept = [tensor.name for tensor in case.stored.tensors]
@@ -201,7 +198,6 @@ def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def cost(case: Case) -> Cost:
-    """All tensors read, the product written."""
     x, rows = case.tensors["x"], len(stored_weight(case, "weight").values)
     out_dtype = case.numbers.get("out_dtype") or x.dtype
     return Cost(

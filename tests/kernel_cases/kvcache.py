@@ -40,7 +40,6 @@ def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def cost(case: Case) -> Cost:
-    """Positions and slots read, angles and rows written."""
     t = case.tensors
     per_token = 8 * t["frequencies"].shape[0] + 8 * case.numbers["kv_heads"]
     read = num_bytes(t["positions"], t["token_slots"])

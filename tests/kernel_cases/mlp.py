@@ -49,9 +49,7 @@ def _case(
 
 
 def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The plain values, and where their FP8 form is right; FP8 where the case asks for it and the
-    kernel is one for GPUs.
-    """
+    """Return plain values, and where the FP8 form is right, if the case and kernel have it."""
     n = case.numbers
     quantize = n["quantize"] and Feature.TRITON in kernel.requires
     out = kernel.run(case.tensors["gate_up"], activation=n["activation"], quantize=quantize)
@@ -61,7 +59,6 @@ def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def cost(case: Case) -> Cost:
-    """Both projections read, the result written, also in FP8 if requested."""
     gate_up = case.tensors["gate_up"]
     count = gate_up.numel() // 2
     in_fp8 = count + 4 * count // GROUP if case.numbers["quantize"] else 0

@@ -74,8 +74,8 @@ def route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case
 
 
 def norm_route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One or two tokens and more, one part and several, odd widths, rows of padding; then FP8
-    output, Gemma's norm, and a shared expert.
+    """One token and more, one part and several, odd widths, padding; FP8, Gemma's norm, shared
+    experts.
 
     The bias is so large that rounding selects no other expert.
     """
@@ -102,7 +102,7 @@ def norm_route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
 
 
 def norm_route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's and MiniMax-M3's, one or two tokens and beyond, as one part or two."""
+    """MiniMax-M2's and MiniMax-M3's, up to two tokens and more, as one part or two."""
     return [
         _norm_route_case(
             (num_tokens, *parts, hidden), num_tokens, *sizes, dtype=dtype, generator=generator,
@@ -258,7 +258,7 @@ def _m3_case(
     generator: torch.Generator,
     weights: dict[str, Tensor] | None = None,
 ) -> Case:
-    """`num_experts` and a shared one. A quarter of several tokens are padding."""
+    """Cover `num_experts` and a shared one; a quarter of several tokens are padding."""
     choices = _shared_choices(num_tokens, num_experts, top_k, generator)
     choices["ids"][num_tokens - num_tokens // 4 :] = -1
     tensors = {
@@ -290,10 +290,7 @@ def _fp8_experts_case(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> Case:
-    """The last quarter of the tokens are padding.
-
-    Many tokens select the same two experts, which then have more tokens than a tile.
-    """
+    """The last quarter of the tokens are padding; the same two experts get more than a tile."""
     choices = _choices(num_tokens, num_experts, 2, generator)
     if num_tokens > 16:
         choices["ids"][:] = torch.tensor([4, 1])
@@ -308,9 +305,7 @@ def _fp8_experts_case(
 
 
 def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's experts in FP8 and packed, and MiniMax-M3's in FP8, MXFP8 and int4; the cases of
-    a width share them.
-    """
+    """MiniMax-M2's FP8 and packed experts; MiniMax-M3's in FP8, MXFP8 and int4."""
     cases = [
         Case(
             f"fp8 T={num_tokens} hidden=3072 width={width}",
@@ -363,7 +358,6 @@ def _weight_only_experts_case(
     generator: torch.Generator,
     weights: dict[str, Tensor] | None = None,
 ) -> Case:
-    """Weights of 4 or 8 bits and plain activations."""
     tensors = {
         "x": randn(num_tokens, hidden, dtype=dtype, generator=generator),
         **_choices(num_tokens, num_experts, top_k, generator),
@@ -394,7 +388,6 @@ def _stored_experts(
 def fp8_experts(
     count: int, *, hidden: int, width: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """The weights of `count` experts in FP8, with their scales."""
     shapes = {"gate_up": (2 * width, hidden), "down": (hidden, width)}
     tensors: dict[str, Tensor] = {}
     for name, shape in shapes.items():
@@ -472,7 +465,6 @@ def apply_experts(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def route_cost(case: Case) -> Cost:
-    """All tensors read; the GEMM with the gate."""
     t = case.tensors
     return Cost(
         num_bytes=num_bytes(t["x"], t["gate"], t["bias"]),
@@ -481,7 +473,7 @@ def route_cost(case: Case) -> Cost:
 
 
 def norm_route_cost(case: Case) -> Cost:
-    """Those of the norm and of the products."""
+    """Those of the norm and of the GEMMs."""
     t, of_norm = case.tensors, norm.cost(case)
     return Cost(
         num_bytes=of_norm.num_bytes + num_bytes(t["gate"], t["bias"]),
@@ -490,7 +482,6 @@ def norm_route_cost(case: Case) -> Cost:
 
 
 def place_cost(case: Case) -> Cost:
-    """Everything read, slots and counts written."""
     t = case.tensors
     return Cost(num_bytes=num_bytes(*t.values(), t["ids"], t["counts"]), flops=0)
 

@@ -32,9 +32,7 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's hidden states: one token to a prompt's chunk, one part or one per selected
-    expert, plain and FP8; then MiniMax-M3's.
-    """
+    """MiniMax-M2's hidden states, one part or one per selected expert; then MiniMax-M3's."""
     shapes: tuple[tuple[int, ...], ...] = (
         (1, 3072), (1, 8, 3072), (16, 8, 3072), (100, 3072), (8192, 3072),
     )  # fmt: skip
@@ -56,7 +54,7 @@ def made(
     quantize: bool = False,
     gemma: bool = False,
 ) -> Case:
-    """The case of x of `shape`, [T, width] or [T, P, width]."""
+    """Make the case of x of `shape`, [T, width] or [T, P, width]."""
     num_tokens, width = shape[0], shape[-1]
     normal = partial(randn, dtype=dtype, generator=generator)
     tensors = {
@@ -100,7 +98,6 @@ def case_outputs(out: Tensor | QuantizedActivations, case: Case) -> tuple[Tensor
 
 
 def cost(case: Case) -> Cost:
-    """x and the residual read, the residual and the norm written, also in FP8 if requested."""
     x, residual, weight = case.tensors["x"], case.tensors["residual"], case.tensors["weight"]
     in_fp8 = residual.numel() + 4 * residual.numel() // GROUP if case.numbers["quantize"] else 0
     moved = num_bytes(x) + 3 * num_bytes(residual) + num_bytes(weight) + in_fp8

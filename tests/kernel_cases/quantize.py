@@ -47,7 +47,6 @@ def outputs(out: QuantizedActivations) -> tuple[Tensor, Tensor]:
 
 
 def cost(case: Case) -> Cost:
-    """The values read, and written in FP8 with their scales."""
     x = case.tensors["x"]
     return Cost(num_bytes=num_bytes(x) + x.numel() + 4 * x.numel() // GROUP, flops=2 * x.numel())
 

@@ -13,9 +13,7 @@ from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
 
 def pick_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No rows, one, several; rows with NaN or infinity, and a tie; a tie between two tiles, in rows
-    with other values after them.
-    """
+    """No rows, one, several; NaN, infinity; a tie across two tiles before other values."""
     sizes = ((0, 16), (1, 4160), (9, 331), (5, 2048))
     broken = _pick_case(6, 300, generator, label="NaN, infinities, a tie")
     logits = broken.tensors["logits"]
@@ -47,9 +45,7 @@ def _pick_case(rows: int, vocab: int, generator: torch.Generator, *, label: str 
 
 
 def leading_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No rows, one, several; rows with NaN or infinity, and ties; ties of which top_k takes the
-    first two, in rows with other values after them.
-    """
+    """No rows, one, several; NaN, infinity; ties of which top_k takes the first two."""
     sizes = ((0, 100), (1, 700), (3, 331), (7, 64), (2, 20))
     broken = _leading_case(4, 300, generator, label="NaN, infinities, ties")
     logits = broken.tensors["logits"]
@@ -73,7 +69,7 @@ def leading_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
 
 
 def _leading_case(rows: int, vocab: int, generator: torch.Generator, *, label: str = "") -> Case:
-    """Every third slot is not drawn: it is greedy, has no top_k, or one that is too large."""
+    """Every third slot is not sampled here: greedy, without top_k, or with one too large."""
     device, slots = generator.device, rows + 2
     uniform = partial(torch.rand, slots, generator=generator, device=device)
     top_k = torch.randint(1, CANDIDATES + 1, (slots,), generator=generator, device=device).float()
@@ -88,7 +84,7 @@ def _leading_case(rows: int, vocab: int, generator: torch.Generator, *, label: s
 
 
 def _rows(rows: int, vocab: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Logits of some of `rows` + 2 slots, and the inputs of a row's random numbers."""
+    """Make logits of some of `rows` + 2 slots, and the inputs of a row's random numbers."""
     device = generator.device
     draw = partial(torch.randint, generator=generator, device=device)
     return {
@@ -112,7 +108,6 @@ def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def cost(case: Case) -> Cost:
-    """The logits read once."""
     logits = case.tensors["logits"]
     return Cost(num_bytes=num_bytes(logits), flops=logits.numel())
 

@@ -13,9 +13,7 @@ from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
 
 def place_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Rows with all drafts, with fewer and with none, before padding; single tokens; runs of any
-    length.
-    """
+    """Rows with all, fewer and no drafts, before padding; single tokens; runs of any length."""
     cases = []
     for counts, padding, num_drafts in (
         ([1], 0, 0),
@@ -67,7 +65,6 @@ def apply_place(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def place_cost(case: Case) -> Cost:
-    """Columns read, with the length and the token of each; four columns written."""
     return Cost(num_bytes=5 * num_bytes(case.tensors["columns"]), flops=0)
 
 
@@ -100,7 +97,6 @@ def apply_embed(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def embed_cost(case: Case) -> Cost:
-    """A row read and two written for each token."""
     token_ids, table = case.tensors.values()
     return Cost(num_bytes=3 * len(token_ids) * num_bytes(table[0]), flops=0)
 
@@ -132,7 +128,6 @@ def apply_store(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def store_cost(case: Case) -> Cost:
-    """Three columns read, three written."""
     return Cost(num_bytes=6 * num_bytes(case.tensors["slots"]), flops=0)
 
 

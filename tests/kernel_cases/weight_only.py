@@ -25,7 +25,7 @@ from negamax.kernels.weight_only.draw import draw
 def _integers(
     name: str, element: str, scale: str, group: int = 0, *, zeros: bool = False
 ) -> TensorFormat:
-    """A scale of dtype `scale` for `group` columns (0: all). Two codes of 4 bits in a byte."""
+    """A scale of dtype `scale` per `group` columns (0: all); two 4-bit codes in a byte."""
     per_byte = 2 if element == "uint4" else 1
     dtype = "uint8" if element == "uint4" else element
     groups = Dim(Axis.COLUMNS, group) if group else ONE
@@ -55,7 +55,7 @@ SMALL_FORMATS = (
 def tensors_of(
     stored: TensorFormat, name: str, *shape: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Matrices [..., N, K] of standard deviation K^-1/2, their tensors as "name.<tensor>"."""
+    """Make matrices [..., N, K] of standard deviation K^-1/2, with tensors "name.<tensor>"."""
     *lead, rows, columns = shape
     return {
         f"{name}.{tensor.name}": draw(
