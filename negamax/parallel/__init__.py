@@ -1,3 +1,1 @@
-"""The rank grid (layout, pure arithmetic) and the process groups that carry tensors between ranks
-(context).
-"""
+"""The rank grid (layout, pure arithmetic) and the process groups between ranks (context)."""

@@ -18,7 +18,7 @@ __all__ = ["Collective", "ProcessGroup", "SingleRank"]
 
 
 class SingleRank:
-    """The group of one rank: nothing to say, and no torch.distributed."""
+    """The group of one rank: no communication, no torch.distributed."""
 
     size = 1
     rank = 0
@@ -40,9 +40,7 @@ class SingleRank:
 
 
 class ProcessGroup:
-    """Collectives over one torch.distributed group: gloo for tensors on the CPU, NCCL for those on
-    a GPU.
-    """
+    """Collectives over one torch.distributed group: gloo for CPU tensors, NCCL for GPU tensors."""
 
     def __init__(
         self,
@@ -58,12 +56,12 @@ class ProcessGroup:
         self.peers = peers
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """On the CPU the sum in fp32 and in rank order, rounded once.
+        """Sum over the ranks; on the CPU in fp32 and in rank order, rounded once.
 
-        A ring's order of summation depends on the size of the tensor, and so would a token's result
-        on the batch it is in. On a GPU that is accepted for large tensors (small ones are summed in
-        rank order too, by kernels that use `peers`): the result lies in `tensor` itself, where NCCL
-        summed it, or in a buffer that the next call overwrites.
+        A ring's summation order depends on the tensor's size, so a token's result would depend on
+        its batch. On a GPU this is accepted for large tensors; kernels that use `peers` sum small
+        ones in rank order. There the result is in `tensor` itself (NCCL), or in a buffer that the
+        next call overwrites.
         """
         if tensor.is_cuda:
             if self._shared is not None and self._shared.fits(tensor):
@@ -77,7 +75,7 @@ class ProcessGroup:
         return total.to(tensor.dtype)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """On the CPU the rows of `all_reduce`; on a GPU summed by NCCL, in an order of its own."""
+        """Sum and keep this rank's rows: on the CPU as `all_reduce`, on a GPU in NCCL's order."""
         assert tensor.shape[0] % self.size == 0, f"{tensor.shape[0]} rows over {self.size} ranks"
         rows = tensor.shape[0] // self.size
         if not tensor.is_cuda:
@@ -87,7 +85,7 @@ class ProcessGroup:
         return out
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
-        if dim == 0 and tensor.dim() and tensor.is_cuda:  # as it lies in memory
+        if dim == 0 and tensor.dim() and tensor.is_cuda:  # in memory order
             out = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
             dist.all_gather_into_tensor(out, tensor.contiguous(), group=self._group)
             return out
@@ -96,9 +94,10 @@ class ProcessGroup:
     def exchange(
         self, *, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
     ) -> None:
-        """Send a tensor to a rank of the group, and receive one of a rank, both at once; the ranks
-        concerned must agree. On a GPU both are enqueued, on the CPU they are done. Errors:
-        `EngineDeadError` where a rank is gone.
+        """Send a tensor to one rank of the group and receive one from another, at once.
+
+        The ranks involved must agree. On a GPU both transfers are enqueued; on the CPU they are
+        complete. Errors: `EngineDeadError` if a rank is gone.
         """
         operations = [
             dist.P2POp(way, part[0], group=self._group, group_peer=part[1])
@@ -120,6 +119,6 @@ class ProcessGroup:
         else:
             try:
                 dist.all_gather(list(parts), tensor.contiguous(), group=self._group)
-            except RuntimeError as error:  # from now on the ranks are out of step
+            except RuntimeError as error:  # from here on the ranks are out of step
                 raise EngineDeadError(f"another rank is gone or out of step: {error}") from error
         return list(parts)

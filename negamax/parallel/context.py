@@ -1,4 +1,4 @@
-"""The process groups of one rank, built once at start and passed to all that communicates."""
+"""The process groups of one rank, built once at start and passed to all communicating code."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from negamax.parallel.links import PipelineLinks
 from negamax.parallel.poll_control import PollControl
 from negamax.parallel.rendezvous import open_store
 
-START_TIMEOUT_S = 120.0  # for all ranks to meet
-STEP_TIMEOUT_S = 600.0  # for a collective: longer than any honest forward pass
+START_TIMEOUT_S = 120.0  # time limit for all ranks to meet
+STEP_TIMEOUT_S = 600.0  # time limit of a collective: longer than any forward pass
 
 
 @dataclass(frozen=True)
@@ -25,24 +25,24 @@ class ParallelContext:
     """A rank's place in the grid (`layout`), and its groups."""
 
     layout: ParallelLayout
-    # ranks that share the attention heads and the vocabulary of a replica
+    # ranks that split the attention heads and the vocabulary of a replica
     attention_group: Collective
-    expert_group: Collective  # ranks that share the experts of a layer
+    expert_group: Collective  # ranks that split the experts of a layer
     world: Collective
-    # the same rank of each data-parallel rank: between them tokens travel to experts and back
+    # the same rank of each data-parallel replica: they exchange tokens for experts
     data_group: Collective = field(default_factory=SingleRank)
-    # the same rank of each context-parallel one: they share out the tokens of prompts
+    # the same rank of each context-parallel group: they split the tokens of prompts
     context_group: Collective = field(default_factory=SingleRank)
-    # both: between all of them go the tokens of steps that are shared out
+    # both: they exchange the tokens of sharded steps
     token_group: Collective = field(default_factory=SingleRank)
-    # ranks with copies of one KV head that share out the blocks of its cache
+    # ranks with copies of one KV head that split the blocks of its cache
     cache_group: Collective = field(default_factory=SingleRank)
-    links: PipelineLinks = field(default_factory=PipelineLinks)  # with other stages of the pipeline
-    poll_control: PollControl | None = None  # where kernels wait for other ranks
+    links: PipelineLinks = field(default_factory=PipelineLinks)  # to other stages of the pipeline
+    poll_control: PollControl | None = None  # limits waits of kernels for other ranks
 
     @staticmethod
     def single() -> ParallelContext:
-        """One rank, no communication."""
+        """Return the context of a single rank, without communication."""
         return ParallelContext(
             ParallelLayout(),
             attention_group=SingleRank(),
@@ -54,11 +54,10 @@ class ParallelContext:
     def gloo(
         layout: ParallelLayout, rendezvous: str, *, has_drafts: bool = False
     ) -> ParallelContext:
-        """Meet the other ranks at `rendezvous` (`rendezvous.open_store`), over gloo.
-        With draft tokens every pipeline stage hears of the samples.
+        """Meet the other ranks over gloo at `rendezvous` (`rendezvous.open_store`).
 
-        Every rank of the world must call this, with the same sizes. Errors: `EngineError` where
-        they do not meet in time.
+        With draft tokens, every pipeline stage receives the samples. Every rank of the world must
+        call this with the same sizes. Errors: `EngineError` if they do not meet in time.
         """
         if layout.world_size == 1:
             return ParallelContext.single()
@@ -84,26 +83,26 @@ class ParallelContext:
         is_one_sided: bool = False,
         has_drafts: bool = False,
     ) -> ParallelContext:
-        """The same for ranks that each hold one GPU of their machine, `device`, which is the
-        current one.
+        """Meet ranks that each hold one GPU of their machine, `device`, which must be the current
+        device.
 
-        Tensors on GPUs travel by NCCL or, from kernels, through peer memory (`peers` of the groups;
-        None where the GPUs cannot reach each other); tensors on the CPU by gloo. Peer memory has
+        GPU tensors travel over NCCL or, from kernels, through peer memory (`peers` of the groups;
+        None if the GPUs cannot reach each other). CPU tensors travel over gloo. Peer memory has
         room for rows `hidden_size` wide, the norm statistics of `max_tokens` tokens and `max_rows`
-        sampled tokens; with `is_one_sided` data-parallel or context-parallel ranks have some for
-        tokens on their way to experts, and ranks that share out a KV cache for results of
-        attention. Every rank must call this with the same sizes.
+        sampled tokens. With `is_one_sided`, data-parallel and context-parallel ranks also get room
+        for tokens on their way to experts, and ranks that split a KV cache for attention results.
+        Every rank must call this with the same sizes.
         """
         if layout.world_size == 1:
             return ParallelContext.single()
-        from negamax.parallel import symmetric  # not needed, and slow to import, on a CPU
+        from negamax.parallel import symmetric  # slow to import, and not needed on a CPU
 
         backend = "cpu:gloo,cuda:nccl"
         _meet(layout, rendezvous, backend=backend, device=device)
         control = PollControl(symmetric.PEER_TIMEOUT_S)
         groups: dict[tuple[int, ...], Collective] = {}
-        # that exchange rows in kernels: how many tokens, how many sampled rows, and how many words
-        # of each row on its way to experts
+        # groups that exchange rows in kernels: most tokens, most sampled rows, and words per row on
+        # its way to experts
         kernel_groups = {layout.attention.ranks: (max_tokens, max_rows, 0)}
         for senders in (layout.data_ranks, layout.context_ranks):
             if is_one_sided and len(senders) > 1:
@@ -157,7 +156,7 @@ class ParallelContext:
         )
 
     def world_min(self, value: int) -> int:
-        """The smallest `value` of all ranks."""
+        """Return the smallest `value` of all ranks."""
         return int(self.world.all_gather(torch.tensor([value], dtype=torch.int64), dim=0).min())
 
     def close(self) -> None:
@@ -192,7 +191,7 @@ def _meet(
 def _new_groups(
     layout: ParallelLayout, *, backend: str
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """The groups this rank is in, by their ranks."""
+    """Groups of this rank, as lists of ranks."""
     places = [layout.of_rank(rank) for rank in range(layout.world_size)]
     rank_sets = {
         ranks

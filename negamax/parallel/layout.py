@@ -2,9 +2,9 @@
 (cp of prompts, dcp of caches) parallelism.
 
 The world is a grid with axes, slowest first, `pp, dp, cp, tp`; rank = ((pp_rank * dp + dp_rank) *
-cp + cp_rank) * tp + tp_rank. Attention sees `tp` ranks per data-parallel replica. The experts of a
-layer live on all `dp * cp * tp` ranks of a pipeline stage: `ep` of them split the experts and the
-rest (`expert_tp`) split each expert's width.
+cp + cp_rank) * tp + tp_rank. Attention uses `tp` ranks per data-parallel replica. The experts of a
+layer are on all `dp * cp * tp` ranks of a pipeline stage: `ep` of them split the experts, and
+`expert_tp` split each expert's width.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from negamax.options.parallel import ParallelOptions
 
 @dataclass(frozen=True)
 class AttentionView:
-    """The attention group of one rank: its position among `size` ranks that share the heads of a
-    replica. Neighbours with copies of one KV head, `cache_size` of them, share out the blocks of
-    its cache.
+    """The attention group of one rank: its position among `size` ranks that split the heads of a
+    replica. `cache_size` neighbours with copies of one KV head split the blocks of its cache.
     """
 
     rank: int
@@ -29,17 +28,17 @@ class AttentionView:
 
     @property
     def cache_rank(self) -> int:
-        """Position among the ranks that share out a cache."""
+        """Position among the ranks that split a cache."""
         return self.rank % self.cache_size
 
     @property
     def cache_ranks(self) -> tuple[int, ...]:
-        """World ranks that share out a cache with this one."""
+        """World ranks that split a cache with this one."""
         first = self.rank - self.cache_rank
         return self.ranks[first : first + self.cache_size]
 
     def heads(self, num_heads: int) -> range:
-        """Query heads of this rank. Errors: `ConfigError` where `size` does not divide
+        """Return the query heads of this rank. Errors: `ConfigError` if `size` does not divide
         `num_heads`.
         """
         if num_heads % self.size:
@@ -50,13 +49,13 @@ class AttentionView:
         return range(self.rank * per_rank, (self.rank + 1) * per_rank)
 
     def cache_heads(self, num_heads: int) -> range:
-        """Query heads of all ranks that share out a cache, which each of them attends with."""
+        """Return the query heads of all ranks that split a cache. Each attends with all of them."""
         own = self.heads(num_heads)
         first = own.start - self.cache_rank * len(own)
         return range(first, first + self.cache_size * len(own))
 
     def kv_replicas(self, num_kv_heads: int) -> int:
-        """How many ranks hold each KV head: 1, or `size / num_kv_heads` where there are more ranks
+        """Number of ranks with each KV head: 1, or `size / num_kv_heads` if there are more ranks
         than KV heads.
         """
         if num_kv_heads % self.size == 0:
@@ -70,8 +69,8 @@ class AttentionView:
         )
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """KV heads of this rank (one, shared with its replicas, where there are more ranks than KV
-        heads).
+        """Return the KV heads of this rank: one, with copies on others, if there are more ranks
+        than KV heads.
         """
         replicas = self.kv_replicas(num_kv_heads)
         per_rank = max(1, num_kv_heads // self.size)
@@ -81,8 +80,8 @@ class AttentionView:
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part of rows or columns, and for how many every rank has room: what a part lacks of
-    that is zeros.
+    """A rank's part of rows or columns, and the padded size common to all ranks. Padding is
+    zeros.
     """
 
     part: range
@@ -91,9 +90,9 @@ class Share:
 
 @dataclass(frozen=True)
 class ExpertView:
-    """The expert group of one rank: which experts it owns and which slice of their width."""
+    """The expert group of one rank: its experts and its slice of their width."""
 
-    rank: int  # position among the `size` ranks that share a layer's experts
+    rank: int  # position among the `size` ranks that split a layer's experts
     size: int
     ep: int
     ranks: tuple[int, ...]
@@ -112,7 +111,9 @@ class ExpertView:
         return self.rank % self.tp
 
     def experts(self, num_experts: int) -> range:
-        """Experts of this rank. Errors: `ConfigError` where `ep` does not divide `num_experts`."""
+        """Return the experts of this rank. Errors: `ConfigError` if `ep` does not divide
+        `num_experts`.
+        """
         if num_experts % self.ep:
             raise ConfigError(
                 f"{num_experts} experts cannot be split over {self.ep} expert-parallel ranks",
@@ -122,8 +123,8 @@ class ExpertView:
         return range(self.ep_rank * per_rank, (self.ep_rank + 1) * per_rank)
 
     def width(self, intermediate_size: int, *, unit: int = 1) -> Share:
-        """Rows of each expert's gate and up projection (columns of down) on this rank, cut at
-        multiples of `unit`.
+        """Return this rank's rows of each expert's gate and up projection (columns of down), split
+        at multiples of `unit`.
         """
         what = "expert intermediate size"
         shard(intermediate_size, rank=self.tp_rank, size=self.tp, what=what)
@@ -132,8 +133,8 @@ class ExpertView:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """One rank's place in the grid. Errors: `ConfigError` for sizes below 1, a rank outside, an
-    `ep` that does not fit.
+    """One rank's place in the grid. Errors: `ConfigError` for sizes below 1, a rank outside the
+    grid, or an invalid `ep`.
     """
 
     rank: int = 0
@@ -142,12 +143,13 @@ class ParallelLayout:
     dp: int = 1
     pp: int = 1
     cp: int = 1
-    dcp: int = 1  # of the tp ranks: neighbours that share out the KV cache of one head
-    partition: tuple[int, ...] = ()  # layers of each pipeline stage; empty: as even as can be
-    redundant_experts: int = 0  # slots for copies of experts, of all ranks of a stage together
+    dcp: int = 1  # of the tp ranks: neighbours that split the KV cache of one head
+    partition: tuple[int, ...] = ()  # layers of each pipeline stage; empty: split evenly
+    # slots for extra copies of experts, on all ranks of a stage together
+    redundant_experts: int = 0
     # the expert in each slot of each layer at start; empty: in order
     expert_placement: tuple[tuple[int, ...], ...] = ()
-    nodes: int = 1  # machines, each with as many ranks, one behind the other
+    nodes: int = 1  # machines with equally many consecutive ranks
 
     def __post_init__(self) -> None:
         for name in ("tp", "ep", "dp", "pp", "cp", "dcp", "nodes"):
@@ -182,7 +184,7 @@ class ParallelLayout:
         )
 
     def of_rank(self, rank: int) -> ParallelLayout:
-        """The layout of another rank of the same world."""
+        """Return the layout of another rank of the same world."""
         return replace(self, rank=rank)
 
     @property
@@ -200,7 +202,7 @@ class ParallelLayout:
 
     @property
     def local_rank(self) -> int:
-        """Among the ranks of its machine."""
+        """Position among the ranks of its machine."""
         return self.rank % self.ranks_per_node
 
     def ranks_of_node(self, node: int) -> range:
@@ -208,7 +210,7 @@ class ParallelLayout:
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def is_on_one_node(self, ranks: tuple[int, ...]) -> bool:
-        """Whether all `ranks` are in the same machine."""
+        """Whether all `ranks` are on the same machine."""
         return len({rank // self.ranks_per_node for rank in ranks}) == 1
 
     @property
@@ -245,8 +247,8 @@ class ParallelLayout:
         return ExpertView(rank=self.rank - first, size=self.stage_size, ep=self.ep, ranks=ranks)
 
     def expert_slots(self, num_experts: int, layer: int) -> tuple[int, ...]:
-        """The expert in each slot of a layer at start; without a placement all of them, and once
-        more the first ones. Slots are dealt out to the ranks in order.
+        """Return the expert in each slot of a layer at start. Without a placement: all experts in
+        order, then the first ones again. Ranks have equally many consecutive slots.
         """
         if self.expert_placement:
             return self.expert_placement[layer]
@@ -254,30 +256,30 @@ class ParallelLayout:
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """World ranks that hold of other data-parallel ranks what this one holds of its own."""
+        """World ranks in the same place of each data-parallel replica."""
         per_replica = self.cp * self.tp
         first = self.rank - self.dp_rank * per_replica
         return tuple(first + number * per_replica for number in range(self.dp))
 
     @property
     def context_ranks(self) -> tuple[int, ...]:
-        """World ranks that hold of the attention what this one holds, and share out the tokens of
-        prompts with it.
+        """World ranks with the same attention weights that split the tokens of prompts with this
+        one.
         """
         first = self.rank - self.cp_rank * self.tp
         return tuple(first + number * self.tp for number in range(self.cp))
 
     @property
     def token_ranks(self) -> tuple[int, ...]:
-        """World ranks of the stage that each have tokens of their own where prompts are shared out:
-        this one's place in every tensor-parallel group.
+        """World ranks of the stage with different tokens in sharded steps: this rank's place in
+        every tensor-parallel group.
         """
         first = self.pp_rank * self.stage_size + self.tp_rank
         return tuple(range(first, first + self.stage_size, self.tp))
 
     @property
     def reports_results(self) -> bool:
-        """Whether this rank speaks for those that run the same plans."""
+        """Whether this rank reports for all ranks that run the same plans."""
         return self.is_last_stage and self.cp_rank == 0 and self.tp_rank == 0
 
     @property
@@ -292,12 +294,12 @@ class ParallelLayout:
 
     @property
     def within_stage(self) -> ParallelLayout:
-        """This rank's place among those of its pipeline stage, as if these were all."""
+        """Return this rank's place in a world of its pipeline stage alone."""
         return replace(self, rank=self.rank % self.stage_size, pp=1, partition=())
 
     def layers(self, num_layers: int) -> range:
-        """Layers of this rank's pipeline stage; where they do not divide, the first stages have one
-        more. Errors: `ConfigError` with a setting that works.
+        """Return the layers of this rank's pipeline stage. If they do not divide evenly, the first
+        stages have one more. Errors: `ConfigError` with a valid setting.
         """
         if num_layers < self.pp:
             raise ConfigError(
@@ -327,8 +329,8 @@ class ParallelLayout:
 
 
 def shard(total: int, *, rank: int, size: int, what: str) -> range:
-    """The `rank`-th of `size` equal slices of `total`. Errors: `ConfigError` where it does not
-    divide; `what` names it.
+    """Return the `rank`-th of `size` equal slices of `total`. Errors: `ConfigError`, naming `what`,
+    if it does not divide.
     """
     if total % size:
         raise ConfigError(f"{what} {total} cannot be split over {size} ranks")
@@ -337,8 +339,8 @@ def shard(total: int, *, rank: int, size: int, what: str) -> range:
 
 
 def share(total: int, *, rank: int, size: int, unit: int) -> Share:
-    """The `rank`-th of `size` slices of `total` that begin at multiples of `unit`. They differ by
-    one `unit` at most, so that no other cut needs less room on every rank.
+    """Return the `rank`-th of `size` slices of `total` that begin at multiples of `unit`. They
+    differ by at most one `unit`, which minimises the largest slice.
     """
     units = -(-total // unit)
     first, stop = (min(units * edge // size * unit, total) for edge in (rank, rank + 1))

@@ -15,13 +15,13 @@ from negamax.parallel.layout import ParallelLayout
 
 
 class Arrival:
-    """A tensor on its way here."""
+    """A tensor that is being received."""
 
     def __init__(self, work: dist.Work | None) -> None:
         self._work = work
 
     def wait(self) -> None:
-        """Wait until it is here; on a GPU the current stream waits. Errors: `EngineDeadError` where
+        """Wait for the tensor; on a GPU, make the current stream wait. Errors: `EngineDeadError` if
         the sender is gone.
         """
         if self._work is None:
@@ -33,17 +33,17 @@ class Arrival:
 
 
 class Link:
-    """A link to or from rank `peer`. Over NCCL it is a group of its own, so that messages in one
-    direction wait for none in another.
+    """A link to or from rank `peer`. Over NCCL it is a group of its own, so that its two directions
+    do not wait for each other.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, *, kept: int) -> None:
-        """`kept`: how many tensors may be on their way before sending waits for the first."""
+        """`kept`: tensors that may be in flight before sending waits for the first."""
         self._group, self._peer, self._kept = group, peer, kept
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Without waiting for the receiver; `tensor` must stay as it is. Errors: as in
+        """Send without waiting for the receiver. `tensor` must not change meanwhile. Errors: as in
         `Arrival.wait`.
         """
         while len(self._sent) >= self._kept:
@@ -57,33 +57,35 @@ class Link:
         self._sent.append((work, tensor))
 
     def receive(self, out: Tensor) -> Arrival:
-        """Receive the oldest message into `out`, which is contiguous. Errors: as `Arrival.wait`."""
+        """Receive the oldest message into `out`, which must be contiguous. Errors: as in
+        `Arrival.wait`.
+        """
         try:
             return Arrival(dist.irecv(out, self._peer, group=self._group))
         except RuntimeError as error:
             raise EngineDeadError(f"another stage is gone: {error}") from error
 
     def finish(self) -> None:
-        """Wait until all that was sent may go. Errors: as in `Arrival.wait`."""
+        """Wait until every sent tensor may be freed. Errors: as in `Arrival.wait`."""
         while self._sent:
             Arrival(self._sent.popleft()[0]).wait()
 
 
 @dataclass(frozen=True)
 class PipelineLinks:
-    """The links of one rank to the ranks in the same place of other stages."""
+    """Links of one rank to the same place of other stages."""
 
     previous: Link | None = None  # None: this is the first stage
     next: Link | None = None  # None: this is the last stage
-    # On the last stage to those that hear what it samples; there from the last one.
+    # from the last stage to all stages that receive its samples; on those, from the last stage
     sampled: tuple[Link, ...] = ()
 
     @staticmethod
     def connect(
         layout: ParallelLayout, *, backend: str, device: torch.device, has_drafts: bool = False
     ) -> PipelineLinks:
-        """What is sampled is for the first stage, or where there are draft tokens for all. Every
-        rank of the world must call this. Errors: `EngineDeadError` where ranks do not meet.
+        """Open the links. Samples go to the first stage, or with draft tokens to all. Every rank of
+        the world must call this. Errors: `EngineDeadError` if ranks do not meet.
         """
         if layout.pp == 1:
             return PipelineLinks()
@@ -113,7 +115,7 @@ class PipelineLinks:
         return links
 
     def hand_down(self, tensor: Tensor) -> None:
-        """What the first stage has in `tensor`, which is contiguous, to all others, into theirs.
+        """Broadcast the first stage's `tensor` into those of all stages. All must be contiguous.
         Errors: as in `Arrival.wait`.
         """
         if self.previous is not None:
@@ -123,7 +125,7 @@ class PipelineLinks:
             self.next.finish()
 
     def _open(self, layout: ParallelLayout, device: torch.device) -> None:
-        """Use every link once, in the order of a step: connections are made now, not in the first
+        """Use every link once, in the order of a step, so that connections do not delay the first
         step.
         """
         token = torch.zeros(1, device=device)

@@ -1,4 +1,4 @@
-"""Limits how long kernels wait for words that other ranks push into this rank's memory."""
+"""Limits how long kernels poll for words that other ranks write to this rank's memory."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import torch
 
 
 class PollControl:
-    """A clock, a time limit and an abort flag in host memory, which polling kernels look at about
-    once a millisecond: the flag reaches a kernel that no stream could be told anything behind.
+    """A clock, a time limit and an abort flag in host memory. Polling kernels read them about once
+    a millisecond, also while their stream is blocked.
 
-    Kernels set the flag themselves when their time is up. Whatever they computed since it was set
-    is not to be used.
+    Kernels set the flag themselves at their time limit. Results computed after the flag is set are
+    invalid.
     """
 
     def __init__(self, seconds: float) -> None:
-        """`seconds` of `tick`: the time limit of one wait. Without ticks there is none."""
+        """`seconds` per `tick`: the time limit of one wait. Without ticks there is no limit."""
         self._memory = torch.zeros(3, dtype=torch.int64, pin_memory=True)
-        self.address = self._memory.data_ptr()  # for kernels
-        # [clock, limit, abort flag], in ms. No tensor operation: a thread inside one when the
-        # process ends would abort it
+        self.address = self._memory.data_ptr()  # address for kernels
+        # [clock, limit, abort flag], in ms. Not written by tensor operations: a thread inside one
+        # at exit would abort the process.
         self.words = (ctypes.c_int64 * 3).from_address(self.address)
         self.words[1] = round(1000 * seconds)
 
     @property
     def is_aborted(self) -> bool:
-        """Whether waits were given up."""
+        """Whether waits were aborted."""
         return self.words[2] != 0
 
     def tick(self, seconds: float) -> None:
-        """Let the clock go on by `seconds`. Single writer: one thread."""
+        """Advance the clock by `seconds`. Single writer: one thread."""
         self.words[0] += round(1000 * seconds)
 
     def abort(self) -> None:
-        """Let every kernel that waits, or is going to, give up."""
+        """Abort every wait of kernels, current and future."""
         self.words[2] = 1

@@ -1,4 +1,4 @@
-"""The store in which the ranks of one engine find each other."""
+"""The store through which the ranks of one engine meet."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch.distributed as dist
 
 from negamax.parallel.layout import ParallelLayout
 
-_BACKLOG = 1024  # connections: several of each rank
+_BACKLOG = 1024  # pending connections: several per rank
 _POLL_SECONDS = 0.05
 
 
 def open_store(rendezvous: str, layout: ParallelLayout, *, timeout_s: float) -> dist.Store:
-    """The store at `rendezvous`, which no other group has used: a file of this machine, or
-    `tcp://ADDRESS:PORT`, where rank 0 listens, at that address alone (PyTorch's own socket would
-    be open on all). Errors: `OSError` where it cannot, or does not within `timeout_s`.
+    """Open the store at `rendezvous`, which no other group may have used.
+
+    It is a file of this machine, or `tcp://ADDRESS:PORT`: rank 0 listens on that address only,
+    whereas PyTorch's own socket would listen on all. Errors: `OSError` if this fails or exceeds
+    `timeout_s`.
     """
     if not rendezvous.startswith("tcp://"):
         return dist.FileStore(rendezvous, layout.world_size)
@@ -47,7 +49,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _wait_for(host: str, port: int, timeout_s: float) -> None:
-    """Wait until somebody listens there: PyTorch's client would fill the log with its attempts."""
+    """Wait until rank 0 listens there: PyTorch's client would log each failed attempt."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

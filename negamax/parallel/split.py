@@ -1,8 +1,8 @@
-"""How a model can be split over ranks: all conditions in one place, in integers.
+"""Conditions for splitting a model over ranks, all in one place, in integers.
 
-The engine asks before it starts a process, and `negamax doctor` asks for what would run. In which
-format weights are stored does not matter: where a share of the experts would cut what is stored
-together, ranks get whole units of it and zeros (`layout.share`).
+The engine checks them before it starts a process, and `negamax doctor` searches for valid sizes.
+The weight format does not matter: if a split would cut a quantization group, ranks get whole units
+and zeros as padding (`layout.share`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from negamax.parallel.layout import ParallelLayout, shard
 
 
 def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = None) -> None:
-    """Refuse a layout that cannot hold the model, or that needs more than `gpus` GPUs (None: it
-    needs none). Errors: `ConfigError` with the sizes that work.
+    """Refuse a layout that does not fit the model, or needs more than `gpus` GPUs (None: no limit).
+    Errors: `ConfigError` with valid sizes.
     """
     layout.layers(spec.num_layers)
     _check_slots(layout, spec)
@@ -56,7 +56,9 @@ def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = N
 
 
 def possible_splits(spec: ModelSpec, *, most: int) -> Iterator[ParallelOptions]:
-    """What `check_split` takes, for each number of ranks up to `most`: experts cut, then whole."""
+    """List valid arguments of `check_split` for up to `most` ranks: split experts first, then whole
+    ones.
+    """
     for size in range(1, most + 1):
         for whole in (False, True)[: 1 + (size > 1)]:
             options = ParallelOptions(size, enable_expert_parallel=whole)
@@ -68,7 +70,9 @@ def possible_splits(spec: ModelSpec, *, most: int) -> Iterator[ParallelOptions]:
 
 
 def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
-    """Errors: `ConfigError` unless ranks have equally many slots and none an expert twice."""
+    """Errors: `ConfigError` unless ranks have equally many slots and no expert is twice on
+    a rank.
+    """
     sizes, redundant = spec.expert_sizes(), layout.redundant_experts
     if sizes is None or not redundant:
         return
@@ -84,7 +88,7 @@ def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
 
 
 def _check_cache_ranks(layout: ParallelLayout, spec: ModelSpec) -> None:
-    """Errors: `ConfigError` unless the ranks that share a cache have copies of the same KV head."""
+    """Errors: `ConfigError` unless the ranks that split a cache have copies of the same KV head."""
     if layout.dcp == 1:
         return
     if not spec.supports_dcp:

@@ -1,7 +1,7 @@
-"""Memory of every GPU of a group that all its ranks can write: the regions through which kernels
-exchange rows, and a buffer in which tensors of middling size are summed.
+"""GPU memory that all ranks of a group can write: regions through which kernels exchange rows, and
+a buffer in which tensors of medium size are summed.
 
-Plain peer-to-peer mappings; NVLink multicast is not used.
+It uses plain peer-to-peer mappings, not NVLink multicast.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from negamax.parallel.poll_control import PollControl
 logger = get_logger(__name__)
 
 REDUCE_ROWS = 256  # rows of hidden states summed through peers; more go through NCCL
-# rows of a rank that go to experts and back through peers; more go through NCCL
+# rows per rank that travel to experts and back through peers; more go through NCCL
 DISPATCH_ROWS = 128
-# rows of hidden states that the buffer holds; from there on NCCL is as fast (H200, four GPUs)
+# rows of hidden states in the buffer; for more, NCCL is as fast (H200, four GPUs)
 SHARED_ROWS = 2048
 SHARD_ROWS = 16384  # rows of hidden states that ranks shard through peers; more go through NCCL
 BUFFERS = 2
-# that a kernel waits for another rank: shorter than the engine may stand still, longer than any
-# skew
+# time limit of a kernel's wait for another rank: below the engine's own limit, above any skew
 PEER_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class SharedBuffer:
-    """Sums bf16 tensors up to its own size: every rank sums a slice of all ranks' buffers and
-    writes it to all of them.
+    """Sums bf16 tensors up to its own size: every rank sums one slice of all buffers and writes it
+    to all of them.
     """
 
     memory: Tensor  # [elements] bf16, on every rank of the group
@@ -48,7 +47,7 @@ class SharedBuffer:
     world: int
 
     def fits(self, tensor: Tensor) -> bool:
-        whole_slices = tensor.numel() % (8 * self.world) == 0  # of 16 bytes
+        whole_slices = tensor.numel() % (8 * self.world) == 0  # words of 16 bytes
         return (
             tensor.dtype == self.memory.dtype
             and whole_slices
@@ -56,8 +55,8 @@ class SharedBuffer:
         )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks, in the buffer: valid until the next call. Added up in bf16, as
-        NCCL does.
+        """Return the sum over the ranks, in the buffer: valid until the next call. Added in bf16,
+        like NCCL.
         """
         part = self.memory[: tensor.numel()]
         part.copy_(tensor.reshape(-1))
@@ -75,13 +74,13 @@ def connect(
     control: PollControl,
     token_words: int = 0,
 ) -> tuple[PeerMemory, SharedBuffer] | None:
-    """Regions for rows `hidden_size` wide, the norm statistics of `max_tokens` tokens and
-    `max_rows` sampled tokens; with `token_words`, one for as many words of each row that is on its
-    way to experts.
+    """Allocate regions for rows `hidden_size` wide, the norm statistics of `max_tokens` tokens and
+    `max_rows` sampled tokens; with `token_words`, one for rows of that many words on their way to
+    experts.
 
-    `control`: how kernels wait for words of other ranks. Every rank of `group`, which speaks gloo
-    and NCCL, must call this with the same sizes. None, on all of them alike, where the GPUs cannot
-    reach each other's memory, or are not a power of two in number (kernels take ranks as one tile).
+    `control`: limits kernel waits for other ranks. Every rank of `group`, which has gloo and NCCL,
+    must call this with the same sizes. Returns None on all ranks if the GPUs cannot reach each
+    other's memory or are not a power of two in number (kernels take ranks as one tile).
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world & (world - 1):
@@ -92,9 +91,9 @@ def connect(
         (max_tokens, 2),
         (max_rows, 2 * CANDIDATES),
         *([(reduce_rows, token_words)] if token_words else []),
-    ]  # rows, words
+    ]  # rows and words per row
     sizes = [BUFFERS * rows * world * words for rows, words in shapes]
-    # first, since torch's sums want the buffer at the start of its memory
+    # first, because torch's sums need the buffer at the start of its memory
     shared_words = _aligned(-(-min(SHARED_ROWS, max_tokens) * hidden_size // 4))
     shard_words = _shard_words(max_tokens, hidden_size, world)
     problem = _out_of_reach(group, device)
@@ -105,7 +104,7 @@ def connect(
         if _all_agree(problem is None, group):
 
             def addresses(word: int, *others: int) -> Tensor:
-                """Where `word` lies in each rank's memory; `others` behind them."""
+                """Addresses of `word` in each rank's memory, followed by `others`."""
                 found = [*(base + 8 * word for base in bases), *others]
                 return torch.tensor(found, dtype=torch.int64, device=device)
 
@@ -148,14 +147,12 @@ def connect(
 
 
 def _aligned(words: int) -> int:
-    """`words` of 8 bytes, and as many more as end at a multiple of 256 bytes."""
+    """Round `words` of 8 bytes up to a multiple of 256 bytes."""
     return -(-words // 32) * 32
 
 
 def _shard_words(max_tokens: int, hidden_size: int, world: int) -> tuple[int, int]:
-    """Words of 8 bytes that the two parts of a `ShardRegion` take; none where there are never as
-    many rows.
-    """
+    """Words of 8 bytes in the two parts of a `ShardRegion`; 0 if there are never enough rows."""
     rows = min(max_tokens, SHARD_ROWS)
     if not tiles.shards(rows) or hidden_size % 2:
         return 0, 0
@@ -163,8 +160,8 @@ def _shard_words(max_tokens: int, hidden_size: int, world: int) -> tuple[int, in
 
 
 def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Which GPU of the group this one cannot reach, if any. GPUs that are not visible here show
-    when memory is shared.
+    """Return why some GPU of the group is out of reach; None if all are in reach. For GPUs hidden
+    from this process, sharing memory fails later.
     """
     own = torch.tensor([device.index], dtype=torch.int64)
     indices = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -184,23 +181,24 @@ def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
 def _share(
     num_words: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, list[int], Callable[[], None], str | None]:
-    """`num_words` zeroed words of 8 bytes: this rank's, where every rank's lie for this one, a
-    barrier of the ranks on the current stream, what went wrong."""
+    """Allocate `num_words` zeroed words of 8 bytes. Returns this rank's words, the addresses of
+    every rank's words, a barrier of the ranks on the current stream, and the error.
+    """
     try:
         words = symm_mem.empty(num_words, dtype=torch.int64, device=device)
         words.zero_()
-        torch.cuda.synchronize(device)  # zeroed before any rank passes the meeting below
+        torch.cuda.synchronize(device)  # zeroed before any rank passes the barrier below
         handle = symm_mem.rendezvous(words, group)
     except RuntimeError as error:
         return torch.empty(0), [], lambda: None, str(error).splitlines()[0]
-    # the same everywhere: all ranks allocate alike
+    # equal on all ranks: all allocate in the same order
     within = words.data_ptr() - handle.buffer_ptrs[handle.rank]
     barrier = partial(handle.barrier, timeout_ms=round(1000 * PEER_TIMEOUT_S))
     return words, [pointer + within for pointer in handle.buffer_ptrs], barrier, None
 
 
 def _all_agree(is_fine: bool, group: dist.ProcessGroup) -> bool:
-    """Whether `is_fine` holds on every rank; none returns before all have come."""
+    """Whether `is_fine` holds on every rank; waits for all of them."""
     votes = torch.tensor([is_fine], dtype=torch.int32)
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
     return bool(votes.item())

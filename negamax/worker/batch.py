@@ -1,6 +1,6 @@
-"""Inputs of one forward pass, from a plan and the request state. They are laid out on the host and
-sent to the device in one transfer. There they are placed after the computed tokens, whose number
-only the device may know.
+"""Inputs of one forward pass, from a plan and the request state. The host lays them out and sends
+them in one transfer. The device places them after the computed tokens, whose number only the device
+may have.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class SampleInputs:
 
 
 class StepColumns(NamedTuple):
-    """T tokens of S sequences, on the host. Offsets count from the first token of a slot that is
-    not computed yet.
+    """T tokens of S sequences, on the host. Offsets count from a slot's first token that is not
+    computed yet.
     """
 
     token_slots: Column  # [T]
@@ -79,7 +79,7 @@ class BatchLayout:
 
     @classmethod
     def of_decodes(cls, plan: StepPlan) -> BatchLayout:
-        """Describe a plan whose tokens are all sampled, for a captured step: without bounds."""
+        """Describe a plan whose tokens are all sampled, for a captured step: no upper bounds."""
         columns = StepColumns.of_decodes(plan.slots, plan.num_scheduled)
         rows = np.arange(len(plan.slots)).repeat(plan.num_scheduled)
         offsets = columns.token_offsets + 1
@@ -92,7 +92,7 @@ class BatchLayout:
 
     @property
     def longest_decode(self) -> int:
-        """Tokens of the longest sequence that runs a generated one."""
+        """Tokens of the longest generating sequence."""
         return int(self.seq_len_bounds[: self.num_decodes].max(initial=0))
 
 
@@ -108,7 +108,7 @@ class StepInputs:
 
     @classmethod
     def of(cls, columns: Tensor, places: Tensor, num_tokens: int, num_seqs: int) -> StepInputs:
-        """Split `StepColumns` and the positions and lengths, each stored one after the other."""
+        """Split `StepColumns` and the positions and lengths, which are stored consecutively."""
         parts = [num_tokens, num_seqs]
         size = sum(parts)
         query_starts = columns[2 * size : 2 * size + num_seqs + 1]
@@ -116,8 +116,8 @@ class StepInputs:
 
 
 def is_decode(plan: StepPlan, requests: RequestState) -> bool:
-    """Whether every row runs one generated token and its drafts, and samples: a captured step can
-    replay such a step as a whole.
+    """Whether every row is a decode, with its drafts, and samples: a captured step can replay such
+    a step as a whole.
     """
     return (
         bool(plan.slots)
@@ -137,10 +137,10 @@ def build_batch_layout(
     """Split `plan` into single generated tokens and runs of prompt tokens.
 
     `generated_apart`: generated tokens run one by one as decodes and prompt tokens as prefills,
-    however the scheduler split them into steps. (A preempted sequence runs both again.) Several
-    decodes of one step may belong to one sequence: a layer writes all keys and values before it
-    attends, and each token sees only earlier ones. Without it a resumed sequence is one run of
-    tokens. Without `drafts_apart` so is a row with draft tokens.
+    regardless of how the scheduler groups them into steps. (A preempted sequence runs both again.)
+    Several decodes of one step may belong to one sequence: a layer writes all keys and values
+    before it attends, and each token sees only earlier ones. Without it, a resumed sequence is one
+    run of tokens. Without `drafts_apart`, a row with draft tokens is one run, too.
     """
     decodes: list[tuple[int, int, int]] = []  # slot, first offset, tokens
     prefills: list[tuple[int, int, int]] = []
@@ -199,8 +199,8 @@ def build_batch_layout(
 def metadata_of(
     inputs: StepInputs, requests: RequestState, *, active: Tensor | None = None, **host: Any
 ) -> AttentionMetadata:
-    """Describe the tokens of `inputs` to attention. `active` [1] int32: tokens without padding;
-    `host`: the fields of `AttentionMetadata` that the host knows.
+    """Build the attention metadata of `inputs`. `active` [1] int32: tokens without padding; `host`:
+    the fields of `AttentionMetadata` available on the host.
     """
     return AttentionMetadata(
         positions=inputs.positions,
@@ -217,8 +217,8 @@ def metadata_of(
 def build(
     layout: BatchLayout, requests: RequestState, *, most_tokens: int | None = None
 ) -> tuple[Tensor, AttentionMetadata]:
-    """Gather the tokens and metadata of `layout` from `requests`, which hold the plan's changes
-    already. `most_tokens` as in `AttentionMetadata`.
+    """Gather the tokens and metadata of `layout` from `requests`, which already contain the plan's
+    changes. `most_tokens` as in `AttentionMetadata`.
     """
     columns = layout.columns
     (packed,) = upload([np.concatenate(columns)], requests.tokens.device)
@@ -252,7 +252,7 @@ def build_padding(
 def sample_inputs(
     slots: Sequence[int] | Column, offsets: Sequence[int] | Column, requests: RequestState
 ) -> SampleInputs:
-    """Locate samples: their tokens follow `offsets` tokens after the computed ones of `slots`."""
+    """Locate samples: their tokens come `offsets` tokens after the computed ones of `slots`."""
     columns = np.asarray(slots, dtype=np.int64), np.asarray(offsets, dtype=np.int64)
     slots_device, offsets_device = upload(columns, requests.tokens.device)
     return SampleInputs(

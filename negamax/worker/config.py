@@ -1,5 +1,5 @@
-"""The configuration of one rank, and what the rank reports. Plain data: it reaches rank processes
-as MessagePack.
+"""The configuration of one rank, and its report. Plain data: rank processes receive it as
+MessagePack.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from negamax.parallel.layout import ParallelLayout
 @dataclass(frozen=True)
 class RankAddresses:
     """Where rank processes meet the executor, which may be on another machine, and each other.
-    Sockets are named by ZeroMQ endpoints; those of TCP take who has the key
-    (`worker.node_sockets`).
+    Sockets are ZeroMQ endpoints; TCP ones accept only peers with the key (`worker.node_sockets`).
     """
 
-    plans: tuple[str, ...]  # of each rank, for all that it is told
-    results: tuple[str, ...]  # of each data-parallel rank, for what becomes of its plans
-    rendezvous: str  # a file, or an address of TCP, that all ranks can reach
-    beats: str  # a file on the machine of the ranks, in which they show that they live
-    interface: str | None = None  # of the network between the ranks; None: they are on one machine
+    plans: tuple[str, ...]  # of each rank, for everything that the executor sends
+    results: tuple[str, ...]  # of each data-parallel rank, for the results of its plans
+    rendezvous: str  # a file or TCP address that all ranks can reach
+    beats: str  # a file on the ranks' machine for their heartbeats
+    # network interface between the ranks; None: they are on one machine
+    interface: str | None = None
 
     @staticmethod
     def local(folder: str, layout: ParallelLayout) -> RankAddresses:
@@ -45,7 +45,7 @@ class RankAddresses:
 
 @dataclass(frozen=True)
 class MachineShare:
-    """What each machine has its own of: folders, its network, and CPU threads for each rank."""
+    """Resources of one machine: folders, its network, and CPU threads for each rank."""
 
     folder: str | None
     draft_folder: str | None
@@ -53,12 +53,12 @@ class MachineShare:
     crash_dump_dir: str | None
     num_threads: int
     beats: str  # as in `RankAddresses`
-    interface: str | None  # likewise
+    interface: str | None  # as in `RankAddresses`
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """One rank's share of the engine's configuration. `folder` None means synthetic weights."""
+    """One rank's part of the engine's configuration. `folder` None means synthetic weights."""
 
     spec: ModelSpec
     eos_token_ids: tuple[int, ...]  # of the checkpoint's generation defaults
@@ -78,18 +78,19 @@ class WorkerConfig:
     num_threads: int
     seed: int
     show_progress: bool
-    addresses: RankAddresses | None  # None: there is one rank, and no process for it
+    addresses: RankAddresses | None  # None: a single rank in the executor's process
     index_cache_dtype: str = "auto"  # as kv_cache_dtype; the worker replaces it by torch's name
-    all2all_backend: str = "allgather_reducescatter"  # between data-parallel ranks
+    # all-to-all backend between data-parallel ranks
+    all2all_backend: str = "allgather_reducescatter"
     crash_dump_dir: str | None = None
     weight_cache: str | None = None  # a folder
-    num_replicas: int = 1  # engines like this one on the machine
-    experts: str = FIXED  # or COUNTED, or MOVED, as plans say
+    num_replicas: int = 1  # engines with the same configuration on the machine
+    experts: str = FIXED  # or COUNTED, or MOVED, as plans require
     draft: DraftModel | None = None
     speculation: SpeculationConfig | None = None  # its model is a folder, or a bundled name
 
     def on_machine(self, share: MachineShare, addresses: RankAddresses) -> WorkerConfig:
-        """The same for ranks of a machine that has its own files."""
+        """Return the configuration for ranks of a machine with its own files."""
         draft = self.draft
         if draft is not None:
             draft = replace(draft, folder=share.draft_folder)
@@ -105,12 +106,12 @@ class WorkerConfig:
 
     @property
     def num_cpu_ranks(self) -> int:
-        """Ranks that share the memory of the machine, where they run on the CPU."""
+        """Number of ranks that share the machine's memory on the CPU."""
         return self.layout.world_size * self.num_replicas
 
     @property
     def own_draft(self) -> DraftModel | None:
-        """The draft that this rank runs: those of the last pipeline stage do."""
+        """The draft, on ranks of the last pipeline stage."""
         return self.draft if self.layout.is_last_stage else None
 
     @property
@@ -130,7 +131,9 @@ class WorkerConfig:
 
 
 def decode_config(frame: bytes) -> WorkerConfig:
-    """The configuration in a MessagePack `frame`, with the spec of its model's own family."""
+    """Decode the configuration from a MessagePack `frame`, with its model family's own spec
+    type.
+    """
     config = msgspec.msgpack.decode(frame, type=WorkerConfig)
     fields = msgspec.msgpack.decode(frame)["spec"]
     return replace(
@@ -147,26 +150,26 @@ class WorkerReady:
     device: str  # "cpu", "cuda:0"
     kernels: str  # the kernel table, one line per op
     load_summary: str
-    memory_summary: str = ""  # what weights, cache and graphs took on a GPU
-    num_draft_tokens: int = 0  # that its proposer guesses for each row of a step
+    memory_summary: str = ""  # GPU memory of weights, cache and graphs
+    num_draft_tokens: int = 0  # draft tokens that its proposer can propose per row and step
     # of captured steps: rows, draft tokens of each, seconds
     step_seconds: tuple[tuple[int, int, float], ...] = ()
 
 
-# argument: 1 or 0; while on, steps run without graphs and keep their expert ids
+# argument: 1 or 0; while 1, steps run without graphs and record expert ids
 OBSERVE_ROUTING = "observe_routing"
-# argument: rows of a step at most; result: experts that they have chosen since the last question
+# argument: most rows of a step; result: experts selected since the last command
 DISTINCT_EXPERTS = "distinct_experts"
-# result: [layers, experts] int64, how often each was chosen on all ranks since the start
+# result: [layers, experts] int64, selections of each expert on all ranks since the start
 EXPERT_COUNTS = "expert_counts"
 # argument: rows; result: device time of one captured step, launched back to back
 DECODE_SECONDS = "decode_seconds"
-# result of the second: the kernels in between
+# result of the second: the kernels between the two commands
 START_PROFILE, STOP_PROFILE = "start_profile", "stop_profile"
 
 
 class DebugCommand(msgspec.Struct, frozen=True):
-    """A benchmark's question to the worker between steps; `name` is one of those above."""
+    """A benchmark's command to the worker between steps; `name` is one of those above."""
 
     name: str
     argument: int = 0
@@ -177,15 +180,15 @@ class KernelTime(msgspec.Struct, frozen=True):
 
     name: str
     calls: int
-    microseconds: float  # of all calls together
+    microseconds: float  # sum over all calls
 
 
 class DebugResult(msgspec.Struct, frozen=True):
-    """`number`, `kernels`, `counts` or `experts`, as the question asks; None where this worker
-    cannot tell.
+    """`number`, `kernels`, `counts` or `experts`, as the command asks; None if this worker cannot
+    answer.
     """
 
     number: float | None = None
     kernels: list[KernelTime] | None = None
     counts: bytes | None = None
-    experts: list[list[int]] | None = None  # of each layer of the rank that has any
+    experts: list[list[int]] | None = None  # of each layer of the rank with experts

@@ -1,5 +1,5 @@
-"""Questions of benchmarks to a worker, between steps: how evenly experts were chosen, what a step
-costs without the host, and which kernels take its time.
+"""Commands of benchmarks to a worker, between steps: expert load, device time of a step without the
+host, and time by kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPLAYS = 20
 
 
 class DebugCommands:
-    """What one worker does for them."""
+    """Executes the commands on one worker."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._mixtures, self._experts = mixtures(runner.model.layers), runner.experts
@@ -39,13 +39,11 @@ class DebugCommands:
 
     @property
     def needs_eager(self) -> bool:
-        """Whether steps must run kernel by kernel: captured ones do not know that they are
-        watched.
-        """
+        """Whether steps must run eagerly: captured steps record no expert ids."""
         return self._routing is not None
 
     def run(self, command: DebugCommand) -> DebugResult:
-        """The result of `command`; an empty one where this worker cannot tell."""
+        """Return the result of `command`; empty if this worker cannot answer."""
         if command.name == OBSERVE_ROUTING:
             on = command.argument == 1
             self._routing = None
@@ -61,7 +59,7 @@ class DebugCommands:
         if command.name == DISTINCT_EXPERTS and self._routing is not None:
             chosen = [ids[: command.argument] for ids in self._routing]
             experts = [ids[ids >= 0].unique().tolist() for ids in chosen]
-            for ids in self._routing:  # a step of fewer rows leaves others as they were
+            for ids in self._routing:  # a step of fewer rows leaves the other rows unchanged
                 ids.fill_(-1)
             return DebugResult(experts=experts)
         if command.name == EXPERT_COUNTS and self._experts is not None:

@@ -1,8 +1,7 @@
-"""Device and dtype of a rank, and how host numbers and device results cross between host and
-device.
+"""Device and dtype of a rank, and transfers between host and device.
 
 Nothing here waits for a GPU: uploads leave from pinned memory, results arrive in pinned memory, and
-only `HostTensor.read` waits for what it reads.
+only `HostTensor.read` waits.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ logger = get_logger(__name__)
 
 
 def choose_device(name: str) -> str:
-    """Option `name` as "cpu" or "cuda"; "auto" is cuda where there is a GPU.
+    """Resolve option `name` to "cpu" or "cuda"; "auto" is cuda if there is a GPU.
 
     Errors: `ConfigError` for another name, and for "cuda" without a GPU.
     """
@@ -45,15 +44,15 @@ def choose_device(name: str) -> str:
 
 
 def num_gpus(device: str) -> int | None:
-    """GPUs of the device that `choose_device` has chosen; None on the CPU, which any number of
-    ranks share.
+    """Count the GPUs for a result of `choose_device`; None on the CPU, which any number of ranks
+    share.
     """
     return torch.cuda.device_count() if device == "cuda" else None
 
 
 def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:
-    """The compute dtype: as asked; "auto" is the checkpoint's, or float32 where this CPU has no
-    bfloat16 arithmetic.
+    """Resolve the compute dtype; "auto" is the checkpoint's, or float32 if this CPU lacks bfloat16
+    arithmetic.
     """
     if name == "auto":
         name = spec.dtype
@@ -76,14 +75,14 @@ def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:
 
 
 def kv_dtype(name: str, *, dtype: torch.dtype, device: str) -> torch.dtype:
-    """The cache's dtype for option `name`. Errors: `ConfigError` for FP8 on the CPU, or another
-    float type than the model's.
+    """Resolve the cache dtype for option `name`. Errors: `ConfigError` for FP8 on the CPU, or
+    another float type than the model's.
     """
     return _cache_dtype(name, "--kv-cache-dtype", dtype=dtype, has_fp8=device == "cuda")
 
 
 def index_dtype(name: str, *, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of index keys, likewise; in FP8 they are read on every device."""
+    """Resolve the dtype of index keys in the same way; FP8 is allowed on every device."""
     return _cache_dtype(name, "--index-cache-dtype", dtype=dtype, has_fp8=True)
 
 
@@ -104,8 +103,9 @@ def check_platform(
     cache_dtypes: Collection[torch.dtype],
     rank: int = 0,
 ) -> None:
-    """Refuse a GPU that cannot run the model, before anything is loaded; rank 0 warns of one that
-    was never measured. Errors: `ConfigError`."""
+    """Refuse a GPU that cannot run the model, before anything is loaded. Rank 0 warns of an
+    untested GPU. Errors: `ConfigError`.
+    """
     platform.check(fp8_cache=torch.float8_e4m3fn in cache_dtypes)
     if rank == 0 and not platform.is_measured:
         logger.warning(
@@ -117,8 +117,8 @@ def check_platform(
 def upload(
     columns: Sequence[NDArray[np.int64]], device: torch.device, *, out: Tensor | None = None
 ) -> list[Tensor]:
-    """Each column as an int64 tensor on `device`, at the front of `out` where given; all of them
-    travel in one transfer.
+    """Send all columns to `device` in one transfer, each as an int64 tensor; at the front of `out`
+    if given.
     """
     if device.type == "cpu" and out is None:  # they are there
         return [torch.from_numpy(np.ascontiguousarray(column)) for column in columns]
@@ -133,13 +133,13 @@ def upload(
 
 
 def upload_floats(values: Sequence[float], device: torch.device) -> Tensor:
-    """`values` as fp32 on `device`."""
+    """Send `values` to `device` as fp32."""
     column = torch.tensor(values, dtype=torch.float32)
     return column if device.type == "cpu" else column.pin_memory().to(device, non_blocking=True)
 
 
 def indices(members: Sequence[int] | NDArray[np.int64], device: torch.device) -> Tensor:
-    """`members` as an int64 index on `device`."""
+    """Send `members` to `device` as an int64 index."""
     return upload((np.array(members, dtype=np.int64),), device)[0]
 
 
@@ -147,17 +147,17 @@ class Graph(Protocol):
     """A captured run of kernels."""
 
     def replay(self) -> None:
-        """Run them again, on what their inputs hold by then."""
+        """Run the kernels again on the current contents of their inputs."""
 
 
 class GraphPool(Protocol):
-    """Captures runs of kernels, in memory that they share."""
+    """Captures runs of kernels, which share memory."""
 
     def capture(self, step: Callable[[], None]) -> Graph:
-        """Run `step` once, which compiles and allocates what a capture may not, then capture it."""
+        """Run `step` once to compile and allocate, which a capture must not do, then capture it."""
 
     def num_bytes(self) -> int:
-        """Memory that the graphs captured so far hold."""
+        """Memory of the graphs captured so far, in bytes."""
 
 
 class CudaGraphPool:
@@ -170,7 +170,7 @@ class CudaGraphPool:
         step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's watchdog, go on calling CUDA while this one captures.
+        # Other threads, such as NCCL's watchdog, keep calling CUDA during a capture.
         with torch.cuda.graph(
             graph,
             pool=self._handle,
@@ -186,8 +186,9 @@ class CudaGraphPool:
 
 
 def pool_bytes(pool: tuple[int, int]) -> int:
-    """GPU memory that the graphs captured in `pool` hold. What the allocator has reserved in all is
-    no measure: a capture begins by giving unused memory back."""
+    """Return the GPU memory of the graphs captured in `pool`. The allocator's total is no measure:
+    a capture first frees unused memory.
+    """
     segments = torch.cuda.memory_snapshot()
     return sum(
         segment["total_size"]
@@ -198,19 +199,20 @@ def pool_bytes(pool: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How steps run on a kind of device."""
+    """How steps run on one kind of device."""
 
-    # A launch returns before its step has run: a step that fails is lost as a whole, and steps are
-    # timed by events. Else one that fails is repeated row by row.
+    # Whether a launch returns before its step has run. If so, a failed step is lost as a whole, and
+    # events time the steps. Otherwise a failed step is repeated row by row.
     is_asynchronous: bool
-    graph_pool: Callable[[], GraphPool] | None  # captures steps of common sizes; None: none are
-    # The bits of a token do not depend on the step it runs in: generated tokens run as decodes,
-    # whatever the scheduler makes of them.
+    # captures steps of common sizes; None: no captured steps
+    graph_pool: Callable[[], GraphPool] | None
+    # Whether a token's bits must not depend on its step: generated tokens then always run as
+    # decodes.
     is_batch_invariant: bool
-    samples_on_shards: bool  # rows are chosen where their logits lie, if they can be
+    samples_on_shards: bool  # whether rows are sampled from their logits shards, if possible
 
     def record_event(self) -> torch.cuda.Event | None:
-        """The present moment on the device's own time line; None: it has none."""
+        """Record the current point on the device's timeline; None if it has none."""
         if not self.is_asynchronous:
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -218,8 +220,8 @@ class Runtime:
         return event
 
     def seconds_of(self, run: Callable[[], None], *, repeats: int) -> float | None:
-        """What `run` takes of the device's time: the mean of `repeats` calls, one after the other,
-        behind one that does not count. None: the device has no time line of its own.
+        """Measure the device time of `run`: the mean of `repeats` consecutive calls after one
+        warmup call. None if the device has no timeline.
         """
         run()
         began = self.record_event()
@@ -233,7 +235,7 @@ class Runtime:
         return milliseconds / 1e3 / repeats
 
     def release_memory(self) -> None:
-        """Give back what tensors that are gone have held."""
+        """Free the cached memory of deleted tensors."""
         if self.is_asynchronous:
             gc.collect()
             torch.cuda.empty_cache()
@@ -253,7 +255,7 @@ _RUNTIMES = {
 
 
 def runtime_of(device: torch.device) -> Runtime:
-    """How steps run on `device`."""
+    """Return the runtime of `device`."""
     return _RUNTIMES[device.type]
 
 

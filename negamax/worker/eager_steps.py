@@ -1,9 +1,9 @@
 """Compiles the kernels of eager steps before the first request.
 
-A specialization is compiled at its first launch, which takes up to a second on all ranks, while all
-requests wait. It depends on the numbers of tokens, decodes and sampled rows of a step. Captured
-steps have launched theirs. That leaves the proposer after captured layers, batches with long
-decodes, and rows that need all logits.
+A specialization is compiled at its first launch. That takes up to a second on all ranks, while all
+requests wait. The specialization depends on the numbers of tokens, decodes and sampled rows of a
+step. Captured steps have launched theirs. The rest is the proposer after captured layers, batches
+with long decodes, and rows that need all logits.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _LONG = 16_384
 
 @torch.inference_mode()
 def compile_eager_steps(runner: ModelRunner) -> None:
-    """Compile what steps of every shape launch, by the first layers alone; none of it runs. Their
-    tokens are in the padding row.
+    """Compile the kernels of steps of every shape, using the first layers only, without running
+    them. Their tokens are in the padding row.
     """
     model, config, requests = runner.model, runner.config, runner.requests
     layers = warmup_layers(model.layers, config.kv_caches)
@@ -62,7 +62,7 @@ def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int]]:
     """Yield the decodes and prompt tokens of each step, and the tokens before them."""
     most = config.max_num_batched_tokens
     num_drafts = config.speculation.num_speculative_tokens if config.speculation else 0
-    # drafts are decodes of their own
+    # each draft is a decode
     most_rows = min(config.max_num_seqs * (1 + num_drafts), most)
     powers = {1 << power for power in range(most.bit_length())}
     rows = sorted({*(power for power in powers if power < most_rows), most_rows})

@@ -1,13 +1,14 @@
 """Proposes draft tokens by an EAGLE3 draft model (`models/eagle3`), which keeps its own caches in
 the blocks of the target model.
 
-The first pass runs over every token of the step, from the target's residual streams and the token
-that follows. So its caches hold what the target's hold, also for prompt chunks and tokens of the
-prefix cache. Entries of rejected drafts are written again. Each further pass runs one token per
+The first pass runs over every token of the step, from the target's residual streams and the
+following token. So its caches cover the same tokens as the target's, also for prompt chunks and
+prefix-cache hits. Entries of rejected drafts are overwritten. Each further pass runs one token per
 row, from the hidden state of the pass before.
 
-A draft's keys of a position depend on the token that follows. So the last keys of a block that two
-sequences share belong to the sequence that filled it. This may cost acceptance, never correctness.
+A draft's keys of a position depend on the following token. So the last keys of a block that two
+sequences share belong to the sequence that filled it. This may lower acceptance, but never changes
+the output.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from negamax.worker.request_state import FILTERS, RequestState
 
 
 class Eagle3Proposer(Proposer):
-    """Proposes the draft's most likely tokens. With "probabilistic" and a temperature, it proposes
-    what a GPU's sampler would draw from the draft's logits with the target's noise.
+    """Proposes the draft's most likely tokens. With "probabilistic" and a temperature, it instead
+    samples the draft's logits with the target's noise, as on a GPU.
     """
 
     def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
@@ -120,7 +121,7 @@ class Eagle3Proposer(Proposer):
             return drafts
         hidden, recurrent = model.forward(combined, following, states.metadata, kv)
         hidden, recurrent = hidden[ends], recurrent[ends]
-        # Writes past the context length are clamped: nobody reads them.
+        # Writes past the context length are clamped and never read.
         last = requests.tokens.shape[1] - 2
         for place in range(num_tokens):
             picked = self._guess(hidden, slots, lengths, requests, place=place)
@@ -161,7 +162,7 @@ class Eagle3Proposer(Proposer):
         """Describe one token of each of `slots`, at `positions`, [R] int64 both; seq_lens [R]
         int32.
         """
-        # only a GPU knows them
+        # only a GPU has them
         host = tuple(seq_lens.tolist()) if slots.device.type == "cpu" else ()
         return AttentionMetadata(
             positions=positions,

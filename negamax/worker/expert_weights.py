@@ -1,9 +1,9 @@
-"""The experts of one rank: how often each was chosen, and their moves from slot to slot, within the
-rank and between ranks, as plans ask for them.
+"""The experts of one rank: selection counts, and the moves between slots and ranks that plans
+request.
 
-Everything is enqueued between two steps, in the order of the plans, which is the same on all ranks.
-So a step launched before a move finds the old weights under the old map, and a step launched after
-it the new weights under the new one. A move needs no memory but two buffers.
+All ranks enqueue moves between two steps, in the order of the plans. So a step launched before a
+move uses the old weights and map, and a step launched after it the new ones. A move needs two
+buffers and no other memory.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from negamax.scheduler.step import ExpertMove, ExpertStep
 from negamax.worker.config import WorkerConfig
 from negamax.worker.device import HostTensor
 
-_ALIGNMENT = 256  # bytes, of the tensors of an expert in a buffer
+_ALIGNMENT = 256  # alignment in bytes of an expert's tensors in a buffer
 
 
 class ExpertRecorder:
-    """Counts the choices of each expert."""
+    """Counts the selections of each expert."""
 
     def __init__(self, model: Decoder, context: ParallelContext, device: torch.device) -> None:
-        """Counts from now on. To be made before any step is captured."""
+        """Start counting. Create this before any step is captured."""
         layout, num_layers = context.layout, model.spec.num_layers
         sizes = model.spec.expert_sizes()
         assert sizes is not None, "a model without experts"
@@ -54,37 +54,35 @@ class ExpertRecorder:
                 counts=self._counts[number, : 1 + max(moe.table)],
             )
             moe.use_map(self._maps[number])
-        # tensor-parallel ranks count the same tokens: the first of each group is asked
+        # tensor-parallel ranks count the same tokens: use the first rank of each group
         counting = [rank for rank in range(layout.world_size) if layout.of_rank(rank).tp_rank == 0]
         self._counting_ranks = torch.tensor(counting, device=device)
-        self._gather()  # connections are made now, not under load
+        self._gather()  # open connections now, not under load
 
     def reset(self) -> None:
-        """Count anew: what ran before the first request was nobody's."""
+        """Reset the counts: warmup steps do not count."""
         self._counts.zero_()
 
     def counts(self) -> HostTensor:
-        """[layers, experts] int64 of all ranks, each of which must call this."""
+        """Return counts [layers, experts] int64 of all ranks, each of which must call this."""
         everyone = self._gather()[self._counting_ranks]
         return HostTensor(everyone.sum(0)[:, : self._num_experts].contiguous())
 
     def apply(self, step: ExpertStep) -> HostTensor | None:
-        """Carry out what a plan says of experts, before its step; the counts, where it asks for
-        them.
-        """
+        """Apply a plan's expert changes before its step; return the counts if it asks for them."""
         assert not step.moves, "experts are recorded, not moved"
         return self.counts() if step.wants_counts else None
 
     def _gather(self) -> Tensor:
-        """What each rank has counted."""
+        """Counts of each rank."""
         return self._world.all_gather(self._counts.unsqueeze(0), dim=0)
 
 
 class MovableExperts(ExpertRecorder):
-    """Counts the choices of each expert, and moves experts between slots."""
+    """Counts the selections of each expert, and moves experts between slots."""
 
     def __init__(self, model: Decoder, context: ParallelContext, device: torch.device) -> None:
-        """Takes all memory that moves need, and opens the connections between the ranks."""
+        """Allocate all memory for moves, and open the connections between the ranks."""
         super().__init__(model, context, device)
         self._version = 0
         self._group, self._view = context.expert_group, context.layout.experts
@@ -96,7 +94,7 @@ class MovableExperts(ExpertRecorder):
         self._open()
 
     def apply(self, step: ExpertStep) -> HostTensor | None:
-        """Errors: `EngineDeadError` where a plan is missing, or a rank."""
+        """Errors: `EngineDeadError` if a plan or a rank is missing."""
         counts = self.counts() if step.wants_counts else None
         if not step.moves:
             return counts
@@ -108,7 +106,7 @@ class MovableExperts(ExpertRecorder):
         self._version = step.version
         layers = dict.fromkeys(move.layer for move in step.moves)
         for layer in layers:
-            if layer in self._mixtures:  # else it is on another stage
+            if layer in self._mixtures:  # otherwise the layer is on another stage
                 self._move(layer, [move for move in step.moves if move.layer == layer])
         return counts
 
@@ -143,13 +141,13 @@ class MovableExperts(ExpertRecorder):
         self._maps[layer].update(table)
 
     def _peer(self, ep_rank: int) -> int:
-        """The rank of the group that holds the slots of `ep_rank`, for this rank's part of each
+        """Return the rank of the group with the slots of `ep_rank` and this rank's slice of each
         expert.
         """
         return ep_rank * self._view.tp + self._view.tp_rank
 
     def _open(self) -> None:
-        """Exchange something with every rank, so that no connection is made under load."""
+        """Exchange a message with every rank, so that no connection is opened under load."""
         token = torch.zeros(1, dtype=torch.uint8, device=self._sent.device)
         size, own = self._view.ep, self._view.ep_rank
         for distance in range(1, size):
@@ -162,7 +160,7 @@ class MovableExperts(ExpertRecorder):
 def load_recorder(
     config: WorkerConfig, model: Decoder, context: ParallelContext, device: torch.device
 ) -> ExpertRecorder | None:
-    """The one that `config` asks for; None: nothing is counted."""
+    """Create the recorder that `config` asks for; None: nothing is counted."""
     if config.experts == FIXED or config.spec.expert_sizes() is None:
         return None
     kind = MovableExperts if config.experts == MOVED else ExpertRecorder
@@ -170,7 +168,7 @@ def load_recorder(
 
 
 class _ExpertLayout:
-    """Where each tensor of an expert lies in a buffer."""
+    """Places of an expert's tensors in a buffer."""
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._parts: list[tuple[int, int, torch.dtype, torch.Size]] = []  # first and last byte
@@ -181,7 +179,7 @@ class _ExpertLayout:
             self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The expert's tensors, as views of `buffer`."""
+        """Return the expert's tensors as views of `buffer`."""
         return [
             buffer[begin:end].view(dtype).view(shape) for begin, end, dtype, shape in self._parts
         ]

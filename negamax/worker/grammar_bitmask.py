@@ -1,4 +1,4 @@
-"""Rows that may not sample every token: their grammar bitmasks on the device, applied to logits."""
+"""Grammar bitmasks on the device, applied to the logits of constrained rows."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from negamax.worker.request_state import RequestState
 
 WaitForBitmask = Callable[[], GrammarBitmask]
 
-TILE = 32  # rows unpacked at a time, which bounds the memory
+TILE = 32  # rows unpacked at a time, to bound the memory
 
 
 @dataclass(frozen=True)
 class RowBitmasks:
-    """The masks of some of a step's sampled rows. M rows."""
+    """Masks of M of a step's sampled rows."""
 
-    members: list[int]  # [M] which of the sampled rows
+    members: list[int]  # [M] indices of sampled rows
     packed: Tensor  # [M, ceil(V / 8)] uint8: bit i of byte j allows token 8 j + i
 
     def of(self, rows: Sequence[int], *, renumber: bool = False) -> RowBitmasks | None:
-        """The masks of those among `rows`, if any; with `renumber` their members are places in
+        """Select the masks of `rows`, if any; with `renumber`, members become indices into
         `rows`.
         """
         place = {row: i for i, row in enumerate(rows)}
@@ -41,8 +41,8 @@ class RowBitmasks:
         )
 
     def apply(self, logits: Tensor, *, first_id: int) -> None:
-        """Set what the masks forbid to minus infinity, in place. logits [R, V of this rank] fp32,
-        from token `first_id` on.
+        """Set forbidden logits to minus infinity, in place. logits [R, V of this rank] fp32, from
+        token `first_id` on.
         """
         num_ids = logits.shape[1]
         shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
@@ -60,27 +60,28 @@ class RowBitmasks:
 
 
 class PendingBitmask:
-    """The bitmask of a plan, which comes after it: the first who asks waits for it."""
+    """The bitmask of a plan, which arrives after it. The first access waits for it."""
 
     def __init__(
         self,
         by_row: Callable[[], Mapping[int, Sequence[bytes | None]]],
         postponed: Callable[[], Sequence[int]] = list,
     ) -> None:
-        """`by_row` gives the masks by row of the plan, one for each sample that may count."""
+        """`by_row`: masks by row of the plan, one for each sample that may be kept."""
         self._by_row, self._postponed = by_row, postponed
 
     @property
     def postponed(self) -> Sequence[int]:
-        """The rows of the plan whose mask is late."""
+        """Rows of the plan whose mask is late."""
         return self._postponed()
 
     @classmethod
     def of_plan(
         cls, plan: StepPlan, wait: WaitForBitmask, *, vocab_size: int, requests: RequestState
     ) -> PendingBitmask:
-        """The one that `wait` brings; a plan without grammar rows waits for none. A row whose mask
-        is not one of this vocabulary fails."""
+        """Return the bitmask from `wait`; plans without grammar rows do not wait. A row with a mask
+        of another vocabulary fails.
+        """
         bitmask = cache(wait)
 
         def by_row() -> dict[int, list[bytes | None]]:
@@ -102,8 +103,8 @@ class PendingBitmask:
         return cls(cache(by_row), lambda: bitmask().postponed)
 
     def of(self, sampled_rows: Sequence[int], *, device: torch.device) -> RowBitmasks | None:
-        """The masks of samples of the plan's rows `sampled_rows`, several of one row in their
-        order, on their way to the device; None: none of them has one.
+        """Send the masks of samples to the device. `sampled_rows`: rows of the plan, one entry per
+        sample in order. None if no sample has a mask.
         """
         left = {row: iter(masks) for row, masks in self._by_row().items()}
         of_samples = [next(left[row], None) if row in left else None for row in sampled_rows]
@@ -119,8 +120,8 @@ class PendingBitmask:
         )
 
     def drop_drafts(self, drafts: Tensor, plan: StepPlan) -> bool:
-        """Take those that no mask belongs to out of the draft tokens of the rows that `plan`
-        samples, [rows, K] int64, in place; whether there are any.
+        """Remove forbidden draft tokens of the rows that `plan` samples, [rows, K] int64, in place.
+        Returns whether there are any.
         """
         limits = {row: len(masks) - 1 for row, masks in self._by_row().items()}
         limits |= dict.fromkeys(self.postponed, 0)
@@ -134,7 +135,7 @@ class PendingBitmask:
         return True
 
     def single(self, row: int) -> PendingBitmask:
-        """The bitmasks of a plan with this row alone."""
+        """Return the bitmasks of a plan with this row alone."""
 
         def by_row() -> dict[int, Sequence[bytes | None]]:
             masks = self._by_row().get(row)

@@ -168,7 +168,7 @@ class StepGraphs:
         )
 
     def find(self, num_tokens: int, num_seqs: int) -> StepShape | None:
-        """Return the smallest captured shape for a batch of this size; None: it is too large."""
+        """Return the smallest captured shape for a batch of this size; None if it is too large."""
         shapes = self.shapes[TOKENS]
         found = bisect_left(shapes, num_tokens, key=lambda shape: shape.num_tokens)
         fits = found < len(shapes) and shapes[found].num_seqs >= num_seqs
@@ -226,7 +226,7 @@ class StepGraphs:
         )
 
     def draw(self, shape: StepShape) -> None:
-        """Resample rows with a small top_k. With a proposer the step has done so itself."""
+        """Resample rows with a small top_k. With a proposer, the replay itself has done so."""
         if self._proposer is None:
             self._graphs[shape][1].replay()
 

@@ -1,4 +1,4 @@
-"""The heartbeat thread of a rank process. It also ends waits for ranks that do not answer."""
+"""The heartbeat thread of a rank process. It also aborts waits for ranks that do not answer."""
 
 from __future__ import annotations
 

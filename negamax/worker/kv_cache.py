@@ -1,6 +1,4 @@
-"""The KV caches of one rank: how many blocks fit beside weights and workspaces, and the tensors
-that hold them.
-"""
+"""The KV caches of one rank: their number of blocks, and their tensors."""
 
 from __future__ import annotations
 
@@ -28,18 +26,18 @@ from negamax.worker.config import WorkerConfig
 logger = get_logger(__name__)
 
 GIB = 2**30
-# Of the memory that is free once the weights are loaded, the share a CPU rank takes for its cache
-# unless told otherwise.
+# A CPU rank's default share for its cache, of the memory that is free after loading the weights.
 CPU_CACHE_SHARE = 0.25
-# Beside the measured peak of a full step, what CUDA graphs and the driver take on a GPU.
+# GPU memory for CUDA graphs and the driver, in addition to the measured peak of a full step.
 GRAPH_RESERVE = GIB
-# Of the layers' caches within one allocation: what a kernel may rely on.
+# Alignment of layers' caches within one allocation, which kernels may rely on.
 ALIGNMENT = 512
 
 
 def check_scales(skipped: Iterable[str], *, dtype: torch.dtype) -> None:
-    """Errors: `ConfigError` where the scales of a checkpoint, of which some are `skipped` for these
-    reasons, are for another cache than one in `dtype`.
+    """Refuse an FP8 cache if the checkpoint's KV scales are for int8. Errors: `ConfigError`.
+
+    `skipped`: reasons for which tensors of the checkpoint are not loaded.
     """
     if dtype == torch.float8_e4m3fn and INT8_CACHE in skipped:
         raise ConfigError(
@@ -59,11 +57,11 @@ def allocate(
     device: torch.device,
     shared: bool = False,
 ) -> list[KvCaches]:
-    """The caches of every layer, zeroed, in `dtype` where they name none: on each of `ranks`
-    [num_blocks, heads, block_size, width], or of sharded caches as many blocks as a rank has.
+    """Allocate zeroed caches of every layer, in `dtype` unless they specify one.
 
-    Equal caches of several layers are one allocation, a layer behind the other; or, `shared`, one
-    cache for all of them.
+    Each is [num_blocks, heads, block_size, width] on each of `ranks`; a sharded cache has only the
+    rank's blocks. Equal caches of several layers are one allocation, one layer after the other;
+    with `shared`, all layers use one cache.
     """
     kinds = Counter(cache for layer in caches for cache in layer)
     pools: dict[KvCacheSpec, Iterator[Tensor]] = {}
@@ -79,7 +77,7 @@ def allocate(
 def _zeros(
     layers: int, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """`layers` tensors of `shape`, zeroed, in one allocation."""
+    """Allocate `layers` zeroed tensors of `shape` together."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     stride = -(-num_bytes // ALIGNMENT) * ALIGNMENT
     if device.type == "cpu":
@@ -90,10 +88,10 @@ def _zeros(
 
 
 def _zeros_on_large_pages(num_bytes: int) -> Tensor:
-    """Zeroed bytes in memory of their own, on 2 MiB pages where the system grants them.
+    """Allocate zeroed bytes, on 2 MiB pages if the system grants them.
 
-    Attention gathers blocks of a few KiB from all over the pool: on 4 KiB pages nearly every block
-    is a miss of the address cache. Untouched pages take no memory.
+    Attention gathers blocks of a few KiB from the whole pool: with 4 KiB pages, nearly every block
+    is a TLB miss. Untouched pages take no memory.
     """
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -104,9 +102,10 @@ def _zeros_on_large_pages(num_bytes: int) -> Tensor:
 def choose_blocks(
     config: WorkerConfig, *, dtype: torch.dtype, workspace: int, device: torch.device
 ) -> int:
-    """How many blocks this rank can hold: as the user says, or from the memory that is left.
+    """Return how many blocks this rank can hold: the user's number, or from the memory that is
+    left.
 
-    `dtype` of the caches that name none; `workspace` bytes are what a step on a GPU takes.
+    `dtype`: of caches that specify none; `workspace`: bytes of a step on a GPU.
     """
     if config.num_kv_blocks:
         return config.num_kv_blocks
@@ -114,7 +113,7 @@ def choose_blocks(
         budget = config.kv_cache_memory
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        # Graphs keep a workspace of their own beside that of steps run kernel by kernel.
+        # Graphs keep a workspace in addition to that of eager steps.
         budget = (
             int(total * config.gpu_memory_utilization)
             - (total - free)
@@ -135,8 +134,8 @@ def choose_blocks(
 
 
 def draft_buffers(config: WorkerConfig) -> int:
-    """Bytes that captured steps keep for drafts: logits of the rows that verify them, and the
-    residual streams that a draft model reads.
+    """Bytes that captured steps keep for drafts: logits of verifying rows, and residual streams for
+    a draft model.
     """
     speculation, spec = config.speculation, config.spec
     if speculation is None or not config.cudagraph_size:
@@ -148,8 +147,8 @@ def draft_buffers(config: WorkerConfig) -> int:
 
 
 def stage_buffers(config: WorkerConfig) -> int:
-    """Bytes of residual streams that wait to be sent to the next pipeline stage, or to be run, and
-    of those for a draft model beside them.
+    """Bytes of residual streams that wait to be sent or run, and of their streams for a draft
+    model.
     """
     if config.layout.pp == 1:
         return 0
@@ -160,10 +159,10 @@ def stage_buffers(config: WorkerConfig) -> int:
 def choose_num_blocks(
     *, block_bytes: int, block_size: int, max_model_len: int, max_num_seqs: int, budget: int
 ) -> int:
-    """How many blocks of `block_bytes` to allocate: what all sequences could use at most, bounded
-    by `budget` bytes.
+    """Return how many blocks of `block_bytes` to allocate: the most that all sequences could use,
+    within `budget` bytes.
 
-    Errors: `ResourceError` where not even one sequence of `max_model_len` tokens fits.
+    Errors: `ResourceError` if one sequence of `max_model_len` tokens does not fit.
     """
     blocks_per_sequence = -(-max_model_len // block_size)
     affordable = max(0, budget) // max(1, block_bytes)
@@ -181,7 +180,7 @@ def choose_num_blocks(
 
 
 def bytes_of_blocks(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> int:
-    """Bytes of `num_blocks` on this rank; `dtype` of the caches that name none."""
+    """Bytes of `num_blocks` on this rank; `dtype`: of caches that specify none."""
     return num_blocks * block_bytes(
         config.kv_caches,
         config.block_size,
@@ -191,7 +190,7 @@ def bytes_of_blocks(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype
 
 
 def describe(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> str:
-    """The cache's size and dtypes, for people."""
+    """Describe the cache's size and dtypes for the log."""
     size = bytes_of_blocks(num_blocks, config, dtype=dtype) / GIB
     per_token = bytes_of_blocks(1, config, dtype=dtype) // config.block_size
     index = {cache.dtype for layer in config.kv_caches for cache in layer if cache.is_index}
@@ -204,8 +203,8 @@ def describe(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> st
 
 
 def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:
-    """Refuse more rows, or longer ones, than the free memory holds: tokens and block table of each,
-    for all ranks of a CPU.
+    """Refuse a number or length of rows that exceeds the free memory: tokens and block table of
+    each, for all ranks of a CPU.
     """
     item = 8 if device.type == "cpu" else 4
     per_row = slot_bytes(config.max_model_len, config.block_size, item=item)
@@ -232,8 +231,8 @@ def check_weights_fit(
     device: torch.device,
     layout: ParallelLayout,
 ) -> None:
-    """Refuse a model whose weights, with those of its draft, exceed the free memory: of each rank's
-    GPU, or of this machine for all CPU ranks. Rank 0 says what padding costs.
+    """Refuse a model whose weights, with its draft, exceed the free memory: of each rank's GPU, or
+    of this machine for all CPU ranks. Rank 0 logs the cost of padding.
     """
     on_gpu, num_ranks, kept = device.type == "cuda", layout.world_size, kernels.reads_stored
     padding = expert_padding(spec, kept=kept, layout=layout)

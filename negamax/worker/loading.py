@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 def plan_loading(
     config: WorkerConfig, *, kernels: KernelTable, cache_dtype: torch.dtype
 ) -> LoadPlan | None:
-    """How the checkpoint's files fill the model; None: there are none."""
+    """Plan how the checkpoint's files fill the model; None without files."""
     if config.folder is None:
         return None
     slots = build_empty_slots(config.spec, config.layout, dtype=kernels.dtype, kernels=kernels)
@@ -41,11 +41,11 @@ def plan_loading(
 def load_model(
     model: Decoder, config: WorkerConfig, plan: LoadPlan | None, *, device: torch.device
 ) -> str:
-    """Fill the model's weights by `plan` (None: synthetic ones) and pack them; one line that says
-    what was loaded.
+    """Fill the model's weights by `plan` (None: synthetic ones) and pack them. Returns a line for
+    the log.
 
-    With one thread: each tensor is small, and a team of threads that waits for a busy core at each
-    took 2 to 4 s for the 22 MiB of nano on two busy cores, where one thread takes 0.2 s.
+    Uses one thread, because the tensors are small: with several threads on two busy cores, barriers
+    took 2 to 4 s for the 22 MiB of nano, and one thread takes 0.2 s.
     """
     torch.set_num_threads(1)
     shown = config.show_progress and config.layout.rank == 0
@@ -77,13 +77,13 @@ def load_model(
 def _fill(slots: Mapping[str, WeightSlot], plan: LoadPlan, config: WorkerConfig) -> str:
     with _progress("loading weights", config, unit=format_bytes) as progress:
         summary = fill(slots, plan, progress=progress).summary()
-    if config.layout.rank:  # the first rank's is told by the engine
+    if config.layout.rank:  # the engine reports the first rank's progress
         logger.info("rank %d: %s", config.layout.rank, summary)
     return summary
 
 
 def _progress(what: str, config: WorkerConfig, unit: Callable[[int], str] = str) -> Progress:
-    """The progress of work that every rank does."""
+    """Show the progress of work that every rank does."""
     rank = config.layout.rank if config.layout.world_size > 1 else None
     return Progress(what, unit=unit, enabled=config.show_progress, rank=rank)
 

@@ -1,4 +1,4 @@
-"""Logit edits: the sampler stage that changes the logits of single rows before a token is chosen.
+"""Logit edits: the sampler stage that changes the logits of single rows before a token is sampled.
 
 To add a sampling parameter that changes logits, add a field to `SamplingParams`, write a
 `LogitEdit` and append it to `EDITS`. Nothing else in the worker or the engine reads it.
@@ -31,7 +31,7 @@ ApplyEdit = Callable[[Tensor, EditedRow], None]  # changes logits [V] fp32 in pl
 
 
 class LogitEdit(Protocol):
-    """Serves one or several sampling parameters."""
+    """Implements one or several sampling parameters."""
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
         """Whether the edit changes anything. It must depend on the arguments alone: ranks exchange
@@ -41,7 +41,7 @@ class LogitEdit(Protocol):
     def prepare(
         self, params: SamplingParams, eos_token_ids: Collection[int], device: torch.device
     ) -> ApplyEdit:
-        """Return the edit of a row that has these parameters. Called once per row."""
+        """Return the edit of a row with these parameters. Called once per row."""
 
 
 class Penalties:
@@ -111,13 +111,15 @@ class AllowedTokens:
 
 
 class MinTokens:
-    """`min_tokens`: blocks the tokens that end a sequence. A mask knows of `min_tokens` itself."""
+    """`min_tokens`: forbids tokens that end a sequence. A grammar mask enforces `min_tokens`
+    itself.
+    """
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
         if not params.min_tokens:
             return False
         blocked, allowed = {*eos_token_ids, *params.stop_token_ids}, params.allowed_token_ids
-        # something must be sampled
+        # at least one token must stay allowed
         return bool(blocked) and (allowed is None or not blocked.issuperset(allowed))
 
     def prepare(

@@ -1,11 +1,10 @@
 """Prompt lookup (method `ngram`): finds the last tokens of a sequence earlier in it, and proposes
 the tokens that followed them there.
 
-The longest match wins; among matches of one length the earliest, as in vLLM. Only the last
-`SEARCHED_TOKENS` are searched, and on a CPU no more than the longest sequence of the step has. So
-the work is the same for every sequence, and a long one does not slow the others. A hash table of
-n-grams would search all tokens, but would have to take in those of the prefix cache, which no step
-runs.
+The longest match wins, then the earliest, as in vLLM. Only the last `SEARCHED_TOKENS` are searched,
+and on a CPU no more than the longest sequence of the step has. So the cost per sequence is
+constant, and a long one does not slow the others. A hash table of n-grams would search all tokens,
+but would also need the tokens of the prefix cache, which no step runs.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SEARCHED_TOKENS = 32768
 
 
 class NgramProposer(Proposer):
-    """A proposer without a model. It reads tokens alone, which all ranks have."""
+    """A proposer without a model. It reads only tokens, which all ranks have."""
 
     has_gaps = True
 
@@ -44,7 +43,7 @@ class NgramProposer(Proposer):
         if not num_tokens:
             return lengths.new_empty(len(lengths), 0)
         lengths = lengths.clamp_max(tokens.shape[1])  # any value in a padding row
-        if tokens.device.type == "cpu":  # only a GPU knows them
+        if tokens.device.type == "cpu":  # only a GPU has them
             width = min(width, max([1, *lengths.tolist()]))
         begins = (lengths - width).clamp_min(0)
         # [R, width] of the tokens before lengths; in shorter sequences also tokens after these

@@ -1,4 +1,4 @@
-"""What a step needs beside weights and cache: measured by running the largest prefill step once."""
+"""Memory of a step besides weights and cache, measured by running the largest prefill step once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    # as wide as those of requests, for which kernels are compiled
+    # as wide as real block tables, for which kernels are compiled
     tables = requests.block_tables.new_zeros(len(counts), requests.block_tables.shape[1])
     tables[:, :blocks_each] = torch.arange(tables.shape[0] * blocks_each, device=device).view(
         -1, blocks_each
@@ -66,9 +66,9 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
         if model.is_last_stage:
             model.local_logits(hidden[:most])
         if proposer is not None and capture and model.is_last_stage:
-            # (the first layers alone leave fewer streams)
+            # the first layers alone leave fewer streams
             residuals += [hidden] * (len(capture) - len(residuals))
-            # in slots that there are: there may be more sequences
+            # in existing slots: there may be more sequences than slots
             at = replace(metadata, token_slots=metadata.token_slots % most)
             ends = metadata.query_starts[1:].long()[:most] - 1
             proposer.use_caches(kv[len(model.layers) :])
@@ -88,4 +88,4 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
     logger.info(
         "a step of %d tokens takes %.2f GiB beside weights and cache", num_tokens, peak / 2**30
     )
-    return peak + peak // 8  # the allocator's fragments
+    return peak + peak // 8  # fragmentation of the allocator

@@ -12,15 +12,15 @@ from negamax.worker.batch import BatchLayout
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import LogprobEntries
 
-# Logits of every prompt token are needed; of this many positions at a time they bound the memory.
+# Positions whose logits are computed at a time, to bound the memory.
 TILE = 256
 
 
 def score_prompts(
     model: Decoder, plan: StepPlan, hidden: Tensor, *, layout: BatchLayout, requests: RequestState
 ) -> dict[int, list[LogprobEntries]]:
-    """For each row that asked: entries of the prompt tokens that this step's tokens predict, by
-    row index, in tiles. hidden [T, hidden].
+    """Return by row index, for rows that asked, the entries of prompt tokens that this step's
+    tokens predict. Computed in tiles. hidden [T, hidden].
     """
     if not requests.prompt_logprob_slots:
         return {}
@@ -37,7 +37,7 @@ def score_prompts(
                     requests.tokens[slot, start + 1 : start + 1 + predicted].long(),
                     num_top=state.sampling.prompt_logprobs or 0,
                 )
-            except EngineDeadError:  # another rank is gone, which is no fault of the row
+            except EngineDeadError:  # another rank is gone, which is not the row's error
                 raise
             except Exception as error:
                 requests.fail(slot, error)

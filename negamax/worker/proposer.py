@@ -1,4 +1,4 @@
-"""The interface of everything that proposes draft tokens, and the choice among them."""
+"""The interface of all proposers of draft tokens, and the selection of one."""
 
 from __future__ import annotations
 
@@ -64,16 +64,15 @@ class Proposer(Protocol):
         requests: RequestState,
         num_tokens: int,
     ) -> Tensor:
-        """Propose what follows the first lengths[i] tokens of slots[i].
+        """Propose draft tokens to follow the first lengths[i] tokens of slots[i].
 
         All of these tokens are known and all but the last have run; the last that has run is token
-        ends[i] of `states`. Runs after every step, with the rows that it samples, also where there
-        are none or `num_tokens` is 0, so that its own caches get every token. `states` is valid
-        until it returns. It must not wait for the device, so that it can be captured; then the host
-        does not know the lengths (`AttentionMetadata.is_captured`).
-        slots, lengths, ends [R] int64 -> [R, num_tokens] int64, -1 from the first missing token on.
-        A row of padding has slot `requests.padding_slot`. After the blocks of a slot, its table
-        refers to the padding block.
+        ends[i] of `states`. Runs after every step with its sampled rows, even without rows or with
+        `num_tokens` 0, so that the proposer's caches receive every token. `states` is valid until
+        it returns. It must not wait for the device, so that it can be captured; in a capture the
+        host has no lengths (`AttentionMetadata.is_captured`). slots, lengths, ends [R] int64 -> [R,
+        num_tokens] int64, -1 from the first missing token on. A padding row has slot
+        `requests.padding_slot`. After a slot's own blocks, its table refers to the padding block.
         """
         raise NotImplementedError
 
@@ -81,7 +80,7 @@ class Proposer(Protocol):
 def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | None:
     """Create the proposer that `config` asks for; None: no speculative decoding.
 
-    Errors: `CheckpointError` for files that are not those of a draft.
+    Errors: `CheckpointError` for files that are not a draft.
     """
     speculation = config.speculation
     if speculation is None:
@@ -103,5 +102,5 @@ def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | N
         return None
     if speculation.synthetic_acceptance_rates is not None:
         proposer.acceptance = SyntheticAcceptance(speculation.synthetic_acceptance_rates)
-        proposer.has_gaps = False  # a missing token may be accepted, too
+        proposer.has_gaps = False  # even a missing token may be accepted
     return proposer

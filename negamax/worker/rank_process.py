@@ -1,12 +1,13 @@
 """One rank as a process: `python -m negamax.worker.rank_process ENDPOINT RANK`.
 
-Frames from the executor's socket at ENDPOINT: a WorkerConfig, which names all other addresses, then
-StepPlans (each with its GrammarBitmask behind it, where it has grammar rows) and DebugCommands, all
-behind one byte that tells which, and an empty frame to stop; back come a WorkerReady or a
-RankFailed, then one DebugResult per command. The socket of the results carries one StepResult per
-plan, from the first of the ranks that run it: a thread of its own waits for the device, so that the
-next plan is launched meanwhile. Another thread writes the time into the rank's row of the file of
-beats (`worker.heartbeat`).
+The executor's socket at ENDPOINT first sends a WorkerConfig, which contains all other addresses.
+Then it sends StepPlans (each with grammar rows is followed by its GrammarBitmask) and
+DebugCommands; an empty frame stops the rank. The first byte of these frames is their type. The rank
+answers with a WorkerReady or a RankFailed, then with one DebugResult per command.
+
+The first rank of those that run a plan sends its StepResult to the results socket. A separate
+thread waits for the device, so that the next plan is launched meanwhile. Another thread writes
+heartbeats to the rank's row of the heartbeat file (`worker.heartbeat`).
 """
 
 from __future__ import annotations
@@ -45,13 +46,12 @@ logger = get_logger(__name__)
 
 Socket = zmq.Socket[bytes]
 
-RESULT, ROW_FAILURES = b"r", b"f"  # first byte of a frame of the results
+RESULT, ROW_FAILURES = b"r", b"f"  # first byte of a frame of results
 PLAN, BITMASK, DEBUG_COMMAND = b"s", b"m", b"p"  # first byte of a frame
-IDLE_MILLISECONDS = 100  # without a plan
+IDLE_MILLISECONDS = 100  # no plan follows
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-# Ranks exchange through plain peer memory; NVLink multicast, which the libraries would set up by
-# themselves, is not used. The executor watches the ranks, so PyTorch's own watch of them, which
-# calls an orderly end an alarm, is off.
+# Ranks use plain peer memory, so the libraries' NVLink multicast is off. The executor watches the
+# ranks, so PyTorch's watchdog is off: it reports an orderly end as an error.
 ENVIRONMENT = (
     ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
     ("NCCL_NVLS_ENABLE", "0"),
@@ -72,17 +72,17 @@ RankReport = RankReady | RankFailed
 
 
 class _Stopped(BaseException):
-    """Told to stop in the middle of a step."""
+    """A stop was requested in the middle of a step."""
 
 
 def main(endpoint: str, rank: int) -> int:
-    """Serve the executor at `endpoint` until it says stop; the exit code of the process."""
+    """Serve the executor at `endpoint` until it requests a stop; return the exit code."""
     exit_with_parent()
     log.setup_as_parent()
     with (
         zmq.Context() as context,
         context.socket(zmq.PAIR) as socket,
-        context.socket(zmq.PUSH) as row_failures,  # of ranks that send no results
+        context.socket(zmq.PUSH) as row_failures,  # for ranks that send no results
     ):
         socket.linger = row_failures.linger = 1000
         connect(socket, endpoint)
@@ -97,7 +97,7 @@ def main(endpoint: str, rank: int) -> int:
         part = f"rank-{rank}"
         dumps = CrashDumps(config.crash_dump_dir, part=part, options=dataclasses.asdict(config))
         try:
-            # torch: seconds of import, after the connection stands
+            # importing torch takes seconds, so connect first
             with large_imports():
                 from negamax.worker.worker import Worker
 
@@ -105,11 +105,10 @@ def main(endpoint: str, rank: int) -> int:
             heartbeat.watch(worker.poll_control)
         except NegamaxError as error:
             socket.send(msgspec.msgpack.encode(RankFailed(str(error), error.exit_code)))
-            # the executor ends all ranks; one that went before would be an error to the others
+            # the executor ends all ranks: one that exits earlier looks like a failure to the others
             socket.recv()
             return error.exit_code
-        # what the start left behind lives as long as the process: later collections need not visit
-        # it
+        # objects of the start live as long as the process: later collections skip them
         gc.freeze()
         socket.send(msgspec.msgpack.encode(RankReady(worker.ready)))
         sender = None
@@ -126,34 +125,35 @@ def main(endpoint: str, rank: int) -> int:
             last = [crash_details.of_plan(steps.last_plan)] if steps.last_plan else []
             dumps.write("the rank failed", details=lambda: {"last_plans": last}, error=error)
             raise
-        finally:  # a rank that fails must end, and not wait for its own thread
+        finally:  # a rank that fails must exit without waiting for its own thread
             if sender is not None:
                 sender.finish()
         if heartbeat.is_aborted:
-            exit_now(1)  # the groups are not left in order: a rank is missing
+            exit_now(1)  # the groups cannot be closed in order: a rank is missing
         worker.close()
     return 0
 
 
 def _set_environment(interface: str | None) -> None:
-    """Set variables of the libraries. `interface`: to the other machines; None: there are none."""
-    # What gloo and NCCL listen on takes messages without a key: nobody beyond the machines of the
-    # ranks may reach it.
+    """Set the libraries' environment variables. `interface`: network between machines; None: one
+    machine.
+    """
+    # gloo and NCCL accept messages without a key, so they listen only on the network of the ranks.
     env.set_default("GLOO_SOCKET_IFNAME", interface or LOOPBACK)
     env.set_default("NCCL_SOCKET_IFNAME", f"={interface or LOOPBACK}")
-    if interface is not None:  # its store warns of addresses that have no name
+    if interface is not None:  # its store logs warnings for addresses without a name
         env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name, value in ENVIRONMENT:
         env.set_default(name, value)
 
 
 class _StepServer:
-    """Runs what the executor sends, in order."""
+    """Executes the executor's messages, in order."""
 
     def __init__(
         self, worker: Worker, socket: Socket, row_failures: Socket, sender: _ResultSender | None
     ) -> None:
-        """A rank without a `sender` sends its row failures alone."""
+        """Without a `sender`, the rank sends only its row failures."""
         self.last_plan: StepPlan | None = None
         self._worker, self._socket = worker, socket
         self._row_failures, self._sender = row_failures, sender
@@ -195,7 +195,7 @@ class _StepServer:
 
 
 class _ResultSender:
-    """A thread that waits for one outcome after another and sends what came of it."""
+    """Thread that waits for step outputs in order and sends their results."""
 
     def __init__(
         self,
@@ -211,12 +211,12 @@ class _ResultSender:
         self._thread.start()
 
     def put(self, outcome: StepOutput | StepResult) -> None:
-        """Send the outcome after those before it."""
+        """Send the output after those before it."""
         self._outcomes.put(outcome)
 
     def finish(self) -> None:
-        """Wait until all are sent, unless waits were given up: what another rank was to send may
-        never come.
+        """Wait until all are sent, unless waits were aborted: another rank's data may never
+        arrive.
         """
         self._outcomes.put(None)
         while self._thread.is_alive() and not self._heartbeat.is_aborted:

@@ -3,11 +3,11 @@ slot.
 
 The worker is the single writer. A slot holds the known tokens, the number of computed ones, the
 block table and the sampling state. The device writes sampled tokens here, so the next step can run
-before the host has seen them. The last slot is for padding.
+before the host has read them. The last slot is for padding.
 
-Only the device knows how many tokens are computed, since it decides which draft tokens are
+Only the device has the exact number of computed tokens, because it decides which draft tokens are
 accepted. The host keeps an upper bound for sizes: it counts drafts as accepted until the results of
-their step are here, and is exact if none are under way.
+their step arrive, and is exact if none are in flight.
 
 An exception while one row is prepared, sampled or described is kept in `failures`, and the row
 stays in the batch as a no-op. So the steps of all ranks keep the same shape, and the request ends
@@ -146,7 +146,7 @@ class RequestState:
                 self._unverified[slot] -= num_drafts
 
     def are_bounds_exact(self, slots: Sequence[int]) -> bool:
-        """Whether the host knows the number of computed tokens of `slots`."""
+        """Whether the host has the exact number of computed tokens of `slots`."""
         return not self._unverified[slots].any()
 
     def restore_lengths(self) -> None:
@@ -222,8 +222,8 @@ class RequestState:
             self._fill_sampling(row)
 
     def _classify(self, slot: int, params: SamplingParams) -> None:
-        """Record what the row asks for. It depends on the plan alone, because ranks exchange logits
-        by it.
+        """Record the row's sampling needs. It depends on the plan alone, because ranks exchange
+        logits by it.
         """
         assert params.temperature is not None and params.top_k is not None
         edited = any(edit.applies(params, self._eos_token_ids) for edit in logit_edits.EDITS)

@@ -1,5 +1,5 @@
-"""Everything that one rank keeps between steps: device, model, caches, request state, captured
-steps. Built once, before the first step.
+"""Long-lived state of one rank: device, model, caches, request state and captured steps. Built
+once, before the first step.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ModelRunner:
                 if self.proposer.acceptance is not None:
                     load_summary += self.proposer.acceptance.load(device)
             load_summary += describe_kv_scales(self.model.layers, cache_dtype)
-            self.runtime.release_memory()  # that only loading needed
+            self.runtime.release_memory()  # needed only for loading
             self.requests = RequestState(
                 config.max_num_seqs,
                 config.max_model_len,
@@ -124,7 +124,7 @@ class ModelRunner:
         num_blocks = self.context.world_min(affordable)
         self.caches = kv_cache.allocate(
             config.kv_caches,
-            num_blocks + 1,  # the padding block, which the scheduler does not know of
+            num_blocks + 1,  # the padding block, which the scheduler does not count
             block_size=config.block_size,
             dtype=dtype,
             ranks=config.layout.attention.size,
@@ -136,8 +136,8 @@ class ModelRunner:
         return num_blocks
 
     def _capture_graphs(self) -> tuple[StepGraphs | None, str]:
-        """Compile the kernels of eager steps and capture the common ones, with a line on what the
-        graphs take; None where the device captures nothing.
+        """Compile the kernels of eager steps and capture the common ones; None if the device
+        captures nothing. Also returns a log line on the graphs' memory.
         """
         config, pool_of = self.config, self.runtime.graph_pool
         if pool_of is None:
@@ -188,7 +188,7 @@ def take_device(config: WorkerConfig) -> torch.device:
 def open_context(
     config: WorkerConfig, device: torch.device, num_draft_tokens: int
 ) -> ParallelContext:
-    """Open the groups that this rank is in; waits for the other ranks."""
+    """Open the groups of this rank; waits for the other ranks."""
     if config.layout.world_size == 1:
         return ParallelContext.single()
     assert config.addresses is not None, "several ranks need a rendezvous"
@@ -208,7 +208,7 @@ def open_context(
 
 
 def draft_lengths(runner: ModelRunner) -> tuple[int, ...]:
-    """The numbers of draft tokens, other than none, whose steps are captured."""
+    """The nonzero numbers of draft tokens with captured steps."""
     if runner.proposer is None:
         return ()
     speculation = runner.config.speculation

@@ -1,6 +1,7 @@
-"""From logits to one token per sampled row, with what the row's parameters ask for. Rare features
-touch only the rows that use them, and nothing waits for the device: what the host wants to know is
-on its way when these functions return.
+"""Samples one token per row from its logits and parameters.
+
+Rare features touch only the rows that use them. Nothing waits for the device: copies to the host
+are in flight when these functions return.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from negamax.worker.grammar_bitmask import RowBitmasks
 from negamax.worker.logit_edits import EditedRow
 from negamax.worker.request_state import FILTERS, RequestState
 
-BROKEN = -1  # instead of a token: the row's logits were not finite numbers
+BROKEN = -1  # in place of a token: the row's logits are not finite
 
 
 class LogprobEntries:
-    """Log-probabilities of N chosen tokens with up to `max(num_top)` alternatives each, on their
+    """Log-probabilities of N sampled tokens with up to `max(num_top)` alternatives each, on their
     way to the host.
     """
 
@@ -41,7 +42,7 @@ class LogprobEntries:
         self._columns = [HostTensor(column) for column in (token_ids, *described)]
 
     def read(self) -> list[TokenLogprobs]:
-        """One entry per row."""
+        """Return one entry per row."""
         columns = [column.read().tolist() for column in self._columns]
         return [
             TokenLogprobs(
@@ -53,13 +54,13 @@ class LogprobEntries:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The outcome for R rows."""
+    """The result for R rows."""
 
-    token_ids: Tensor  # [R] int64, BROKEN where a row has no finite logits
+    token_ids: Tensor  # [R] int64, BROKEN for a row without finite logits
     # indices of the rows that asked for log-probabilities
     logprob_rows: list[int] = field(default_factory=list)
     logprobs: LogprobEntries | None = None  # of those rows
-    is_captured: bool = False  # a captured step has sampled and stored them
+    is_captured: bool = False  # whether a captured step has sampled and stored them
 
 
 class Sampler:
@@ -95,8 +96,8 @@ class Sampler:
         picked: Tensor | None = None,
         masks: RowBitmasks | None = None,
     ) -> Sampled:
-        """Choose a token for every sampled row. `logits` [R, V of this rank] fp32 may be changed in
-        place; `picked` [R], where a captured step has chosen on the shards already.
+        """Sample a token for every row. `logits` [R, V of this rank] fp32 may be changed in place;
+        `picked` [R]: tokens already sampled by a captured step.
         """
         members = list(range(len(inputs.slots)))
         if self._on_shards:
@@ -109,8 +110,8 @@ class Sampler:
         return self._choose_gathered(logits, inputs, members, picked=picked, masks=masks)
 
     def launch_all(self, logits: Tensor, inputs: SampleInputs) -> None:
-        """Launch what choosing from `logits` may launch, on the shards and from whole rows, which
-        are those of padding.
+        """Launch all kernels that sampling from `logits` may launch, on the shards and on whole
+        rows. The rows are padding.
         """
         options = self._shard_options(inputs)
         picked = self._kernels[PICK].run(logits, **options)
@@ -118,7 +119,7 @@ class Sampler:
         self._choose(self._group.all_gather(logits, dim=-1), inputs)
 
     def _shard_options(self, inputs: SampleInputs) -> dict[str, Any]:
-        """What the rows are chosen by on the shards."""
+        """Parameters for sampling the rows on the shards."""
         drawn_by = self._requests.drawn_by(inputs.slots_device, inputs.positions_device)
         return {"first_id": self._first_id, "group": self._group, **drawn_by}
 
@@ -151,7 +152,7 @@ class Sampler:
         picked: Tensor | None,
         masks: RowBitmasks | None,
     ) -> Sampled:
-        """The rows `members` from their whole logits, the others as `picked`."""
+        """Sample the rows `members` from their whole logits; the others keep `picked`."""
         device, requests, part, index = logits.device, self._requests, inputs, None
         if len(members) < len(inputs.slots):
             index = indices(members, device)
@@ -177,9 +178,9 @@ class Sampler:
         return Sampled(token_ids, asked, entries)
 
     def _choose(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
-        """Choose the token of each row from whole logits, on a GPU the one chosen on shards."""
+        """Sample each row from whole logits, on a GPU with the same result as from shards."""
         requests, kernels = self._requests, self._kernels
-        if self._on_shards:  # rows without filters draw by noise
+        if self._on_shards:  # rows without filters are sampled by noise
             drawn_by = requests.drawn_by(inputs.slots_device, inputs.positions_device)
             token_ids: Tensor = kernels[PICK].run(logits, first_id=0, **drawn_by)
             drawing = requests.filtered_slots
@@ -195,11 +196,11 @@ class Sampler:
     def _draws(
         self, logits: Tensor, inputs: SampleInputs, members: list[int]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Draw for `members` of the rows: which, and their tokens. Rows with a small top_k draw
-        from a fixed number of candidates, the others sort all.
+        """Sample `members` of the rows with filters; return the rows and their tokens. Rows with a
+        small top_k use a fixed number of candidates; the others sort all logits.
 
-        Each group's arithmetic has a shape that does not depend on the rows of the other group, so
-        that the same seed gives the same token in any company.
+        The shapes of each group's arithmetic do not depend on the other group's rows, so the same
+        seed gives the same token in any batch.
         """
         requests, vocab_size = self._requests, logits.shape[1]
         top_k = {i: requests.state(inputs.slots[i]).sampling.top_k or 0 for i in members}
@@ -220,7 +221,7 @@ class Sampler:
 def _edit_rows(
     logits: Tensor, inputs: SampleInputs, *, requests: RequestState, masks: RowBitmasks | None
 ) -> None:
-    """Apply the edits of each row to its logits [R, V], in place, then the masks."""
+    """Apply each row's edits to its logits [R, V], in place, then the masks."""
     for i, slot in enumerate(inputs.slots):
         if slot in requests.special_slots:
             try:
@@ -247,8 +248,8 @@ def _edit(
     requests: RequestState,
     is_masked: bool,
 ) -> None:
-    """Edit `logits` [V] of one row in place. `position` [] int64 of the new token, at most `bound`,
-    which the host knows.
+    """Edit `logits` [V] of one row in place. `position` [] int64 of the new token; `bound`: its
+    upper bound on the host.
     """
     state = requests.state(slot)
     outputs = requests.tokens[slot, state.prompt_len : bound].long()

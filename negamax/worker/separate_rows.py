@@ -1,4 +1,4 @@
-"""A step whose rows run one by one, so that only rows that fail by themselves are lost."""
+"""A step whose rows run one by one, so that only rows with an error of their own are lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RunStep = Callable[[StepPlan, PendingBitmask], StepOutput]
 
 
 def run_rows_separately(plan: StepPlan, bitmask: PendingBitmask, run: RunStep) -> StepResult:
-    """`plan` a row at a time."""
+    """Split `plan` into plans of one row."""
     results = [_run_row(plan, row, bitmask, run) for row in range(len(plan.slots))]
     firsts = list(accumulate((len(result.token_ids) for result in results), initial=0))
     return StepResult(
@@ -39,7 +39,7 @@ def run_rows_separately(plan: StepPlan, bitmask: PendingBitmask, run: RunStep) -
 
 
 def _run_row(plan: StepPlan, row: int, bitmask: PendingBitmask, run: RunStep) -> StepResult:
-    """The step of one row."""
+    """Run one row; an exception of the model becomes its error."""
     try:
         return run(_single_row(plan, row), bitmask.single(row)).result()
     except EngineDeadError:
@@ -51,7 +51,7 @@ def _run_row(plan: StepPlan, row: int, bitmask: PendingBitmask, run: RunStep) ->
 
 
 def _by_row(results: list[dict[int, Value]]) -> dict[int, Value]:
-    """What single rows have to say, each of its row 0."""
+    """Collect the entries of one-row results (row 0 in each) by row of the plan."""
     return {row: result[0] for row, result in enumerate(results) if 0 in result}
 
 

@@ -1,13 +1,13 @@
-"""What a rank exchanges with other pipeline stages in a step.
+"""Communication of a rank with other pipeline stages in a step.
 
 The residual stream goes from stage to stage, with the streams of earlier layers that a draft model
 reads. The sampled tokens go from the last stage to the first. With speculative decoding they go to
 all stages, with the number of accepted drafts, which sets where a row continues, and with the next
 drafts.
 
-A stage does not wait for the results of a step before it runs the next one, but before it runs a
-step with the same rows (decision 41). If a slot belongs to another sequence by then, the results
-for the earlier one are dropped.
+A stage waits for the results of a step only before it runs a later step with the same rows
+(decision 41). If a slot belongs to another sequence by then, the results for the earlier one are
+dropped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from negamax.worker.verify import SampledRows, Verification
 
 @dataclass
 class _Expected:
-    """Results of a step that are under way to this stage. S samples of R rows."""
+    """Results of a step that this stage is receiving. S samples of R rows."""
 
     plan: StepPlan
     slots: list[int]  # [S]

@@ -59,7 +59,7 @@ class Executed:
 
     began: torch.cuda.Event | None
     hidden: Tensor  # [T or more, hidden], padding last
-    states: TokenStates | None  # what is left for a proposer to read
+    states: TokenStates | None  # input of a proposer
 
 
 class StepRunner:
@@ -68,7 +68,7 @@ class StepRunner:
     """
 
     def __init__(self, runner: ModelRunner, *, needs_eager: Callable[[], bool]) -> None:
-        """`needs_eager`: whether captured steps must not run now."""
+        """`needs_eager`: whether captured steps must not run at the moment."""
         self._model, self._caches, self._graphs = runner.model, runner.caches, runner.graphs
         self._requests, self._stage, self._sampler = runner.requests, runner.stage, runner.sampler
         self._runtime, self._device = runner.runtime, runner.device
@@ -80,7 +80,7 @@ class StepRunner:
         self._ended: torch.cuda.Event | None = None  # of the step before
 
     def run(self, plan: StepPlan, bitmask: PendingBitmask) -> StepOutput:
-        """Launch the step of `plan`, whose new rows the request state holds already."""
+        """Launch the step of `plan`, whose new rows are already in the request state."""
         requests = self._requests
         batch = self._prepare(plan)
         executed = self._execute(batch)
@@ -140,7 +140,7 @@ class StepRunner:
         has_drafts = any(plan.num_draft_tokens)
         if has_drafts:
             requests.place_drafts(plan)
-        # The kernel that computes a token must not depend on its step, where the bits would.
+        # If bits must not depend on the step, the same kernel must compute a token in any step.
         apart = self._runtime.is_batch_invariant
         layout = build_batch_layout(plan, requests, generated_apart=apart)
         longest = size.longest_decode if size else layout.longest_decode
@@ -155,8 +155,8 @@ class StepRunner:
         return Batch(plan, layout)
 
     def _execute(self, batch: Batch) -> Executed:
-        """Launch the layers, between the residual streams that enter from the previous pipeline
-        stage and leave for the next. A plan without rows launches padding, and exchanges none.
+        """Launch the layers. Between pipeline stages, receive the incoming residual streams and
+        send the outgoing ones. A plan without rows launches padding and exchanges none.
         """
         plan, layout, requests, stage = batch.plan, batch.layout, self._requests, self._stage
         is_padding = not plan.slots
@@ -204,8 +204,8 @@ class StepRunner:
 
     def _sample(self, batch: Batch, hidden: Tensor, bitmask: PendingBitmask) -> Sampled | None:
         """Sample the rows that ask for it, and write the tokens into their slots. A replay has
-        sampled already: only rows that need all logits are sampled again, and all where some have
-        masks, which graphs do not read.
+        sampled already: only rows that need all logits are sampled again. If some rows have masks,
+        all are, because graphs do not read masks.
         """
         layout, requests, slots = batch.layout, self._requests, batch.plan.slots
         num_samples = len(layout.sample_rows)

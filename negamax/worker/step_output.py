@@ -1,5 +1,5 @@
-"""Results of a launched step, which may still be on their way to the host, and how they become a
-`StepResult`.
+"""Results of a launched step, which may still be on their way to the host, and their conversion to
+a `StepResult`.
 """
 
 from __future__ import annotations
@@ -19,41 +19,39 @@ _NOT_FINITE = "the model produced logits that are not finite numbers"
 
 @dataclass(frozen=True)
 class StepTimes:
-    """When a step began and ended on the GPU, and when the one before it ended."""
+    """Events at the step's begin and end on the GPU, and at the end of the previous step."""
 
     began: torch.cuda.Event
     ended: torch.cuda.Event
     previous: torch.cuda.Event | None
 
     def seconds(self) -> tuple[float, float]:
-        """(busy, idle before it); an idle spell before a step that nobody had asked for yet counts
-        too.
-        """
-        self.ended.synchronize()  # host-sync: without samples there is no other end
+        """Return (busy, idle before it). Idle time without any request counts, too."""
+        self.ended.synchronize()  # host-sync: without samples no other event marks the end
         idle = 0.0 if self.previous is None else max(0.0, self.previous.elapsed_time(self.began))
         return self.began.elapsed_time(self.ended) / 1e3, idle / 1e3
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """One step, launched. `result` may be called from another thread than the one that launches."""
+    """One launched step. Another thread than the launching one may call `result`."""
 
     step_id: int
-    # of each sample, the row of the plan: several of a row that verifies draft tokens
+    # for each sample, its row of the plan; rows with draft tokens have several samples
     sampled_rows: list[int]
-    token_ids: HostTensor | None = None  # [R] int64; None: none was sampled
+    token_ids: HostTensor | None = None  # [R] int64; None: nothing is sampled
     sampled: Sampled | None = None
     prompt_logprobs: dict[int, list[LogprobEntries]] = field(default_factory=dict)
     times: StepTimes | None = None
-    # by row of the plan: what failed before the model ran, or after
+    # by row of the plan: failures before the model ran, or after
     failures: dict[int, str] = field(default_factory=dict)
     verification: Verification | None = None  # None: the plan has no draft tokens
     grammar_rows: list[int] = field(default_factory=list)  # of the plan, if it proposes any tokens
-    proposed: HostTensor | None = None  # [grammar rows, tokens] int64, behind each of them
+    proposed: HostTensor | None = None  # [grammar rows, tokens] int64, proposed after each of them
     expert_counts: HostTensor | None = None  # as `StepResult.expert_counts`
 
     def result(self) -> StepResult:
-        """Wait for the numbers and put them together."""
+        """Wait for the tensors and build the result."""
         token_ids: list[int] = [] if self.token_ids is None else self.token_ids.read().tolist()
         rows, logprobs, num_accepted, num_guessed = self.sampled_rows, {}, {}, {}
         if self.sampled is not None and self.sampled.logprobs is not None:
@@ -98,12 +96,12 @@ class StepOutput:
 def with_expert_counts(
     output: StepOutput | StepResult, counts: HostTensor
 ) -> StepOutput | StepResult:
-    """`output` with the `counts` [layers, experts] int64 of a plan that asks for them."""
+    """Add the `counts` [layers, experts] int64, for a plan that asks for them, to `output`."""
     if isinstance(output, StepResult):
         return msgspec.structs.replace(output, expert_counts=expert_bytes(counts))
     return replace(output, expert_counts=counts)
 
 
 def expert_bytes(counts: HostTensor) -> bytes:
-    """`counts` as `StepResult` has them, once they are there."""
+    """Wait for `counts` and convert them for `StepResult`."""
     return counts.read().numpy().tobytes()

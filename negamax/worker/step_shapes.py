@@ -1,19 +1,18 @@
-"""The shapes of captured steps: which sizes are worth a CUDA graph."""
+"""The shapes of captured steps: sizes that are worth a CUDA graph."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# In a step of any mix one program per KV head attends with a generated token, whatever its length:
-# slower than decoding from here on.
+# In a mixed batch, one program per KV head attends for a generated token, whatever the context
+# length: slower than a decode from this length on.
 LONGEST_DECODE = 8192  # tokens
 
 ROWS, DRAFTS, TOKENS = "rows", "drafts", "tokens"
-# (first, last, step) of the sizes worth a graph; the last of each kind goes on to the largest.
-# Decodes: each up to 16, then in steps that leave at most an eighth of a step to padding.
-# Rows with drafts, for each number of drafts: fewer; experts do nothing for padding.
-# Others: in steps that leave at most a fifth of it.
+# (first, last, step) of the sizes worth a graph; the last of each kind continues to the largest.
+# Decodes: each up to 16, then with at most an eighth of padding. Rows with drafts, for each number
+# of drafts: fewer sizes, because experts skip padding. Others: with at most a fifth of padding.
 _SIZES = {
     ROWS: ((1, 16, 1), (20, 64, 4), (72, 128, 8), (144, 256, 16), (288, None, 32)),
     DRAFTS: ((1, 2, 1), (4, 8, 4), (16, 64, 16), (96, 128, 32), (192, None, 64)),
@@ -22,21 +21,21 @@ _SIZES = {
 
 
 class StepShape(NamedTuple):
-    """What a captured step has room for."""
+    """Capacity of a captured step."""
 
     num_tokens: int
     num_seqs: int
     max_query_len: int  # tokens of one sequence
-    is_sampled: bool  # the graph samples behind every token; else the layers alone are captured
+    is_sampled: bool  # the graph samples after every token; otherwise only the layers are captured
 
     @classmethod
     def of_decodes(cls, num_rows: int, num_drafts: int) -> StepShape:
-        """The shape of so many rows with up to so many draft tokens each."""
+        """Return the shape of decodes with up to `num_drafts` draft tokens each."""
         return cls(num_rows * (num_drafts + 1), num_rows, num_drafts + 1, is_sampled=True)
 
     @classmethod
     def of_mix(cls, num_tokens: int, num_seqs: int) -> StepShape:
-        """The shape of so many tokens of any sequences."""
+        """Return the shape of a batch of any kind."""
         return cls(num_tokens, num_seqs, num_tokens, is_sampled=False)
 
     @property
@@ -46,7 +45,7 @@ class StepShape(NamedTuple):
 
 
 def capture_sizes(kind: str, largest: int) -> list[int]:
-    """The sizes of `kind` worth a graph, up to `largest`."""
+    """List the sizes of `kind` worth a graph, up to `largest`."""
     sizes = {
         size
         for first, last, step in _SIZES[kind]
@@ -59,8 +58,10 @@ def capture_sizes(kind: str, largest: int) -> list[int]:
 def capture_shapes(
     *, max_rows: int, max_tokens: int, max_num_seqs: int, draft_lengths: Sequence[int] = ()
 ) -> dict[str, list[StepShape]]:
-    """By kind, the shapes of steps of up to `max_rows` decodes, with as many draft tokens each as
-    one of `draft_lengths`, and of `max_tokens` tokens of up to `max_num_seqs` sequences.
+    """List the captured shapes by kind.
+
+    Decodes: up to `max_rows`, with each number of draft tokens in `draft_lengths`. Others: up to
+    `max_tokens` tokens of up to `max_num_seqs` sequences.
     """
     most_rows = {length: min(max_rows, max_tokens // (length + 1)) for length in draft_lengths}
     return {
@@ -71,7 +72,7 @@ def capture_shapes(
             if most
             for size in capture_sizes(DRAFTS, most)
         ],
-        # (a step of one token is a decode)
+        # a step of one token is a decode
         TOKENS: [
             StepShape.of_mix(size, max_num_seqs)
             for size in capture_sizes(TOKENS, max(2, max_tokens))

@@ -1,8 +1,8 @@
-"""What captured steps take, by rows and draft tokens, before the first request: from these times
-the engine chooses how many tokens to guess (scheduler/draft_length.py).
+"""Measures captured steps by rows and draft tokens, before the first request. The engine uses these
+times to choose the draft length (scheduler/draft_length.py).
 
-Rows begin with random tokens, so that they meet as many experts as rows of requests do, and have no
-context: that of requests slows all steps with as many rows down alike, which is found out later.
+Rows begin with random tokens, so that they use as many experts as real requests, and have no
+context. Contexts slow all steps of similar size alike; the engine corrects for this later.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ REPEATS = 3  # after one that is not timed
 def measure_steps(
     graphs: StepGraphs | None, requests: RequestState, runtime: Runtime, config: WorkerConfig
 ) -> tuple[StepSeconds, ...]:
-    """Replay steps without draft tokens and with each number of them; empty where none is captured
-    or chosen, and on a device without a clock. No slot may be in use, and none is afterwards; all
-    ranks must measure together.
+    """Measure steps without draft tokens and with each number of them.
+
+    The result is empty without captured steps, adaptive drafts or a device clock. No slot may be in
+    use; all ranks must measure together.
     """
     speculation, width = config.speculation, requests.drafts.shape[1]
     if graphs is None or speculation is None or not speculation.adaptive or not width:
@@ -39,7 +40,7 @@ def measure_steps(
     found: list[StepSeconds] = []
 
     def replay(shape: StepShape) -> None:
-        requests.num_computed.zero_()  # steps change this, and what follows
+        requests.num_computed.zero_()  # steps change this, and the tensors below
         requests.tokens[:most_rows, :1] = firsts.to(requests.tokens.dtype)
         requests.drafts[:most_rows] = drafts
         graphs.replay(shape)

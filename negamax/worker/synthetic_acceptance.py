@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Consecutive seeds, as those of the choices of one request, start far apart in the table.
+# Consecutive seeds, as for the choices of one request, start far apart in the table.
 _DRAWS, _SEED_STEP = 2**16, 40503
 # of SplitMix64 (Steele, Lea, Flood 2014), as signed numbers
 _STEP, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)

@@ -1,12 +1,12 @@
-"""The tokens of a step that a rank computes: all of them, or with context parallelism its share.
+"""The tokens of a step that a rank computes: all of them, or its shard with context parallelism.
 
-The tokens of a prompt are cut into 2 * ranks pieces, and rank i gets the i-th from the front and
-the i-th from the back: a token attends to all before it, so that all ranks have as much to do. A
-piece is a sequence that ends where the piece does; that others compute what lies before it makes no
-difference, since all keys of the step are in the caches before anybody attends. Single tokens are
-dealt out. The ranks that share out a step all know how; nothing is exchanged about it. Of the steps
-of other data-parallel ranks they know from the plan whether these are shared out, which all are or
-none, and how many tokens a share may have.
+Prompt tokens are cut into 2 * ranks pieces. Rank i gets the i-th piece from the front and the i-th
+from the back: a token attends to all before it, so this balances the work. A piece is a sequence
+that ends with the piece. Earlier tokens may be on other ranks, because all keys of the step are in
+the caches before any rank attends. Single tokens are dealt out.
+
+Ranks derive the sharding from the plan without communication. For steps of other data-parallel
+ranks, the plan states whether they are sharded (all or none are) and the most tokens of a shard.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from negamax.worker.request_state import RequestState
 
 
 class TokenShare(Protocol):
-    """A rank's share of the tokens of a step."""
+    """A rank's shard of the tokens of a step."""
 
     def build(self) -> tuple[Tensor, AttentionMetadata]:
-        """Token ids [N] of the share, and where they stand; see `batch.build`."""
+        """Return token ids [N] of the shard and their metadata; see `batch.build`."""
 
     def gather(self, rows: Tensor) -> Tensor:
-        """rows [N, ...] of the share -> [T, ...] of all tokens, in their order."""
+        """rows [N, ...] of the shard -> [T, ...] of all tokens, in their order."""
 
     def describe_all(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """The metadata of all tokens of the step; `metadata`: of the share."""
+        """Return the metadata of all tokens of the step; `metadata`: of the shard."""
 
 
 @dataclass(frozen=True)
 class AllTokens:
-    """Every token of the step; a padding token where it has none."""
+    """Every token of the step; one padding token if it has none."""
 
     layout: BatchLayout
     requests: RequestState
     most_tokens: int | None = None  # of a data-parallel rank
-    is_share: bool = False  # whether others of these have a share
+    is_share: bool = False  # whether other data-parallel ranks have shards
 
     def build(self) -> tuple[Tensor, AttentionMetadata]:
         if not self.layout.num_tokens:
@@ -65,7 +65,7 @@ class AllTokens:
 
 
 class PiecesOfRuns:
-    """The pieces of one of the ranks of `group`."""
+    """Return the pieces of one of the ranks of `group`."""
 
     def __init__(
         self,
@@ -75,14 +75,16 @@ class PiecesOfRuns:
         *,
         most_tokens: int | None = None,
     ) -> None:
-        """`most_tokens`: of a share of any data-parallel rank, or more; None: there is one."""
+        """`most_tokens`: at least the largest shard of any data-parallel rank; None: there
+        is one.
+        """
         self._layout, self._requests, self._group = layout, requests, group
         shares = [_share_of(layout, rank, group.size) for rank in range(group.size)]
         self._own, self._num_rows = shares[group.rank], max(len(each.tokens) for each in shares)
         self._most_tokens = most_tokens or self._num_rows
         assert self._num_rows <= self._most_tokens, "a share is larger than the plan says"
         columns, device = layout.columns, requests.tokens.device
-        # of each rank the tokens of its share, padded with a token of nobody
+        # tokens of each rank's shard, padded with padding tokens
         slots = np.full((group.size, self._num_rows), requests.padding_slot, dtype=np.int64)
         offsets = np.zeros_like(slots)
         order = np.empty(len(columns.token_slots), dtype=np.int64)
@@ -98,7 +100,7 @@ class PiecesOfRuns:
         self._shared = SharedTokens(group, positions, all_slots)
 
     def build(self) -> tuple[Tensor, AttentionMetadata]:
-        """A share without tokens is one of nobody."""
+        """A shard without tokens contains a padding token."""
         requests, most = self._requests, self._most_tokens
         if len(self._own.tokens):
             token_ids, metadata = build(self._own.layout, requests, most_tokens=most)
@@ -116,15 +118,15 @@ class PiecesOfRuns:
 
 @dataclass(frozen=True)
 class _Share:
-    tokens: Column  # which of the step's tokens
-    layout: BatchLayout  # of these alone, without samples
+    tokens: Column  # indices among the step's tokens
+    layout: BatchLayout  # layout of these tokens alone, without samples
 
 
 def share_tokens(
     layout: BatchLayout, requests: RequestState, group: Collective, *, size: StepSize | None = None
 ) -> TokenShare:
-    """This rank's share of a step; all of it where no run of prompt tokens has a token for each
-    piece. With several data-parallel ranks `size` says whether all of them share their tokens out.
+    """Return this rank's shard of a step; all of it if no prompt run is long enough for all pieces.
+    With several data-parallel ranks, `size` states whether all of them shard their tokens.
     """
     if size is not None:
         most_tokens = size.largest_share or size.num_tokens
@@ -138,11 +140,11 @@ def share_tokens(
 
 
 def _share_of(layout: BatchLayout, rank: int, ranks: int) -> _Share:
-    """The pieces of one of `ranks`, in the order of the step's tokens."""
+    """Return the pieces of one of `ranks`, in the order of the step's tokens."""
     columns, pieces = layout.columns, 2 * ranks
     starts, counts = columns.query_starts[:-1], np.diff(columns.query_starts)
     edges = starts[:, None] + counts[:, None] * np.arange(pieces + 1) // pieces
-    # (one further for each sequence, so that those of single tokens go round)
+    # (one further for each sequence, so that single tokens rotate over the ranks)
     owner = np.minimum(np.arange(pieces), pieces - 1 - np.arange(pieces))
     owner = (owner + np.arange(len(counts))[:, None]) % ranks
     sequence, piece = np.nonzero((owner == rank) & (edges[:, 1:] > edges[:, :-1]))
@@ -150,7 +152,7 @@ def _share_of(layout: BatchLayout, rank: int, ranks: int) -> _Share:
     lengths = stop - first
     query_starts = np.concatenate(([0], lengths.cumsum()))
     tokens = np.arange(query_starts[-1]) + (first - query_starts[:-1]).repeat(lengths)
-    before_end = columns.query_starts[1:][sequence] - stop  # tokens of the sequence behind a piece
+    before_end = columns.query_starts[1:][sequence] - stop  # tokens of the sequence after a piece
     own = StepColumns(
         token_slots=columns.token_slots[tokens],
         slots=columns.slots[sequence],

@@ -2,7 +2,7 @@
 
 The ordinary sampler runs on every row that a step verifies, with the ordinary key of its position.
 A draft token is accepted if it equals the token sampled in its place and all drafts before it are
-accepted. So the output is that of a run without drafts, whatever the drafts are.
+accepted. So drafts never change the output.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class VerifiedRows(NamedTuple):
 class Verifier:
     """Counts accepted drafts, sets the length of each row and proposes the next drafts.
 
-    The two ops default to their definitions in PyTorch: eager steps have index tensors of any
-    alignment, for each of which a Triton kernel would be compiled.
+    The two ops default to their PyTorch references: index tensors of eager steps have any
+    alignment, and Triton would compile a kernel for each.
     """
 
     proposer: Proposer
@@ -105,7 +105,7 @@ class Verification:
 
     sampled: SampledRows
     num_accepted: HostTensor  # [R] int64
-    drafts: HostTensor | None = None  # [R, K] int64, -1: missing; None: none is
+    drafts: HostTensor | None = None  # [R, K] int64, -1: missing; None: none is missing
 
     @classmethod
     def of(cls, plan: StepPlan, accepted: Tensor, drafts: Tensor | None = None) -> Verification:

@@ -38,12 +38,12 @@ class Worker:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, wait_for_bitmask: WaitForBitmask) -> StepOutput | StepResult:
-        """Run one plan; on a GPU it is only enqueued when this returns. If the plan has grammar
-        rows, their bitmask is awaited between the model and the sampling.
+        """Run one plan; on a GPU it is only enqueued on return. If the plan has grammar rows, wait
+        for their bitmask between the model and the sampling.
 
-        A row that cannot be prepared, sampled or described is reported in `errors`, and so is on
-        the CPU one that makes the model raise; the other rows are not affected. On a GPU a model
-        that raises fails the whole step. Errors: `EngineDeadError` where another rank is gone.
+        A row that cannot be prepared, sampled or described is reported in `errors`; on the CPU so
+        is a row that makes the model raise. Other rows are not affected. On a GPU, a model that
+        raises fails the whole step. Errors: `EngineDeadError` if another rank is gone.
         """
         runner, requests = self.runner, self.runner.requests
         self._lower_bounds(runner.stage.begin(plan))
@@ -65,8 +65,8 @@ class Worker:
         return output if expert_counts is None else with_expert_counts(output, expert_counts)
 
     def _lower_bounds(self, arrived: list[Arrived]) -> None:
-        """Apply the verifications that are on the host: of the step before the last one and
-        earlier. The last one's is not awaited.
+        """Apply the verifications that are on the host: those of the step before the last one and
+        earlier. Does not wait for the last one.
         """
         self._unverified += ((self._num_steps, step) for step in arrived)
         self._num_steps += 1
@@ -87,7 +87,7 @@ class Worker:
             return self._steps.run(plan, bitmask).result()
         try:
             return self._steps.run(plan, bitmask).result()
-        except EngineDeadError:  # another rank is gone: there is nothing to repeat
+        except EngineDeadError:  # another rank is gone: repeating is useless
             raise
         except Exception:
             logger.exception(
@@ -103,7 +103,7 @@ class Worker:
 
     @torch.inference_mode()
     def run_debug_command(self, command: DebugCommand) -> DebugResult:
-        """Answer a benchmark's question. Every rank must be asked the same, between steps."""
+        """Answer a benchmark's command. Every rank must receive the same one, between steps."""
         return self._debug_commands.run(command)
 
     @torch.inference_mode()
