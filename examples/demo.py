@@ -1,7 +1,6 @@
-"""What Negamax does, in one minute: serve the embedded model, stream a chat with thinking, run one
-tool call, stop.
+"""Serve the embedded model, stream a chat with thinking, run one tool call, and stop.
 
-`make demo` runs it. It exits with 1 if anything is not as it should be.
+`make demo` runs this script. It exits with 1 if a step fails.
 """
 
 from __future__ import annotations
@@ -38,23 +37,23 @@ IS_TERMINAL = sys.stdout.isatty()
 
 
 def styled(text: str, code: str) -> str:
-    """`text` with an ANSI style where standard output is a terminal."""
+    """Add an ANSI style if standard output is a terminal."""
     return f"\033[{code}m{text}\033[0m" if IS_TERMINAL else text
 
 
 def heading(text: str) -> None:
-    """A line that says what comes next."""
+    """Print the title of the next part."""
     print(styled(f"\n== {text}", "1"), flush=True)
 
 
 def check(is_right: bool, problem: str) -> None:
-    """Stop the demo if something is off."""
+    """Exit with `problem` unless `is_right`."""
     if not is_right:
         raise SystemExit(f"demo: {problem}")
 
 
 def start_server() -> tuple[subprocess.Popen[str], str]:
-    """Start `negamax serve nano` on a free port; its process and its URL once it is ready."""
+    """Start `negamax serve nano` on a free port; return its process and URL when it is ready."""
     command = [
         sys.executable,
         "-m",
@@ -71,15 +70,13 @@ def start_server() -> tuple[subprocess.Popen[str], str]:
     assert process.stdout is not None
     line = process.stdout.readline()
     url = re.search(r"http://\S+/v1", line)
-    check(url is not None, "the server did not start; its messages stand above")
+    check(url is not None, "the server did not start; see its messages above")
     print(line, end="", flush=True)
     return process, url[0] if url else ""
 
 
 def stream(client: OpenAI, show: Callable[[str, str], None], **request: Any) -> dict[str, Any]:
-    """Stream one answer; the assistant message put together, with `usage` and `seconds` beside
-    it.
-    """
+    """Stream one answer; return its message, `usage` and seconds."""
     started = time.perf_counter()
     first = started
     parts = {"reasoning_content": "", "content": ""}
@@ -116,7 +113,7 @@ def stream(client: OpenAI, show: Callable[[str, str], None], **request: Any) -> 
 
 
 def printer() -> Callable[[str, str], None]:
-    """Prints thinking dimmed and the answer plain, with an empty line between."""
+    """Return a function that prints thinking dimmed and the answer plain."""
     previous = ""
 
     def show(field: str, text: str) -> None:
@@ -130,7 +127,7 @@ def printer() -> Callable[[str, str], None]:
 
 
 def report(answer: dict[str, Any]) -> None:
-    """One line of numbers about an answer."""
+    """Print one line of numbers about an answer."""
     usage = answer["usage"]
     pace = usage.completion_tokens / answer["seconds"]
     thought = usage.completion_tokens_details.reasoning_tokens
@@ -146,7 +143,7 @@ def report(answer: dict[str, Any]) -> None:
 
 
 def chat(client: OpenAI) -> None:
-    """A question that takes thinking."""
+    """Ask a question that needs thinking."""
     heading("A chat, streamed, thinking first")
     print(f"user: {QUESTION}")
     answer = stream(client, printer(), messages=[{"role": "user", "content": QUESTION}])
@@ -156,7 +153,7 @@ def chat(client: OpenAI) -> None:
 
 
 def tool_call(client: OpenAI) -> None:
-    """A question that takes a tool: call, local execution, final answer."""
+    """Ask a question that needs a tool: call, local execution, final answer."""
     heading("A tool call and its answer")
     messages: list[dict[str, Any]] = [{"role": "user", "content": TOOL_QUESTION}]
     print(f"user: {TOOL_QUESTION}")
@@ -185,7 +182,7 @@ def tool_call(client: OpenAI) -> None:
 
 
 def main() -> None:
-    """Run all of it."""
+    """Run all parts."""
     heading("A server with the embedded model")
     process, url = start_server()
     try:

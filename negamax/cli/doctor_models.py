@@ -17,7 +17,6 @@ from negamax.models.memory import (
     expert_padding,
     weight_bytes,
 )
-from negamax.models.minimax_m2.config import MiniMaxM2Spec
 from negamax.models.registry import bundled_names, bundled_spec, format_hub_id
 from negamax.options.engine import EngineOptions
 from negamax.options.parallel import ParallelOptions
@@ -156,17 +155,14 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
     held = "as stored" if kept or spec.quantization is None else "dequantised to bf16"
     detail = f"{stored} {held}, {_gib(fits(best).weights)} of weights per GPU"
     detail += f", KV cache of about {tokens // 1000 * 1000:,} tokens"
-    is_measured = isinstance(spec, MiniMaxM2Spec)
-    if not is_measured:
-        detail += "; never measured on a GPU"
-    elif not all(gpu.platform.is_measured for gpu in gpus[:size]):
+    if not all(gpu.platform.is_measured for gpu in gpus[:size]):
         detail += "; never measured on such a GPU"
     padding = expert_padding(spec, kept=form, layout=ParallelLayout.of(best))
     detail += f"; {padding}" if padding else ""
-    if is_measured and size > MEASURED_RANKS:
+    if size > MEASURED_RANKS:
         detail += f"; never measured on more than {MEASURED_RANKS} GPUs"
-    if is_measured and best.enable_expert_parallel:
-        detail += "; never measured with whole experts on each GPU"
+    if best.enable_expert_parallel:
+        detail += "; never measured with tensor and expert parallelism together"
     return ModelVerdict(model, True, command, detail)
 
 
