@@ -39,7 +39,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass
 class Completion:
-    """One choice. `LLM` writes it while it generates."""
+    """One choice. `LLM` updates it during generation."""
 
     index: int
     text: str = ""
@@ -225,7 +225,7 @@ class LLM:
         **template_options: Any,
     ) -> str:
         """Render a conversation to its prompt text. If a message spells control tokens, `generate`
-        reads them as such; `chat` keeps them text.
+        reads them as control tokens; `chat` keeps them as text.
         """
         return unescape(self._render(messages, tools, **template_options))
 
@@ -330,7 +330,7 @@ class LLM:
                         raise EngineError(update.error)
                     output = stream.push(update)
                     if stream.finished:
-                        end([update.request_id])  # the loop does not know stop strings
+                        end([update.request_id])  # stop strings are not part of the loop's requests
                     yield position, output
         finally:
             end(list(running))

@@ -144,7 +144,7 @@ def sum_fields(kind: type[RankStats], parts: Sequence[RankStats]) -> dict[str, A
 
 
 def drop_gauges(stats: EngineStats) -> EngineStats:
-    """Keep only the counters: the engine is gone."""
+    """Keep only the counters of an engine that is gone."""
     ranks = tuple(msgspec.structs.replace(rank, **_GAUGES) for rank in stats.ranks)
     experts = stats.experts and msgspec.structs.replace(stats.experts, balancedness=1.0)
     return msgspec.structs.replace(stats, **_GAUGES, ranks=ranks, experts=experts)

@@ -236,5 +236,5 @@ class Attention:
 
 
 def head_rows(heads: range, head_dim: int) -> range:
-    """Select the rows of a projection that belong to `heads`."""
+    """Return the rows of a projection that belong to `heads`."""
     return range(heads.start * head_dim, heads.stop * head_dim)

@@ -116,7 +116,6 @@ class TokenExchange:
         return summed[:num_tokens]
 
     def _gather(self, own: Dispatched, columns: list[Tensor], num_rows: int) -> list[Tensor]:
-        """Gather ids, weights and columns of all ranks."""
         ids, received = self._send(
             own.ids,
             [own.weights, *columns],

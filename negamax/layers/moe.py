@@ -179,7 +179,6 @@ class SparseMoe:
 
     @property
     def slots_here(self) -> range:
-        """The slots of this rank."""
         first = self._dispatch.first
         return range(first, first + len(self._dispatch.experts))
 

@@ -30,8 +30,6 @@ class AttentionNames:
 
 @dataclass(frozen=True)
 class MlpNames:
-    """The matrices of an MLP."""
-
     gate: str
     up: str
     down: str
@@ -51,7 +49,6 @@ class MoeNames:
     shared: MlpNames | None = None
 
     def expert(self, number: int) -> MlpNames:
-        """Return the names of one expert."""
         names = (name.replace("*", str(number)) for name in (self.gate, self.up, self.down))
         return MlpNames(*names)
 

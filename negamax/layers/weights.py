@@ -75,7 +75,7 @@ class WeightSlot:
 
     @property
     def target(self) -> Tensor | None:
-        """The parameter, or the view of one, until it is written."""
+        """The parameter, or a view of one, until it is written."""
         return self._target
 
     @property
@@ -313,7 +313,6 @@ def choose_kernel(
 
 
 def slots_by_name(slots: Iterable[WeightSlot]) -> dict[str, WeightSlot]:
-    """The slots keyed by name, in order."""
     table: dict[str, WeightSlot] = {}
     for slot in slots:
         assert slot.name not in table, f"two slots named {slot.name}"

@@ -160,7 +160,6 @@ class ParallelContext:
         return int(self.world.all_gather(torch.tensor([value], dtype=torch.int64), dim=0).min())
 
     def close(self) -> None:
-        """Leave the groups."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -170,7 +170,7 @@ class ParallelLayout:
 
     @staticmethod
     def of(options: ParallelOptions, *, nodes: int = 1) -> ParallelLayout:
-        """The layout of rank 0."""
+        """Create the layout of rank 0."""
         return ParallelLayout(
             tp=options.tensor_parallel_size,
             ep=options.num_expert_ranks,
@@ -184,7 +184,6 @@ class ParallelLayout:
         )
 
     def of_rank(self, rank: int) -> ParallelLayout:
-        """Return the layout of another rank of the same world."""
         return replace(self, rank=rank)
 
     @property
@@ -197,7 +196,6 @@ class ParallelLayout:
 
     @property
     def node(self) -> int:
-        """The machine of this rank."""
         return self.rank // self.ranks_per_node
 
     @property
@@ -206,7 +204,6 @@ class ParallelLayout:
         return self.rank % self.ranks_per_node
 
     def ranks_of_node(self, node: int) -> range:
-        """World ranks of a machine."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def is_on_one_node(self, ranks: tuple[int, ...]) -> bool:
@@ -215,7 +212,6 @@ class ParallelLayout:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage."""
         return self.dp * self.cp * self.tp
 
     @property

@@ -26,7 +26,6 @@ class PollControl:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether waits were aborted."""
         return self.words[2] != 0
 
     def tick(self, seconds: float) -> None:

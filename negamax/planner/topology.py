@@ -107,7 +107,7 @@ class Topology:
         return found
 
     def nodes(self, *, per_node: int) -> int:
-        """Return the machines of one engine, with `per_node` GPUs each."""
+        """Return the number of machines of one engine, with `per_node` GPUs each."""
         return max(1, self.ranks // per_node)
 
     def check(self, spec: ModelSpec, *, per_node: int) -> None:

@@ -70,7 +70,6 @@ class Arrivals:
         )
 
     def admitted(self, sequence: Sequence) -> None:
-        """Record that the sequence is admitted."""
         self._turn = max(self._turn, sequence.turn)
 
     def _check_pool(self, prompt_len: int, *, limit: int) -> None:

@@ -40,7 +40,6 @@ class BlockPool:
         return len(self._blank) + len(self._cached)
 
     def ref_count(self, block_id: int) -> int:
-        """Number of sequences that hold the block."""
         return self._ref_counts[block_id]
 
     def is_indexed(self, block_id: int) -> bool:

@@ -29,7 +29,6 @@ def of_sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def of_request(request: GenerateRequest) -> dict[str, Any]:
-    """Describe a request as it arrived."""
     return {
         "request_id": request.request_id,
         "prompt_tokens": len(request.prompt_token_ids),
@@ -55,7 +54,6 @@ def of_sequences(sequences: Iterable[Sequence]) -> list[dict[str, Any]]:
 
 
 def of_plan(plan: StepPlan) -> dict[str, Any]:
-    """Describe the shape of a step."""
     return {
         "step_id": plan.step_id,
         "slots": plan.slots,

@@ -64,8 +64,6 @@ class DraftLength(Protocol):
 
 
 class FixedDraftLength:
-    """A constant number."""
-
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
 
@@ -89,7 +87,6 @@ class _Times:
         self._most = [row[i] for i, row in enumerate(self._covariances)]
 
     def _reset(self) -> None:
-        """Reset to the state before the first step."""
         self._noise, self._outliers = _NOISE, 0
         self._means = [0.0] * (len(self._lengths) + 1)  # the number for all lengths
         # errors of long drafts also apply to shorter ones, but less
@@ -330,7 +327,6 @@ class RankDraftLength:
 
 
 def for_ranks(joint: AdaptiveDraftLength, num_ranks: int) -> Sequence[DraftLength]:
-    """Return `joint` for each of the data-parallel ranks."""
     ranks: list[RankDraftLength] = []
     for _ in range(num_ranks):
         RankDraftLength(joint, ranks)

@@ -25,7 +25,7 @@ from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult, StepSiz
 
 
 class GroupScheduler:
-    """As a `Scheduler`, with a plan for each data-parallel rank."""
+    """A `Scheduler` with a plan for each data-parallel rank."""
 
     def __init__(
         self, limits: SchedulerLimits, draft_lengths: Items[DraftLength | None] = (None,)
@@ -39,14 +39,12 @@ class GroupScheduler:
         self._waiting: list[Sequence] = []  # by order, not assigned to a rank yet
 
     def __contains__(self, request_id: object) -> bool:
-        """Whether a request of this id waits or runs."""
         return any(sequence.request_id == request_id for sequence in self._waiting) or any(
             request_id in rank for rank in self.ranks
         )
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting or running."""
         return bool(self._waiting) or any(rank.has_unfinished for rank in self.ranks)
 
     @property
@@ -88,17 +86,14 @@ class GroupScheduler:
         return next((update for update in updates if update is not None), None)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix caches, except blocks of running requests."""
         for rank in self.ranks:
             rank.reset_prefix_cache()
 
     def unblock(self, request_id: str) -> None:
-        """Plan a postponed sequence again."""
         for rank in self.ranks:
             rank.unblock(request_id)
 
     def clear_grammar(self, request_id: str) -> None:
-        """Remove the sequence's constraint."""
         for rank in self.ranks:
             rank.clear_grammar(request_id)
 

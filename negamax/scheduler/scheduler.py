@@ -40,8 +40,6 @@ ROW_COST, TOKENS_PER_COST = 128, 4
 
 @dataclass(frozen=True)
 class _UncommittedPlan:
-    """An uncommitted plan."""
-
     step_id: int
     sequences: list[Sequence]  # of its rows
     postponed: set[int]  # postponed rows: their samples are ignored
@@ -90,17 +88,14 @@ class Scheduler:
         self._last_committed = -1  # step id
 
     def __contains__(self, request_id: object) -> bool:
-        """Whether a request of this id waits or runs."""
         return request_id in self._sequences
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting or running."""
         return bool(self._sequences)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a slot."""
         return len(self._running)
 
     @property
@@ -118,7 +113,6 @@ class Scheduler:
         self.queue(self._arrivals.accept(request, self._sequences, num_waiting=self.num_waiting))
 
     def queue(self, sequence: Sequence) -> None:
-        """Queue a sequence from `Arrivals.accept`."""
         self._num_constrained += sequence.is_constrained
         self._sequences[sequence.request_id] = sequence
         insort(self._waiting, sequence, key=by_order)
@@ -175,13 +169,11 @@ class Scheduler:
             sequence.num_total -= 1
 
     def unblock(self, request_id: str) -> None:
-        """Plan a postponed sequence again."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             sequence.is_postponed = False
 
     def clear_grammar(self, request_id: str) -> None:
-        """Remove the sequence's constraint."""
         sequence = self._sequences.get(request_id)
         if sequence is not None and sequence.is_constrained:
             sequence.is_constrained = False
@@ -231,7 +223,6 @@ class Scheduler:
         return plan
 
     def latest_sequences(self) -> list[Sequence]:
-        """Return the sequences of the latest plan's rows."""
         return self._in_flight[-1].sequences
 
     def cost_of(self, sequence: Sequence) -> int | None:
@@ -553,7 +544,6 @@ class Scheduler:
     def _end(
         self, sequence: Sequence, finish_reason: str, *, error: str | None = None
     ) -> SequenceUpdate:
-        """End a sequence early."""
         self._free(sequence)
         return SequenceUpdate(
             sequence.request_id,
@@ -574,7 +564,6 @@ class Scheduler:
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Release the slot and blocks of a running sequence."""
         self._running.remove(sequence)
         self._pool.release(sequence.block_ids)
         self._free_slots.append(sequence.slot)

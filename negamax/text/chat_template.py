@@ -111,7 +111,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def has_root_role(self) -> bool:
-        """Whether it shows messages with the role root, which M3 ranks above system."""
+        """Whether the template shows messages with the role root, which M3 ranks above system."""
         mark = "text-of-the-root"
         try:
             return mark in self.render(
@@ -122,7 +122,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def shows_earlier_thinking(self) -> bool:
-        """Whether it shows the thinking before the last user message; M2 does not."""
+        """Whether the template shows the thinking before the last user message; M2's does not."""
         mark, user = "what-was-thought", {"role": "user", "content": "text"}
         answer = {"role": "assistant", "content": "text", "reasoning_content": mark}
         try:

@@ -20,18 +20,17 @@ class TextPiece(msgspec.Struct, frozen=True, gc=False):
     token_id: int | None
 
 
-# The pieces of tokens that are whole characters in any place, by token id: decoded once.
+# Texts of tokens that are whole characters in any place, by token id: decoded once.
 _whole_pieces: WeakKeyDictionary[Tokenizer, dict[int, TextPiece]] = WeakKeyDictionary()
 
 
 class Detokenizer:
-    """Convert the token ids of one answer to text, incrementally and in linear time.
+    """Converts the token ids of one answer to text, incrementally and in linear time.
 
-    The pieces joined are `tokenizer.decode` of all ids, truncated at the first stop string. The
-    stop string that is complete first ends the text (of two that end together, the longer one),
-    wherever token borders are. Text is held back only while it may become a stop string. A stop
-    string that ends before token `min_tokens` does not count. No piece follows once `matched_stop`
-    is set.
+    The joined pieces are `tokenizer.decode` of all ids, truncated at the first stop string. The
+    first complete stop string ends the text (the longer of two that end together), regardless of
+    token borders. Text is held back only while it may become a stop string. A stop string that ends
+    before token `min_tokens` does not count. No piece follows once `matched_stop` is set.
     """
 
     __slots__ = (
@@ -74,7 +73,7 @@ class Detokenizer:
         self.matched_stop: str | None = None  # the stop string that ended the text
 
     def push(self, token_ids: Sequence[int]) -> list[TextPiece]:
-        """Take the next tokens; return the text that is certain."""
+        """Take the next tokens; return the text that cannot become a stop string."""
         ready: list[TextPiece] = []
         for token_id in token_ids:
             if self.matched_stop is not None:
@@ -120,7 +119,9 @@ class Detokenizer:
         return TextPiece(text, None)
 
     def _advance(self, piece: TextPiece, ready: list[TextPiece]) -> None:
-        """Append `piece`, search it for a stop string, and move what is certain to `ready`."""
+        """Append `piece`, search it for a stop string, and move text that cannot become one to
+        `ready`.
+        """
         if self._stops is None:
             ready.append(piece)
             return

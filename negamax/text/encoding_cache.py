@@ -1,4 +1,4 @@
-"""Cache token ids, so that only the new part of a conversation is tokenized.
+"""Caches token ids, so that only the new part of a conversation is tokenized.
 
 A turn repeats all turns before it. No token crosses a control token, so the token ids of the parts
 between control tokens can be cached separately.
@@ -21,11 +21,11 @@ CACHE_BYTES = 64 << 20
 
 _RUN_CHARS = 1024  # short stretches share a part up to this many characters
 _DIGEST_BYTES = 32
-_ENTRY_BYTES = 512  # of an entry apart from its token ids, rounded up
+_ENTRY_BYTES = 512  # of an entry besides its token ids, rounded up
 
 
 class EncodingCache:
-    """Encode by `tokenizer`, and cache long parts by the digest of their text.
+    """Encodes by `tokenizer`, and caches long parts by the digest of their text.
 
     The least recently used entries are evicted. Threads may share it.
     """
@@ -89,7 +89,6 @@ class EncodingCache:
             yield text[stretch:]
 
     def _encode_cached(self, part: str, key: bytes, max_tokens: int | None) -> list[int]:
-        """Return the token ids of a part, cached."""
         digest = hashlib.blake2b(
             part.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, key=key
         ).digest()

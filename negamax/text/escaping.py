@@ -1,10 +1,10 @@
-"""Keep text that spells a control token as text.
+"""Keeps text that spells a control token as text.
 
 A chat template puts the strings of a conversation between control tokens (`]~b]`, `[e~[`, ...). A
 string that spells such a token would end its turn and begin another. So an escape character breaks
-such spellings before rendering; whole spellings in the prompt are the template's own.
-`Tokenizer.encode_escaped` makes control tokens of those, and plain text without escapes of all
-else.
+such spellings before rendering. The remaining whole spellings in the prompt are the template's own.
+`Tokenizer.encode_escaped` converts those to control tokens, and all else to plain text without
+escapes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ _INSERTED = frozenset({"name", "arguments"})
 
 
 def unescape(text: str) -> str:
-    """Remove the escapes from `text`."""
     return text.replace(ESCAPE, "")
 
 
 class TokenEscaper:
-    """Escape the spellings of added tokens in a conversation. Threads may share it.
+    """Escapes the spellings of added tokens in a conversation. Threads may share it.
 
-    The model wrote the assistant's messages itself: its tags of thinking and calls stay tokens
-    there.
+    The model itself wrote the assistant's messages: their tags of thinking and calls stay tokens.
     """
 
     def __init__(self, added: Iterable[str], *, structure: Iterable[str]) -> None:
@@ -60,7 +58,7 @@ class TokenEscaper:
 
 
 class _Spellings:
-    """Texts of tokens, found whole in a string and in part at its ends: the template may add the
+    """Texts of tokens, found whole in a string and partly at its ends: the template may add the
     rest.
     """
 
@@ -73,7 +71,7 @@ class _Spellings:
         self._longest = max(map(len, texts), default=0)
 
     def escaped(self, text: str, *, is_inserted: bool = False) -> str:
-        """Escape every spelling in `text`. `is_inserted`: it may be the middle of one."""
+        """Escape every spelling in `text`. `is_inserted`: it may be the middle of a spelling."""
         text = valid_unicode(text)
         if self._whole is None or not text:
             return text

@@ -1,4 +1,4 @@
-"""Normalize the conversations of clients for MiniMax's templates, without losing anything."""
+"""Normalizes clients' conversations for MiniMax's templates without losing content."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def system_note(text: str) -> str:
 
 
 def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = "") -> str | None:
-    """Return the note that replaces a part of this type, which is not text; None for other types.
+    """Return the note that replaces a part of this type, if it is not text; None for other types.
 
-    A refusal would end the session. Errors: `InvalidRequestError` with the `place` of what models
-    of `family` could see: a note would make their answers wrong.
+    A refusal would end the session. Errors: `InvalidRequestError` with the `place` of a part that
+    models of `family` can read: a note would make their answers wrong.
     """
     media = _UNSEEN.get(kind) if isinstance(kind, str) else None
     if media is not None and family is not None and media in family.sees:
@@ -176,7 +176,7 @@ def _read_content(
     thoughts: list[str] | None = None,
     joins_notes: bool = True,
 ) -> str | list[Any]:
-    """Return content as text or text parts; thinking parts go to `thoughts`, where allowed.
+    """Return content as text or text parts; thinking parts go to `thoughts`, if allowed.
 
     `joins_notes`: notes begin and end a line.
     """
@@ -394,7 +394,7 @@ def _attach(notes: list[str], placed: list[dict[str, Any]]) -> None:
 
 
 def _join(messages: list[dict[str, Any]], *, role: str) -> dict[str, Any]:
-    """Merge messages: the texts joined, of other fields the last."""
+    """Merge messages: join their texts, and keep the last value of other fields."""
     joined: dict[str, Any] = {}
     for message in messages:
         joined |= message

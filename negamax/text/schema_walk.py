@@ -1,4 +1,4 @@
-"""Walk JSON schemas: references within a document, alternatives, and the types that they allow."""
+"""Walks JSON schemas: references within a document, alternatives, and allowed types."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def resolve_pointer(reference: str, *, root: Any) -> Any:
 
 
 def walk_alternatives(schemas: Iterable[Any], *, root: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield `schemas` and all that their anyOf, oneOf, allOf and references lead to, each once."""
+    """Yield `schemas` and everything reachable by anyOf, oneOf, allOf and references, each once."""
     stack = list(schemas)
     seen: set[int] = set()
     while stack:
@@ -78,7 +78,7 @@ def find_types(schemas: Iterable[Any], *, root: Any) -> frozenset[str]:
 
 
 def infer_container(node: Mapping[str, Any]) -> str | None:
-    """Return "object" or "array" where only such a value has the keywords of `node`."""
+    """Return "object" or "array" if only such a value can have the keywords of `node`."""
     if "properties" in node:
         return "object"
     return "array" if "items" in node or "prefixItems" in node else None

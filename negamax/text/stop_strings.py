@@ -1,4 +1,4 @@
-"""Find the first stop string in growing text, and end content there."""
+"""Finds the first stop string in growing text, and ends content there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from negamax.base.errors import InvalidRequestError
 
 
 class StopMatcher:
-    """Aho-Corasick automaton of the stop strings: one step per character, whatever their number.
+    """Aho-Corasick automaton of the stop strings: one step per character, for any number of
+    strings.
 
     A state is the longest suffix of the text that begins a stop string; state 0 is the empty one.
     """
@@ -44,7 +45,7 @@ class StopMatcher:
             matched = self._match[state]
             if matched is not None and may_match:
                 return matched, offset + 1, state
-        # a whole stop string that did not count begins no longer one
+        # a complete stop string that was ignored is no longer a beginning
         while state and not self._next[state]:
             state = self._fallback[state]
         return None, len(text), state
@@ -73,7 +74,7 @@ class StopMatcher:
 
 
 class StoppableText:
-    """Emit content up to the first stop string. What may become one is held back.
+    """Emits content up to the first stop string. Text that may become one is held back.
 
     White space before the first word is not searched.
     """
@@ -122,7 +123,7 @@ class StoppableText:
             self._out(text[:end])
 
     def release(self) -> None:
-        """End or interrupt the text: held text is not a stop string."""
+        """End or interrupt the text, and emit the held text."""
         if self._held:
             self._out(self._held)
         self._held = ""

@@ -101,7 +101,7 @@ class Tokenizer:
     def encode(
         self, text: str, *, allow_special: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of `text`, without anything around them. Errors:
+        """Return the token ids of `text`, without added start or end tokens. Errors:
         `TooManyTokensError`.
 
         Texts of added tokens (`[e~[`, `<think>`, …) become those tokens; with `allow_special=False`

@@ -143,7 +143,7 @@ def decode_config(frame: bytes) -> WorkerConfig:
 
 @dataclass(frozen=True)
 class WorkerReady:
-    """What a started rank reports."""
+    """The report of a started rank."""
 
     num_kv_blocks: int
     dtype: str

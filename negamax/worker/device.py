@@ -133,13 +133,11 @@ def upload(
 
 
 def upload_floats(values: Sequence[float], device: torch.device) -> Tensor:
-    """Send `values` to `device` as fp32."""
     column = torch.tensor(values, dtype=torch.float32)
     return column if device.type == "cpu" else column.pin_memory().to(device, non_blocking=True)
 
 
 def indices(members: Sequence[int] | NDArray[np.int64], device: torch.device) -> Tensor:
-    """Send `members` to `device` as an int64 index."""
     return upload((np.array(members, dtype=np.int64),), device)[0]
 
 
@@ -255,7 +253,6 @@ _RUNTIMES = {
 
 
 def runtime_of(device: torch.device) -> Runtime:
-    """Return the runtime of `device`."""
     return _RUNTIMES[device.type]
 
 

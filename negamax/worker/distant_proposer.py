@@ -18,7 +18,6 @@ class DistantProposer(Proposer):
     """
 
     def __init__(self, config: WorkerConfig, *, dtype: torch.dtype) -> None:
-        """`dtype`: of the model."""
         assert config.speculation is not None
         self.num_draft_tokens = config.speculation.num_speculative_tokens
         self._draft, self._dtype = config.draft, dtype

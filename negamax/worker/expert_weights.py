@@ -74,7 +74,6 @@ class ExpertRecorder:
         return self.counts() if step.wants_counts else None
 
     def _gather(self) -> Tensor:
-        """Counts of each rank."""
         return self._world.all_gather(self._counts.unsqueeze(0), dim=0)
 
 
@@ -179,7 +178,6 @@ class _ExpertLayout:
             self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return the expert's tensors as views of `buffer`."""
         return [
             buffer[begin:end].view(dtype).view(shape) for begin, end, dtype, shape in self._parts
         ]

@@ -190,7 +190,6 @@ def bytes_of_blocks(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype
 
 
 def describe(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> str:
-    """Describe the cache's size and dtypes for the log."""
     size = bytes_of_blocks(num_blocks, config, dtype=dtype) / GIB
     per_token = bytes_of_blocks(1, config, dtype=dtype) // config.block_size
     index = {cache.dtype for layer in config.kv_caches for cache in layer if cache.is_index}

@@ -42,7 +42,6 @@ class LogprobEntries:
         self._columns = [HostTensor(column) for column in (token_ids, *described)]
 
     def read(self) -> list[TokenLogprobs]:
-        """Return one entry per row."""
         columns = [column.read().tolist() for column in self._columns]
         return [
             TokenLogprobs(

@@ -19,7 +19,7 @@ RunStep = Callable[[StepPlan, PendingBitmask], StepOutput]
 
 
 def run_rows_separately(plan: StepPlan, bitmask: PendingBitmask, run: RunStep) -> StepResult:
-    """Split `plan` into plans of one row."""
+    """Run the rows of `plan` one by one, and merge their results."""
     results = [_run_row(plan, row, bitmask, run) for row in range(len(plan.slots))]
     firsts = list(accumulate((len(result.token_ids) for result in results), initial=0))
     return StepResult(

@@ -75,7 +75,6 @@ class Stage:
         *,
         dtype: torch.dtype,
     ) -> None:
-        """`dtype` of the residual stream."""
         layout = context.layout
         self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
         self._links, self._requests, self._num_stages = context.links, requests, layout.pp

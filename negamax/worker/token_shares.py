@@ -65,8 +65,6 @@ class AllTokens:
 
 
 class PiecesOfRuns:
-    """Return the pieces of one of the ranks of `group`."""
-
     def __init__(
         self,
         layout: BatchLayout,

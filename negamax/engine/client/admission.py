@@ -1,4 +1,6 @@
-"""Limits on what waits for the engine: sequences, prompt tokens, shares of tenants. Pure."""
+"""Limits on requests that wait for the engine: sequences, prompt tokens, shares of tenants.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from negamax.base.shared_numbers import SharedNumbers
 
 _RATE_SECONDS = 20.0  # over which the rate of finished sequences is averaged
 _LONGEST_RETRY = 120.0  # seconds
-_POOLS_WAITING = 4  # default for the tokens that may wait, in KV caches
+_POOLS_WAITING = 4  # default for the tokens that may wait, as a multiple of the KV caches
 
-# Columns that the server processes share: totals, then what waits of each group of tenants. Tenants
-# whose names hash to the same group are counted as one.
+# Columns that the server processes share: totals, then waiting sequences of each group of tenants.
+# Tenants whose names hash to the same group count as one.
 _GROUPS = 256
 _OPEN, _WAITING, _WAITING_TOKENS, _GROUP_WAITING = range(4)
 _GROUP_TOKENS = _GROUP_WAITING + _GROUPS
@@ -24,11 +26,11 @@ class Admission:
     """Counts open sequences and admits or refuses new ones. Single writer: the engine's client.
 
     A sequence waits from `enter` until `start`, and is open until `leave`. `max_running` sequences
-    run; `max_waiting` more, of `max_waiting_tokens` prompt tokens together, may wait. A prompt that
-    would wait alone is admitted at any length. Times are monotonic seconds.
+    run. `max_waiting` more may wait, with `max_waiting_tokens` prompt tokens in total. A prompt
+    that would wait alone is admitted at any length. Times are monotonic seconds.
 
-    Of tenants that share the queue, none may hold more of it than it leaves free: one alone gets
-    half, two get a third each, and there is always room for the next one.
+    If tenants share the queue, none may hold more of it than it leaves free: one alone gets half,
+    two get a third each, and there is always room for the next one.
 
     Several server processes may share an engine. Each counts its sequences in its row of `numbers`
     and compares the totals; simultaneous requests to several processes may exceed a limit.
@@ -117,8 +119,8 @@ class Admission:
             self._check_share(sharer, num_sequences, num_tokens, now=now)
 
     def _check_share(self, tenant: str, num_sequences: int, num_tokens: int, *, now: float) -> None:
-        """Refuse what would give a tenant more of the queue than it leaves free. One place is
-        always allowed.
+        """Refuse requests that would give a tenant more of the queue than it leaves free. One place
+        is always allowed.
         """
         group = _hash_tenant(tenant)
         held = int(self._numbers.total(_GROUP_WAITING + group))
@@ -150,7 +152,7 @@ class Admission:
         )
 
     def retry_after(self, now: float) -> float:
-        """Estimate the seconds, 1 to 120, until all that waits runs."""
+        """Estimate the seconds, 1 to 120, until all waiting sequences run."""
         rate = self._rate_at(now)
         if not self._waiting or rate <= 0.0:
             return 1.0
@@ -169,7 +171,7 @@ class Admission:
             self._publish()
 
     def leave(self, sequence_id: str, *, now: float) -> None:
-        """Forget a sequence that is over; ids that are not open are ignored."""
+        """Remove a sequence that is over; ids that are not open are ignored."""
         if sequence_id in self._running:
             self._running.remove(sequence_id)
             self._rate = self._rate_at(now) + 1.0 / _RATE_SECONDS
@@ -179,7 +181,7 @@ class Admission:
         self._publish()
 
     def _stop_waiting(self, sequence_id: str) -> bool:
-        """Remove a sequence from the queue; whether it was there."""
+        """Remove a sequence from the queue; return whether it was there."""
         num_tokens, tenant = self._waiting.pop(sequence_id, (None, ""))
         if num_tokens is not None:
             self._count_waiting(-1, -num_tokens, tenant)
@@ -192,7 +194,7 @@ class Admission:
         self._row[_GROUP_TOKENS + group] += num_tokens
 
     def _publish(self) -> None:
-        """Show the totals to the other processes."""
+        """Publish the totals to the other processes."""
         self._row[_OPEN] = len(self._waiting) + len(self._running)
         self._row[_WAITING] = len(self._waiting)
 

@@ -88,11 +88,11 @@ class EngineChannel:
         return self._from_engine.recv()
 
     def start_reading(self) -> None:
-        """Hand on what arrives from now on."""
+        """Pass on everything that arrives from here on."""
         self.last_beat = self.last_progress = time.monotonic()
         self._is_reading = True
         asyncio.get_running_loop().add_reader(self._fd, self.drain)
-        self.drain()  # frames that came before the reader are not announced again
+        self.drain()  # frames that arrived before this are not reported again
 
     def send(self, message: wire.ToEngine | wire.StartEngine) -> None:
         """Send without waiting; dropped if the engine has ended."""
@@ -102,8 +102,8 @@ class EngineChannel:
                 self._to_engine.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
     def drain(self) -> None:
-        """Hand on what has arrived. The socket reports new frames once, so read it until it is
-        empty.
+        """Pass on everything that has arrived. The socket reports new frames once, so read it until
+        it is empty.
         """
         steps: list[wire.StepOutputs] = []
         for _ in range(_FRAMES_PER_TURN):
@@ -130,13 +130,13 @@ class EngineChannel:
             self._receive(steps)
 
     def fail(self, reason: str) -> None:
-        """Count the engine as dead. The first reason counts."""
+        """Count the engine as dead. Later calls have no effect."""
         if self.is_open:
             self.is_open = False
             self._failed(reason)
 
     def stop_reading(self) -> None:
-        """Neither send nor hand on anything from now on."""
+        """Stop sending and passing on messages."""
         self.is_open = False
         if self._is_reading:
             self._is_reading = False
@@ -226,8 +226,8 @@ class EngineConnection:
         return message.info
 
     async def close(self, *, kill: bool) -> None:
-        """End the process with all its descendants and free its resources; `kill`: at once. The
-        first call counts.
+        """End the process with all its descendants and free its resources; `kill`: at once. Later
+        calls have no effect.
         """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(kill=kill))

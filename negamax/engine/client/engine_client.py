@@ -60,7 +60,7 @@ class SharedQueue:
         )
 
     def clear(self, server: int) -> None:
-        """Forget what server process `server` had open: it is gone."""
+        """Clear the open requests of server process `server`, which is gone."""
         self.numbers.clear(server)
         self.loads.clear(server)
 
@@ -83,11 +83,11 @@ class AsyncEngine:
         index: int,
         queue: SharedQueue | None,
     ) -> None:
-        """Use `AsyncEngine.create`."""
+        """Use `AsyncEngine.create` instead."""
         self.tokenizer = tokenizer
         self.chat_template = chat_template
-        self.info: wire.ModelInfo  # what holds for every engine
-        # done once all engines stay dead: why
+        self.info: wire.ModelInfo  # properties common to all engines
+        # done, with the reason, once all engines stay dead
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         queue = queue or SharedQueue.of(options.num_replicas)
         self.admission = Admission(
@@ -137,7 +137,6 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether an engine runs."""
         return self._stopped is None and any(replica.alive for replica in self.replicas)
 
     @property
@@ -161,12 +160,11 @@ class AsyncEngine:
 
     @property
     def parallel(self) -> ParallelOptions:
-        """How the model is split over the engine's ranks."""
+        """The parallel layout of the engine's ranks."""
         return self._options.parallel
 
     @property
     def num_open(self) -> int:
-        """Sequences that run or wait for this process."""
         return sum(len(replica.open) for replica in self.replicas)
 
     def check_alive(self) -> None:
@@ -279,8 +277,8 @@ class AsyncEngine:
         return replica
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
-        """End the open sequences whose owners are meant, with finish_reason "abort". Return how
-        many, without those that were told to end before.
+        """End the open sequences of these owners, with finish_reason "abort". Return their number,
+        without those already aborted.
         """
         return sum(replica.abort(is_meant) for replica in self.replicas if replica.alive)
 
@@ -302,7 +300,6 @@ class AsyncEngine:
         return [dump for dump in await asyncio.gather(*asked) if dump is not None]
 
     def on_engine_ready(self, replica: int, channel: EngineChannel, info: wire.ModelInfo) -> None:
-        """Use a new engine of a replica."""
         self.replicas[replica].on_engine_ready(channel, info)
         num_blocks = info.num_kv_blocks * info.data_parallel_size
         self._prefixes.resize(replica, num_blocks=num_blocks)

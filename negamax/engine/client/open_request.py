@@ -1,4 +1,6 @@
-"""Requests in the engine, seen from the server: each output is handed on the moment it arrives."""
+"""Requests in the engine, as the server sees them. Each output is passed on as soon as it
+arrives.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ Take = Callable[[int, RequestOutput], object]  # index of the prompt, and its ou
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The tenant of a request, the names that the client may call it, and whether other tenants
-    share the queue.
+    """The tenant of a request, its names for the client, and whether other tenants share
+    the queue.
     """
 
     tenant: str = ""
@@ -46,7 +48,7 @@ NOBODY = Owner()
 
 
 class Observer(Protocol):
-    """Receives what happens to one request. It must not raise."""
+    """Receives the events of one request. It must not raise."""
 
     def started(self, at: float) -> None:
         """The first of its sequences began to run at monotonic second `at`."""
@@ -55,7 +57,7 @@ class Observer(Protocol):
         """One of its choices gained tokens or ended."""
 
     def ended(self, error: BaseException | None) -> None:
-        """It is over; `error`: what ended it early."""
+        """The request is over; `error`: why it ended early."""
 
 
 class OpenRequest:
@@ -114,15 +116,15 @@ class OpenRequest:
         self.prompt_index = 0  # among prompts that are answered together
         self.is_told_to_end = False
         self._engine = engine
-        self._replica: Replica | None = None  # once it has begun
-        self._streams = dict(streams)  # those that go on
+        self._replica: Replica | None = None  # task, once the request has begun
+        self._streams = dict(streams)  # unfinished choices
         self._deadline = deadline
         self._observer = observer
         self._interval = interval
-        self._waiting: dict[int, RequestOutput] = {}  # by choice, for more tokens
+        self._waiting: dict[int, RequestOutput] = {}  # choices that wait for more tokens
         self._unsent: Sequence[GenerateRequest] = ()
-        self._updates: dict[str, SequenceUpdate] = {}  # that wait to be handed on
-        self._failure: Exception | None = None  # ends it after what has arrived
+        self._updates: dict[str, SequenceUpdate] = {}  # outputs to pass on
+        self._failure: Exception | None = None  # error that ends the request after these outputs
         self._take: Take | None = None
         self._is_paused = False
         self._arrival: asyncio.Future[None] | None = None
@@ -149,8 +151,8 @@ class OpenRequest:
             raise self._failure
 
     async def run(self, take: Take) -> None:
-        """Hand every output to `take` until the last choice has ended. Nothing of the request is
-        left in the engine, however it ends. Errors: those of `first_output` and of `take`,
+        """Pass every output to `take` until the last choice has ended. However it ends, nothing of
+        the request stays in the engine. Errors: those of `first_output` and of `take`,
         `EngineError`, `EngineDeadError`, `RequestTimeoutError`.
         """
         self._ended = asyncio.get_running_loop().create_future()
@@ -167,23 +169,23 @@ class OpenRequest:
         self.close()
 
     def pause(self) -> None:
-        """Hold back what arrives."""
+        """Hold back new outputs."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """Hand on what was held back and what arrives."""
+        """Pass on held outputs and new ones."""
         self._is_paused = False
         self._hand_kept()
 
     def abort(self) -> None:
-        """End the choices that were not sent; the engine is told to end the others."""
+        """End the choices that were not sent, and abort the others in the engine."""
         self.is_told_to_end = True
         unsent, self._unsent = self._unsent, ()
         for request in unsent:
             self.push(SequenceUpdate(request.request_id, [], finish_reason="abort"))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Abort what still runs; `error` is why. The first call counts."""
+        """Abort all unfinished choices; `error` is the reason. Later calls have no effect."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -201,8 +203,8 @@ class OpenRequest:
             self._observer.started(at)
 
     def push(self, update: SequenceUpdate) -> None:
-        """Hand an update, which now belongs to this request, to the user, or hold it back in a
-        pause. Never raises: an error here ends this request alone.
+        """Pass an update to the user, or hold it back in a pause. The update belongs to this
+        request from here on. Never raises: an error here ends this request alone.
         """
         if self._take is None or self._is_paused:
             earlier = self._updates.get(update.request_id)
@@ -220,7 +222,9 @@ class OpenRequest:
             self._end(None)
 
     def fail(self, error: Exception) -> None:
-        """End the request with `error` after what has arrived. The first error counts."""
+        """End the request with `error` after the outputs that have arrived. Later calls have no
+        effect.
+        """
         if self._failure is None:
             self._failure = error
         self._announce()
@@ -231,7 +235,7 @@ class OpenRequest:
             self._arrival.set_result(None)
 
     def _hand_kept(self) -> None:
-        """Hand on what was held back, then the error, unless paused."""
+        """Pass on held outputs, then the error, unless paused."""
         if self._take is None or self._is_paused:
             return
         updates, self._updates = self._updates, {}
@@ -261,7 +265,7 @@ class OpenRequest:
             raise EngineError("the output could not be turned into text") from wrong
         if stream.finished:
             del self._streams[update.request_id]
-            # the engine does not know stop strings
+            # stop strings are not part of engine requests
             self._replica.leave([update.request_id], abort=update.finish_reason is None)
         if self._observer is not None:
             self._observer.gained(output)
@@ -349,7 +353,7 @@ class OpenRequests:
 
 
 def join_updates(earlier: SequenceUpdate, later: SequenceUpdate) -> SequenceUpdate:
-    """One update for two of the same sequence; the lists of `earlier` are used up."""
+    """Join two updates of the same sequence. The lists of `earlier` are reused."""
     earlier.token_ids.extend(later.token_ids)
     logprobs = earlier.logprobs
     if logprobs is not None:

@@ -31,7 +31,7 @@ class TextReader(Protocol):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one choice gained since its last output."""
+    """New output of one choice since its last one."""
 
     request_id: str
     index: int  # of the choice, 0 to n - 1
@@ -40,7 +40,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logprobs: list[TokenLogprobs] | None  # one entry per entry of token_ids
     # first output only; one entry per prompt token after the first
     prompt_logprobs: list[TokenLogprobs] | None
-    finish_reason: str | None  # "stop", "length", "abort", "error"; None: goes on
+    finish_reason: str | None  # "stop", "length", "abort", "error"; None: not finished
     stop_reason: int | str | None  # the stop token id or stop string
     num_prompt_tokens: int
     num_output_tokens: int  # so far
@@ -51,12 +51,11 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def text(self) -> str:
-        """The new text."""
         return "".join(piece.text for piece in self.pieces)
 
 
 def join_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
-    """Join two outputs of the same choice, which are used up."""
+    """Join two outputs of the same choice, whose lists are reused."""
     # extend the longer list: joining many takes linear time
     earlier.token_ids.extend(later.token_ids)
     earlier.pieces.extend(later.pieces)
@@ -125,8 +124,8 @@ class ChoiceStream:
         self.finished = False
 
     def push(self, update: SequenceUpdate) -> RequestOutput:
-        """The output for `update`. A stop string may finish it before the engine does: the caller
-        must abort the sequence then.
+        """Return the output for `update`. If a stop string finishes it before the engine does, the
+        caller must abort the sequence.
         """
         token_ids, logprobs = update.token_ids, update.logprobs
         finish_reason, stop_reason = update.finish_reason, update.stop_reason
@@ -194,7 +193,7 @@ class ChoiceStream:
         return pieces, len(token_ids)
 
     def _finish(self, events: list[ParserEvent] | None, *, is_cut: bool) -> list[TextPiece]:
-        """Return the text that was held back."""
+        """Return the text held back so far."""
         pieces = self._detokenizer.finish()
         if self._reader is not None and events is not None:
             events += self._reader.feed(pieces, may_stop=True)

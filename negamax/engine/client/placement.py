@@ -1,7 +1,7 @@
-"""Choose a replica for a request by the load of each and the prompts it has seen.
+"""Chooses a replica for a request by the load of each and the prompts sent to it.
 
-No engine is asked. The server processes count what they send in shared numbers, and remember
-prompts by the block hashes of the engines' prefix caches.
+It asks no engine. The server processes count their requests in shared numbers, and remember prompts
+by the block hashes of the engines' prefix caches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from negamax.scheduler.step import SequenceUpdate
 # prompt tokens of open sequences, and prompt tokens of all sequences ever sent.
 _ROWS, _PENDING, _CONTEXT, _SENT = range(4)
 NUM_COLUMNS = 4
-# Most prompt blocks remembered for a replica, and no more than its cache holds.
+# Most prompt blocks remembered for a replica, but no more than its cache holds.
 MAX_BLOCKS = 1 << 15
 _TAG_BYTES = 6  # of a block's hash, an integer that a float64 holds
 
@@ -49,13 +49,13 @@ class ReplicaLoad:
             self._row[_PENDING] += pending
 
     def gained(self, updates: Iterable[SequenceUpdate]) -> None:
-        """Note sequences with tokens: their prompts are computed."""
+        """Record sequences with tokens: their prompts are computed."""
         if self._pending:
             for update in updates:
                 self._row[_PENDING] -= self._pending.pop(update.request_id, 0)
 
     def leave(self, sequence_id: str) -> None:
-        """Forget a sequence that is over; ids that are not open are ignored."""
+        """Remove a sequence that is over; ids that are not open are ignored."""
         context = self._context.pop(sequence_id, None)
         if context is not None:
             self._row[_ROWS] -= 1
@@ -63,8 +63,8 @@ class ReplicaLoad:
             self._row[_PENDING] -= self._pending.pop(sequence_id, 0)
 
     def cost(self, own: int, *, num_ranks: int) -> tuple[float, float]:
-        """The cost of computing `own` more prompt tokens here, in prompt tokens as of
-        `Scheduler.cost_of`; among equal costs, the tokens ever sent. `num_ranks` data-parallel
+        """Return the cost of computing `own` more prompt tokens here, in prompt tokens as in
+        `Scheduler.cost_of`. Ties are broken by all tokens ever sent. `num_ranks` data-parallel
         ranks divide the load.
         """
         rows, pending, context, sent = (
@@ -75,11 +75,11 @@ class ReplicaLoad:
 
 
 class PrefixTable:
-    """The prompt blocks that each replica was sent. All server processes read and write it without
-    locks: an entry is one number, and a wrong one only costs time.
+    """Prompt blocks sent to each replica. All server processes read and write it without locks: an
+    entry is one number, and a wrong one only costs time.
 
     A block has one place, where a later block may replace it. With as many places as the replica's
-    cache has blocks, entries age about as they do there.
+    cache has blocks, entries age at a similar rate.
     """
 
     def __init__(self, numbers: SharedNumbers) -> None:
@@ -92,12 +92,12 @@ class PrefixTable:
         self._num_blocks[replica] = max(1, min(num_blocks, MAX_BLOCKS))
 
     def discard(self, replica: int) -> None:
-        """Forget all blocks of a replica."""
+        """Clear all blocks of a replica."""
         self._tags[replica][:] = [0.0] * MAX_BLOCKS
 
     def matches(self, tags: Sequence[int], replica: int) -> int:
-        """Count the leading blocks of a prompt, given by its `hash_blocks`, that the replica
-        was sent.
+        """Count the leading blocks of a prompt, given by its `hash_blocks`, that were sent to the
+        replica.
         """
         row, num_blocks = self._tags[replica], self._num_blocks[replica]
         for index in range(len(tags) - 1, -1, -1):  # a block's hash covers those before it
@@ -106,7 +106,7 @@ class PrefixTable:
         return 0
 
     def add(self, tags: Sequence[int], replica: int) -> None:
-        """Remember a prompt that the replica is sent."""
+        """Record a prompt sent to the replica."""
         row, num_blocks = self._tags[replica], self._num_blocks[replica]
         for tag in tags:
             row[tag % num_blocks] = tag

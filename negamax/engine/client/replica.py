@@ -1,4 +1,4 @@
-"""One of the engines behind a server, as one server process sees it."""
+"""One engine of a server, as one server process sees it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Replica:
     """
 
     def __init__(self, index: int, *, admission: Admission, load: ReplicaLoad) -> None:
-        """No engine runs yet."""
+        """Start without an engine."""
         self.index = index
         self.load = load
         self.info: wire.ModelInfo | None = None  # of the latest engine
@@ -39,9 +39,9 @@ class Replica:
         self._channel: EngineChannel | None = None
         self._past: wire.EngineStats | None = None  # counters of engines that died
         self._death = "the engine is not running"
-        self._next_ready = 0.0  # monotonic: when a start under way should be over
+        self._next_ready = 0.0  # monotonic: when the current start should be over
         self._stays_dead = False
-        # unanswered questions about experts, by number
+        # unanswered commands about experts, by number
         self._records: dict[int, asyncio.Future[wire.ExpertRecord]] = {}
         self._num_records = 0
 
@@ -51,7 +51,7 @@ class Replica:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine is dead and is not started again."""
+        """Whether the engine is dead for good."""
         return self._stays_dead
 
     @property
@@ -62,7 +62,7 @@ class Replica:
 
     @property
     def silence(self) -> str | None:
-        """The process of the running engine that has sent no heartbeat lately; None: all have."""
+        """A process of the running engine without recent heartbeats; None: all are alive."""
         assert self._channel is not None
         if time.monotonic() - self._channel.last_beat >= _RESPONSIVE_SECONDS:
             return "the engine"
@@ -100,7 +100,7 @@ class Replica:
             pending = 0
 
     def leave(self, sequence_ids: Sequence[str], *, abort: bool) -> None:
-        """Forget sequences that are over; `abort`: end them in the engine too."""
+        """Remove sequences that are over; `abort`: end them in the engine, too."""
         known = [name for name in sequence_ids if self.open.pop(name, None) is not None]
         self._left(known)
         if abort and known and self._channel is not None:
@@ -120,7 +120,6 @@ class Replica:
         return len(meant)
 
     def open_requests(self) -> list[GenerateRequest]:
-        """The sequences that run or wait here."""
         return [
             sequence
             for request in dict.fromkeys(self.open.values())
@@ -147,7 +146,7 @@ class Replica:
         return record.dump
 
     def _take_record(self, record: wire.ExpertRecord) -> None:
-        """Hand on an answer about experts, if its asker still waits."""
+        """Pass on an answer about experts, if its caller still waits."""
         asked = self._records.get(record.number)
         if asked is not None and not asked.done():
             asked.set_result(record)
@@ -181,7 +180,7 @@ class Replica:
         self._stays_dead = True
 
     def receive(self, steps: Sequence[wire.StepOutputs]) -> None:
-        """Hand steps that arrived together to their sequences, one update each."""
+        """Pass steps that arrived together to their sequences, one update each."""
         for step in steps:
             for sequence_id, at in step.admitted:
                 request = self.open.get(sequence_id)
@@ -198,7 +197,6 @@ class Replica:
                 request.push(update)
 
     def fail_open(self, reason: str) -> None:
-        """End every open request with `EngineDeadError`."""
         open_requests, self.open = self.open, {}
         self._left(open_requests)
         for request in dict.fromkeys(open_requests.values()):

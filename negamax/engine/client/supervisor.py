@@ -58,7 +58,7 @@ class EngineSupervisor:
     """
 
     def __init__(self, options: EngineOptions, servers: _Servers) -> None:
-        """Use `start` or `run`."""
+        """Use `start` or `run` instead."""
         self.engine = servers.engine
         self._engines = [
             _SupervisedEngine(replica, of_replica, variables=variables, servers=servers)

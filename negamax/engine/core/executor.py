@@ -42,8 +42,6 @@ _REMINDER_SECONDS = 30.0  # between log lines about ranks that load
 
 
 class StepHandle(Protocol):
-    """A launched step."""
-
     def results(self) -> list[StepResult]:
         """Wait for the results, one for each plan. Errors: what stopped the step as a whole."""
         ...
@@ -73,11 +71,11 @@ class Executor(Protocol):
         ...
 
     def longest_silence(self) -> tuple[int, float]:
-        """As `RankHost.longest_silence`; (0, 0.0) without rank processes."""
+        """Return `RankHost.longest_silence`; (0, 0.0) without rank processes."""
         ...
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        """End the ranks. `restarts`: another executor will follow."""
+        """End the ranks. `restarts`: whether another executor will follow."""
 
 
 class InProcessExecutor:
@@ -259,7 +257,7 @@ class MultiProcessExecutor:
             ) from None
 
     def _wait_ready(self, layout: ParallelLayout) -> list[WorkerReady]:
-        """Collect the reports of all ranks. Errors: that of the first rank to fail,
+        """Collect the reports of all ranks. Errors: that of the first failed rank,
         `EngineDeadError`.
         """
         readies: dict[int, WorkerReady] = {}

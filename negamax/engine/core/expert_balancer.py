@@ -64,7 +64,7 @@ class ExpertBalancer:
         self._record: list[NDArray[np.int64]] = []
 
     def direct(self) -> ExpertStep | None:
-        """Return what the next step does with experts; None: nothing."""
+        """Return the expert changes of the next step; None: none."""
         self._num_steps += 1
         is_due = self._num_steps % self._interval == 1 % self._interval
         moves = self._next_moves() if self._due else []

@@ -25,7 +25,7 @@ _Table = Annotated[list[list[_Count]], msgspec.Meta(min_length=1)]  # by layer
 
 
 class _Location(msgspec.Struct, frozen=True):
-    """The JSON; other fields are skipped."""
+    """The JSON; other fields are ignored."""
 
     logical_count: _Table | None = None  # selections by expert
     physical_to_logical_map: _Table | None = None  # by slot: the expert in it
@@ -130,7 +130,7 @@ def _check_shape(
 def _check_slots(
     layer: int, slots: Sequence[int], layout: ParallelLayout, *, num_experts: int
 ) -> None:
-    """Check that every expert has a slot, and none two on one rank."""
+    """Check that every expert has a slot, and at most one on each rank."""
     hint = "a rank holds an expert once, and every expert is on some rank"
     where = f"{_FLAG}: in layer {layer} of physical_to_logical_map"
     if unknown := [expert for expert in slots if expert >= num_experts]:

@@ -21,7 +21,7 @@ class RankHost(Protocol):
         """Start the ranks, each of which connects to its endpoint."""
 
     def config_of(self, rank: int, config: WorkerConfig) -> WorkerConfig:
-        """`config` completed with what only this machine has, for one of its ranks."""
+        """Complete `config` for one rank with this machine's settings."""
         ...
 
     @property
@@ -34,26 +34,24 @@ class RankHost(Protocol):
         ...
 
     def longest_silence(self) -> tuple[int, float]:
-        """The rank without a heartbeat for the longest time, and the seconds. Single user: a thread
-        that looks several times a second.
+        """Return the rank without a heartbeat for the longest time, and the seconds. Single user: a
+        thread that polls several times a second.
         """
         ...
 
     def abort(self) -> None:
-        """Let kernels that wait for other ranks give up."""
+        """Abort kernels that wait for other ranks."""
 
     def expect_end(self) -> None:
-        """Do not count a rank that ends from now on as dead: all are about to be told to end."""
+        """Do not count ranks that end from here on as dead: all will be asked to end."""
 
     def stop(self, *, timeout: float, restarts: bool) -> None:
-        """End the ranks; kill those that still run after `timeout` seconds. `restarts`: others will
-        be started in their place.
+        """End the ranks; kill those that still run after `timeout` seconds. `restarts`: whether
+        others will replace them.
         """
 
 
 class LocalRanks:
-    """The ranks of this machine."""
-
     def __init__(self, ranks: range, addresses: RankAddresses) -> None:
         self.ranks = ranks
         self.processes: list[Supervised] = []

@@ -192,7 +192,7 @@ class EngineLoop:
         )
 
     def record_experts(self, action: str) -> ExpertDump | None:
-        """Record experts over all launched steps, as of `ExpertBalancer.record`. Errors:
+        """Record experts over all launched steps, as `ExpertBalancer.record` does. Errors:
         `InvalidRequestError`, also if experts are not counted.
         """
         if self._experts is None:
@@ -215,7 +215,7 @@ class EngineLoop:
             self._committed_at = time.monotonic()  # do not count the command as step time
 
     def dump_crash(self, reason: str, error: BaseException) -> None:
-        """Write a crash dump of what ran when `error` was raised."""
+        """Write a crash dump of the state when `error` was raised."""
         self._crash_dumps.write(reason, details=self._crash_details, error=error)
 
     def shutdown(self, *, restarts: bool = False) -> None:

@@ -2,8 +2,8 @@
 `engine.client.connection`.
 
 The first frame holds the options. Then one or more server processes send requests, and after every
-step each gets the updates of its sequences with statistics. A heartbeat thread watches the ranks
-and reports five times a second whether the loop runs and how long a rank has been silent. Another
+step each gets the updates of its sequences with statistics. A heartbeat thread watches the ranks.
+It reports five times a second whether the loop runs and how long a rank has been silent. Another
 thread watches the first server process.
 """
 
@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 
 LOOK_SECONDS = 0.1  # between two checks of the ranks
-# for a loop that waits for a step to notice by itself that a rank is gone
+# time for a waiting loop to notice a lost rank by itself
 LAST_STEP_SECONDS = 0.3
 RECONNECT_MS = 10  # between attempts to reach a server process
 
@@ -86,7 +86,7 @@ def _serve(
     gc.freeze()
     outbox.send_first(wire.EngineReady(info))
     pulse = Pulse(loop)
-    restarts = True  # unless it is told to stop
+    restarts = True  # unless a stop was requested
     try:
         with pulse.beating(context, address, num_servers=start.num_servers):
             serve(loop, requests=requests, outbox=outbox, pulse=pulse)
@@ -107,7 +107,7 @@ def _serve(
 
 
 def listen(requests: zmq.Socket[bytes], address: wire.EngineAddress, *, num_servers: int) -> None:
-    """Receive requests of the other server processes too, whenever they start."""
+    """Also receive requests of the other server processes, whenever they start."""
     requests.reconnect_ivl = RECONNECT_MS
     for server in range(1, num_servers):
         requests.connect(address.requests(server))
@@ -175,8 +175,8 @@ def _split_report(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
 
 
 def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, pulse: Pulse) -> None:
-    """Receive requests, step, and send updates until told to stop. Block on the socket while there
-    is no work.
+    """Receive requests, step, and send updates until a stop is requested. Block on the socket while
+    there is no work.
     """
     while True:
         while not loop.has_work or requests.poll(0):
@@ -227,8 +227,8 @@ class Pulse:
     def beating(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int
     ) -> Iterator[None]:
-        """Run a thread that sends five heartbeats a second, and reports a dead rank once, whatever
-        the loop waits for.
+        """Run a thread that sends five heartbeats a second and reports a dead rank once, even while
+        the loop waits.
         """
         stop = threading.Event()
 
@@ -240,7 +240,7 @@ class Pulse:
                     rank, silence = executor.longest_silence()
                     death = executor.death()
                     if death is not None:
-                        # the loop waits for something else and has not noticed
+                        # the loop waits for another event and has not noticed
                         if not stop.wait(LAST_STEP_SECONDS):
                             self._loop.dump_crash(death, EngineDeadError(death))
                             outbox.send_first(wire.EngineFailed(death, 1))

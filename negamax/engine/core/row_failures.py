@@ -22,7 +22,7 @@ class RowFailureLog:
         self._errors: dict[int, str] = {}  # by slot
 
     def launched(self, plan: StepPlan) -> None:
-        """Note a launched plan."""
+        """Record a launched plan."""
         self._slots.append(plan.slots)
         for row in plan.new_rows:
             self._assigned[row.slot] = plan.step_id

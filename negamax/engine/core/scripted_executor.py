@@ -1,5 +1,5 @@
 """An executor without a model: every sequence gets the tokens of a scripted answer. Scheduler,
-prefix cache, limits and streams are the real ones.
+prefix cache, limits and streams are real.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 
 def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     """Start the executor for `options`, on Ray's machines if asked, and a scheduler. After an error
-    nothing is left running. Errors: those of the worker, and of `RayLauncher`.
+    nothing keeps running. Errors: those of the worker, and of `RayLauncher`.
     """
     with ExitStack() as started:
         loop, info = _start_loop(options, started)
@@ -49,7 +49,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
 
 
 def _start_loop(options: EngineOptions, started: ExitStack) -> tuple[EngineLoop, ModelInfo]:
-    """Start the loop; `started` shuts down what was started before an error."""
+    """Start the loop; `started` shuts down everything started before an error."""
     launcher = None  # starts the agents of the other nodes
     if options.distributed_executor_backend == RAY:
         launcher = RayLauncher(options)
@@ -155,7 +155,7 @@ def _make_worker_config(
 
 
 def _log_notes(source: ModelSource) -> None:
-    """Log the notes of the readers of the model's files."""
+    """Log the readers' notes on the model's files."""
     for part in (source.spec, source.speculation, source.draft and source.draft.spec):
         for note in part.notes if part else ():
             logger.info("%s", note)
@@ -224,7 +224,7 @@ def _make_scheduler(
         block_size=config.block_size,
         num_blocks=ready.num_kv_blocks,
         enable_prefix_caching=options.enable_prefix_caching,
-        # the client refuses long before
+        # the client refuses earlier
         max_queued_requests=2 * (options.max_queued_requests + num_rows),
         eos_token_ids=frozenset(config.eos_token_ids),
         num_draft_tokens=ready.num_draft_tokens,

@@ -155,7 +155,9 @@ def _read_spec(folder: Path, *, options: EngineOptions) -> ModelSpec:
 
 
 def _apply_quantization(spec: ModelSpec, options: EngineOptions) -> ModelSpec:
-    """Quantise the model as the options say. Errors: `ConfigError` if it is stored otherwise."""
+    """Quantize the model as the options request. Errors: `ConfigError` if it is stored in another
+    format.
+    """
     quantization, note = quantized(
         options.quantization, spec.quantization, is_drawn=options.load_format == "synthetic"
     )

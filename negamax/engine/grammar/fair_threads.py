@@ -1,4 +1,4 @@
-"""A thread pool that replaces threads which are stuck in a task."""
+"""A thread pool that replaces threads stuck in a task."""
 
 from __future__ import annotations
 

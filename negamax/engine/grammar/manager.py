@@ -35,10 +35,10 @@ logger = get_logger(__name__)
 COMPILE_SECONDS = 30.0
 MASK_SECONDS = 5.0
 DRAFT_SECONDS = 0.004
-GRACE_SECONDS = 0.008  # that a step with other rows waits for a mask
-ALONE_SECONDS = 0.05  # that a step of grammar rows alone waits; new requests wait too
+GRACE_SECONDS = 0.008  # longest wait of a step with other rows for a mask
+ALONE_SECONDS = 0.05  # longest wait of a step with grammar rows only; new requests wait, too
 MAX_THREADS = 8
-MAX_ATTEMPTS = 2  # to open a grammar whose process dies meanwhile
+MAX_ATTEMPTS = 2  # attempts to open a grammar whose process dies meanwhile
 # processes with a runaway compiler, kept for the outputs that they follow
 MAX_RETIRED = 2
 MAX_REMEMBERED = 256  # grammars that took too long
@@ -195,9 +195,9 @@ class GrammarManager:
     def bitmask(
         self, step_id: int, rows: Sequence[GrammarRow], *, may_wait: bool
     ) -> tuple[GrammarBitmask, list[RequestGrammar]]:
-        """The bitmask for `rows` of a launched step, with late rows postponed, and the constraints
-        of requests that must end: with an error, or because their grammar has ended. `may_wait`:
-        the step has no other rows, so it may wait longer.
+        """Return the bitmask for `rows` of a launched step, with late rows postponed. Also return
+        the constraints of requests that must end, because of an error or the end of their grammar.
+        `may_wait`: the step has no other rows, so it may wait longer.
         """
         ruled = [
             (row, rule) for row in rows if (rule := self._rules.get(row.request_id)) is not None
@@ -248,14 +248,12 @@ class GrammarManager:
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _masks(self, rule: RequestGrammar, row: GrammarRow) -> list[Mask | None]:
-        """The masks of a row's samples as far as they are known, at least the first. None:
-        anything.
-        """
+        """Return the known masks of a row's samples, at least the first. None: any token."""
         gate = None if rule.gate is None else rule.gate.fork()
         # while answers are outstanding, known masks belong to earlier positions
         of_grammar = [] if rule.num_asked else rule.masks
         found: list[Mask | None] = []
-        num_taken = 0  # draft tokens that the grammar has read
+        num_taken = 0  # draft tokens that the grammar has processed
         sampling = rule.request.sampling
         while len(found) <= row.num_drafts:
             too_early: frozenset[int] = frozenset()  # tokens that would end the output
@@ -277,7 +275,7 @@ class GrammarManager:
                 break
             draft = rule.drafts[len(found) - 1]
             if draft < 0 or (mask is not None and not allows(mask, draft)):
-                # the draft token is rejected: samples after it do not count
+                # the draft token is rejected: later samples do not count
                 return [*found, *[None] * (row.num_drafts + 1 - len(found))]
             num_taken += gate is None or gate.push(draft) is not None
         assert found
@@ -383,8 +381,8 @@ class GrammarManager:
             self._too_slow.popitem(last=False)
 
     def _retire(self, client: GrammarClient) -> None:
-        """Give a process with a runaway compiler no new work; the next process opens what it has
-        not.
+        """Give a process with a runaway compiler no new work. The next process opens its unopened
+        grammars.
         """
         if client is not self._client:
             return
@@ -417,7 +415,7 @@ class GrammarManager:
                 self._send_open(rule)
 
     def _unanswered(self, client: GrammarClient) -> float | None:
-        """Since when (monotonic seconds) the process has work, or None."""
+        """Time (monotonic seconds) since which the process has work, or None."""
         asked = [
             rule.asked
             for rule in self._followed_by(client)

@@ -3,7 +3,7 @@ the model, elsewhere with the first grammar.
 
 It holds the state of every output that follows a grammar. The compiler can take minutes and
 gigabytes for a small schema, cannot be interrupted, and takes seconds to import. In its own process
-it delays nobody and can be killed.
+it delays no other work and can be killed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = get_logger(__name__)
 
 COMPILERS = 2  # grammars compiled at a time
 COMPILER_PATIENCE = 1.0  # seconds after which a compilation gets a replacement thread
-# a slower mask is not waited for, and the output's next masks go to other threads
+# the engine does not wait for slower masks, and the output's next masks go to other threads
 SLOW_SECONDS = 0.02
 MAX_STUCK = 8  # stuck threads of one kind that are replaced
 MEMORY_SHARE = 1 / 4  # share of main memory that this process may use

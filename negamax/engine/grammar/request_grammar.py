@@ -15,14 +15,14 @@ from negamax.text.grammar.reasoning_gate import ReasoningGate
 
 @dataclass(eq=False)
 class RequestGrammar:
-    """The constraints of one output, as far as the grammar process has answered."""
+    """The constraints of one output, based on the grammar process's answers so far."""
 
     request: GenerateRequest
-    key: int  # its name in the grammar process
+    key: int  # its key in the grammar process
     gate: ReasoningGate | None = None
     client: GrammarClient | None = None
     is_open: bool = False  # the grammar is compiled, or there is none
-    refusal: str | None = None  # why it cannot be served, if the request is at fault
+    refusal: str | None = None  # why the request is invalid
     attempts: int = 0
     # of the grammar: after all answered parts, then after each draft token
     masks: list[Mask] = field(default_factory=list)
@@ -54,7 +54,7 @@ class RequestGrammar:
         return not self.is_reasoning and (self.gate is None or self.gate.due is None)
 
     def is_reasoning_at(self, gate: ReasoningGate | None) -> bool:
-        """As `is_reasoning`, after what `gate` has seen."""
+        """Whether the grammar has not started yet after the tokens that `gate` has read."""
         reasoning = self.request.sampling.reasoning
         return (
             gate is not None
@@ -68,7 +68,6 @@ class RequestGrammar:
         return token_id if self.gate is None else self.gate.push(token_id)
 
     def take(self, answer: wire.NextMask) -> None:
-        """Take the answer to an advance."""
         self.num_asked -= 1
         if answer.error is not None and answer.mask is not None:
             self.refusal = answer.error

@@ -42,7 +42,7 @@ class CloseGrammars(msgspec.Struct, frozen=True, tag="close"):
 
 # grammar process -> engine
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """The first: the compiler is loaded. Later ones: the process is still working."""
+    """First: the compiler is loaded. Later: the process is still working."""
 
 
 class Overloaded(msgspec.Struct, frozen=True, tag="overloaded"):

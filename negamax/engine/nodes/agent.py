@@ -56,8 +56,8 @@ class Agent:
         waits_again: bool = True,
         health: NodeHealth | None = None,
     ) -> None:
-        """`share`: what only this machine has; the agent adds its heartbeat file and interface.
-        Without `waits_again` the agent ends with the first ranks that it starts.
+        """`share`: this machine's settings; the agent adds its heartbeat file and interface.
+        Without `waits_again`, the agent ends with the first ranks that it starts.
         """
         self._health = health
         self._options = options
@@ -76,7 +76,7 @@ class Agent:
         self._node_0 = ""
         self._logged, self._logged_at = "", 0.0
         self._folder: PrivateFolder | None = None
-        self._session = ""  # of node 0, until it knows that the ranks have ended
+        self._session = ""  # of node 0, until node 0 has received the end of the ranks
         self._ranks: LocalRanks | None = None
         self._death: str | None = None  # why this agent ended the ranks
         self._num_sent = 0

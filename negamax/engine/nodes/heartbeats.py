@@ -1,7 +1,7 @@
 """Heartbeats as datagrams, in addition to the TCP connections between nodes.
 
-After packet loss TCP doubles its waits: a network that was down for 1.6 s is heard again after 3 s.
-Datagrams arrive as soon as the network works.
+After packet loss TCP doubles its retry delays: after an outage of 1.6 s, its next message arrives
+after 3 s. Datagrams arrive as soon as the network works.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Datagrams:
 
 
 class Neighbours:
-    """The other agents of one session: node 0 cannot see when two of them lose each other. Single
-    user: a thread that looks several times a second.
+    """Heartbeats of the other agents in one session: node 0 cannot see when two of them lose each
+    other. Single user: a thread that polls several times a second.
     """
 
     def __init__(self, session: str, addresses: Mapping[int, tuple[str, int]]) -> None:
@@ -93,8 +93,8 @@ class Neighbours:
             self._numbers[node] = number
 
     def lost(self) -> str | None:
-        """Return which node has stopped to send heartbeats, or None. A node that never sent any may
-        be behind a firewall; node 0 watches it.
+        """Return a node that has stopped sending heartbeats, or None. Node 0 watches nodes that
+        never sent any, which may be behind a firewall.
         """
         for node, silence in self._silences.items():
             seconds = silence.seconds(self._numbers[node])

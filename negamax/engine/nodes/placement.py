@@ -47,7 +47,7 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class RayPlacement:
-    """What an engine asks a cluster for. `own`: the machine that serves, which is node 0."""
+    """An engine's request to a cluster. `own`: the machine that serves, which is node 0."""
 
     options: EngineOptions
     nodes: tuple[ClusterNode, ...]
@@ -62,7 +62,7 @@ class RayPlacement:
 
     @property
     def master_addr(self) -> str:
-        """The address of node 0, unless the user gives one."""
+        """The address of node 0, unless the user sets one."""
         return self.options.master_addr or (
             "127.0.0.1" if self.is_on_loopback else self.own.address
         )

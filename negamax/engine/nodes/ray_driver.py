@@ -281,7 +281,7 @@ def _bundle(share: Resources) -> dict[str, float]:
 
 
 def _runtime_env() -> dict[str, Any]:
-    """What an actor needs to find this package."""
+    """Runtime environment with which an actor finds this package."""
     path = env.get("PYTHONPATH")
     return {} if path is None else {"env_vars": {"PYTHONPATH": path}}
 

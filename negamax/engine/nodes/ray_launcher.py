@@ -1,5 +1,5 @@
 """The engine's side of Ray. A child process reserves machines, starts the agents on them, and
-releases everything when the engine ends, for whatever reason.
+releases everything when the engine ends for any reason.
 """
 
 from __future__ import annotations

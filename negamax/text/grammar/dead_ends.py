@@ -1,4 +1,4 @@
-"""Find grammars in which an output can get stuck, when they are compiled."""
+"""Finds, at compile time, grammars in which an output can get stuck."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-VERSION = "v16"  # of xgrammar's serialized grammars; others are not checked
+VERSION = "v16"  # version of xgrammar's serialized grammars; others are not checked
 
 _LAST_CHARACTER = 0x10FFFF
 
@@ -30,19 +30,19 @@ class _Kind(IntEnum):
 
 
 class _Symbol(NamedTuple):
-    """A part of an alternative: a `rule`, or text or tokens, which `can_end` or not."""
+    """A part of an alternative: a `rule`, or text or tokens."""
 
     rule: int | None = None
     is_optional: bool = False
-    can_end: bool = True
+    can_end: bool = True  # without a rule: whether it can produce a finite text
     writes: bool = True  # without a rule: whether it produces any text
 
 
 def find_dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | None:
-    """Return why an output may reach a point without an allowed token or an end; None: it cannot.
+    """Return why an output may reach a point without an allowed token or an end; None if it cannot.
 
-    `stop_token_ids` end an output; they are no tags in it. Takes linear time in the size of the
-    grammar.
+    `stop_token_ids` end an output; the grammar does not use them as tags. Takes linear time in the
+    size of the grammar.
     """
     grammar = json.loads(serialized)
     if grammar["__VERSION__"] != VERSION:

@@ -1,4 +1,4 @@
-"""Rewrite JSON schemas for the grammar compiler, and refuse what it cannot enforce."""
+"""Rewrites JSON schemas for the grammar compiler, and refuses keywords that it cannot enforce."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from negamax.config.grammar import refuse_grammar
 from negamax.text.schema_walk import resolve_pointer
 
-# Keywords that a grammar cannot enforce: it would have to remember values, or exclude some.
+# Keywords that a grammar cannot enforce: it would have to remember or exclude values.
 NOT_ENFORCED = (
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems",
     "dependentRequired",
@@ -37,7 +37,9 @@ MAX_BYTES = 4 << 20
 
 
 class Budget:
-    """Limit of the expanded schemas of one request: references can make a small request large."""
+    """Limit of the expanded schemas of one request: with references, a small request can become
+    large.
+    """
 
     def __init__(self) -> None:
         self._nodes = 0
@@ -48,7 +50,7 @@ class Budget:
         return self._nodes > MAX_NODES or self._bytes > MAX_BYTES
 
     def spend(self, nodes: int = 1, *, num_bytes: int = 0) -> None:
-        """Spend before expanding. Errors: `InvalidRequestError` beyond the limits."""
+        """Spend before expanding. Errors: `InvalidRequestError` above the limits."""
         self._nodes += nodes
         self._bytes += num_bytes
         if self._nodes > MAX_NODES:
@@ -67,7 +69,7 @@ def prepared(schema: Any, *, strict: bool, budget: Budget | None = None) -> Any:
     """Rewrite `schema` in the keywords that the grammar compiler reads.
 
     `nullable` becomes a type. Unlisted required properties become listed ones, which share one
-    definition. Items without a schema may be anything. Errors: `InvalidRequestError` beyond the
+    definition. Items without a schema may be anything. Errors: `InvalidRequestError` above the
     `budget`; with `strict` also for a keyword that cannot be enforced and for a dangling reference.
     """
     return _Preparation(schema, budget or Budget(), strict=strict).made
@@ -101,7 +103,7 @@ def _check_enforceable(node: Mapping[str, Any], *, root: Any, budget: Budget) ->
 
 
 class _Preparation:
-    """Rewrites one schema; `made` is the result."""
+    """Rewrites one schema; the result is `made`."""
 
     def __init__(self, schema: Any, budget: Budget, *, strict: bool) -> None:
         self._root, self._budget, self._strict = schema, budget, strict
@@ -166,7 +168,7 @@ class _Preparation:
 
 
 def _is_small(schema: Any) -> bool:
-    """Whether a reference to `schema` would not be shorter."""
+    """Whether `schema` is no longer than a reference to it."""
     if not isinstance(schema, Mapping):
         return True
     return len(schema) <= 1 and all(

@@ -1,4 +1,4 @@
-"""Compile grammars for one vocabulary, and match them token by token, by xgrammar.
+"""Compiles grammars for one vocabulary, and matches them token by token, by xgrammar.
 
 Only the grammar process imports this module: xgrammar imports torch and transformers, which takes
 seconds.
@@ -23,7 +23,7 @@ CACHE_ENTRIES = 512
 
 Mask = NDArray[np.uint8]  # [ceil(vocabulary / 8)], bit i of byte j: token 8 j + i may come next
 
-_TAG_PREFIX = b"\xff\xff"  # not UTF-8: no grammar of texts can match the token
+_TAG_PREFIX = b"\xff\xff"  # not UTF-8, so that no grammar of texts can match the token
 
 
 class GrammarCompiler:
@@ -38,7 +38,9 @@ class GrammarCompiler:
         num_threads: int,
         token_tags: Collection[str],
     ) -> None:
-        """`vocab_size` is the model's, which may be padded; `token_tags` count only as tokens."""
+        """`vocab_size`: of the model, which may be padded; `token_tags`: tags that match only as
+        tokens.
+        """
         self.vocab_size = vocab_size
         vocabulary = [_spell(tokenizer, token_id, token_tags) for token_id in range(vocab_size)]
         info = xgrammar.TokenizerInfo(
@@ -74,7 +76,7 @@ class GrammarCompiler:
             if problem is not None:
                 refuse_grammar(f"{problem}; make references to itself optional or nullable")
             compiled = self._compiler.compile_structural_tag(structural_tag)
-        except (RuntimeError, ValueError) as error:  # all that the library raises
+        except (RuntimeError, ValueError) as error:  # the only exceptions of the library
             refuse_grammar(f"the grammar cannot be compiled: {_read_reason(error)}")
         with self._lock:
             self._cache[structural_tag] = compiled
@@ -88,17 +90,17 @@ class GrammarCompiler:
 
 
 class TagBits:
-    """The bits of tags that are tokens.
+    """Mask bits of the tags that are tokens.
 
-    In raw text up to a closer xgrammar allows every token, tags included. A place that needs a tag
-    never allows all tags, which distinguishes the two.
+    In raw text up to a closer, xgrammar allows every token, tags included. If a tag is required,
+    the mask never allows all tags; this distinguishes the two cases.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._bits = [(token_id // 8, 1 << token_id % 8) for token_id in token_ids]
 
     def clear(self, mask: Mask) -> None:
-        """Clear the tags in `mask` if it is that of raw text."""
+        """Clear the tags in `mask` if it is the mask of raw text."""
         if all(mask[place] & bit for place, bit in self._bits):
             for place, bit in self._bits:
                 mask[place] &= 0xFF ^ bit
@@ -116,7 +118,7 @@ class GrammarMatcher:
         return bool(self._matcher.is_terminated())
 
     def take(self, part: int | bytes) -> bool:
-        """Advance by a token, or by text. False: the grammar does not allow it."""
+        """Advance by a token or by text. Returns False if the grammar does not allow it."""
         if self.has_ended:
             return True  # tokens after the end are not checked
         taken = (
@@ -140,8 +142,8 @@ class GrammarMatcher:
 
 
 def _spell(tokenizer: Tokenizer, token_id: int, token_tags: Collection[str]) -> bytes:
-    """Return a token's bytes in grammars; those of a tag cannot be text, those of controls are
-    empty.
+    """Return a token's bytes in grammars; a tag's bytes cannot be text, a control token has
+    none.
     """
     text = tokenizer.token_bytes(token_id)
     if not tokenizer.is_added(token_id):

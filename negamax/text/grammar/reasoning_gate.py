@@ -1,4 +1,4 @@
-"""Track where an output's reasoning ends, and end it at its budget."""
+"""Tracks where an output's reasoning ends, and ends it at its budget."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class _State(enum.Enum):
 
 
 class ReasoningGate:
-    """Follow the reasoning of one output.
+    """Follows the reasoning of one output.
 
     `budget`: tokens of reasoning after which the closing tokens are due. `calls_end_it`: the opener
-    of a call block ends an open reasoning. `token_bytes` is required if a marker has no token.
+    of a call block ends an open reasoning. `token_bytes` is required if a marker is not a single
+    token.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ReasoningGate:
 
     @property
     def is_over(self) -> bool:
-        """Whether the gate has no effect any more."""
+        """Whether the gate no longer has any effect."""
         return self._state is _State.CLOSED and not self._due
 
     def fork(self) -> ReasoningGate:
@@ -66,7 +67,7 @@ class ReasoningGate:
     def push(self, token_id: int) -> int | bytes | None:
         """Take the next token; return its part of the content: the token, its last bytes, or None.
 
-        An optional reasoning is part of the content: the grammar contains it.
+        If reasoning is optional, it is part of the content: the grammar contains it.
         """
         if self._due:
             self._due.popleft()

@@ -22,18 +22,18 @@ from negamax.text.grammar.tool_calls import CallStyles, calls_format, read_rules
 
 
 def structural_tag(grammar: Grammar, reasoning: Reasoning | None, styles: CallStyles) -> str:
-    """Return the structural tag of an output, from where its grammar begins.
+    """Return the structural tag of an output, from the point where its grammar begins.
 
-    That is after the closer of an open reasoning; an optional reasoning is part of the grammar.
-    `styles`: the call styles of all families by name. Errors: `InvalidRequestError` for what
-    `Grammar.check` cannot find.
+    That point is after the closer of an open reasoning; an optional reasoning is part of the
+    grammar. `styles`: the call styles of all families by name. Errors: `InvalidRequestError` for
+    errors that `Grammar.check` cannot find.
     """
     content = content_format(grammar, Budget(), styles)
     return json.dumps({"type": "structural_tag", "format": _prepend_reasoning(reasoning, content)})
 
 
 def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Format:
-    """Return the format of the content alone."""
+    """Return the format of the content without reasoning."""
     match grammar.kind:
         case "json_object":
             return json_format({"type": "object"})
@@ -62,7 +62,7 @@ def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Form
 
 
 def _prepend_reasoning(reasoning: Reasoning | None, content: Format) -> Format:
-    """Put before `content` what may precede it."""
+    """Prepend the allowed line breaks and reasoning to `content`."""
     if reasoning is None:
         return content
     if reasoning.max_newlines:

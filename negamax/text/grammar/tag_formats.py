@@ -14,13 +14,13 @@ from negamax.config.grammar import Marker
 
 Format = dict[str, Any]
 
-# White space between two parts of a JSON text: four levels of indentation. Without a limit a model
-# may write nothing else.
+# White space between two parts of a JSON text: four levels of indentation. Without a limit, a model
+# may write only white space.
 MAX_WHITESPACE = 20
 
 
 def json_format(schema: Any) -> Format:
-    """Return JSON that follows `schema`, which is prepared."""
+    """Return JSON that follows a prepared `schema`."""
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
 
 

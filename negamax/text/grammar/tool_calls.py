@@ -1,7 +1,7 @@
-"""Grammars of tool calls, in the model's own form.
+"""Grammars of tool calls, in the model's own syntax.
 
-The family's `CallStyle` defines that form: strings are raw, up to the closer, and arguments come in
-the order of the schema, as models write them.
+The family's `CallStyle` defines the syntax: strings are raw, up to the closer, and arguments come
+in the order of the schema, as models write them.
 
 `tool_grammar` runs in a server process and only writes down the rules, as JSON. `calls_format`
 expands the schemas, in the grammar process.
@@ -50,13 +50,13 @@ def tool_grammar(
 ) -> Grammar | None:
     """Return the grammar of an answer that may or must call `tools`; None: nothing to enforce.
 
-    `choice` is "auto", "required" or "function"; the last calls the tool `name` once. Only
-    `allowed` tools may be called. Without `parallel` there is at most one call. `content` is the
-    form of an answer without a call.
+    `choice` is "auto", "required" or "function"; with "function", the answer calls the tool `name`
+    once. Only `allowed` tools may be called. Without `parallel` there is at most one call.
+    `content`: grammar of an answer without a call.
 
-    Arguments follow their schema if the call is forced or the tool is strict. A schema that cannot
-    be followed is an error of `calls_format` for a strict tool, and frees the arguments of others.
-    The caller has checked `name` and `allowed`.
+    Arguments follow their schema if the call is forced or the tool is strict. If a schema cannot be
+    followed, `calls_format` refuses a strict tool, and leaves the arguments of others free. The
+    caller has checked `name` and `allowed`.
     """
     functions = [tool.get("function", tool) for tool in tools]
     forced = choice != "auto"
@@ -116,9 +116,10 @@ def read_rules(text: str) -> CallRules:
 def calls_format(
     rules: CallRules, styles: CallStyles, *, content: Format | None, budget: Budget
 ) -> Format:
-    """Return the format of an answer that follows `rules`; `content`: of one without a call.
+    """Return the format of an answer that follows `rules`; `content`: format of an answer without a
+    call.
 
-    Errors: `InvalidRequestError` for a schema that cannot be followed, and beyond the `budget`.
+    Errors: `InvalidRequestError` for a schema that cannot be followed, and above the `budget`.
     """
     style = styles[rules.style](rules.tag_ids, budget)
     calls = any_of([_format_call(function, style) for function in rules.functions])
@@ -156,14 +157,14 @@ def _format_call(function: CalledFunction, style: CallStyle) -> Format:
 
 
 class CallStyle(ABC):
-    """How a model family writes calls, as formats. It spends the `budget` of one request."""
+    """A model family's syntax of calls, as formats. It spends the `budget` of one request."""
 
     name: str
-    end_of_text: str  # what a raw string cannot hold
-    key: re.Pattern[str]  # the names of arguments
-    forbidden: str  # in names, in words
-    lead: Format | None = None  # may precede the first block
-    tag_ids: Mapping[str, int]  # of the tags that are written as tokens
+    end_of_text: str  # ends a raw string, which cannot contain it
+    key: re.Pattern[str]  # pattern of argument names
+    forbidden: str  # the same pattern, described in words
+    lead: Format | None = None  # white space allowed before the first block
+    tag_ids: Mapping[str, int]  # ids of the tags that are written as tokens
 
     def __init__(
         self, tag_ids: Mapping[str, int] | None = None, budget: Budget | None = None
@@ -180,7 +181,7 @@ class CallStyle(ABC):
     def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
         """Return free text in which `block` may begin at any place; `once`: it ends the output.
 
-        `no_other_calls`: a reader who knows the callable tools finds no call in the text.
+        `no_other_calls`: the text contains no call of a declared tool.
         """
 
     @abstractmethod
@@ -193,14 +194,13 @@ class CallStyle(ABC):
 
     @abstractmethod
     def any_argument(self, value: Format) -> Format:
-        """Return a value of any name."""
+        """Return a free value, under any name."""
 
     @abstractmethod
     def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
         """Return an object or an array, by the type of `node`."""
 
     def invoke(self, name: str, arguments: Format) -> Format:
-        """Return one call."""
         opener, closer = self.call_tags(name)
         return sequence([const(opener), arguments, const(closer)])
 
@@ -346,7 +346,7 @@ class CallStyle(ABC):
         )
 
     def _one_of(self, branches: list[Format]) -> Format:
-        """Return one of `branches`, or free text if any of them is."""
+        """Return one of `branches`; free text if any branch is free."""
         free = self.raw()
         return free if free in branches else any_of(branches)
 

@@ -1,1 +1,1 @@
-"""Parse generated text into reasoning, content and tool calls."""
+"""Parses generated text into reasoning, content and tool calls."""

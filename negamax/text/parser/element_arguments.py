@@ -1,12 +1,12 @@
-"""Convert arguments written as nested elements to JSON while they are generated.
+"""Converts arguments written as nested elements to JSON while they are generated.
 
-The schema decides the type of an element. Without a schema, elements inside make it an object, or
-an array if all are items; text makes it a string, except the bare words true, false and null. White
-space between elements is layout; other text there is dropped. Strings, and objects and arrays of a
-known type, are written while they grow.
+The schema decides the type of an element. Without a schema, an element with children is an object,
+or an array if all are items. An element with text is a string, except for the bare words true,
+false and null. White space between elements is layout; other text there is dropped. Strings, and
+objects and arrays of a known type, are written while they grow.
 
 A member of unknown type in a nested object waits for the end of that object, because a repeated
-name makes a list. So does text in place of an array: several such elements make the array. Any
+name makes a list. So does text in place of an array: several such elements form the array. Any
 other repeated name is written twice; every common JSON reader takes the last one.
 """
 
@@ -22,8 +22,8 @@ from negamax.text.parser.schema_values import TEXT_TYPES, ValueSchema, json_stri
 MAX_DEPTH = 64  # nested elements; deeper ones are dropped
 ITEM = "item"  # the name of an array's elements
 
-_MAX_UNDECIDED_CHARS = 64  # longer text of an undecided type becomes a string
-_WORDS = ("true", "false", "null")  # not strings where the type is unknown
+_MAX_UNDECIDED_CHARS = 64  # text of an undecided type above this length becomes a string
+_WORDS = ("true", "false", "null")  # words that are not strings if the type is unknown
 _CONTAINERS = frozenset({"object", "array"})
 
 
@@ -42,7 +42,7 @@ _UNDECIDED, _STRING = _Shape.UNDECIDED, _Shape.STRING
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A value that waits in its container. In a list of values of its name it is `json_in_list`."""
+    """A value that waits in its container. `json_in_list`: its JSON if its name repeats."""
 
     name: str
     json: str
@@ -51,7 +51,7 @@ class _Value:
 
 @dataclass(slots=True)
 class _Element:
-    """An open element; the arguments are an object without a name."""
+    """An open element. The arguments themselves are an object without a name."""
 
     name: str
     key: str | None  # of its value; None in an array
@@ -69,7 +69,7 @@ class _Element:
     values: list[_Value] = field(default_factory=list)  # that wait
     is_written: bool = False  # its opening bracket is out
     may_be_over: bool = False  # a closer with another name followed its last child
-    is_implied: bool = False  # an item without a tag of its own
+    is_implied: bool = False  # an item written without an item tag
 
 
 class ElementArguments:
@@ -161,7 +161,7 @@ class ElementArguments:
         """Take the closer of the element `name`; `tag` is its text.
 
         A wrong name closes a text, and the correct closer may follow. The closer of an outer
-        element closes the inner ones. A closer that fits nothing is dropped.
+        element also closes the inner ones. A closer without an open element is dropped.
         """
         if self._num_skipped:
             self._num_skipped -= 1
@@ -222,8 +222,8 @@ class ElementArguments:
         return None
 
     def _become_container(self, element: _Element) -> bool:
-        """Make the open text an object or an array. False: it is a string, and what opens in it is
-        data.
+        """Turn the open text into an object or an array. False: it is a string, and openers in it
+        are data.
         """
         types = element.schema.types
         if element.shape is _STRING or not (
@@ -278,7 +278,7 @@ class ElementArguments:
     # Output
 
     def _begin_string(self, element: _Element) -> None:
-        """Begin to write the open text, unless it may still become something else than a string."""
+        """Begin to write the open text, unless its type is still undecided."""
         types = element.schema.types
         if element.is_collected or not types <= TEXT_TYPES:
             return

@@ -93,7 +93,7 @@ def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
 
 
 def merged(events: list[ParserEvent]) -> list[ParserEvent]:
-    """Join neighbouring text of one kind, so that a step gives one delta."""
+    """Join consecutive text of one kind, so that a step gives one delta."""
     merged: list[ParserEvent] = []
     texts: list[str] = []
     for position, event in enumerate(events):

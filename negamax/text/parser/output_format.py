@@ -1,4 +1,4 @@
-"""How a model family writes reasoning and calls: the interface to the parser."""
+"""Interface between the parser and a model family's syntax of reasoning and calls."""
 
 from __future__ import annotations
 

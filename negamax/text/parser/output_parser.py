@@ -40,7 +40,7 @@ _AFTER_LOOSE_OPENER = frozenset({TagKind.INVOKE_OPEN})
 
 
 class Thinking(enum.Enum):
-    """Where reasoning goes."""
+    """Destination of reasoning text."""
 
     SPLIT = "apart from the content"
     APPEND = "into the content as generated, after the think opener that the prompt ended with"
@@ -145,7 +145,7 @@ class OutputParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the next text is reasoning, as far as is certain."""
+        """Whether the next text is certainly reasoning."""
         return self._state is _State.REASONING
 
     @property
@@ -233,7 +233,7 @@ class OutputParser:
         is_opener = lexeme.kind is TagKind.THINK_OPEN
         is_stray = not is_opener and self._state is _CONTENT and self._closer_is_token
         if is_stray and self._thinking is not Thinking.RAW:
-            return  # it closes nothing, and a token is not a quotation
+            return  # a closer without an opener; as a token it is not a quotation
         if not self._splits:
             self._write(lexeme.text)
             self._enter(_REASONING if is_opener else _CONTENT)

@@ -25,7 +25,7 @@ HOLD_SECONDS = 0.05  # longest time that text of a stream is held
 
 
 class Packets:
-    """Resize the fragments of one choice: events in, events out, in the same order.
+    """Resizes the fragments of one choice: events in, events out, in the same order.
 
     Nothing is held past an event of another kind. There is no clock: the caller calls `flush` at
     the end, and when text was held for too long.

@@ -1,6 +1,6 @@
-"""Look up an argument in the declared tools, and convert its text to JSON.
+"""Looks up an argument in the declared tools, and converts its text to JSON.
 
-Both call formats write arguments as bare text, so the JSON schema alone decides whether `5` is a
+Both call formats write arguments as bare text, so only the JSON schema decides whether `5` is a
 number or a string.
 """
 
@@ -43,7 +43,9 @@ class ToolSchemas:
         return tool in self._roots
 
     def declared_name(self, name: str) -> str | None:
-        """Return the declared tool that `name` means: equal, or the only one equal but for case."""
+        """Return the declared tool with this name, or the only one that differs just in letter
+        case.
+        """
         if name in self._roots:
             return name
         alike = self._folded.get(name.casefold(), ())
@@ -58,17 +60,17 @@ class ToolSchemas:
 
 
 class ValueSchema:
-    """What a JSON schema allows for one value: types, members, items.
+    """Types, members and items that a JSON schema allows for one value.
 
-    Alternatives (anyOf, oneOf, allOf) and local references, also recursive ones, are joined: what
-    any of them allows is allowed.
+    Alternatives (anyOf, oneOf, allOf) and local references, also recursive ones, are joined: a
+    value is allowed if any of them allows it.
     """
 
     def __init__(
         self, schemas: Sequence[Any], *, root: Any, known: dict[tuple[int, ...], ValueSchema]
     ) -> None:
         """`root` is the document of references; `known` holds the views of one root."""
-        # JSON type names; empty: nothing is known, which means text
+        # JSON type names; empty: unknown, which means text
         self.types = find_types(schemas, root=root)
         self._root = root
         self._known = known
@@ -136,19 +138,17 @@ def json_value(text: str, types: frozenset[str]) -> str:
         converted = converter(text) if name in types else None
         if converted is not None:
             return converted
-    # the other container says more than its text
+    # parsed as the other container, not kept as text
     if types & {"object", "array"} and "string" not in types:
         return _convert_container(text, (dict, list)) or _encode(text)
     return _encode(text)
 
 
 def json_string_body(text: str) -> str:
-    """Encode `text` as the inside of a JSON string."""
     return encode_basestring(text)[1:-1]
 
 
 def json_string(text: str) -> str:
-    """Encode `text` as a JSON string."""
     return encode_basestring(text)
 
 

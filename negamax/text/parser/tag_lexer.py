@@ -1,4 +1,4 @@
-"""Split generated text into tags and text, independent of how it arrives in pieces."""
+"""Splits generated text into tags and text, regardless of how it arrives in pieces."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class TagPattern:
 
 @dataclass(frozen=True, slots=True)
 class TagBeginnings:
-    """What may still become a tag, apart from the beginnings of literal tags.
+    """Texts that may still become a tag, in addition to the beginnings of literal tags.
 
-    These are the beginnings of `words` (whole words included), and what `growing` matches, which
-    contains one of the `anchors`. `growing` must allow the lengths of the tags: the pieces must not
-    decide what is a tag. A match of `inside` stays a beginning while neither `<` nor `>` follows,
-    up to MAX_ATTRIBUTE_CHARS characters in all.
+    These are the beginnings of `words` (whole words included), and the matches of `growing`, which
+    contain one of the `anchors`. `growing` must allow every length of the tags, so that the pieces
+    do not affect the result. A match of `inside` remains a possible tag while neither `<` nor `>`
+    follows, up to MAX_ATTRIBUTE_CHARS characters in all.
     """
 
     words: tuple[str, ...]
@@ -104,8 +104,8 @@ class _Tables:
             word[:length] for word in words for length in range(1, len(word) + 1)
         )
         self.last_chars = frozenset(start[-1] for start in self.starts)
-        # First characters of words, and their largest count in one word: so many of the last ones
-        # in a text may begin a word.
+        # First characters of words, each with its largest count in one word. Only so many of its
+        # last occurrences in a text can begin a word.
         self.first_chars = {
             word[0]: max(other.count(word[0]) for other in words if other[0] == word[0])
             for word in words
@@ -129,7 +129,7 @@ def _tables(
 
 
 class TagLexer:
-    """Find tags in a stream of pieces. Only what may still become a tag is held back.
+    """Finds tags in a stream of pieces, and holds back only text that may still become a tag.
 
     `literals` are tags with a fixed text that ends with `>`. Those in `token_ids` count only as
     that token. All others, and the `patterns`, are found in the text.
@@ -205,8 +205,8 @@ class TagLexer:
             self._held = text[end:]
 
     def _find_beginning(self, text: str, start: int) -> int:
-        """Return where a beginning of a tag starts that reaches to the end of `text`, or its
-        length.
+        """Return the start of a possible tag that reaches the end of `text`, or the length of
+        `text`.
         """
         tables = self._tables
         self._is_inside = False

@@ -1,4 +1,4 @@
-"""Read names in the tags of a call, also in garbled tags."""
+"""Reads names in the tags of a call, also in garbled tags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOOSE_EDGES = " \t\r\n=:\"'"
 
 
 def quoted_name(tag: str) -> str:
-    """Return the name attribute of a tag, or "" where it is malformed."""
+    """Return the name attribute of a tag, or "" if it is malformed."""
     match = _QUOTED_NAME.search(tag)
     return (match[1] or match[2] or "") if match else ""
 
