@@ -1,5 +1,3 @@
-"""FP8 blocks as published checkpoints store them."""
-
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,4 @@
-"""Compile the kernels by which ranks exchange words, for an H200 that is not here, at the sizes of
-MiniMax-M2 and M3.
+"""Compile the exchange kernels for an absent H200, at the sizes of MiniMax-M2 and M3.
 
 `python tests/cpu/compile_exchanges.py WORLD ...` prints one JSON object per kernel, like
 `compile_kernels.py`, whose ops have one rank.
@@ -45,7 +44,6 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def int64(*shape: int) -> Tensor:
-    """Make an int64 tensor without memory."""
     return empty(*shape, dtype=torch.int64)
 
 
@@ -126,7 +124,7 @@ def exchange_sums(group: Any, num_tokens: int) -> None:
 
 
 def main() -> None:
-    """Print a line for each kernel that is launched."""
+    """Print a line for each launched kernel."""
     platform = PLATFORMS["sm_90"]
     driver.set_active(Driver(GPUTarget("cuda", 90, platform.warp_size)))
     platforms.platform_of = lambda device: platform  # type: ignore[assignment]

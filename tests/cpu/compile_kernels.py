@@ -1,12 +1,11 @@
-"""Compile the kernels of the table for GPUs that are not here, at the sizes of MiniMax-M2.
+"""Compile the kernels of the table for absent GPUs, at the sizes of MiniMax-M2.
 
 `python tests/cpu/compile_kernels.py gfx942 sm_90/40 [--quiet]` takes every case for MI300X and
-every 40th for H200. It prints one JSON object per kernel; the exit code is 1 if a kernel does not
+every 40th for H200. It prints one JSON object per kernel; the exit code is 1 if one does not
 compile.
 
-The ops' full-size cases are applied to tensors without memory (PyTorch's "meta" device). So the
-code that selects tiles and launches runs as on the GPU, but a launch only compiles: to PTX and
-through ptxas, or to AMD's code object.
+The ops' full-size cases are applied to "meta" tensors. The code that selects tiles and launches
+runs as on the GPU, but a launch only compiles: to PTX and through ptxas, or to AMD code.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Driver:
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Let PyTorch's factories make tensors of a shape and dtype only."""
+    """Make PyTorch's factories return "meta" tensors."""
     saved = {name: getattr(torch, name) for name in (*FACTORIES, "tensor")}
 
     def on_meta(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -83,7 +82,7 @@ def without_memory() -> Iterator[None]:
     for name, make in saved.items():
         setattr(torch, name, partial(on_meta, make))
     clamp = Tensor.clamp_
-    # PyTorch would search for a compiler to do nothing
+    # PyTorch would search for a compiler in vain
     Tensor.clamp_ = lambda tensor, *_, **__: tensor
     try:
         yield
@@ -106,24 +105,20 @@ def reason_against(platform: Platform, case: Case) -> str | None:
 
 
 def described(error: BaseException) -> str:
-    """Return the end of the message of an error's root cause."""
+    """Return the end of the root cause's message."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error)[-600:]}"
 
 
 def spilled_bytes(code: Mapping[str, Any]) -> int:
-    """Return the stack size of a thread of an NVIDIA kernel: its spilled registers, from ptxas's
-    ELF file.
-    """
+    """Return an NVIDIA kernel's stack size per thread (spilled registers), from ptxas's ELF."""
     found = re.search(rb"\x04\x11\x08\x00.{4}(.{4})", code.get("cubin", b""), re.DOTALL)
     return int.from_bytes(found[1], "little") if found else 0
 
 
 def compile_for(platform: Platform, cases: list[tuple[Op, Case]], *, quiet: bool = False) -> None:
-    """Compile and report, errors only if `quiet`; then exit. Call it in a process that has imported
-    no kernel yet.
-    """
+    """Compile and report (only errors if `quiet`), then exit; no kernel may be imported before."""
     nvidia = platform.vendor == "nvidia"
     if not nvidia:
         sys.modules["triton.language.extra.cuda"] = None  # type: ignore[assignment]  # as on ROCm

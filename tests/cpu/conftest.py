@@ -1,4 +1,4 @@
-"""Ranks and grammar processes of these tests are forked."""
+"""Fork the ranks and grammar processes of these tests."""
 
 from tests.forked_children import forked_children
 

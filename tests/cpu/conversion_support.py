@@ -1,5 +1,3 @@
-"""Shared parts of the tests of `negamax convert`: sources, conversions, loaded results."""
-
 from __future__ import annotations
 
 import json
@@ -84,7 +82,6 @@ def loaded(
 
 
 def stored(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of all tensors."""
     return {
         name: tensor.flatten().view(torch.uint8).numpy().tobytes()
         for file in folder.glob("*.safetensors")

@@ -1,7 +1,4 @@
-"""Writers and readers of published FP8 and FP4 layouts, in plain arithmetic, and descriptions.
-
-They use no packer and no dtype of the engine.
-"""
+"""Published FP8 and FP4 layouts in plain arithmetic, without the engine's packers and dtypes."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ def e4m3_fnuz(byte: int) -> float:
 
 
 def e8m0(byte: int) -> float:
-    """Decode an exponent byte."""
     return math.nan if byte == 255 else 2.0 ** (byte - 127)
 
 
@@ -83,7 +79,7 @@ Tensors = dict[str, Tensor]
 class Layout:
     """A stored layout.
 
-    `write` maps a matrix [N, K] to its tensors by suffix and the fp32 matrix that they represent.
+    `write` maps a matrix [N, K] to tensors by suffix and the fp32 matrix that they represent.
     `read` returns the number at (tensors, row, column).
     """
 
@@ -250,7 +246,6 @@ def _modelopt(algorithm: str, left_out: str) -> dict[str, Any]:
 
 
 def modelopt_file(algorithm: str, left_out: str) -> dict[str, Any]:
-    """Return the content of hf_quant_config.json."""
     return {
         "producer": {"name": "modelopt", "version": "0.43.0"},
         "quantization": {

@@ -1,4 +1,4 @@
-"""Requests with grammars, on the embedded model at temperature 1, and what is left of them."""
+"""Requests with grammars on the embedded model, and checks that they leave no state."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ def reasoning(llm: LLM, state: str = "open", *, by_id: bool = True) -> Reasoning
 
 
 def seeded(seed: int, **fields: Any) -> SamplingParams:
-    """At temperature 1, and against the embedded model's habit of filling what it does not know
-    with white space.
-    """
+    """Sample at temperature 1, with a bias against the embedded model's habit of white space."""
     return SamplingParams(
         **{"temperature": 1.0, "seed": seed, "max_tokens": 400, "logit_bias": SPACES, **fields}
     )
@@ -69,7 +67,7 @@ def outputs(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams]) 
 
 
 def run_out(llm: LLM) -> None:
-    """Let everything end, and see that nothing is left of it."""
+    """Run all requests to their end and check that nothing is left."""
     while llm._loop.has_work:
         llm._loop.step()
     stats = llm.stats()
@@ -93,7 +91,7 @@ def admitted(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams])
 
 
 def drive(llm: LLM, requests: Sequence[Any]) -> dict[str, list[SequenceUpdate]]:
-    """Run the requests to their ends; what each of them got."""
+    """Run the requests to their ends; return the results of each."""
     updates: dict[str, list[SequenceUpdate]] = {request.request_id: [] for request in requests}
     for request in requests:
         llm._loop.add(request)

@@ -1,6 +1,4 @@
-"""Captured steps without CUDA: a graph that runs its step again. All that a step reads lies in
-fixed buffers, so this is what a graph does.
-"""
+"""Captured steps without CUDA: replay repeats a step that reads only fixed buffers."""
 
 from __future__ import annotations
 
@@ -46,8 +44,6 @@ _PLANNED = (
 
 
 class RepeatedStep:
-    """A graph."""
-
     def __init__(self, pool: RepeatedSteps, step: Callable[[], None]) -> None:
         self._pool, self._step = pool, step
 
@@ -58,7 +54,7 @@ class RepeatedStep:
 
 
 class RepeatedSteps:
-    """A `GraphPool`. `runs_captured`: a step runs when it is captured, too, with padding alone."""
+    """A `GraphPool`. `runs_captured`: capturing a step also runs it, with padding alone."""
 
     def __init__(self, *, runs_captured: bool = True) -> None:
         self._runs_captured = runs_captured
@@ -77,7 +73,7 @@ class RepeatedSteps:
 def plan_on_device(
     prepare: Callable[..., Any], queries: AttentionMetadata, *args: Any, **options: Any
 ) -> Any:
-    """As a GPU's kernels, this one asks the device for the lengths."""
+    """As a GPU's kernels, read the lengths from the device."""
     counts = queries.query_starts.diff()
     real = counts > 0
     if queries.decode_runs is not None:
@@ -92,7 +88,7 @@ def plan_on_device(
 
 
 def check_runs(queries: AttentionMetadata, runs: DecodeRuns) -> None:
-    """Runs say of the decodes what these say one by one; what they leave is padding."""
+    """Runs equal the same decodes one by one; the rest is padding."""
     lengths, tables = queries.seq_lens.tolist(), queries.block_table_indices.tolist()
     table, end, starts = (
         column.tolist() for column in (runs.block_table_indices, runs.seq_lens, runs.query_starts)
@@ -108,7 +104,7 @@ def check_runs(queries: AttentionMetadata, runs: DecodeRuns) -> None:
 
 
 def kernels(dtype: torch.dtype) -> KernelTable:
-    """The CPU's, with an attention whose lengths only the device need know."""
+    """The CPU runtime, with an attention whose lengths only the device needs."""
     table = resolve(platform=CPU, dtype=dtype)
     own = {}
     for op in _PLANNED:
@@ -119,7 +115,7 @@ def kernels(dtype: torch.dtype) -> KernelTable:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
-    """Have the engines of this process run on the CPU as `runtime` says, as a GPU's do."""
+    """Make this process's engines run on the CPU with `runtime`, as on a GPU."""
     monkeypatch.setattr(runner, "runtime_of", lambda _device: runtime)
     monkeypatch.setattr(runner, "resolve", lambda *, platform, dtype: kernels(dtype))
     monkeypatch.setattr(runner, "peak_bytes", lambda *_args, **_options: 0)
@@ -128,8 +124,6 @@ def install(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
 
 
 class _Clockless(Runtime):
-    """A CPU has no events to time steps by."""
-
     def record_event(self) -> None:
         return None
 
@@ -138,7 +132,7 @@ class _Clockless(Runtime):
 
 
 def runtime(pool: RepeatedSteps | None, *, is_asynchronous: bool = False) -> Runtime:
-    """A GPU's, on the CPU; steps are captured in `pool`. None: they are not."""
+    """A GPU's runtime on the CPU; steps are captured in `pool`, if any."""
     return _Clockless(
         is_asynchronous=is_asynchronous,
         graph_pool=None if pool is None else lambda: pool,
@@ -148,8 +142,8 @@ def runtime(pool: RepeatedSteps | None, *, is_asynchronous: bool = False) -> Run
 
 
 def watch_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Host tensors keep what they were made of, whatever becomes of it. The list gets what a launch
-    reads itself: its number, and the number of the launch that has made it.
+    """Host tensors keep their source values. The list records, for each read at launch, the
+    launch's number and that of the launch that made the value.
     """
     launching = threading.local()
     counter = itertools.count(1)

@@ -1,5 +1,3 @@
-"""A kernel against its op's definition in fp32, on one of the op's own cases."""
-
 from __future__ import annotations
 
 from typing import Any

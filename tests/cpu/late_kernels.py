@@ -1,10 +1,8 @@
-"""Which kernels an engine launches while it serves that were not compiled when it was ready, on an
-H200 that is not here: `python tests/cpu/late_kernels.py CASE ...`. For each case one JSON object
-on standard output.
+"""Find kernels that an engine compiles while serving, on an absent H200.
 
-The engine itself runs, rank 0 of its ranks alone, on tensors without memory (PyTorch's "meta"
-device): a launch notes by what Triton tells the forms of a kernel apart, and a captured step is
-one that has been run. Every token is 0.
+`python tests/cpu/late_kernels.py CASE ...` prints one JSON object per case. Rank 0 of the real
+engine runs alone on "meta" tensors. A launch records its specialization's key; a captured step is
+one that has run. Every token is 0.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-# first: it says that nothing is interpreted
+# first: it turns the interpreter off
 from compile_kernels import META, PLATFORMS, Driver  # isort: skip
 
 import torch
@@ -45,11 +43,11 @@ from negamax.worker.device import Runtime
 from negamax.worker.step_shapes import LONGEST_DECODE
 
 PLATFORM = PLATFORMS["sm_90"]
-ATEN = torch.library.Library("aten", "IMPL")  # what it is told holds as long as it lives
+ATEN = torch.library.Library("aten", "IMPL")  # its settings hold for the process
 
 
 def eagle3_draft(model: str, layers: list[int], count: int = 3, **fields: Any) -> dict[str, Any]:
-    """`--speculative-config` of a draft that reads what enters `layers`."""
+    """Return `--speculative-config` of a draft that reads the inputs of `layers`."""
     own = {"model": model, "eagle_aux_hidden_state_layer_ids": layers}
     return {"method": "eagle3", "num_speculative_tokens": count, **own, **fields}
 
@@ -99,14 +97,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Launches:
-    """Forms of kernels, each with when it was launched first, by name and Triton's key."""
+    """Specializations of kernels, with their first launch, by name and Triton's key."""
 
     when: str = ""
-    compiled: set[tuple[str, str]] = field(default_factory=set)  # before any was launched
+    compiled: set[tuple[str, str]] = field(default_factory=set)  # before the first launch
     forms: dict[tuple[str, str], tuple[str, dict[str, Any]]] = field(default_factory=dict)
 
     def note(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        """In place of `JITFunction.run`."""
+        """Replace `JITFunction.run`."""
         _, keys, _, _, bind = kernel.device_caches[0]
         bound, forms, options = bind(*args, **options, debug=False, instrumentation_mode="")
         form = kernel.fn.__name__, compute_cache_key(keys, forms, options)
@@ -117,8 +115,8 @@ class Launches:
             self.forms[form] = self.when, {**parts, "options": options}
 
     def late(self) -> list[str]:
-        """Those since `when` was set that had not been compiled: how each differs from the form
-        that is the most like it.
+        """Return kernels since `when` not compiled before, and how they differ from the most
+        similar.
         """
         found = []
         early = [(name, parts) for (name, _), (when, parts) in self.forms.items() if not when]
@@ -130,7 +128,7 @@ class Launches:
         return found
 
     def alone(self) -> list[str]:
-        """Kernels that the start has compiled one by one."""
+        """Return the kernels that the start compiles one by one."""
         early = {form for form, (when, _) in self.forms.items() if not when}
         return sorted(name for name, _ in early - self.compiled)
 
@@ -145,7 +143,7 @@ def _differences(known: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator
 
 
 class Group:
-    """Rank 0 of `size`, whose others are not there."""
+    """Rank 0 of `size` ranks, of which the others do not exist."""
 
     rank = 0
 
@@ -183,7 +181,7 @@ def _int64(size: int) -> Tensor:
 
 
 def open_context(config: WorkerConfig, _device: object, num_draft_tokens: int) -> ParallelContext:
-    """In place of `runner.open_context`."""
+    """Replace `runner.open_context`."""
     layout = config.layout
     if layout.world_size == 1:
         return ParallelContext.single()
@@ -201,7 +199,7 @@ def open_context(config: WorkerConfig, _device: object, num_draft_tokens: int) -
 
 
 class HostTensor:
-    """Zeros, in place of what would come from the device."""
+    """Return zeros instead of device values."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -211,8 +209,6 @@ class HostTensor:
 
 
 class Pool:
-    """A `GraphPool`."""
-
     def capture(self, step: Callable[[], None]) -> Any:
         step()
         return SimpleNamespace(replay=lambda: None)
@@ -222,7 +218,7 @@ class Pool:
 
 
 class Clockless(Runtime):
-    """There is no GPU to ask for the time."""
+    """Replace the timer, since there is no GPU."""
 
     def record_event(self) -> None:
         return None
@@ -232,8 +228,6 @@ class Clockless(Runtime):
 
 
 class AnyDraftLength(FixedDraftLength):
-    """Now this, now that number."""
-
     def __init__(self, num_tokens: int) -> None:
         self._most, self._rng = num_tokens, random.Random(3)
 
@@ -242,21 +236,20 @@ class AnyDraftLength(FixedDraftLength):
 
 
 def fill(slots: Mapping[str, Any], *_args: Any, **_options: Any) -> None:
-    """Weights without memory have been written."""
     for slot in slots.values():
         if not slot.optional:
             slot._target, slot.written = None, True
 
 
 def load_model(model: Any, *_args: Any, **_options: Any) -> str:
-    """In place of `loading.load_model`."""
+    """Replace `loading.load_model`."""
     fill(model.weight_slots())
     model.finish_loading()
     return ""
 
 
 def install() -> None:
-    """Have engines of this process take the GPU's way without one."""
+    """Make this process's engines take the GPU's path without a GPU."""
     driver.set_active(Driver(GPUTarget("cuda", 90, PLATFORM.warp_size)))
     platforms.platform_of = runner.platform_of = lambda _device: PLATFORM  # type: ignore
     setup.find_device = lambda _name: ("cuda", 8)
@@ -274,7 +267,7 @@ def install() -> None:
     for name in ("empty_cache", "max_memory_allocated", "memory_allocated", "synchronize"):
         setattr(torch.cuda, name, lambda *_: 0)
     torch.cuda.reset_peak_memory_stats = lambda *_: None
-    # what asks for the values of tensors that have none
+    # functions that read values, which meta tensors do not have
     ATEN.impl("_local_scalar_dense", lambda _: 0, "Meta")
     for method, without in (
         ("clamp_", lambda tensor, *_: tensor),
@@ -283,7 +276,7 @@ def install() -> None:
     ):
         setattr(Tensor, method, _unless_meta(getattr(Tensor, method), without))
     Tensor.pin_memory = lambda tensor: tensor  # type: ignore
-    # (15 s of imports, for a decorator that does nothing)
+    # (15 s of imports for a decorator without effect)
     compiler: Any = ModuleType("torch._dynamo")
     compiler.disable = lambda function, recursive=True, **_: function
     sys.modules["torch._dynamo"] = compiler
@@ -299,7 +292,7 @@ def _unless_meta(method: Callable[..., Any], without: Callable[..., Any]) -> Cal
 
 
 def serve(llm: LLM, launches: Launches, *, most_tokens: int, longest: int) -> None:
-    """Steps of all sorts, for sequences of up to `longest` tokens."""
+    """Run steps of all kinds, for sequences of up to `longest` tokens."""
     rng = random.Random(1)
 
     def run(when: str, lengths: list[int], **params: Any) -> None:
@@ -326,7 +319,7 @@ def serve(llm: LLM, launches: Launches, *, most_tokens: int, longest: int) -> No
         {"grammar": Grammar(kind="regex", text=r"[\s\S]{9}")},
     ):  # fmt: skip
         run(f"{params}", [50, 3, 7, 4], max_tokens=6, **params)  # type: ignore[arg-type]
-    step.LONGEST_DECODE = 0  # from now on, steps with decodes are eager
+    step.LONGEST_DECODE = 0  # from here on, steps with decodes are eager
     for number in range(12):
         most, count = rng.choice((3, 20, 300, 3000)), rng.choice((2, 5, 9, 40, 70))
         lengths = [rng.randint(1, min(most, longest - 60)) for _ in range(count)]
@@ -335,7 +328,7 @@ def serve(llm: LLM, launches: Launches, *, most_tokens: int, longest: int) -> No
 
 
 def watch(case: str) -> dict[str, Any]:
-    """What is found in `case`."""
+    """Return the findings of `case`."""
     launches = Launches()
     triton.JITFunction.run = lambda *args, **options: launches.note(*args, **options)
     options = {"max_model_len": 32_768, "max_num_seqs": 64, **CASES[case]}
@@ -354,7 +347,6 @@ def watch(case: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """A line for each case."""
     install()
     for case in sys.argv[1:] or CASES:
         print(json.dumps(watch(case)), flush=True)

@@ -146,7 +146,7 @@ def save_single(folder: Path, tensors: dict[str, Tensor]) -> Path:
 def save_sharded(
     folder: Path, tensors: dict[str, Tensor], *, names: list[str], with_index: bool = True
 ) -> Path:
-    """Deal the tensors out over the files `names`, as badly sorted as a checkpoint can be."""
+    """Distribute the tensors over the files `names`, in no useful order."""
     parts: dict[str, dict[str, Tensor]] = {file: {} for file in names}
     weight_map = {}
     for number, (name, tensor) in enumerate(sorted(tensors.items())):

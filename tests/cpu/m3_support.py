@@ -1,5 +1,3 @@
-"""Shared parts of the comparisons of MiniMax-M3 with transformers."""
-
 from __future__ import annotations
 
 import json
@@ -51,8 +49,8 @@ def check(
 def prompts_of(seed: int, sizes: Mapping[str, Any]) -> list[list[int]]:
     """Return three prompts of different lengths.
 
-    The answer of the first begins with dense attention and ends with sparse attention. The second
-    is far longer. The third is shorter than a block.
+    The first answer begins with dense and ends with sparse attention. The second prompt is far
+    longer, the third shorter than a block.
     """
     generator = torch.Generator().manual_seed(1000 + seed)
     block = sizes["index_block_size"]
@@ -82,7 +80,7 @@ def loaded(
     holders: int = 1,
     **options: Any,
 ) -> PagedRun:
-    """Load our model from `folder` on one of `ranks`.
+    """Load the model from `folder` on one of `ranks`.
 
     `is_sharded`: with a shard of the index keys; `holders` as in `PagedRun`.
     """

@@ -1,6 +1,4 @@
-"""Tiny MiniMax-M2 models for tests: random specs, random weights, paged caches with shuffled
-blocks.
-"""
+"""Tiny MiniMax-M2 models: random specs, random weights, paged caches with shuffled blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from negamax.worker import kv_cache
 
 
 def tiny_config(seed: int, **overrides: int | float) -> dict[str, object]:
-    """A random config.json of a small model; `overrides` fixes fields."""
+    """Draw a config.json of a small model; `overrides` fixes fields."""
     rng = random.Random(seed)
     kv_heads = rng.randint(1, 4)
     heads = kv_heads * rng.choice([group for group in range(1, 13) if 2 <= kv_heads * group <= 12])
@@ -62,9 +60,7 @@ def tiny_config(seed: int, **overrides: int | float) -> dict[str, object]:
 
 
 def random_weights(spec: ModelSpec, seed: int, *, router_bias: float = 6.0) -> dict[str, Tensor]:
-    """Random tensors under their checkpoint names: norms around 1, router bias up to
-    `router_bias`.
-    """
+    """Draw tensors under checkpoint names: norms around 1, router bias up to `router_bias`."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, slot in build(spec, loaded=False).weight_slots().items():
@@ -128,7 +124,7 @@ def checkpoint_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 class PagedRun:
-    """Sequences in one paged cache with shuffled blocks: feeds chunks, returns logits."""
+    """Sequences in one paged cache with shuffled blocks."""
 
     def __init__(
         self,
@@ -151,7 +147,7 @@ class PagedRun:
             ranks=ranks,
             device=device,
         )
-        for caches in self.kv:  # earlier owners' content must not matter
+        for caches in self.kv:  # previous contents must not matter
             caches["k"].fill_(7.0)
             caches["v"].fill_(-9.0)
         self.free = torch.randperm(
@@ -159,7 +155,7 @@ class PagedRun:
         ).tolist()
         self.tables: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
-        self.capture: tuple[int, ...] = ()  # layers whose residual streams `captured` has
+        self.capture: tuple[int, ...] = ()  # layers whose residual streams `captured` holds
         self.captured: list[Tensor] = []
 
     def step(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
-"""Published checkpoints of the M2 family as rules: names, dtypes, shapes, files, descriptions.
+"""Published checkpoints of the M2 family as rules: names, dtypes, shapes, descriptions.
 
 Written from the documentation of the checkpoints and tools, not from Negamax's formats.
-`published_m3.py` has those of M3.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ def _int8_channels(n: int, k: int) -> dict[str, Tensor]:
 
 
 def _awq(group: int) -> Stored:
-    """Transposed, with words along the rows."""
     return lambda n, k: {
         "qweight": ("I32", (k, n // 8)), "qzeros": ("I32", (k // group, n // 8)),
         "scales": ("F16", (k // group, n)),

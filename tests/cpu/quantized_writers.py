@@ -1,7 +1,7 @@
 """Writers of every checkpoint format, one number and one bit field at a time.
 
-They follow the layouts' documentation and use no packer of the product. `WRITERS` is the table; a
-line adds a format. A writer stores a matrix as tensors and returns the matrix that these represent.
+They follow the layouts' documentation and use no packer of the product. `WRITERS` is the table. A
+writer stores a matrix as tensors and returns the matrix that these represent.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ LEFT_OUT = "model.layers.1.self_attn.o_proj"  # plain in every checkpoint
 class Writer:
     """A checkpoint format.
 
-    `store` maps (module, fp32 matrix [N, K]) to `Stored`. `describe` maps (quantised modules, all
-    tensors) to the description, which is in `file` or, without one, in config.json. `with_head`:
-    the head is quantised, too.
+    `store` maps (module, fp32 matrix [N, K]) to `Stored`. `describe` maps (quantized modules, all
+    tensors) to the description, in `file` or else in config.json. `with_head`: quantize the head,
+    too.
     """
 
     store: Callable[[str, Matrix], Stored]

@@ -1,6 +1,4 @@
-"""Request states for tests of the sampler: rows of a small vocabulary, each with parameters of its
-own.
-"""
+"""Request states for tests of the sampler: rows with their own parameters, a small vocabulary."""
 
 from __future__ import annotations
 

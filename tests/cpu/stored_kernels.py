@@ -1,7 +1,4 @@
-"""CPU kernels that take weights in any stored format and dequantize them in `prepare`.
-
-With them ranks hold the same tensors as on GPUs.
-"""
+"""CPU kernels that take any stored format and dequantize it in `prepare`, for GPU layouts."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from negamax.kernels.weight_only.layout import PackedWeight, pack
 
 
 def unpacked(packed: PackedWeight) -> Tensor:
-    """Read a packed weight as its layout is described: [rows, columns] fp32."""
+    """Read a packed weight by its described layout: [rows, columns] fp32."""
     own, rows = packed.packing, packed.num_rows
     qweight = packed.qweight.transpose(0, 1) if own.CODES == 2 else packed.qweight
     words = qweight.reshape(rows, -1, 4, 4, 4)  # spans, threads, their words, bytes
@@ -68,7 +65,6 @@ def unpacked(packed: PackedWeight) -> Tensor:
 
 
 def _groups(each: Tensor, packed: PackedWeight) -> Tensor:
-    """Scales or zero points as [rows, groups]."""
     groups = each.transpose(0, 1).reshape(packed.num_rows, -1)
     return groups[:, : -(-packed.packing.K_PACKED // packed.packing.GROUP)]
 

@@ -1,5 +1,3 @@
-"""Load stored checkpoints in tests: one rank's model, the values its slots hold, and its text."""
-
 from __future__ import annotations
 
 import json
@@ -34,10 +32,7 @@ def load(
     kernels: KernelTable | None = None,
     is_split: bool = False,
 ) -> tuple[Decoder, dict[str, Tensor], CheckpointReport]:
-    """Load one rank's model: the model, the tensors its slots wrote, the loader's report.
-
-    The tensors are those before `finish_loading` gives them to kernels.
-    """
+    """Load one rank's model: the model, its slots' tensors before `finish_loading`, the report."""
     spec, one = spec or spec_of(folder), SingleRank()
     context = ParallelContext(layout, attention_group=one, expert_group=one, world=one)
     model = build(spec, context=context, kernels=kernels, loaded=False)
@@ -49,7 +44,7 @@ def load(
 
 
 def part_of(slot: WeightSlot, whole: Tensor) -> Tensor:
-    """The part of a whole tensor that a rank's slot holds."""
+    """Return the part of a whole tensor that a rank's slot holds."""
     return whole[tuple(slice(each.start, each.stop) for each in slot.region)]
 
 
@@ -60,7 +55,6 @@ def assert_holds(model: Decoder, found: Mapping[str, Tensor], plain: Mapping[str
 
 
 def greedy(model: Decoder, prompt: list[int], count: int) -> list[int]:
-    """Generate `count` tokens after `prompt`."""
     run, tokens = PagedRun(model), list(prompt)
     for _ in range(count):
         logits = run.step([("a", tokens[run.lengths.get("a", 0) :])])["a"]

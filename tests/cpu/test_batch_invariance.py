@@ -1,7 +1,6 @@
 """A token's result does not depend on the batch composition or on chunk borders.
 
-"Same seed, same text" rests on this. Comparisons are bit for bit, except native decode against
-prefill.
+Comparisons are bit for bit, except native decode against prefill.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from model_support import PagedRun, build, random_weights, tiny_config
 from negamax.config.model_spec import ModelSpec
 from negamax.models.registry import read_spec
 
-# Wide enough for the library's blocked code paths, small enough for a second.
+# Large enough for the library's blocked code paths, small enough for a second.
 SIZES = {
     "hidden_size": 128,
     "num_hidden_layers": 2,
@@ -94,7 +93,7 @@ def test_prefill_chunks_and_decode_agree(dtype: torch.dtype) -> None:
 
 
 def test_the_native_decode_agrees_with_prefill_to_rounding() -> None:
-    """Two kernels of one definition: logits of magnitude 3 differ by a few bf16 steps at most."""
+    """Two kernels of one definition differ by a few bf16 steps at most for logits near 3."""
     spec, whole, steps = models(torch.bfloat16)
     rng = random.Random(2)
     tokens = [rng.randrange(spec.vocab_size) for _ in range(120)]
@@ -108,7 +107,7 @@ def test_the_native_decode_agrees_with_prefill_to_rounding() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_nan_leaves_nothing_behind(dtype: torch.dtype) -> None:
-    """Reused blocks hold NaN: masked keys must count for nothing."""
+    """Reused blocks hold NaN: masked keys must not contribute."""
     spec, clean, used = models(dtype)
     tokens = list(range(1, 40))
     broken = build(

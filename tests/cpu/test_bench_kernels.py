@@ -1,6 +1,4 @@
-"""`negamax bench kernels` on the CPU: kernels are called alone, on every op, and figures follow
-from time and cost.
-"""
+"""`negamax bench kernels` on the CPU calls kernels alone, on every op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`negamax bench offline` on nano: what it measures, writes and refuses."""
+"""`negamax bench offline` on nano."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_batch_is_timed_from_its_start_to_its_last_token(
 def test_a_command_between_steps_is_not_part_of_their_times(
     engine: tuple[EngineLoop, ModelInfo], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of drafts is chosen by these times."""
+    """These times determine the number of drafts."""
     loop, info = engine
     pause, found, commit = 0.3, [], loop._scheduler.commit
 
@@ -251,7 +251,7 @@ def test_summary_takes_medians_and_the_idle_share_of_all_repeats() -> None:
     assert summary["tpot_ms"] == 20.0 and summary["decode_tokens_per_second"] == 150.0
     assert summary["ttft_ms_median"] == 200.0 and summary["ttft_ms_max"] == 600.0
     assert summary["gpu_idle_share"] == pytest.approx(0.1)
-    # prefills that differed by more than the tokens took say nothing of these
+    # prefills that differ by more than the tokens' time give no decode time
     short = summarize(
         [repeat(2.0, tpot, 0.1) for tpot in (-0.01, 0.0)], num_requests=3, input_len=9
     )
@@ -278,7 +278,7 @@ def test_limit_counts_the_kv_cache_in_its_own_dtype() -> None:
         }
         add_limits(result, spec, bytes_per_second=4e12)
         limits.append(result["runs"][0]["limit_tpot_ms"])
-        assert "limit_tpot_ms" not in result["runs"][1]  # its steps bring several tokens
+        assert "limit_tpot_ms" not in result["runs"][1]  # its steps yield several tokens
         assert result["runs"][0]["share_of_limit"] == pytest.approx(limits[-1] / 20.0)
     assert limits[0] - limits[1] == pytest.approx(1e3 * 100 * 1064 * 62 * 2 * 8 * 128 / 4 / 4e12)
 

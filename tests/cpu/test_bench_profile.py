@@ -1,4 +1,4 @@
-"""`negamax bench profile`: kernels are sorted into operations; nothing recorded is lost."""
+"""`negamax bench profile` sorts kernels into operations without omissions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_kernels_are_known_by_how_their_names_begin(kernel: str, operation: str)
 
 
 def test_every_launched_triton_kernel_is_known() -> None:
-    """A new kernel belongs into `profile.OPERATIONS`, so that a profile reads as operations."""
+    """Add each new kernel to `profile.OPERATIONS`."""
     launches = re.compile(r"^ +(\w+)\[(?:\(|grid)", re.MULTILINE)
     foreign = {"NCCL", "copies", "indexing", "PyTorch elementwise"}
     names = {

@@ -1,4 +1,4 @@
-"""Block selection against a count, block by block."""
+"""Block selection against a count of higher scores, block by block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from negamax.kernels.block_sparse.choice import (
 
 
 def counted_out(scores: list[float], position: int, shape: SparseShape) -> list[int]:
-    """The ids of one token and KV head."""
     local = position // shape.sparse_block_size
     last = range(max(0, local + 1 - shape.local_blocks), local + 1)
     forced = {*range(min(shape.init_blocks, local + 1)), *last}
@@ -42,7 +41,7 @@ def test_forced_blocks_and_the_best_of_the_others(topk: int, init: int, local: i
         for head in range(2):
             wanted = counted_out(scores[token, head].tolist(), position, shape)
             assert ids[token, head].tolist() == wanted
-    # each token's blocks in a cache whose blocks hold two sparse ones
+    # each token's blocks, in cache blocks of two sparse blocks
     tables = torch.stack([torch.randperm(40, generator=generator)[:6] for _ in positions])
     pages = pages_of(ids, tables, shape)
     cache = torch.arange(40 * 2 * 64).view(40, 2, 64, 1)

@@ -1,12 +1,10 @@
-"""Other work on the machine slows the engine down in proportion, and does not stall it."""
-
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
 
-# Prints the time of a token beside two spinning processes, as a multiple of that without them.
+# Prints a token's time beside two spinning processes, as a multiple of the time without them.
 SCRIPT = """
 import subprocess, sys, time
 from negamax import LLM, SamplingParams

@@ -1,6 +1,4 @@
-"""Captured steps that verify draft tokens: whatever is proposed, and however many, the answers are
-those of a run without drafts, and a step is one launch that is told the rows and nothing else.
-"""
+"""Captured steps that verify draft tokens give the answers of a run without drafts."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ PARAMS = [
             {"temperature": 0.0, "frequency_penalty": 0.7, "prompt_logprobs": 1, **LONG},
             {"temperature": 1.0, "max_tokens": 20, "grammar": LETTERS},
             {"temperature": 1.0, "max_tokens": 2, "ignore_eos": True},
-            {"temperature": 1.0, "max_tokens": 100, "ignore_eos": True},  # the window ends it
+            {"temperature": 1.0, "max_tokens": 100, "ignore_eos": True},  # context limit
         )
     )
 ]
@@ -48,8 +46,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class AnyDraftLength(FixedDraftLength):
-    """Now this, now that number."""
-
     def __init__(self, num_tokens: int) -> None:
         self._most, self._rng = num_tokens, random.Random(3)
 
@@ -64,7 +60,7 @@ def engine(**options: Any) -> LLM:
 
 
 def answers(llm: LLM) -> list[tuple[list[int], str | None, list[float]]]:
-    """Tokens, end, and log-probabilities of the answer's and the prompt's tokens."""
+    """Return tokens, end, and log-probabilities of answer and prompt."""
     return [
         (
             output.token_ids,
@@ -77,7 +73,6 @@ def answers(llm: LLM) -> list[tuple[list[int], str | None, list[float]]]:
 
 
 def captured(monkeypatch: pytest.MonkeyPatch) -> graph_support.RepeatedSteps:
-    """What the steps of engines on the CPU are captured in."""
     pool = graph_support.RepeatedSteps()
     graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
     graph_support.watch_reads(monkeypatch)
@@ -91,9 +86,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> graph_support.RepeatedSteps:
 
 @pytest.fixture(scope="module")
 def expected() -> list[Any]:
-    """(Several queries of a sequence are rounded otherwise than one, where no kernel of the CPU's
-    own computes them.)
-    """
+    """(Without a native kernel, several queries of a sequence round differently from one.)"""
     with pytest.MonkeyPatch.context() as patch:
         captured(patch)
         with engine() as llm:
@@ -102,7 +95,7 @@ def expected() -> list[Any]:
 
 
 def known(expected: list[Any]) -> dict[Key, list[int]]:
-    """But for the row under a grammar, which a captured step proposes for before it is sampled."""
+    """The grammar row differs: a captured step proposes for it before it is sampled."""
     columns = zip(PARAMS, PROMPTS, expected, strict=True)
     return {
         (params.seed or 0, tuple(prompt)): answer[0]
@@ -142,7 +135,7 @@ def test_captured_drafts_change_nothing(
 def test_a_step_is_one_launch_and_one_copy(
     pool: graph_support.RepeatedSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of rows that sample from all logits, of which there are none here, it is more."""
+    """Rows that sample from all logits, absent here, would need more."""
     params = [
         SamplingParams(seed=seed, temperature=1.0, top_p=1.0, top_k=5 * seed, **LONG)
         for seed in (0, 1)

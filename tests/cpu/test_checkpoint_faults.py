@@ -1,4 +1,4 @@
-"""One fault at a time in checkpoints of every format: each is refused with the tensor's name.
+"""Checkpoints of every format with one fault each: the error has the tensor's name.
 
 Faults in headers are refused before data is read. In formats without a scale, faults of the scale
 are applied to the values. Exchanged tensors of one shape load: neither headers nor values can show
@@ -39,7 +39,7 @@ from negamax.models.registry import read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 
-# No matrix is square, and formats with blocks of 128 have several of them.
+# No matrix is square; formats with blocks of 128 have several blocks.
 CONFIG: dict[str, Any] = {
     **TINY, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2",
     "dtype": "float32", "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 2,
@@ -70,7 +70,7 @@ FORMATS: Mapping[str, Writer] = {
 
 @dataclass
 class Checkpoint:
-    """A valid checkpoint, for a fault to be added."""
+    """A valid checkpoint to which a fault is added."""
 
     spec: ModelSpec
     config: dict[str, Any]
@@ -252,7 +252,7 @@ HEADER_FAULTS: Mapping[str, Fault] = {
 }
 
 
-# These hardly depend on the weight format: `make test-full` has them for every format.
+# The weight format hardly matters here: `make test-full` covers every format.
 COMMON_FAULTS = (
     "norm missing", "router's bias missing", "unknown tensor", "other family's names",
     "dtype of router", "layer too many",
@@ -319,7 +319,6 @@ def test_invalid_scales_are_refused(tmp_path: Path, name: str, fault: str) -> No
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
 @pytest.mark.parametrize("name", [name for name in FORMATS if "mxfp" in name])
 def test_huge_powers_of_two_are_refused(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    """Kernels hold it in bf16 times 2^116."""
     made = sound(name)
     scale = made.tensors[made.scale].clone()
     assert scale.dtype == torch.uint8
@@ -333,7 +332,7 @@ def test_huge_powers_of_two_are_refused(tmp_path: Path, name: str, dtype: torch.
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_exchanged_scales_of_one_shape_load(tmp_path: Path, name: str) -> None:
-    """No check can detect this. It also shows that checkpoints without other faults load."""
+    """No check can detect this. The test also shows that faultless checkpoints load."""
     made = sound(name)
     one, two = made.scale, made.scale.replace(".w1.", ".w3.")
     made.tensors[one], made.tensors[two] = made.tensors[two], made.tensors[one]

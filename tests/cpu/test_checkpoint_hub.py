@@ -1,4 +1,4 @@
-"""Finding a model: folders, nano and hub ids. Downloads use the real client and a local hub."""
+"""Model lookup: folders, nano and hub ids. Downloads use the real client and a local hub."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ for argument in sys.argv[2:]:
 
 
 def resolve_all(environment: Mapping[str, str], cache: Path, *models: str) -> list[str]:
-    """Return one line per model: the folder or the error.
+    """Return one line per model, the folder or the error, from a subprocess.
 
-    Runs in a subprocess, since the client reads its endpoint at import.
+    The client reads its endpoint at import.
     """
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE, str(cache), *models],
@@ -148,7 +148,6 @@ def test_interrupted_download_keeps_complete_files(hub: TinyHub, tmp_path: Path)
 
 
 def test_read_only_cache_is_used_offline(hub: TinyHub, tmp_path: Path) -> None:
-    """Under HF_HOME, without --download-dir."""
     home = {**hub.environment, "HF_HOME": str(tmp_path / "home")}
     (folder,) = resolve_all(home, Path(), "lab/model")
     assert Path(folder).is_relative_to(tmp_path / "home" / "hub")
@@ -243,7 +242,6 @@ def test_licence_lines(
 
 
 def test_licence_is_logged_once_before_the_weights(hub: TinyHub, tmp_path: Path) -> None:
-    """On standard error if the log level hides the line."""
     code = f"""
 import urllib.request
 from negamax.checkpoint import hub, huggingface

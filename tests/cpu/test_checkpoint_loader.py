@@ -1,4 +1,4 @@
-"""The loader: checkpoints of transformers and MiniMax load exactly, others are refused."""
+"""The loader reads checkpoints of transformers and MiniMax exactly and refuses others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""ModelScope: downloads use its real client and a local server."""
-
 from __future__ import annotations
 
 import os

@@ -206,7 +206,7 @@ def test_matrix_stored_alone_and_fused_is_refused(tmp_path: Path) -> None:
         load_weights(SlotModel(SPEC).weight_slots(), SPEC, tmp_path)
 
 
-# Tensors joined along their second dimension. Numbers of single matrices become a list of two.
+# Tensors joined along their second dimension; scalars per matrix become a list of two.
 TRANSPOSED = ("qweight", "qzeros", "scales")
 
 

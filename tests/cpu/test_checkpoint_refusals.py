@@ -1,4 +1,4 @@
-"""What the loader refuses, with the names of tensors and files."""
+"""Refusals of the loader, with the names of tensors and files."""
 
 from __future__ import annotations
 
@@ -449,7 +449,7 @@ def test_unreadable_files_are_not_reported_as_missing() -> None:
 
 @contextmanager
 def _as_another_user() -> Iterator[None]:
-    """Act as another user if this is root, which may read every file."""
+    """Become another user if this is root, which may read every file."""
     if is_root := os.geteuid() == 0:
         os.seteuid(65534)
     try:

@@ -1,4 +1,4 @@
-"""FP8 weights kept as stored: the blocks that a rank holds, and what is refused."""
+"""FP8 weights kept as stored: each rank's blocks, and refusals."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ QUANTIZED = (
 
 
 def kernels(prepared: dict[str, list[Any]]) -> KernelTable:
-    """Return the CPU's kernels, which only record the weights (plain or FP8) at preparation."""
+    """Return CPU kernels that only record the weights (plain or FP8) at preparation."""
 
     def recording(op: str) -> tuple[Kernel, ...]:
         def prepare(*weights: StoredWeight, **constants: object) -> None:
@@ -195,9 +195,8 @@ def test_a_rank_reads_the_bytes_of_its_slices_only(tmp_path: Path, ep: int) -> N
     ("tp", "ep"), [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (16, 16)]
 )
 def test_ranks_tile_the_blocks_of_minimax_m2(tp: int, ep: int) -> None:
-    """At the published sizes, the ranks' regions tile every quantised tensor and every scale.
-
-    A rank holds the bytes that are computed before its start.
+    """At published sizes, the ranks' regions tile all quantized tensors; a rank's bytes are as
+    planned.
     """
     spec, meta = replace(bundled_spec("minimax-m2"), num_layers=1, num_experts=16), "meta"
     layers = [OneLayer(spec, each, device=torch.device(meta)) for each in ranks(tp, ep)]

@@ -1,5 +1,3 @@
-"""Weights are read in large pieces: their content, order and memory."""
-
 from __future__ import annotations
 
 from itertools import pairwise
@@ -27,7 +25,7 @@ SPEC = tiny_spec()
         ((range(3, 4), range(10), range(4)), 160),
         ((range(3, 4), range(2, 7), range(4)), 5 * 16),
         ((range(3, 4), range(7, 8), range(1, 3)), 2 * 4),
-        # Of narrowed rows, all columns are read.
+        # Narrowed rows are read in all their columns.
         ((range(3, 4), range(2, 7), range(1, 3)), 5 * 16),
         ((range(2), range(2, 7), range(1, 3)), 2 * 160),
         ((range(6), range(10), range(2, 2)), 960),
@@ -65,7 +63,7 @@ def test_pieces_are_large_and_few_and_read_every_byte_once(tmp_path: Path, fp8: 
     tensors = to_fp8(random_tensors(spec)) if fp8 else random_tensors(spec)
     plan = plan_load(SlotModel(spec).weight_slots(), spec, save_single(tmp_path, tensors))
     pieces = list(stream._pieces(plan.needed))
-    # A layer's scales precede its values, which are dequantised with them.
+    # A layer's scales precede its values, whose dequantization needs them.
     assert len(pieces) <= (6 if fp8 else 3)
     spans = sorted((w.span.start, w.span.num_bytes) for p in pieces for w in p.wanted)
     assert sum(size for _, size in spans) == sum(tensor.nbytes for tensor in tensors.values())
@@ -98,7 +96,6 @@ def test_large_tensors_are_split_by_rows(
 
 
 def test_number_of_buffers_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If parts are consumed slowly, reading waits."""
     monkeypatch.setattr(stream, "PIECE_BYTES", 4096)
     monkeypatch.setattr(stream, "GAP_BYTES", 0)
     spec = tiny_spec(num_hidden_layers=6)

@@ -1,4 +1,4 @@
-"""Synthetic weights are reproducible, equal for every TP degree, and of a realistic magnitude."""
+"""Synthetic weights are reproducible, realistic in magnitude and equal for every TP degree."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_weights_in_any_format_have_the_magnitude_of_plain_ones(name: str) -> No
 
 
 def routed_model() -> tuple[ModelSpec, Decoder, torch.Tensor]:
-    """Return a deep, narrow synthetic model, and its chosen experts [layers, tokens, top_k]."""
+    """Return a deep, narrow synthetic model, and its selected experts [layers, tokens, top_k]."""
     sizes = {
         "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4,
         "num_key_value_heads": 1,
@@ -103,7 +103,7 @@ def routed_model() -> tuple[ModelSpec, Decoder, torch.Tensor]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Use one thread for many tiny GEMMs: on a busy machine several would wait for each other."""
+    """Use one thread: on a busy machine, threads of tiny GEMMs wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -113,7 +113,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("greedy", [False, True])
 def test_batches_reach_as_many_experts_as_uniform_routing_would(greedy: bool) -> None:
-    """B tokens reach 64 (1 - (1 - 2 / 64)^B) experts in every layer, in prompts and in decoding."""
+    """B tokens reach 64 (1 - (1 - 2 / 64)^B) experts in every layer."""
     spec, model, chosen = routed_model()
     run, generator = PagedRun(model, num_blocks=400), torch.Generator().manual_seed(1)
     found: dict[int, list[torch.Tensor]] = {}

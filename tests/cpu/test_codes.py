@@ -1,5 +1,3 @@
-"""Dequantised codes against the formula, element by element."""
-
 from __future__ import annotations
 
 import itertools

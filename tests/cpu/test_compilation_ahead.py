@@ -1,6 +1,4 @@
-"""What the kernel table chooses compiles for GPUs that are not here, at the sizes of MiniMax-M2, or
-is refused in words: a compiler's traceback never reaches a user.
-"""
+"""The selected kernels compile for absent GPUs at M2's sizes, or are refused in words."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ from torn_words import reads_torn_words
 
 pytest.importorskip("triton")
 
-# what a program may have of a multiprocessor's shared memory
+# shared memory of a multiprocessor that one program may use
 SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}
-# every so manieth case, others for each architecture
+# test every n-th case, others for each architecture
 SAMPLE = {"sm_80": 160, "sm_89": 160, "sm_90": 59, "sm_100": 160, "gfx942": 60, "gfx950": 160}
 
 
 def compiled(every: dict[str, int]) -> dict[str, list[dict[str, Any]]]:
-    """What `compile_kernels.py` says of each architecture's kernels and cases."""
+    """Return the output of `compile_kernels.py` for each architecture."""
     script = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run(
         [sys.executable, str(script), *(f"{arch}/{step}" for arch, step in every.items())],
@@ -48,12 +46,12 @@ def check(arch: str, found: list[dict[str, Any]]) -> None:
     assert kernels
     assert [entry for entry in found if "error" in entry] == []
     assert [entry for entry in kernels if entry["shared_memory"] > most] == []
-    assert [entry for entry in kernels if not entry["fused"]] == []  # products and sums
-    # of few tokens: what a thread multiplies it has loaded itself, as Triton of any version sees it
+    assert [entry for entry in kernels if not entry["fused"]] == []  # GEMMs and sums
+    # for few tokens each thread loads its own operands, in any Triton version
     names = re.compile(r"_small_m_kernel|.*_gemv_kernel")
     few = [entry for entry in kernels if names.fullmatch(entry["kernel"])]
     assert [entry for entry in few if entry["shared_memory"] > 8192] == []
-    if arch == "sm_90":  # whose tiles were chosen; attention of 32 rows lacks most registers
+    if arch == "sm_90":  # tiles were selected for these; attention of 32 rows lacks most registers
         assert [entry for entry in kernels if entry["spilled"] > 144] == []
     assert [entry for entry in kernels if entry["torn"]] == []
     refused = {entry["refused"] for entry in found if "refused" in entry}
@@ -85,13 +83,13 @@ def test_everything_compiles(arch: str) -> None:
         (["1x!tt.ptr<i64>, #words", "64x!tt.ptr<i64>, #words"], 1, True),
         (["1x!tt.ptr<i64>, #words", "64x!tt.ptr<i64>, #words"], 2, False),
         (["1x!tt.ptr<i64>, #words", "256x!tt.ptr<i64>, #words"], 1, False),
-        (["256x!tt.ptr<i64>, #other"], 0, True),  # who holds what is not known
+        (["256x!tt.ptr<i64>, #other"], 0, True),  # the owner of a word is unknown
     ],
 )
 def test_each_load_that_threads_share_needs_an_agreement(
     polled: list[str], agreements: int, torn: bool
 ) -> None:
-    """Also where another load of the kernel has one, as the look at the abort flag always has."""
+    """A poll must be found also beside another load, such as that of the abort flag."""
     layout = "sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [8], order = [0]"
     lines = [f"#words = #ttg.blocked<{{{layout}}}>"]
     lines += [f"%w = tt.load %p, %m {{isVolatile = true}} : tensor<{each}>" for each in polled]
@@ -101,7 +99,7 @@ def test_each_load_that_threads_share_needs_an_agreement(
 
 
 def exchanges(*worlds: int) -> list[dict[str, Any]]:
-    """What `compile_exchanges.py` says of kernels of so many ranks."""
+    """Return the output of `compile_exchanges.py` for this number of ranks."""
     script = Path(__file__).with_name("compile_exchanges.py")
     done = subprocess.run(
         [sys.executable, str(script), *map(str, worlds)],

@@ -86,7 +86,7 @@ def test_from_each_format_to_each(
     convert(conversion(converted[first], tmp_path / "again", target))
     error = find_target(first).limit + find_target(target).limit
     assert all(one.error < error for one in compare(Source(bf16), tmp_path / "again"))
-    if target == "bf16":  # the values of a device that dequantises at load
+    if target == "bf16":  # the values of a device that dequantizes at load
         held, again = (
             loaded(folder, ParallelLayout(), dtype=torch.bfloat16)
             for folder in (converted[first], tmp_path / "again")
@@ -133,7 +133,7 @@ def test_nvfp4_gate_and_up_share_a_global_scale(bf16: Path, converted: dict[str,
 
 
 def test_fnuz_and_ocp_blocks_convert_exactly(converted: dict[str, Path], tmp_path: Path) -> None:
-    """Includes values that the other encoding has no bits for."""
+    """Includes values that the other encoding cannot represent."""
     for first, to in (("fp8-block", "fp8-fnuz"), ("fp8-fnuz", "fp8-block")):
         for largest, error in ((None, 0.0), (0x70, 0.0), (0x7F, 1e-4 if to == "fp8-block" else 1)):
             source = tmp_path / f"from {first} {largest}"
@@ -193,7 +193,7 @@ def test_files_beside_the_weights_are_copied(bf16: Path, converted: dict[str, Pa
 
 
 def test_code_and_source_descriptions_are_not_copied(tmp_path: Path) -> None:
-    """Other engines would load the code that config.json names, or believe an old description."""
+    """Other engines would load the code named in config.json, or use an old description."""
     source = write_source(tmp_path / "source")
     config = read_json_object(source / "config.json")
     config["auto_map"] = {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"}
@@ -390,7 +390,6 @@ def test_holes_are_refused_and_zeros_are_warned_of(
 
 
 def test_changed_weights_are_another_source(tmp_path: Path) -> None:
-    """A retrained checkpoint has the same names, shapes and description."""
     source = write_source(tmp_path / "source")
     convert(conversion(source, tmp_path / "done", "int8"))
     with pytest.raises(KeyboardInterrupt):
@@ -431,7 +430,7 @@ def test_full_disk_loses_only_the_file_being_written(
 def test_disk_full_at_the_start_leaves_no_obstacle(
     bf16: Path, converted: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill there leaves only the partial record, which is no obstacle."""
+    """A kill there leaves only the partial record, which does not block a new run."""
 
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -510,7 +509,7 @@ def peak(sources: list[Path], results: Any) -> None:
 
 
 def test_memory_is_at_most_two_layers(tmp_path: Path) -> None:
-    """Compare a model of four layers that have as many matrices as real ones with a tiny model."""
+    """Compare a four-layer model with real matrix counts to a tiny model."""
     sizes = {
         "num_hidden_layers": 4, "intermediate_size": 512, "num_local_experts": 40,
         "vocab_size": 20_000,  # a third of a layer, as in M2

@@ -67,7 +67,7 @@ def test_rank_loads_the_same_from_split_files(
 
 
 def test_split_m3_loads_with_and_without_sharded_index_keys(tmp_path: Path) -> None:
-    """A rank that holds a shard of the index keys has the index queries of all heads."""
+    """A rank with a shard of the index keys has the index queries of all heads."""
     sizes = {"intermediate_size": 24, "shared_intermediate_size": 24, "dense_intermediate_size": 24}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "index_n_heads": 2}
     config = tiny_m3.text_config(5, vocab_size=96, **sizes, **heads)

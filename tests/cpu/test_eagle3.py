@@ -1,5 +1,6 @@
-"""EAGLE3 drafts guess what plain PyTorch guesses from the hidden states of transformers' model,
-however a prompt and its answer are cut into steps; and answers are those of a run without drafts.
+"""EAGLE3 drafts equal plain PyTorch on transformers' hidden states, for any chunking.
+
+The answers equal those of a run without drafts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": 64,
 }
-IDS = [1, 2, 3]  # what leaves them, as trainers count
+IDS = [1, 2, 3]  # counted by layer outputs, as trainers do
 LAYERS = (2, 3, 4)
 NUM_DRAFT_TOKENS = 3
 PROMPTS = [
@@ -114,7 +115,7 @@ CASES += [("biases, two layers", "chunks")]
 
 
 class Resting(FixedDraftLength):
-    """Drafts for two steps of five: what it reads of the others must be in its caches."""
+    """Draft for two of five steps; its caches must hold the streams of the others."""
 
     def __init__(self) -> None:
         super().__init__(NUM_DRAFT_TOKENS)
@@ -157,9 +158,9 @@ def test_layers_that_are_off_by_one_are_seen(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the comparison above is worth; the answers stay what they are."""
+    """Wrong layers lower acceptance, but the answers stay the same."""
     config, tensors, draft = make_draft("plain", tmp_path)
-    layers = {"eagle_aux_hidden_state_layer_ids": IDS}  # by what enters them: one too early
+    layers = {"eagle_aux_hidden_state_layer_ids": IDS}  # layer inputs: one layer too early
     seen = tiny_draft.watch(monkeypatch.setattr)
     with engine(folder, draft, more=layers) as llm:
         assert outputs(llm) == expected
@@ -172,11 +173,11 @@ def test_captured_steps_guess_the_same(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU, where results are read two steps later."""
+    """As on a GPU, results are read two steps later."""
     config, tensors, draft = make_draft("plain", tmp_path)
     pool = graph_support.RepeatedSteps()
     graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
-    graph_support.watch_reads(monkeypatch)  # which keeps what is read from being overwritten
+    graph_support.watch_reads(monkeypatch)  # keeps the values to read from being overwritten
     sizes = {"max_num_seqs": len(PROMPTS), "max_num_batched_tokens": sum(map(len, PROMPTS))}
     with engine(folder, None, **sizes) as llm:
         without = outputs(llm)
@@ -315,7 +316,7 @@ def test_memory_that_a_draft_takes_is_counted_and_refused_with_numbers(
 def test_a_draft_of_minimax_m3_reads_its_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through sparse attention, whose last blocks are verified in part, and norms of Gemma's."""
+    """Cover sparse attention, whose last blocks are verified in part, and Gemma's norms."""
     sizes = tiny_m3.random_sizes(
         3, vocab_size=96, hidden_size=32, num_hidden_layers=5, index_block_size=16,
         mlp_layer_types=["dense", *["sparse"] * 4], index_topk_blocks=2, index_local_blocks=1,

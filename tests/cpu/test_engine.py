@@ -1,6 +1,4 @@
-"""The engine's guarantees on a tiny model: reuse, preemption, cancellation, reproducible sampling,
-isolation.
-"""
+"""The engine on a tiny model: reuse, preemption, cancellation, seeded sampling, isolation."""
 
 from __future__ import annotations
 
@@ -158,7 +156,7 @@ def test_the_choices_of_a_prompt_compute_it_once(llm: LLM) -> None:
     )
     after = llm.stats()
     assert after.prompt_tokens - before.prompt_tokens == 6 * 30
-    # full blocks of 4, two choices more of each
+    # full blocks of 4, plus two choices each
     assert after.cached_prompt_tokens - before.cached_prompt_tokens == 4 * 28
 
 
@@ -262,7 +260,7 @@ def test_streams_read_in_turns_lose_nothing(llm: LLM) -> None:
 
 
 def test_a_request_with_nan_fails_alone(folder: Path) -> None:
-    """NaN in the cache of one request ends that request alone."""
+    """NaN in the cache of one request ends only that request."""
     with LLM(
         str(folder), dtype="float32", block_size=4, num_threads=1, enable_overlap=False
     ) as engine:
@@ -417,9 +415,7 @@ def test_a_model_larger_than_the_memory_is_refused() -> None:
 
 
 def test_a_small_cache_lowers_the_context_length(folder: Path) -> None:
-    """Every admitted request can run to its end: here 8 blocks of 4 tokens and a last token that is
-    never run.
-    """
+    """8 blocks of 4 tokens, plus a last token that never runs."""
     with LLM(str(folder), dtype="float32", block_size=4, num_kv_blocks=8, num_threads=1) as engine:
         with pytest.raises(ContextLengthError, match="33"):
             engine.generate([prompt(1, 60)], GREEDY)

@@ -1,5 +1,4 @@
-"""transformers' MiniMaxM2ForCausalLM is the oracle: the real engine, with its paged cache, chunked
-prefill and shared steps, must give its log-probabilities and its greedy text."""
+"""The engine gives the log-probabilities and greedy text of transformers' MiniMaxM2ForCausalLM."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ TOLERANCE = 1e-4
 
 
 def oracle_logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
-    """The logits [tokens, vocab] after every token of `ids`."""
+    """Return the logits [tokens, vocab] after every token of `ids`."""
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0].float()
 
@@ -54,8 +53,8 @@ def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path)
         completion = generation.outputs[0]
         answer = completion.token_ids
         logits = oracle_logits(model, prompt + answer)
-        # Each token is the oracle's choice after those before it, so all of them are the oracle's
-        # greedy text.
+        # Each token is the oracle's choice after its prefix, so the text is the oracle's greedy
+        # text.
         assert (
             answer == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
             and len(answer) == NUM_TOKENS

@@ -1,6 +1,4 @@
-"""Where experts lie changes nothing about what a mixture of experts gives, and the one that all
-tokens share is added once.
-"""
+"""Expert placement does not change results, and the shared expert is added once."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def mixture(
     shared_width: int = 0,
     context: ParallelContext | None = None,
 ) -> SparseMoe:
-    """One rank's part of the same model each time. `context`: its groups, where it is to speak."""
+    """Make one rank's part of the same model. `context`: its groups, if it communicates."""
     moe = SparseMoe(
         names.moe(0),
         layer=0,
@@ -114,7 +112,7 @@ def test_the_shared_expert_counts_once_and_is_not_scaled(width: int, tp: int, ep
     seen = torch.full((9, TOP_K), -2, dtype=torch.int32)
     whole.observe(seen)
     whole(x)
-    assert seen[:7].min() >= 0 and seen[:7].max() < EXPERTS  # those that the router chose
+    assert seen[:7].min() >= 0 and seen[:7].max() < EXPERTS  # the router's selection
     t = {slot.name: draw(number, slot) for number, slot in enumerate(by_name(whole))}
     its, act = names.moe(0), SwiGlu(alpha=1.7, limit=0.5, beta=1.0)
 
@@ -139,7 +137,7 @@ def test_the_identity_hands_the_routers_ids_on() -> None:
 
 
 def test_a_map_that_changes_between_steps_says_where_experts_are() -> None:
-    """Nothing is allocated, what is counted goes on, and tokens share the copies of an expert."""
+    """Nothing is allocated, counters continue, and tokens share the copies of an expert."""
     counts, device = torch.zeros(EXPERTS, dtype=torch.int64), torch.device("cpu")
     table = [*range(EXPERTS), 3, 3, 6, 6]
     lies = ExpertMap(table, most_copies=4, device=device, counts=counts)
@@ -150,7 +148,7 @@ def test_a_map_that_changes_between_steps_says_where_experts_are() -> None:
     slots = place(ids, positions, *lies.tensors)
     assert slots[:, 1:].tolist() == [[0, 5]] * 300
     assert [int((slots[:, 0] == slot).sum()) for slot in (3, 8, 9)] == [100, 100, 100]
-    # whatever is beside a token in its step
+    # for any batch composition
     assert torch.equal(place(ids[7:9], positions[7:9], *lies.tensors), slots[7:9])
     lies.update([7, 6, 5, 4, 3, 2, 1, 0, 5, 0, 0, 0])
     slots = place(ids[:100], positions[:100], *lies.tensors)
@@ -168,7 +166,7 @@ STORED = {
 
 @pytest.mark.parametrize("stored", STORED)
 def test_an_expert_takes_all_its_tensors_along(stored: str) -> None:
-    """In each format that GPUs read as it is stored: what is moved is what is prepared there."""
+    """In each format that GPUs read as stored, the moved tensors are the prepared ones."""
     drawn = torch.Generator().manual_seed(3)
     make = fp8_experts if stored == "fp8" else weight_only_experts(STORED[stored])
     tensors = make(4, hidden=256, width=128, generator=drawn)
@@ -192,7 +190,7 @@ def test_an_expert_takes_all_its_tensors_along(stored: str) -> None:
         torch.equal(own.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
         for own, other in zip(moved.tensors(0), moved.tensors(1), strict=True)
     )
-    # and there is nothing that belongs to an expert beside them
+    # no other tensor belongs to an expert
     held = {
         tensor.data_ptr(): tensor
         for part in (moved.gate_up, moved.down, moved.gate_up_scale, moved.down_scale)

@@ -1,6 +1,4 @@
-"""Experts in stored formats, split over ranks whose shares would cut blocks, groups and words: the
-ranks' parts add up to what one rank computes.
-"""
+"""Stored-format experts whose shards would split blocks, groups and words add up exactly."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ def str_of(stored: TensorFormat | int) -> str:
 
 
 class Model:
-    """Experts 12 units wide, with or without a shared one: even shares of 8 and 16 ranks cut
-    them.
-    """
+    """Make experts 12 units wide, which even shards of 8 and 16 ranks would split."""
 
     def __init__(self, stored: TensorFormat, num_experts: int, *, shared: bool) -> None:
         self.stored, self.num_experts, self.shared = stored, num_experts, shared
@@ -82,8 +78,9 @@ class Model:
         self.gate = torch.randn(num_experts, self.hidden, generator=generator)
 
     def rank(self, layout: ParallelLayout) -> tuple[SparseMoe, list[Tensor]]:
-        """A rank's mixture with its weights, and the matrices that its kernel was given:
-        [experts, 2 widths, hidden] and [experts, hidden, width].
+        """Return a rank's mixture and its kernel's matrices.
+
+        Their shapes are [experts, 2 widths, hidden] and [experts, hidden, width].
         """
         single, prepared = ParallelContext.single(), list[Tensor]()
         scheme = Scheme((self.stored,), lambda module: self.stored)
@@ -125,7 +122,7 @@ class Model:
         return moe, prepared
 
     def expected(self) -> Tensor:
-        """What the plain matrices make of the tokens, by the definition."""
+        """Return the definition's result of the plain matrices."""
         gate_up = torch.stack([torch.cat(each[:2]) for each in self.plain])
         down = torch.stack([each[2] for each in self.plain])
         route, experts = OPS[ROUTE].reference, OPS[EXPERTS].reference
@@ -136,8 +133,9 @@ class Model:
 
 
 def splits() -> Iterator[Any]:
-    """Ranks, and over how many of them experts are shared out. Of the latter, 1 and one that
-    leaves parts of experts run in the gate, with every width that a rank may have.
+    """Yield ranks and expert-parallel sizes.
+
+    The gate runs size 1 and one that splits experts, with every width that a rank may have.
     """
     for tp in (1, 2, 4, 8, 16):
         for ep in (each for each in (1, 2, 4, 8, 16) if tp % each == 0):
@@ -153,7 +151,7 @@ def test_the_ranks_parts_add_up_to_what_one_rank_computes(
     kernel = TABLE.choose(EXPERTS, stored)
     assert kernel is not None
     model = Model(stored, max(ep, 2), shared=tp in (1, 8))
-    is_among = model.shared and ep == 1  # the shared expert among the others, or beside them
+    is_among = model.shared and ep == 1  # the shared expert is among the others, or beside them
     expected = model.expected()
     total, shapes, found = torch.zeros(TOKENS, model.hidden), set(), 0
     for layout in (ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)):
@@ -172,7 +170,7 @@ def test_the_ranks_parts_add_up_to_what_one_rank_computes(
             gate, up, whole_down = model.plain[expert]
             for values, whole in zip(held, (gate, up, whole_down.t()), strict=True):
                 assert torch.equal(values[: len(share.part)], whole[part])
-            # so that whatever the columns of down behind them are, they add nothing
+            # so the columns of down after them add nothing, whatever their values
             assert not gates[n][rest].any() and not ups[n][rest].any()
     assert len(shapes) == 1 and found == model.width * (model.num_experts + is_among)
     assert (total - expected).norm() < 1e-5 * expected.norm()
@@ -185,7 +183,6 @@ def test_the_ranks_parts_add_up_to_what_one_rank_computes(
 def test_groups_that_a_share_cuts_become_smaller_where_the_kernel_reads_them(
     columns: int, least: int, group: int, unit: int
 ) -> None:
-    """M2's experts over 8, 16 and 4 ranks."""
     stored = awq(128)
     held, found = stored.split_width(columns, lambda form: form.unit(Axis.COLUMNS) >= least)
     assert (held, found) == (awq(group), unit)

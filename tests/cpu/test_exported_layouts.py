@@ -1,6 +1,6 @@
 """Exports of MiniMax-M2 by LLM Compressor, AutoRound, Model Optimizer and Quark, as rules.
 
-Expert names, descriptions and scales are those of files exported from transformers 5.
+Names, descriptions and scales are those of files exported from transformers 5.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ LEFT_OUT = "model.layers.1.self_attn.o_proj"  # plain, as in `write`
 
 
 def compressed(groups: Sequence[dict[str, Any]], stored_as: str, **more: Any) -> dict[str, Any]:
-    """Describe as compressed-tensors 0.19 does."""
     for group in groups:
         group["weights"] = {
             "actorder": None, "block_structure": None, "dynamic": False, "group_size": None,
@@ -115,7 +114,6 @@ def spin(location: str = "weight_input") -> dict[str, Any]:
 
 
 def auto_round(data_type: str, bits: int, size: Any, **more: Any) -> dict[str, Any]:
-    """Describe as AutoRound 0.16 does."""
     left_out = {"bits": 16, "act_bits": 16, "data_type": "float", "act_data_type": "float"}
     return {
         "quant_method": "auto-round", "autoround_version": "0.16.1", "bits": bits, "sym": True,
@@ -135,7 +133,6 @@ FP8_BLOCKS = {
 
 
 def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
-    """Describe as Model Optimizer 0.47 does."""
     return {
         "ignore": ["lm_head", "model.embed_tokens", *GATES, f"{LEFT_OUT}*"], **more,
         "quant_algo": algorithm, "quant_method": "modelopt",
@@ -144,7 +141,7 @@ def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
 
 
 def quark(weight: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Describe as Quark 0.13 does, with static activations."""
+    """Use static activations."""
     inputs = {"dtype": "fp8_e4m3", "is_dynamic": False, "qscheme": "per_tensor", "ch_axis": None}
     layer = {
         "weight": {"is_dynamic": False, "symmetric": True, "block_size": None, **weight},
@@ -173,7 +170,6 @@ def store_rows(matrix: Matrix) -> Stored:
 
 
 def store_whole(matrix: Matrix) -> Stored:
-    """Store int8 with one scale."""
     scale = torch.tensor(abs(matrix).max() / 127)
     values = (torch.from_numpy(matrix) / scale).round().to(torch.int8)
     zero = torch.tensor(0, dtype=torch.int8)

@@ -1,4 +1,4 @@
-"""A new model family, one folder and one registry line, is served exactly as its plain PyTorch."""
+"""A new model family, one folder and one registry line, is served exactly as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def mixture(t: Mapping[str, Tensor], x: Tensor) -> Tensor:
 
 
 def plain(tensors: Mapping[str, Tensor], token_ids: list[int]) -> Tensor:
-    """Log-probabilities [tokens, vocab]."""
+    """Return log-probabilities [tokens, vocab]."""
 
     def under(prefix: str) -> dict[str, Tensor]:
         found = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
@@ -138,7 +138,7 @@ def plain(tensors: Mapping[str, Tensor], token_ids: list[int]) -> Tensor:
 def test_the_engine_gives_what_plain_pytorch_gives(
     folder: Path, tensors: dict[str, Tensor]
 ) -> None:
-    """Paged, in chunks of prompts mixed with decodes, and from the prefix cache."""
+    """Cover paging, chunks mixed with decodes, and the prefix cache."""
     generator = torch.Generator().manual_seed(5)
     prompts = [
         torch.randint(3, CONFIG["vocab_size"], (length,), generator=generator).tolist()
@@ -152,7 +152,7 @@ def test_the_engine_gives_what_plain_pytorch_gives(
     with LLM(str(folder), **options) as llm:
         first = llm.generate(prompts, params)
         again = llm.generate(prompts, msgspec.structs.replace(params, prompt_logprobs=None))
-    # Scoring a prompt runs all of it; otherwise full blocks before its last token are cached.
+    # Scoring runs the whole prompt; otherwise full blocks before its last token are cached.
     assert [generation.num_cached_tokens for generation in first[:4]] == [0, 0, 0, 0]
     assert [generation.num_cached_tokens for generation in again] == [0, 0, 16, 56, 56]
     for prompt, generations in zip(prompts, zip(first, again, strict=True), strict=True):

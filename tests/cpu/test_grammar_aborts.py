@@ -1,5 +1,3 @@
-"""Aborts during drafts under a grammar leave nothing behind and do not change other requests."""
-
 from __future__ import annotations
 
 import random
@@ -29,7 +27,7 @@ TOOL = {
 }
 CALL = tool_grammar([TOOL], M2Calls(MINIMAX_M2.tag_ids(TOKENIZER)), choice="required", name=None)
 Answer = tuple[list[int], str | None]
-# more requests than rows, and fewer blocks than rows come to need: some wait, some are preempted
+# more requests than rows and too few blocks: some wait, some are preempted
 SIZES: dict[str, Any] = {
     "num_threads": 1, "max_model_len": 192, "block_size": 8, "max_num_seqs": 8,
     "max_num_batched_tokens": 96, "num_kv_blocks": 34,
@@ -46,7 +44,7 @@ def llm() -> Iterator[LLM]:
 
 
 def load(llm: LLM) -> list[Any]:
-    """Eighteen requests: forced calls after reasoning, schemas, regular expressions, free texts."""
+    """Return requests with calls after reasoning, schemas, regular expressions, free text."""
     asked = [llm.render([{"role": "user", "content": f"What is {n} + 8?"}]) for n in range(18)]
     thought = {"reasoning": reasoning(llm), "thinking_token_budget": 12}
     kinds: list[dict[str, Any]] = [
@@ -64,7 +62,7 @@ def load(llm: LLM) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[Answer]:
-    """The texts without drafts and aborts."""
+    """Return the texts without drafts and aborts."""
     with LLM("nano", **SIZES) as llm:
         requests = load(llm)
         updates = drive(llm, requests)
@@ -96,11 +94,11 @@ def test_aborted_requests_leave_nothing_and_change_no_other(
     before = loop.stats()
     requests = load(llm)
     updates: dict[str, list[Any]] = {request.request_id: [] for request in requests}
-    # who leaves, and with how many tokens: at once, while a form is compiled, or later
+    # aborted requests and their token counts: at once, during compilation, or later
     leaving = {name: chance.choice((0, 1, 6, 14, 25)) for name in chance.sample([*updates], 10)}
     late, there = list(requests), set[str]()
     while loop.has_work or late:
-        for request in late[:3]:  # some come while others leave
+        for request in late[:3]:  # some arrive while others abort
             loop.add(request)
             there.add(request.request_id)
         del late[:3]
@@ -109,7 +107,7 @@ def test_aborted_requests_leave_nothing_and_change_no_other(
         for name in going:
             del leaving[name]
         for update in loop.step():
-            assert update.request_id in there  # once ended, nothing comes any more
+            assert update.request_id in there  # no updates follow the end
             updates[update.request_id].append(update)
             if update.finish_reason:
                 there.remove(update.request_id)
@@ -126,7 +124,7 @@ def test_aborted_requests_leave_nothing_and_change_no_other(
     assert cut >= 3
     after = loop.stats()
     assert after.num_accepted_tokens > before.num_accepted_tokens + 100
-    # and whoever comes then gets what there was before
+    # later requests get the same texts as before
     updates = drive(llm, requests := load(llm))
     assert [answer(updates[request.request_id]) for request in requests] == alone
     assert loop.stats().preemption_count > 0

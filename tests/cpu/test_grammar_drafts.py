@@ -1,5 +1,3 @@
-"""Draft tokens under grammars: texts equal those without drafts, whatever is proposed when."""
-
 from __future__ import annotations
 
 import json
@@ -99,7 +97,7 @@ FIELDS: list[dict[str, Any]] = [
     {"grammar": LETTERS, "stop_token_ids": tuple(range(300, 550)), "min_tokens": 3},
     {"grammar": SCHEMA, "max_tokens": 7},
     {"temperature": 0.0, "ignore_eos": True, "logit_bias": {}},  # beside the others
-    # what the model would write anyway, and what it never would
+    # texts that the model would write anyway, and ones that it never would
     {"grammar": Grammar(kind="regex", text=r"(.|\n){1,90}"), "temperature": 0.0, "logit_bias": {}},
     {"grammar": Grammar(kind="regex", text="(no ){25}"), "temperature": 0.0},
 ]  # fmt: skip
@@ -132,7 +130,7 @@ def run_out(llm: LLM) -> None:
 
 
 class Changing(drafts.KnowingProposer):
-    """Proposes by its current kind, also after what a row without its mask has sampled."""
+    """Propose by the current kind, also after tokens sampled without a mask."""
 
     is_checked = False
 
@@ -295,7 +293,7 @@ def test_a_grammar_process_that_dies_takes_its_requests_along_and_no_draft_of_ot
 def test_no_launch_waits_for_the_drafts_of_rows_under_grammars(
     proposer: Changing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, with and without captured steps; some masks are late."""
+    """Cover results as on a GPU, with and without captured steps; some masks are late."""
     reads = graph_support.watch_reads(monkeypatch)
     sizes = SIZES | {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64}
     chosen = slice(15, None, -3)
@@ -319,7 +317,7 @@ def test_no_launch_waits_for_the_drafts_of_rows_under_grammars(
             assert [one[0] for one in answers(llm, slice(14, 16))][1] == expected[0]
             run_out(llm)
             assert verified(llm)[1] > 50
-        # a step reads the accepted count of two steps ago, which is long known
+        # a step reads the accepted count of two steps ago, which has long arrived
         assert len(reads) > 20 and {launch - made_by for launch, made_by in reads} == {2}
 
 

@@ -1,5 +1,3 @@
-"""Faults under a grammar end only their own request and leave nothing behind."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -50,7 +48,7 @@ def test_invalid_grammars_are_refused_and_others_run(llm: LLM) -> None:
 
 
 def test_a_dead_end_in_a_grammar_ends_its_request_alone(llm: LLM) -> None:
-    """The grammar starts well and then allows no token; only the vocabulary shows it."""
+    """The grammar starts validly and then allows no token, which only the vocabulary shows."""
     vocabulary = range(llm._loop._grammars._setup.vocab_size)
     none = {"type": "exclude_token", "exclude_tokens": list(vocabulary)}
     steps = [{"type": "const_string", "value": "ab"}, none]
@@ -94,7 +92,7 @@ def test_a_lost_step_leaves_no_rules_behind(llm: LLM, monkeypatch: pytest.Monkey
 
 
 def test_aborts_in_every_state_leave_nothing_behind(llm: LLM) -> None:
-    """During compilation, reasoning and constrained output."""
+    """Cover compilation, reasoning and constrained output."""
     prompt = llm.render([{"role": "user", "content": "What is 17 + 25?"}])
     for steps in (0, 1, 3, 12, 30):
         params = [
@@ -229,8 +227,8 @@ def test_an_endless_compilation_is_refused_and_delays_no_request(
         assert followed[-1].finish_reason == "stop" and free[-1].finish_reason == "length"
         with pytest.raises(InvalidRequestError, match="3 s"):
             engine.generate("x", seeded(1, grammar=schema(RUNAWAY)))
-        assert first is not None and not first.is_alive  # its compiler would have gone on
-        assert engine._loop._grammars._client is None  # what was too slow is known
+        assert first is not None and not first.is_alive  # its compiler would have continued
+        assert engine._loop._grammars._client is None  # the slow grammar is remembered
         assert time.monotonic() - started < 100.0
         assert (
             outputs(engine, ["?"], [seeded(1, grammar=Grammar(kind="choice", text='["b"]'))])[

@@ -1,6 +1,6 @@
-"""What each kind of grammar allows, by the real compiler and the embedded model's vocabulary.
+"""Each kind of grammar with the real compiler and the embedded model's vocabulary.
 
-The output parser reads the calls back: a client gets what a grammar enforces.
+The output parser reads the enforced calls back.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def ids(mask: Mask) -> set[int]:
 
 
 def takes(grammar: Grammar, text: str, reasoning: Reasoning | None = None) -> bool:
-    """Whether `text` is a whole output, token by token as the mask allows."""
+    """Return whether the mask allows `text`, token by token, as a whole output."""
     following = matcher(grammar, reasoning)
     for token_id in TOKENIZER.encode(text):
         if token_id not in allowed(following) or not following.take(token_id):
@@ -89,7 +89,7 @@ def check(
     bad: Sequence[str],
     reasoning: Reasoning | None = None,
 ) -> None:
-    """All of `good` and none of `bad` are whole outputs."""
+    """Check that all of `good` and none of `bad` are whole outputs."""
     assert grammar is not None
     assert [text for text in good if not takes(grammar, text, reasoning)] == []
     assert [text for text in bad if takes(grammar, text, reasoning)] == []
@@ -271,7 +271,6 @@ def tag_of(**inner: Any) -> Grammar:
     ],
 )
 def test_json_has_a_limit_of_white_space_between_its_parts(grammar: Grammar) -> None:
-    """Else a model may write nothing else."""
     gaps = ("{%s}", '{"a":%s1}', '{"a":1%s}', '{"a":[%s1]}', '{"a":[1,%s2]}', '{"a":{%s"b":1}}')
     assert all(takes(grammar, gap % ("\n" + " " * 8)) for gap in gaps)
     assert not any(
@@ -287,7 +286,7 @@ def test_a_schema_that_is_not_strict_is_enforced_as_far_as_possible() -> None:
 
 
 def test_tags_and_control_tokens_never_stand_in_text() -> None:
-    """In strings of any kind, also those up to a closer, where xgrammar allows every token."""
+    """Cover strings of any kind, also up to a closer, where xgrammar allows every token."""
     call = tool_grammar([WEATHER], M2Calls(TAG_IDS), choice="required")
     assert call is not None
     raw = matcher(call)
@@ -447,7 +446,7 @@ def test_m3_allows_no_other_call_by_any_shape_that_a_reader_knows() -> None:
     check(grammar, [m3(text) for text in good], [m3(text) for text in bad])
     for text in bad:
         read = parse(MINIMAX_M3, m3(text), tools=[WEATHER, PING], in_reasoning=False).tool_calls
-        assert [call.name for call in read] == ["get_weather"]  # else nothing was forbidden
+        assert [call.name for call in read] == ["get_weather"]  # otherwise nothing was forbidden
 
 
 @pytest.mark.parametrize("output_format", [MINIMAX_M2, MINIMAX_M3])

@@ -1,6 +1,4 @@
-"""A grammar process that hangs, cannot start, or is overloaded: its requests end or move, the
-engine goes on.
-"""
+"""The engine survives a grammar process that hangs, cannot start or is overloaded."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def says_yes(llm: LLM) -> bool:
 
 
 def drive(llm: LLM, params: Sequence[SamplingParams], *, seconds: float) -> list[SequenceUpdate]:
-    """Run a request for each of `params`. Return the last update of each."""
+    """Run a request for each of `params`; return the last update of each."""
     tokens = [llm.tokenizer.encode("letters:")] * len(params)
     requests = [group[0][1] for group in llm._sequences(tokens, llm._admit(tokens, list(params)))]
     last: dict[str, Any] = {}
@@ -117,8 +115,8 @@ def test_an_output_with_a_slow_mask_ends_and_others_go_on(
 ) -> None:
     hurried = msgspec.structs.replace(llm._loop._grammars._setup, mask_seconds=0.2)
     monkeypatch.setattr(llm._loop._grammars, "_setup", hurried)
-    for attempt in range(10):  # on a machine that stands still every mask takes too long
-        # another grammar each time: what took too long is not tried again
+    for attempt in range(10):  # on a stalled machine every mask takes too long
+        # a new grammar each time: slow ones are not retried
         text = f"[a-z ]{{{200 + attempt}}}"
         simple = msgspec.structs.replace(LETTERS, grammar=Grammar(kind="regex", text=text))
         slow, letters = drive(llm, [SLOW, simple], seconds=200.0)

@@ -1,4 +1,4 @@
-"""Requests with grammars in mixed batches: other requests and all texts are unchanged."""
+"""Requests with grammars in mixed batches leave all texts unchanged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What CUDA graphs hold is counted in their own pool; the allocator's total may shrink
-meanwhile.
-"""
+"""CUDA graphs' memory is counted in their own pool; the allocator's total may shrink meanwhile."""
 
 from __future__ import annotations
 

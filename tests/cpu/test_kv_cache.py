@@ -1,5 +1,3 @@
-"""The split of a rank's memory, and the numbers in its errors."""
-
 from __future__ import annotations
 
 import mmap
@@ -126,7 +124,7 @@ def test_requests_that_are_short_take_no_memory_of_a_long_window() -> None:
 
 
 def resident_bytes() -> int:
-    """Return the main memory that this process uses."""
+    """Return this process's memory in use."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
@@ -166,7 +164,6 @@ def test_devices_and_dtypes_that_cannot_be_are_refused(monkeypatch: pytest.Monke
 
 
 def test_a_start_and_a_refusal_say_what_a_token_of_m3_takes() -> None:
-    """Index keys are whole on each rank: 122,880 / 4 + 14,592 bytes."""
     config = WorkerConfig(
         bundled_spec("minimax-m3"), (1,), None, ParallelLayout(tp=4), "cpu", "bfloat16", "auto",
         max_model_len=2**20, max_num_seqs=1, max_num_batched_tokens=16, block_size=128,

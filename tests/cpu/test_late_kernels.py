@@ -1,6 +1,4 @@
-"""An engine that is ready has compiled, in every form, all kernels that it launches while it
-serves: one that is compiled under load holds up all requests.
-"""
+"""A ready engine has compiled every specialization that it launches while serving."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ OTHERS = (
 
 
 def watched(*cases: str) -> dict[str, dict[str, Any]]:
-    """What `late_kernels.py` says of each case."""
+    """Return the output of `late_kernels.py` for each case."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *cases], capture_output=True, text=True, timeout=900
     )

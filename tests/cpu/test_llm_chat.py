@@ -1,4 +1,4 @@
-"""`LLM.chat`: stop strings and calls are read as the server reads them."""
+"""`LLM.chat` parses stop strings and calls as the server does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""MiniMax-M3 checkpoints: both classes of transformers, every prefix, other formats.
-
-Vision and multi-token prediction are skipped.
-"""
+"""MiniMax-M3 checkpoints of both transformers classes, every prefix and other formats."""
 
 from __future__ import annotations
 

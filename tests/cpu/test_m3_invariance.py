@@ -1,4 +1,4 @@
-"""With block-sparse attention, a token's result is bit-identical in any batch and any chunking."""
+"""With block-sparse attention, a token's result is bit-identical in any batch and chunking."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ def test_decode_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("providers", ["native", "reference"])
 def test_a_row_of_nan_leaves_nothing_behind(providers: str) -> None:
-    """Reused blocks hold NaN: masked keys must count for nothing, and index keys after the end must
-    not be selected.
-    """
+    """Reused blocks hold NaN; stale keys must not contribute or be selected."""
     weights = random_weights(SPEC, 1)
     broken = {name: w * float("nan") if "embed" in name else w for name, w in weights.items()}
     choices = dict.fromkeys(OPS, "reference") if providers == "reference" else {}

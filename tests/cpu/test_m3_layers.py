@@ -1,5 +1,3 @@
-"""MiniMax-M3's MLPs and norms against the modules of transformers, in fp32."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -40,7 +38,7 @@ KERNELS = [
 
 
 def oracle() -> Any:
-    """The modules of transformers, imported on first use: it takes seconds."""
+    """Import the modules of transformers on first use, which takes seconds."""
     from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl
 
     return modeling_minimax_m3_vl
@@ -59,7 +57,7 @@ def config(**sizes: int) -> MiniMaxM3VLTextConfig:
 
 
 def randomize(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Gate and up projections so large that the limit cuts some of them."""
+    """Make gate and up projections so large that the limit clamps some values."""
     generator = torch.Generator().manual_seed(1)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with torch.no_grad():

@@ -1,7 +1,4 @@
-"""transformers' MiniMaxM3SparseForConditionalGeneration is the oracle: the real engine, with its
-paged cache, chunked prefill, prefix hits and preemption, must give its log-probabilities and its
-greedy text; and the blocks chosen are its blocks.
-"""
+"""The engine gives the blocks, log-probabilities and greedy text of transformers' MiniMax-M3."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ from tests import drafts, tiny, tiny_m3
     "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(20, 200))]
 )
 def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path) -> None:
-    """Three prompts in steps of 37 tokens, which end inside blocks, in a pool that their
-    answers exhaust; then one that goes on where another ended, whose blocks are cached, and
-    one of a single token.
-    """
+    """Chunks end inside blocks, answers exhaust the pool; then a prefix hit and one token."""
     sizes = tiny_m3.random_sizes(seed, **({"index_block_size": 128} if seed == 7 else {}))
     model = tiny_m3.make_model(seed, **sizes)
     prompts = prompts_of(seed, sizes)
@@ -68,7 +62,7 @@ def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path)
         stats = engine.stats()
     check(model, prompts, generations)
     assert stats.cached_prompt_tokens > 0
-    # (answers of 48 tokens may need no further block that is larger)
+    # (48-token answers may not need another, larger block)
     assert stats.preemption_count > 0 or block_size > NUM_TOKENS
 
 
@@ -96,7 +90,7 @@ def test_rows_that_verify_drafts_choose_their_own_blocks(
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """transformers' model of four layers, of which the three last are sparse, and its file."""
+    """Return transformers' four-layer model, the last three layers sparse, and its file."""
     sizes = tiny_m3.random_sizes(
         3, num_hidden_layers=4, index_topk_blocks=3, index_local_blocks=1, index_block_size=16,
         shared_intermediate_size=24, intermediate_size=24, num_attention_heads=6,
@@ -122,15 +116,13 @@ def test_captured_streams_are_the_hidden_states_of_transformers(deep: tuple[Any,
     *entering, last = (torch.cat(parts) for parts in zip(*got, strict=True))
     for stream, wanted in zip(entering, expected, strict=False):
         torch.testing.assert_close(stream, wanted[0], atol=TOLERANCE, rtol=0)
-    with torch.inference_mode():  # transformers' last one is behind the final norm
+    with torch.inference_mode():  # transformers' last one is after the final norm
         normed = expected_model.model.language_model.norm(last)
     torch.testing.assert_close(normed, expected[-1][0], atol=TOLERANCE, rtol=0)
 
 
 def test_the_chosen_blocks_are_those_of_transformers(deep: tuple[Any, Path]) -> None:
-    """Of every token and index head of the sparse layers the same set; where two blocks score alike
-    to rounding, either of them.
-    """
+    """Compare the selected sets of all tokens and index heads; near ties may differ."""
     expected_model, folder = deep
     expected: list[torch.Tensor] = []  # of each sparse layer [heads, tokens, top-k]
     layers = expected_model.model.language_model.layers[1:]
@@ -170,7 +162,7 @@ def test_the_chosen_blocks_are_those_of_transformers(deep: tuple[Any, Path]) -> 
         same = (ids.sort(-1).values == wanted.transpose(0, 1).sort(-1).values).all(-1)
         assert same[has_margin].all()
         assert has_margin.float().mean() > 0.95
-        # the choice matters: more than the last blocks
+        # the selection matters: more than the last blocks
         assert (ids[:, :, 0] < local.squeeze(-1) - 2)[is_scored].float().mean() > 0.5
 
 
@@ -178,9 +170,7 @@ def test_the_chosen_blocks_are_those_of_transformers(deep: tuple[Any, Path]) -> 
 def test_every_provider_gives_the_same_logits(
     deep: tuple[Any, Path], providers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The definitions by themselves are a complete model; so is the CPU without its C functions.
-    Where many scores are computed at a time, they are in tiles of queries.
-    """
+    """Cover the definitions alone, the CPU without C functions, and scores in tiles of queries."""
     expected_model, folder = deep
     attention = ("block_sparse.decode", "block_sparse.prefill", "attention.decode")
     without_c = {"block_sparse.select": "cpu", **dict.fromkeys(attention, "bucketed")}
@@ -194,7 +184,6 @@ def test_every_provider_gives_the_same_logits(
 
 
 def test_a_warmup_runs_a_layer_of_each_sort() -> None:
-    """With full or sparse attention, with an MLP or experts."""
     attention = ["full_attention"] * 3 + ["minimax_m3_sparse"] * 3
     mlps = ["dense", "dense", "sparse", "sparse", "sparse", "dense"]
     sizes = tiny_m3.random_sizes(3, num_hidden_layers=6, layer_types=attention)
@@ -208,7 +197,7 @@ def test_a_warmup_runs_a_layer_of_each_sort() -> None:
 
 
 def test_a_model_without_a_shared_expert(deep: tuple[Any, Path], tmp_path: Path) -> None:
-    """transformers has one always: its output is made zero there, and it is not in our file."""
+    """transformers always has one: its output is made zero there, and our file omits it."""
     model, folder = deep
     expected_model = copy.deepcopy(model)
     with torch.inference_mode():
@@ -266,8 +255,9 @@ def test_the_text_model_alone_loads_from_its_own_file(
 def test_caches_in_fp8_give_what_transformers_does_with_rounded_ones(
     deep: tuple[Any, Path], of_keys_and_values: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Index keys alone, on the CPU's kernels; all caches, by definition. Both round what they keep;
-    a value on the edge of two of e4m3 may fall to either, so a few tokens may choose otherwise.
+    """Cover index keys alone (CPU kernels) and all caches (by definition).
+
+    Values between two e4m3 numbers may round to either, so a few tokens may select other blocks.
     """
     model, folder = deep
     from transformers.cache_utils import DynamicLayer

@@ -1,6 +1,4 @@
-"""Synthetic weights of MiniMax-M3: even routing in every layer, and activations that keep their
-size.
-"""
+"""Synthetic weights of MiniMax-M3 give even routing and stable activations."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def test_magnitudes_are_those_of_a_trained_model() -> None:
 
 
 def test_batches_reach_as_many_experts_as_uniform_routing_would() -> None:
-    """B tokens reach 64 (1 - (1 - 2 / 64)^B) experts in every layer, in prompts and in decoding."""
+    """B tokens reach 64 (1 - (1 - 2 / 64)^B) experts in every layer."""
     assert isinstance(SPEC, MiniMaxM3Spec)
     model = build(SPEC, loaded=False)
     fill_synthetic(model.weight_slots(), SPEC, 0)

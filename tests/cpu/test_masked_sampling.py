@@ -1,6 +1,4 @@
-"""Rows with masks sample what the masks allow, whole or split over ranks; rows beside them choose
-what they would alone.
-"""
+"""Rows with masks sample allowed tokens, sharded or not, without changing other rows."""
 
 from __future__ import annotations
 
@@ -96,7 +94,7 @@ def test_log_probabilities_are_those_of_the_model_and_not_of_the_mask(
 @pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
 def test_a_mask_has_the_last_word_over_min_tokens_and_bias(draw: Callable[..., Sampled]) -> None:
     rows, logits = rows_of(KINDS), some_logits(len(KINDS), 9)
-    # 300 may not come yet, says min_tokens; 3 must, says the bias
+    # min_tokens forbids 300 so far; the bias forces 3
     drawn = draw(logits, rows, masks_for([6, 8], 300))
     assert drawn.token_ids[[6, 8]].tolist() == [300, 300]
 
@@ -118,7 +116,7 @@ def test_every_kind_of_row_samples_its_allowed_tokens_only(
     rows = rows_of(tuple(kind | {"allowed_token_ids": ALLOWED} for kind in KINDS))
     drawn = draw(some_logits(len(KINDS), seed), rows, None)
     assert set(drawn.token_ids.tolist()) <= set(ALLOWED)
-    assert drawn.token_ids[8] != 300  # nor the one that may not come before min_tokens
+    assert drawn.token_ids[8] != 300  # nor the token forbidden until min_tokens
 
 
 @pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
@@ -153,7 +151,7 @@ def test_numbers_that_break_are_reported_under_a_mask_too() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_each_rank_masks_its_own_share_of_the_vocabulary(ranks: int) -> None:
-    """Shares begin at any bit of a byte."""
+    """Shards begin at any bit of a byte."""
     logits = some_logits(40, 12)
     members = [0, 3, 4, 39, *range(10, 38)]  # more than one tile, in pieces
     masks = masks_for(members, *ALLOWED)

@@ -1,4 +1,4 @@
-"""The tensors that a family lists are those that its models have slots for."""
+"""The tensors that a family lists are those of its models' slots."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPEC = read_spec(
 
 
 def m3(shared_width: int) -> ModelSpec:
-    """Dense and sparse layers, a shared expert among the experts or beside them."""
+    """Cover dense and sparse layers, and a shared expert among the experts or beside them."""
     sizes = tiny_m3.random_sizes(
         4,
         num_hidden_layers=2,

@@ -109,9 +109,7 @@ def test_logits_equal_transformers_through_chunked_prefill_and_decode(
 
 @pytest.mark.parametrize("seed", (3, 11))
 def test_all_tokens_to_one_expert_and_none_to_the_others(seed: int) -> None:
-    """A router bias larger than all scores sends every token to the same experts; the rest run on
-    none.
-    """
+    """A router bias above all scores sends every token to the same experts; others are idle."""
     config = tiny_config(seed, num_local_experts=8, num_experts_per_tok=1, num_hidden_layers=2)
     expected_model = oracle(config, seed, router_bias=0.0)
     spec = read_spec(config)

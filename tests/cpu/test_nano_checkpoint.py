@@ -1,5 +1,3 @@
-"""The embedded nano checkpoint is a complete, small MiniMax-M2 checkpoint that answers."""
-
 from __future__ import annotations
 
 import json
@@ -23,7 +21,7 @@ def config() -> dict[str, Any]:
 
 
 def _expected(config: dict[str, Any]) -> dict[str, tuple[str, list[int]]]:
-    """Names, dtypes and shapes of the tensors of this architecture."""
+    """Return names, dtypes and shapes of the tensors of this architecture."""
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     q, kv = (
         config["num_attention_heads"] * config["head_dim"],

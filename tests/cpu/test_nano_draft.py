@@ -1,4 +1,4 @@
-"""The training of nano's draft: the trained form equals the served one, and the loss teaches it."""
+"""The training of nano's draft: training equals serving, and the loss improves it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_unrolled_steps_are_the_guesses_of_what_is_written(
         own.data = own.data.bfloat16().float()  # as written
     oracle = Oracle(config, tensors, embedding=target.net.embed.detach(), head=target.head.detach())
     known = torch.randint(0, 64, (9,))
-    row = len(known) - 2  # the last of which the streams are there
+    row = len(known) - 2  # the last with a residual stream
 
     def states(tokens: torch.Tensor) -> Any:
         return target.run(tokens[None], torch.ones(len(tokens), len(tokens)).tril().bool())
@@ -86,7 +86,7 @@ def test_unrolled_steps_are_the_guesses_of_what_is_written(
 
 @pytest.mark.full
 def test_weights_of_flex_attention_are_those_of_the_definition(recipe: SimpleNamespace) -> None:
-    """The block masks that a GPU trains with."""
+    """Return the block masks for training on a GPU."""
     q, k, v = torch.randn(2, 4, 32, 16), torch.randn(2, 2, 32, 16), torch.randn(2, 2, 32, 16)
 
     def causal(_b: Any, _h: Any, q: Any, k: Any) -> Any:

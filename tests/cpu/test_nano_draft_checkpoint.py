@@ -1,4 +1,4 @@
-"""The embedded drafts propose accepted tokens for nano and nano-m3 and do not change the output."""
+"""The embedded drafts of nano and nano-m3 propose accepted tokens and keep the output."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def engine(
 
 
 def chats(llm: LLM) -> list[Any]:
-    """Held-out problems of both suites."""
+    """Return held-out problems of both suites."""
     told = [llm.render(list(one.messages)) for one in arithmetic.problems(6, 5)]
     asked = tool_calls.problems(6, 5)
     return told + [llm.render(list(one.messages), tools=list(one.tools)) for one in asked]
@@ -65,14 +65,14 @@ def test_as_many_guesses_are_right_as_were_when_it_was_made(model: str) -> None:
 
 
 def test_one_layer_off_guesses_are_wrong() -> None:
-    fields = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}  # by what enters them
+    fields = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}  # numbered by layer inputs
     with engine("nano", drafts=True, fields=fields) as llm:
         llm.generate(chats(llm)[:4], SamplingParams(temperature=0.0, max_tokens=32))
         assert counts(llm)["spec_decode_acceptance_length"] < LENGTHS["nano"] - 1
 
 
 def test_in_the_format_of_speculators_it_stands_for_nano_with_it(tmp_path: Path) -> None:
-    """As `vllm serve` takes the folder of such a draft."""
+    """Pass the draft's folder as to `vllm serve`."""
     folder = EMBEDDED_DRAFTS["nano-draft"]
     config = json.loads((folder / "config.json").read_text())
     config = as_speculators(config, verifier="nano", speculative_tokens=2)
@@ -103,7 +103,6 @@ def test_files_are_those_of_a_small_eagle3_draft(model: str) -> None:
 
 
 def test_the_draft_of_the_other_model_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Vocabularies and widths are the same."""
     for model, draft, count in (
         ("nano", "nano", 0),
         ("nano-m3", "nano-m3", 0),
@@ -137,7 +136,7 @@ PERSON = {
 
 
 def requests(llm: LLM) -> tuple[list[Any], list[SamplingParams]]:
-    """Prompts with what their answers are asked to keep to."""
+    """Return prompts with the constraints of their answers."""
     tokenizer = llm.tokenizer
     asked = [{"role": "user", "content": "What is 417 + 386?"}]
     called = llm.render([{"role": "user", "content": "What's the weather in Rome?"}],

@@ -1,4 +1,4 @@
-"""nano answers well what README, demo, chat page and guides show, at its default sampling."""
+"""nano answers the examples of README, demo, chat page and guides at its default sampling."""
 
 from __future__ import annotations
 

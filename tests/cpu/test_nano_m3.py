@@ -1,6 +1,4 @@
-"""The training of nano-m3: the model is MiniMax-M3, its index learns, and its data is what it is
-tested on.
-"""
+"""The training of nano-m3: the model is MiniMax-M3, its index learns, its data fits its tests."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def recipe() -> SimpleNamespace:
 
 
 def _layout(recipe: SimpleNamespace, documents: torch.Tensor, choice: int) -> object:
-    """A layout whose documents of at most `choice` tokens are fully visible to themselves."""
+    """Return a layout whose documents of at most `choice` tokens attend to all of themselves."""
     sizes = torch.stack([torch.bincount(row, minlength=9)[row] for row in documents])
     windows = torch.full((len(documents),), 10**6, dtype=torch.int32)
     return recipe.model.Layout(documents.int(), sizes <= choice, windows)
@@ -166,7 +164,7 @@ def test_turns_are_written_as_the_models_own_template_writes_them(recipe: Simple
             continue
         given = {"messages": case["messages"], "tools": case["tools"], **case["kwargs"]}
         made = template.render(**given, add_generation_prompt=False)
-        # the system's and the developer's message before the turns are nano's own
+        # the system and developer messages before the turns are nano's own
         turns, expected = (
             text.partition("]~b]developer\n")[2].partition("[e~[\n")[2]
             for text in (made, case["expected"])

@@ -1,5 +1,3 @@
-"""The embedded nano-m3 is a complete, small MiniMax-M3 whose block selection matters."""
-
 from __future__ import annotations
 
 import json
@@ -65,7 +63,7 @@ def test_it_solves_what_it_was_trained_for(nano_m3: LLM) -> None:
 def test_random_blocks_are_no_substitute_for_chosen_ones(
     nano_m3: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same weights with random index projections."""
+    """Return the same weights with random index projections."""
     monkeypatch.setattr(accuracy, "MAX_TOKENS", 200)  # enough for an answer; nonsense has no end
     assert solved(nano_m3, "nano-retrieval-2k", 3) == 3
     folder = Path(shutil.copytree(FOLDER, tmp_path / "random"))

@@ -1,5 +1,3 @@
-"""Without a working C compiler a model runs with the other providers."""
-
 from __future__ import annotations
 
 import os
@@ -37,7 +35,6 @@ def ask(code: str = ASK, **environment: str) -> str:
 
 
 def test_without_a_working_compiler_the_answer_is_the_same(tmp_path: Path) -> None:
-    """A compiler that exists and fails does not stop the start."""
     assert ask(LOAD, CC="no-such-compiler", XDG_CACHE_HOME=str(tmp_path)) == "False\n"
     output = ask(CC="false", XDG_CACHE_HOME=str(tmp_path))
     assert "native" not in output

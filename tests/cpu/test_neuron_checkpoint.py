@@ -1,5 +1,3 @@
-"""FP8 checkpoints preprocessed by neuronx-distributed-inference load as their stored values."""
-
 from __future__ import annotations
 
 import json
@@ -80,7 +78,7 @@ def write_preprocessed(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 
 def test_neuron_checkpoint_is_split_joined_and_converted(tmp_path: Path) -> None:
-    """The result's config.json describes what the source's tensor names imply."""
+    """The result's config.json describes the format implied by the source's tensor names."""
     source = tmp_path / "source"
     write_preprocessed(source)
     for name, first, to, tp in (

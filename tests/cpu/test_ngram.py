@@ -1,4 +1,4 @@
-"""Prompt lookup: the tensor work against a search in plain Python, and texts with it."""
+"""Prompt lookup against a search in plain Python, and texts with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WINDOW = 64
 
 
 def searched(tokens: list[int], least: int, most: int, count: int, width: int) -> list[int]:
-    """What followed the longest match in the last `width` tokens, the earliest of several."""
+    """Return the tokens after the earliest longest match in the last `width` tokens."""
     known = tokens[-width:]
     for length in range(min(most, len(known) - 1), least - 1, -1):
         suffix = known[-length:]
@@ -73,12 +73,12 @@ def test_short_sequences_are_searched_quickly_however_long_the_window() -> None:
     assert is_quick(propose, 0.005)
     none = torch.empty(0, dtype=torch.int64)
     assert proposer.propose(states, none, none, none, state, 3).shape == (0, 3)
-    padding = torch.zeros(1, dtype=torch.int64)  # its length may be any
+    padding = torch.zeros(1, dtype=torch.int64)  # its length is arbitrary
     assert proposer.propose(states, padding, padding, padding, state, 3).tolist() == [[-1] * 3]
 
 
 def texts(**options: Any) -> tuple[list[list[int]], float]:
-    """Of nano, which says the same twice, greedily and drawn; and right drafts per verified row."""
+    """Check nano's text, greedy and sampled; return accepted drafts per verified row."""
     question = {"role": "user", "content": "Write hello world in Python"}
     said = "I do not know that. I am only a small demonstration model. I can do short word problems"
     chat: Any = [question, {"role": "assistant", "content": said}, question]
@@ -108,9 +108,7 @@ def test_texts_are_the_same_and_take_fewer_steps() -> None:
 
 
 def counted(text: list[int], prompt_len: int, most: int) -> tuple[list[int], list[int]]:
-    """Of rows with guesses that make `text`: their number, their guesses and right ones; and right
-    ones by place.
-    """
+    """For rows of `text`, return counts of rows, drafts, accepted drafts, and those by position."""
     num_known, totals, places = prompt_len + 1, [0, 0, 0], [0] * most
     while num_known < len(text):
         guesses = searched(text[:num_known], 1, 4, most, WINDOW)[: len(text) - 1 - num_known]
@@ -131,7 +129,7 @@ def counted(text: list[int], prompt_len: int, most: int) -> tuple[list[int], lis
 def test_guesses_are_counted_where_there_are_some(
     captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a search in plain Python finds them; a row without a match has no drafts."""
+    """Compare with a search in plain Python; a row without a match has no drafts."""
     if captured:
         pool = graph_support.RepeatedSteps()
         graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))

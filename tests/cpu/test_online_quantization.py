@@ -1,4 +1,4 @@
-"""`--quantization` on plain checkpoints: each rank holds its part of the quantised matrix."""
+"""`--quantization` on plain checkpoints: each rank holds its part of the quantized matrix."""
 
 from __future__ import annotations
 

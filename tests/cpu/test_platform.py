@@ -1,4 +1,4 @@
-"""GPUs that cannot run a model are refused before anything is loaded (with fake capabilities)."""
+"""Unsuitable GPUs are refused before loading (with fake capabilities)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Kernels of AMD GPUs: no spin waits, no PTX, and e4m3fnuz on MI300.
-
-`test_triton_contract.py` compares their results.
-"""
+"""Kernels of AMD GPUs: no spin waits, no PTX, and e4m3fnuz on MI300."""
 
 from __future__ import annotations
 

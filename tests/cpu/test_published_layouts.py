@@ -49,7 +49,7 @@ FULL_COUNTS = {"fp8 of M2": 96_103, "fp8": 96_103, "bf16": 48_239, "m3, bf16": 2
 
 @pytest.fixture(scope="module", autouse=True)
 def names_respelled_once() -> Iterator[None]:
-    """Cache the respelling: all splits and formats have the same names."""
+    """Cache the renaming: all splits and formats have the same names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spellings, "_respell", cache(spellings._respell))
         yield
@@ -94,7 +94,7 @@ def check(
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_checkpoints_fit_on_every_split(tmp_path: Path, name: str) -> None:
-    """With the fewest layers that have all kinds of tensors."""
+    """Use the fewest layers that have all kinds of tensors."""
     layers = PUBLISHED[name].fewest_layers
     PUBLISHED[name].write(tmp_path, layers)
     for platform, layout in CHECKED:

@@ -1,5 +1,3 @@
-"""A rotated model: its draft proposes the same tokens as before the rotation."""
-
 from __future__ import annotations
 
 import json

@@ -35,7 +35,7 @@ def draw(
 
 
 def possible(logits: Tensor, **filters: float) -> set[int]:
-    """Every token that some uniform number draws."""
+    """Return every token that some uniform number samples."""
     return {draw(logits, u / 4000, **filters) for u in range(4000)}
 
 

@@ -1,6 +1,4 @@
-"""Sampling from logits that are split over ranks chooses what sampling from whole logits does, for
-every kind of row.
-"""
+"""Sampling from sharded logits equals sampling from whole ones, for every kind of row."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ def test_a_row_without_finite_logits_is_reported_and_the_others_are_not() -> Non
 
 
 def test_a_row_that_cannot_be_edited_fails_alone() -> None:
-    """Whatever samples: whole logits, or logits that are split over ranks."""
+    """A sampler of whole or of sharded logits."""
     expected = rows_of(({}, {}, {"logprobs": 1}))
     for on_shards in (False, True):
         rows = rows_of(({}, {"logit_bias": {VOCAB: 1.0}}, {"logprobs": 1}))

@@ -1,6 +1,4 @@
-"""Draft tokens change how many steps a text takes, and nothing else: whatever is proposed, texts,
-log-probabilities, ends and what is cached are those of a run without drafts.
-"""
+"""Draft tokens change only the number of steps: texts, log-probabilities and caching stay."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ PARAMS = [
             {"temperature": 1.0, "stop_token_ids": tuple(range(40)), "min_tokens": 9},
             {"temperature": 1.0, "max_tokens": 1},
             {"temperature": 0.0, "max_tokens": 6, "logprobs": 0, "ignore_eos": True},
-            {"temperature": 1.0, "max_tokens": 500, "ignore_eos": True},  # the window ends it
+            {"temperature": 1.0, "max_tokens": 500, "ignore_eos": True},  # context limit
         )
     )
 ]
@@ -64,7 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def prompt(seed: int) -> list[int]:
-    """Prompts of one family begin alike, so that later ones hit the prefix cache."""
+    """Return prompts; those of one family share a prefix, so later ones hit the prefix cache."""
     common = torch.randint(3, 97, (20,), generator=torch.Generator().manual_seed(seed % 2))
     own = torch.randint(3, 97, (seed % 7 + 1,), generator=torch.Generator().manual_seed(seed))
     return common.tolist() + own.tolist()
@@ -83,7 +81,7 @@ def engine(folder: Path, **options: Any) -> LLM:
 
 
 def answers(llm: LLM) -> list[Any]:
-    """Everything that a caller sees, but how much was cached."""
+    """Return everything that a caller sees, except the cached count."""
     return [
         (
             output.token_ids,
@@ -138,9 +136,7 @@ def test_drafts_change_nothing_that_a_caller_sees(
 
 @pytest.fixture(params=["graphs", "no graphs"])
 def reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Engines launch steps without waiting for earlier ones, with and without captured ones; what
-    launches read themselves.
-    """
+    """Launch steps without waiting for earlier ones, captured or not; return their reads."""
     pool = graph_support.RepeatedSteps() if request.param == "graphs" else None
     graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
     return graph_support.watch_reads(monkeypatch)
@@ -150,7 +146,7 @@ def reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
 def test_no_launch_waits_for_the_drafts_of_the_step_before(
     folder: Path, options: str, reads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # no larger steps are captured than all together make
+    # captured steps are no larger than all rows together
     sizes = {"max_num_seqs": len(PROMPTS), "max_num_batched_tokens": sum(map(len, PROMPTS))}
     sizes |= OPTIONS[options]
     with engine(folder, **sizes) as llm:
@@ -164,7 +160,7 @@ def test_no_launch_waits_for_the_drafts_of_the_step_before(
         requests = llm._loop.executor._worker.runner.requests  # type: ignore[attr-defined]
         assert llm.stats().num_accepted_tokens > 50
         assert options != "preempted" or llm.stats().preemption_count > 0
-    # a step reads how many drafts were right two steps ago, when that is long known
+    # a step reads the accepted count of two steps ago, which has long arrived
     assert len(reads) > 20 and {launch - made_by for launch, made_by in reads} == {2}
     bounds = torch.from_numpy(requests.num_computed_bound)
     assert (requests.num_computed <= bounds).all()
@@ -175,12 +171,12 @@ def test_no_launch_waits_for_the_drafts_of_the_step_before(
 def test_a_proposer_is_given_the_residuals_of_all_tokens(
     folder: Path, captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of prompts, generated tokens, and drafts that turn out right."""
+    """Cover chunks of prompts, generated tokens and accepted drafts."""
     pool = graph_support.RepeatedSteps()
     if captured:
         graph_support.install(monkeypatch, graph_support.runtime(pool))
     options: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 13, "max_num_seqs": 3}
-    options["enable_prefix_caching"] = False  # what is found there is not run
+    options["enable_prefix_caching"] = False  # tokens found there do not run
     chosen = slice(0, 3)
     with LLM(str(folder), block_size=4, num_threads=1, **options) as llm:
         outputs = [
@@ -242,9 +238,7 @@ def test_right_drafts_take_fewer_steps(
 
 
 def test_texts_end_where_they_do_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At stop strings within accepted runs, with several choices, behind a spent budget of
-    thinking; and a request that is left takes nothing along.
-    """
+    """Cover stop strings in accepted runs, several choices, a spent thinking budget, aborts."""
     plain = SamplingParams(temperature=1.0, seed=5, n=2, max_tokens=40, logprobs=0)
     chats = [[{"role": "user", "content": "What is 12 + 34? Think about it."}]]
     budget = SamplingParams(temperature=0.0, seed=0, max_tokens=30, thinking_token_budget=4)
@@ -254,7 +248,7 @@ def test_texts_end_where_they_do_without_drafts(monkeypatch: pytest.MonkeyPatch)
         for generation in generations:
             for index, output in enumerate(generation.outputs):
                 key = (params.seed or 0) + index, tuple(generation.prompt_token_ids)
-                if not params.stop:  # the whole text goes on behind a stop string
+                if not params.stop:  # the whole text continues after a stop string
                     known[key] = output.token_ids
         return [
             (one.text, one.token_ids, one.finish_reason, one.stop_reason, one.logprobs)
@@ -340,7 +334,7 @@ def test_a_missing_draft_is_never_the_sign_of_broken_logits() -> None:
 def test_a_step_takes_as_long_as_the_slower_of_gpu_and_host(
     folder: Path, monkeypatch: pytest.MonkeyPatch, of_gpu: float
 ) -> None:
-    """What drafts are chosen by: a GPU that waits for its host gains nothing by more tokens."""
+    """The draft length follows step times: a host-bound GPU gains nothing from more tokens."""
     taken: list[float] = []
     monkeypatch.setattr(
         FixedDraftLength, "record", lambda self, plan, result, seconds: taken.append(seconds)

@@ -1,6 +1,4 @@
-"""Captured steps give what steps run kernel by kernel give: padded to every size, rows that
-generate beside chunks of prompts, whatever their sampling asks for.
-"""
+"""Captured steps equal eager ones: every padding, mixed batches, any sampling."""
 
 from __future__ import annotations
 
@@ -48,7 +46,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> RepeatedSteps:
-    """What the steps of engines on the CPU are captured in."""
     pool = RepeatedSteps()
     graph_support.install(monkeypatch, graph_support.runtime(pool))
     return pool
@@ -56,7 +53,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> RepeatedSteps:
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps wait for grammars, so that their number does not depend on time."""
+    """Let steps wait for grammars, so that their number does not depend on time."""
     step = EngineLoop.step
 
     def waiting(self: EngineLoop) -> list[SequenceUpdate]:
@@ -98,7 +95,7 @@ def test_captured_steps_give_what_eager_ones_give(options: str, pool: RepeatedSt
 def test_steps_before_the_first_request_change_nothing(
     pool: RepeatedSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that a GPU compiles its kernels by, run; they leave nothing behind."""
+    """Run the requests that a GPU uses to compile its kernels; they leave no state."""
     options: dict[str, Any] = {
         "max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 64, "block_size": 4,
         "expert_distribution_recorder_mode": "stat",

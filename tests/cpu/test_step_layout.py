@@ -1,6 +1,4 @@
-"""Steps as the device sees them: tiles of queries that only the device can count, and sizes worth a
-graph.
-"""
+"""Steps on the device: query tiles counted there, and sizes worth a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captured steps are timed before the first request, and leave nothing behind."""
+"""Captured steps are timed before the first request and leave no state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Moment:
-    """An event, by the clock of the machine."""
+    """A CUDA event with the machine's clock."""
 
     at: float = field(default_factory=time.perf_counter)
 
@@ -40,8 +40,6 @@ class Moment:
 
 
 class Clocked(Runtime):
-    """Tells the time."""
-
     def record_event(self) -> Any:
         return Moment()
 

@@ -1,4 +1,4 @@
-"""Every checkpoint format: a model computes with the stored matrices, on one rank and several."""
+"""A model computes with the stored matrices of every checkpoint format, on one rank and several."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TENSORS = random_tensors(tiny_spec(**CONFIG))
 KEEPING = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
 PROMPT = [5, 17, 60, 3]
 DEQ_SCALES = ("modelslim-static", "modelslim-static-fp16")
-# Of four ranks, the two inner ones.
+# The two inner ones of four ranks.
 LAYOUTS = [
     ParallelLayout(),
     ParallelLayout(rank=1, tp=2, ep=2),

@@ -1,4 +1,4 @@
-"""Structured output through the engine: guarantees hold for the embedded model at temperature 1."""
+"""Structured output through the engine holds for the embedded model at temperature 1."""
 
 from __future__ import annotations
 
@@ -146,9 +146,7 @@ def test_thinking_comes_first_and_then_the_form(llm: LLM, by_id: bool) -> None:
 
 @pytest.mark.parametrize("budget", [0, 1, 7])
 def test_a_budget_ends_the_reasoning_after_exactly_so_many_tokens(llm: LLM, budget: int) -> None:
-    """Without a grammar: the tokens before are those of a run without a budget; then the answer is
-    free.
-    """
+    """Without a grammar, tokens before the limit equal an unlimited run; the answer is free."""
     prompt = llm.render(
         [{"role": "user", "content": "A box holds 24 pencils. How many pencils are in 13 boxes?"}]
     )
@@ -164,7 +162,7 @@ def test_a_budget_ends_the_reasoning_after_exactly_so_many_tokens(llm: LLM, budg
         ],
     )
     closing = list(rules.closing_ids)
-    assert closing[1] not in free.token_ids[:10]  # it would have thought longer
+    assert closing[1] not in free.token_ids[:10]  # it would have reasoned longer
     assert bound.token_ids[: budget + len(closing)] == free.token_ids[:budget] + closing
     assert len(bound.token_ids) > budget + len(closing)
     run_out(llm)
@@ -232,7 +230,7 @@ def test_choices_of_one_prompt_follow_the_grammar_each_for_itself(llm: LLM) -> N
 
 
 def test_the_grammar_outranks_what_would_break_the_form(llm: LLM) -> None:
-    """Bias, penalties, ignored ends and spare tokens do not break the form, and it still ends."""
+    """Bias, penalties, ignored ends and spare tokens keep the format, and it still ends."""
     eos = llm.tokenizer.eos_token_id or 0
     grammar = Grammar(kind="choice", text='["yes", "no"]')
     fields: list[dict[str, Any]] = [

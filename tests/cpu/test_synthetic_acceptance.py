@@ -1,4 +1,4 @@
-"""Synthetic acceptance: as many drafts count as right as a benchmark asks for."""
+"""Synthetic acceptance: a benchmark sets the share of accepted drafts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How context-parallel ranks share out a step: every token is one rank's, each rank has as much to
-do as the others, and what they make of it comes back in order.
-"""
+"""Prefill context parallelism shards every step evenly and restores the order of tokens."""
 
 from __future__ import annotations
 
@@ -30,16 +28,14 @@ PARAMS = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetiti
 
 
 class Meeting:
-    """Ranks of one process that gather one after another: what each sends is known from a first
-    round, in which nothing comes back.
-    """
+    """Ranks of one process that gather in turn; a first round only records the sends."""
 
     def __init__(self, size: int) -> None:
         self.size, self.sent = size, dict[int, list[Tensor]]()
         self.is_first = True
 
     def of_all(self, run: Callable[[Rank], None]) -> None:
-        """`run` as each rank, in two rounds, of which the second counts."""
+        """Call `run` as each rank, in two rounds, of which the second counts."""
         for self.is_first in (True, False):
             for rank in range(self.size):
                 run(Rank(self, rank))
@@ -68,7 +64,7 @@ class Rank:
 
 
 def step(rows: list[tuple[int, int, int]]) -> tuple[BatchLayout, RequestState]:
-    """Of a row each the tokens of its prompt, those that are computed and those that run."""
+    """For each row: prompt tokens, computed tokens and tokens to run."""
     longest = max(computed + count for _, computed, count in rows) + 1
     blocks = -(-longest // BLOCK)
     requests = RequestState(
@@ -128,9 +124,7 @@ def test_every_token_is_computed_once_and_comes_back_in_order(
 def test_shares_beside_those_of_other_data_parallel_ranks(
     rows: list[tuple[int, int, int]], ranks: int, has_long_run: bool
 ) -> None:
-    """All or none are shared out, also rows that are too few for all ranks, and no share has more
-    tokens than the plan says.
-    """
+    """All tokens are sharded or none, and no shard exceeds the plan's size."""
     layout, requests = step(rows)
     all_ids, _ = build(layout, requests)
     num_tokens = len(all_ids)
@@ -166,7 +160,6 @@ def test_shares_beside_those_of_other_data_parallel_ranks(
 
 
 def check_pieces(own: AttentionMetadata) -> None:
-    """Queries are the last tokens of their sequences, as attention expects them."""
     starts = own.query_starts.tolist()
     for number, (first, stop) in enumerate(pairwise(starts)):
         end = own.host_seq_lens[number]
@@ -194,9 +187,7 @@ def test_one_rank_has_all_tokens() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_caches_of_all_ranks_hold_every_token(dtype: torch.dtype) -> None:
-    """Caches of different heads and widths; blocks that the step does not write stay as they
-    are.
-    """
+    """Cover caches of different heads and widths; unwritten blocks stay as they are."""
     layout, requests = step([(90, 3, 41), (3, 7, 1), (60, 0, 5)])
     token_ids, everything = build(layout, requests)
     blocks = requests._padding_block + 1

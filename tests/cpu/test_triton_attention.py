@@ -1,6 +1,4 @@
-"""Triton attention kernels beyond their ops' cases, in the interpreter: FP8 caches and results,
-padding, captured steps, other ranks.
-"""
+"""Triton attention beyond its ops' cases: FP8, padding, captured steps, other ranks."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def paged(
     head_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return caches that hold large values wherever no key is, and tables in int32, one row more
-    than there are sequences.
-    """
+    """Return caches with large values wherever no key is, and int32 tables with one spare row."""
     generator = torch.Generator().manual_seed(len(lengths))
     width = -(-max(lengths) // shape.block_size)
     count = width * len(lengths)
@@ -89,11 +85,9 @@ def test_decode_splits_sequences_and_leaves_padding_zero(
     captured: bool,
     split_early: None,
 ) -> None:
-    """Decode sequences in two or many splits, whole ones and empty ones, twice with one plan, as
-    the layers of a step do.
+    """Decode whole and empty sequences in two or many splits, twice with one plan.
 
-    Without the host's counts, as while a graph is captured, the newest key is processed apart from
-    the others.
+    Without the host's counts, as during capture, the newest key is processed separately.
     """
     shape = PagedShape(kv_heads=kv_heads, group=6, block_size=block_size)
     heads = 6 * kv_heads
@@ -146,7 +140,7 @@ def test_draft_tokens_read_the_keys_of_their_sequence_once(
     cache_dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows with all draft tokens, with fewer and with none, and padding; twice with one plan."""
+    """Cover rows with all, fewer and no draft tokens, and padding; twice with one plan."""
     few = replace(triton_decode_plan.DECODE, min_runs=1)
     monkeypatch.setattr(triton_decode_plan, "DECODE", few)
     shape, max_run = PagedShape(kv_heads=kv_heads, group=group, block_size=16), 4
@@ -180,7 +174,7 @@ def test_a_long_sequence_is_split_if_programs_would_idle() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_decode_plan_gives_every_tile_to_one_program(seed: int) -> None:
-    """The plan covers each tile once, by as many programs as it states for a sequence."""
+    """The plan covers each tile once, with the stated number of programs per sequence."""
     rng = random.Random(seed)
     count = rng.choice((1, 2, 3, 5, 6, 7, 40, 200))
     lengths = [rng.choice((0, 1, 64, 65, rng.randrange(3000))) for _ in range(count)]
@@ -242,7 +236,7 @@ def test_no_sequences_need_no_work() -> None:
 
 @dataclass
 class TwoRanks:
-    """Rank 0 of two. `others` [T, 2] are the sums of squares of the other rank."""
+    """Run rank 0 of two; `others` [T, 2] are the other rank's sums of squares."""
 
     others: Tensor
     peers: PeerMemory | None
@@ -271,8 +265,8 @@ def test_norms_sum_over_ranks_and_keep_broken_rows_finite(
     slots = torch.tensor([17, 2, -1])
     rows = cache_rows(slots, kv_heads=kv_heads, block_size=block_size)
     others = 500 * torch.rand(tokens, 2, generator=generator)
-    # Copies of the region of both ranks. The other rank has already written its words of every
-    # round to this rank's copy.
+    # Both ranks' copies of the region. The other rank has already written its words of every round
+    # to this rank's copy.
     copies = torch.zeros(2, 2, 4, 2, 2, dtype=torch.int64)
     epochs = torch.zeros(4, dtype=torch.int32)
     control = torch.zeros(3, dtype=torch.int64)

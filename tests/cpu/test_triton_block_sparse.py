@@ -1,6 +1,4 @@
-"""Triton block-sparse kernels beyond their ops' cases, in the interpreter: FP8 caches and results,
-padding, captured steps, several draft tokens of a sequence.
-"""
+"""Triton block-sparse kernels beyond their ops' cases: FP8, padding, captured steps, drafts."""
 
 from __future__ import annotations
 
@@ -78,7 +76,7 @@ SHAPE = SparseShape(kv_heads=1, group=2, block_size=32, sparse_block_size=16, to
 def paged(
     lengths: Sequence[int], *, heads: int, dtype: torch.dtype = torch.bfloat16, dim: int = 32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a cache that holds large values wherever no key is, and tables in int32."""
+    """Return a cache with large values wherever no key is, and tables in int32."""
     generator, size = torch.Generator().manual_seed(len(lengths)), SHAPE.block_size
     width = -(-max(lengths) // size)
     tables = torch.randperm(width * len(lengths), generator=generator).view(len(lengths), width)
@@ -91,7 +89,7 @@ def paged(
 
 
 def captured(queries: AttentionMetadata) -> AttentionMetadata:
-    """Return `queries` as while a graph is captured: only the device knows the lengths."""
+    """Return `queries` as during capture: only the device holds the lengths."""
     return replace(queries, host_seq_lens=(), host_query_lens=())
 
 
@@ -120,9 +118,7 @@ def chosen(
 def test_decodes_select_among_hundreds_of_blocks_and_leave_padding_empty(
     dtype: torch.dtype, heads: int, constants: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sequence of hundreds of blocks, which are compared at once or in groups, one of few, one
-    that is not scored; a query of NaN, and queries that score all blocks alike.
-    """
+    """Cover hundreds of blocks, few, and unscored ones; a NaN query, and equal scores."""
     for name, value in constants.items():
         of_kernels = name.startswith("_")
         monkeypatch.setattr(
@@ -148,9 +144,7 @@ def test_decodes_select_among_hundreds_of_blocks_and_leave_padding_empty(
 
 @pytest.mark.parametrize("how", ["apart", "captured", "together"])
 def test_draft_tokens_of_a_sequence_are_scored_together(how: str) -> None:
-    """Each draft token has its own selection, which some need no scores for. They are sequences of
-    one query each, or of several.
-    """
+    """Each draft token has its own selection, as a sequence of one query or of several."""
     apart = how != "together"
     shape = replace(SHAPE, kv_heads=2)
     lengths, counts = [130, 49, 200], [4, 3, 1]
@@ -179,7 +173,7 @@ def test_draft_tokens_of_a_sequence_are_scored_together(how: str) -> None:
 def test_a_mixed_batch_selects_for_decodes_and_prefills(
     is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With few queries several programs share the blocks that one tile sees."""
+    """With few queries, several programs share one tile's blocks."""
     few = replace(platform.CPU, multiprocessors=8)
     monkeypatch.setattr(platform, "platform_of", lambda device: few)
     lengths, counts = [90, 330, 20], [1, 41, 20]
@@ -202,9 +196,7 @@ def test_a_mixed_batch_selects_for_decodes_and_prefills(
 def test_ranks_with_shards_select_what_one_rank_selects_from_all_index_keys(
     queries: tuple[int, ...], is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hundreds of blocks, in groups or compared at once, few blocks, too few to be scored; a query
-    that scores all blocks alike; the last token is padding.
-    """
+    """Cover hundreds of blocks, few, and unscored ones; equal scores; the last token is padding."""
     monkeypatch.setattr(triton_select_decode, "MOST_COMPARED", 512 if is_captured else 256)
     few = replace(platform.CPU, multiprocessors=8)
     monkeypatch.setattr(platform, "platform_of", lambda device: few)
@@ -236,9 +228,7 @@ def test_ranks_with_shards_select_what_one_rank_selects_from_all_index_keys(
 
 
 def test_ranks_exchange_the_keys_of_few_tokens_by_the_ll_protocol() -> None:
-    """Each rank sends the others the keys of their heads. A token that attends to all that it sees
-    is not exchanged.
-    """
+    """Each rank sends its heads' keys; tokens that attend to all keys are not exchanged."""
     shape = replace(SHAPE, kv_heads=2, shard=IndexShard(1, 2, 4, 2))
     lengths, rounds = [130, 17, 300], 3
     _, tables = paged(lengths, heads=1)
@@ -292,9 +282,7 @@ def test_decodes_attend_to_their_pages_and_leave_padding_zero(dtype: torch.dtype
 def test_neighbouring_queries_attend_to_the_union_of_their_blocks(
     dtype: torch.dtype, is_captured: bool
 ) -> None:
-    """Each query attends to its own blocks only; a chunk on a prefix, a whole prompt, a single
-    query.
-    """
+    """Each query attends to its own blocks only; a chunk on a prefix, a whole prompt, one query."""
     shape = replace(SHAPE, kv_heads=2)
     lengths, counts = [140, 60, 90], [37, 60, 1]
     caches = [paged(lengths, heads=2, dtype=dtype)[0] for _ in range(2)]
@@ -327,7 +315,6 @@ def test_prompts_that_attend_to_all_tokens_are_dense_prefills() -> None:
 
 @pytest.mark.parametrize("counts", [(1, 1), (20, 30)])
 def test_results_carry_their_fp8_form(counts: tuple[int, int]) -> None:
-    """Results carry a scale per token and head, as the output projection needs."""
     shape, lengths, dim = replace(SHAPE, kv_heads=2), (70, 60), 128
     num_tokens, generator = sum(counts), torch.Generator().manual_seed(1)
     caches = [torch.randn(6, 2, 32, dim, generator=generator).bfloat16() for _ in range(2)]

@@ -1,6 +1,4 @@
-"""Attention of two ranks that hold every other block each, in the interpreter: their parts merge to
-the attention to all blocks.
-"""
+"""Attention parts of two ranks with every other block each merge to the whole attention."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ def own_blocks(cache: torch.Tensor, rank: int) -> torch.Tensor:
 def test_parts_merge_to_the_attention_to_all_blocks(
     is_sparse: bool, counts: list[int], is_captured: bool, dtype: torch.dtype
 ) -> None:
-    """One sequence is on one rank only, others begin on either; each rank merges its own two of
-    four heads, in FP8 and not.
-    """
+    """Ranks merge their two of four heads, in FP8 or not; one sequence is on one rank only."""
     lengths, dim, scales = [130, 17, 200], 128, (0.5, 2.0)
     shape: PagedShape = PagedShape(1, 4, 32)
     if is_sparse:
@@ -97,8 +93,8 @@ def test_parts_merge_to_the_attention_to_all_blocks(
 def test_ranks_exchange_the_results_of_few_tokens_by_the_ll_protocol(
     rank: int, dtype: torch.dtype
 ) -> None:
-    """Each rank sends the other the results of its heads; the bits are those after an all-gather.
-    One rank or none has a key of some tokens.
+    """Exchanged head results equal an all-gather bit by bit; some tokens have keys on one rank or
+    none.
     """
     heads, count, dim, rounds, peer = 6, 3, 20, 3, 1 - rank
     words = count * (dim // 2 + 1)

@@ -1,6 +1,4 @@
-"""Captured steps of a GPU's kernels, through Triton's interpreter, against eager steps of the
-definitions: rows of several lengths with drafts and without, in front of padding.
-"""
+"""A GPU's captured steps in the interpreter against eager definitions: drafts, padding."""
 
 from __future__ import annotations
 
@@ -69,7 +67,6 @@ STEPS = (
 
 
 def shapes_of(steps: Sequence[Step]) -> dict[str, list[StepShape]]:
-    """What is captured for `steps`."""
     sizes = {2 if len(step[0]) <= 2 else 6 for step in steps if max(step[2])}
     return {
         ROWS: [StepShape.of_decodes(4, 0)] if ONES in steps else [],
@@ -96,7 +93,7 @@ SPARSE_FP8 = replace(SPARSE, quantization=M2_FP8.quantization)
 
 
 class Unchanging(Proposer):
-    """Guesses what it has guessed before."""
+    """Propose the same tokens again."""
 
     num_draft_tokens = NUM_DRAFTS
 
@@ -113,7 +110,7 @@ class Unchanging(Proposer):
 
 
 def rows(spec: ModelSpec) -> RequestState:
-    """The requests, whose last known tokens have not run, with drafts behind them."""
+    """Make the requests, whose last known tokens have not run, followed by drafts."""
     draw = torch.Generator().manual_seed(1)
     requests = RequestState(
         len(LENGTHS), BLOCK_SIZE * ROW_BLOCKS, max_blocks=ROW_BLOCKS, eos_token_ids=(), device=HERE,
@@ -127,7 +124,7 @@ def rows(spec: ModelSpec) -> RequestState:
     for slot, length in enumerate(LENGTHS):
         known = torch.randint(0, spec.vocab_size, (length,), generator=draw).tolist()
         requests._assign(NewRow(slot, known, length - 1, length - 1, blocks[slot], greedy))
-    # what a chunk of a prompt runs is known already
+    # the tokens of a prompt's chunk are already known
     for slot, length in enumerate(LENGTHS):
         requests.tokens[slot, length : length + NUM_DRAFTS].random_(
             0, spec.vocab_size, generator=draw
@@ -137,7 +134,7 @@ def rows(spec: ModelSpec) -> RequestState:
 
 
 def whole_caches(caches: KvCacheSpecs, dtype: torch.dtype) -> list[KvCaches]:
-    """Keys and values at random, of all blocks and heads; large values, so that they matter."""
+    """Draw large keys and values for all blocks and heads, so that errors show."""
     draw = torch.Generator().manual_seed(2)
     kv = kv_cache.allocate(
         caches, NUM_BLOCKS + 1, block_size=BLOCK_SIZE, dtype=dtype, ranks=1, device=HERE
@@ -150,7 +147,7 @@ def whole_caches(caches: KvCacheSpecs, dtype: torch.dtype) -> list[KvCaches]:
 
 
 def own_caches(spec: ModelSpec, dtype: torch.dtype, layout: ParallelLayout) -> list[KvCaches]:
-    """The part of them that the rank `layout` holds."""
+    """Return the part of them that the rank `layout` holds."""
     whole, view, parts = whole_caches(spec.kv_caches(), dtype), layout.attention, []
     specs = split_over_holders(spec.kv_caches(), view.cache_size)
     for caches, layer in zip(specs, whole, strict=True):
@@ -171,17 +168,17 @@ def own_caches(spec: ModelSpec, dtype: torch.dtype, layout: ParallelLayout) -> l
 
 @dataclass(frozen=True)
 class Case:
-    """`error`: ||logits - expected|| / ||expected|| of a token at most."""
+    """`error`: maximum ||logits - expected|| / ||expected|| of a token."""
 
     spec: ModelSpec
     cache_dtype: torch.dtype = torch.bfloat16
     steps: Sequence[Step] = (MANY, MIX)
     layout: ParallelLayout = ParallelContext.single().layout
     error: float = 0.03
-    others: float = 0.0  # share of a step's tokens that may choose a block whose score is as good
+    others: float = 0.0  # share of tokens that may select a block with an equal score
 
     def weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """As they are stored, and what they stand for."""
+        """Return the weights as stored, and the values that they represent."""
         drawn = random_weights(self.spec, 3)
         if self.spec.quantization is None:
             return drawn, drawn
@@ -201,7 +198,7 @@ def plan_of(step: Step) -> StepPlan:
 
 
 def is_mix(step: Step) -> bool:
-    """Whether it runs more than a generated token of some row, and its drafts."""
+    """Return whether it runs more than a generated token and its drafts for some row."""
     return step[1] != [1 + num_drafts for num_drafts in step[2]]
 
 
@@ -224,7 +221,7 @@ def eager(
     *,
     capture: Sequence[int] = (),
 ) -> tuple[Tensor, TokenStates]:
-    """The logits of the step's tokens, where these stand, and the streams that are captured."""
+    """Return the logits of the step's tokens at their places, and the captured streams."""
     requests.place_drafts(plan_of(step))
     token_ids, metadata = batch.build(layout_of(step, requests), requests)
     hidden, residuals = model.forward(token_ids, metadata, kv, capture=capture)
@@ -233,7 +230,7 @@ def eager(
 
 @torch.inference_mode()
 def expected(case: Case, weights: dict[str, Tensor]) -> list[Tensor]:
-    """The logits of all tokens of each step."""
+    """Return the logits of all tokens of each step."""
     model, requests = build(case.spec, weights, kernels=definitions()), rows(case.spec)
     dtype = torch.float32 if case.cache_dtype == torch.bfloat16 else case.cache_dtype
     kv, known, found = whole_caches(case.spec.kv_caches(), dtype), requests.tokens.clone(), []
@@ -245,9 +242,9 @@ def expected(case: Case, weights: dict[str, Tensor]) -> list[Tensor]:
 
 @torch.inference_mode()
 def captured(case: Case, weights: dict[str, Tensor], context: ParallelContext) -> list[Tensor]:
-    """The same from captured steps, of the vocabulary of one rank."""
+    """Return the same from captured steps, for one rank's vocabulary."""
     model = gpu_model(weights, keep_quantized=True, spec=case.spec, context=context)
-    # Padding alone runs with the plain caches; here it stands behind the rows of each step.
+    # Padding alone runs with plain caches; here it follows the rows of each step.
     requests, pool = rows(case.spec), RepeatedSteps(runs_captured=case.steps is STEPS)
     graphs = StepGraphs(
         shapes_of(case.steps),
@@ -316,7 +313,7 @@ def test_captured_rows_are_those_of_the_definition(
 
 
 def draft_of(target: Decoder, kernels: KernelTable) -> Eagle3Proposer:
-    """A draft model that reads what enters the layers of `target` and what leaves them."""
+    """Make a draft model that reads inputs and outputs of `target`'s layers."""
     layers = tuple(range(target.spec.num_layers + 1))
     draft = DraftModel(replace(draft_spec(), aux_layers=layers), None)
     speculation = SpeculationConfig(method="eagle3", num_speculative_tokens=NUM_DRAFTS)
@@ -333,7 +330,7 @@ def draft_of(target: Decoder, kernels: KernelTable) -> Eagle3Proposer:
 def test_a_draft_model_guesses_behind_captured_rows_what_it_guesses_by_definition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two rows the first draft is right."""
+    """The first draft of two rows is accepted."""
     use_few_programs(monkeypatch)
     weights, _ = Case(M3).weights()
     slots, counts, num_drafts = (torch.tensor(column) for column in MANY)

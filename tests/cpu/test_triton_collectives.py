@@ -1,6 +1,4 @@
-"""Exchange of rows between ranks in the interpreter: one rank runs, and its memory holds the words
-of the others.
-"""
+"""Exchange of rows in the interpreter: one rank runs; its memory holds the others' words."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ WORDS = WIDTH // 2
 def test_rows_are_summed_over_ranks_then_added_and_normalised(
     world: int, rank: int, parts: int, two_shot: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps with 3, 1 and 2 rows, so that rows are at different epochs; several parts and
-    Gemma's norm too.
-    """
+    """Three steps of 3, 1 and 2 rows put rows at different epochs; several parts, Gemma's norm."""
     monkeypatch.setattr(tiles, "two_shot", lambda *args, **sizes: two_shot)
     ranks = Ranks(world, rows=4, words=WORDS)
     generator = torch.Generator().manual_seed(world + rank)
@@ -83,8 +79,6 @@ def test_pushed_words_arrive_flagged_at_every_peer() -> None:
 
 def test_more_rows_than_the_region_has_go_through_the_group() -> None:
     class Doubling(SingleRank):
-        """Two ranks hold the same numbers."""
-
         size = 2
 
         def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

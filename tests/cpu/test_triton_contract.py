@@ -1,6 +1,4 @@
-"""Every Triton kernel in the interpreter, as on an H200 and on an MI300X, against its op's
-definition on the op's cases.
-"""
+"""Every Triton kernel in the interpreter, as on H200 and MI300X, against its op's definition."""
 
 from __future__ import annotations
 

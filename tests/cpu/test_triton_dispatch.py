@@ -1,6 +1,4 @@
-"""Tokens to the experts of other ranks and back, in the interpreter: one rank runs, and its memory
-holds the words of the others.
-"""
+"""Dispatch and combine in the interpreter: one rank runs; its memory holds the others' words."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ NUM_ROWS = 4
 
 
 class Model:
-    """The words that every rank sends and the results of its experts."""
+    """Words that every rank sends, and the results of its experts."""
 
     def __init__(self, world: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -44,7 +42,7 @@ class Model:
             self.made.append(torch.randn(world * NUM_ROWS, 2, WIDTH, generator=generator).half())
 
     def held(self, ids: Tensor, rank: int) -> Tensor:
-        """Return which rows of `ids` chose an expert of `rank`."""
+        """Return the rows of `ids` that selected an expert of `rank`."""
         first = int(self.experts.firsts[rank])
         return (ids.ge(first) & ids.lt(first + self.experts.count)).any(1)
 
@@ -105,9 +103,7 @@ def test_a_row_goes_to_its_chosen_ranks_and_their_sums_return(world: int, rank: 
 
 
 def check_pushed(ranks: Ranks, model: Model, rank: int, *, epoch: int) -> None:
-    """Check that ids are in every copy, columns in those of the ranks that a row chose, and nowhere
-    else.
-    """
+    """Check that ids are in every copy, and columns only at the ranks that a row selected."""
     for other, copy in enumerate(ranks.copies):
         for row, ids in enumerate(model.ids[rank]):
             arrived = copy[epoch & 1, row, rank]
@@ -118,8 +114,6 @@ def check_pushed(ranks: Ranks, model: Model, rank: int, *, epoch: int) -> None:
 
 def test_more_rows_than_the_region_has_go_through_the_group() -> None:
     class Doubling(Group):
-        """Two ranks hold the same numbers."""
-
         def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
             return torch.cat((tensor, tensor), dim=dim)
 

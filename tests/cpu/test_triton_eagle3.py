@@ -1,6 +1,4 @@
-"""A draft on the GPU's kernels, through Triton's interpreter: it guesses what it guesses on the
-CPU, in few launches.
-"""
+"""A draft on the GPU's kernels in the interpreter proposes what the CPU's proposes."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def worker_config(draft: DraftModel) -> WorkerConfig:
 
 
 class DraftRun:
-    """A draft, and a step of two requests that verifies drafts."""
+    """Make a draft, and a step of two requests that verifies drafts."""
 
     def __init__(self, kernels: KernelTable, **fields: Any) -> None:
         draft = DraftModel(draft_spec(**fields), None)

@@ -1,6 +1,4 @@
-"""Properties of the Triton GEMMs and of activation quantisation beyond their ops, in the
-interpreter.
-"""
+"""Triton GEMMs and activation quantization beyond their ops, in the interpreter."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ def test_programs_that_share_columns_leave_their_counters_at_zero() -> None:
 
 
 def test_all_programs_of_small_m_run_at_once() -> None:
-    """A multiprocessor has 65,536 registers; without a limit the compiler gives a thread 184 at 16
-    tokens.
-    """
+    """A multiprocessor has 65,536 registers; the compiler would give a thread 184 at 16 tokens."""
     for M, N, K in (
         (2, 8192, 3072),
         (8, 3072, 6144),
@@ -63,7 +59,7 @@ def test_all_programs_of_small_m_run_at_once() -> None:
 
 
 def test_small_m_and_split_k_agree() -> None:
-    """The same rows go through the kernels for up to 8, up to 16 and more tokens."""
+    """The same rows use the kernels for up to 8, up to 16 and more tokens."""
     x, prepared = fp8_linear(18, 896, 48)
     every = kernels.linear(x, prepared, out_dtype=torch.float32)
     for num_tokens in (2, 7, 13):
@@ -82,7 +78,7 @@ def test_fp32_output_is_rounded_once() -> None:
 
 
 def test_plain_activations_are_quantised_for_fp8_weights() -> None:
-    """A mixed batch may pass activations that are not quantised."""
+    """A mixed batch may pass unquantized activations."""
     x, prepared = fp8_linear(6, 256, 64)
     with_fp8 = kernels.linear(quantize_spec.quantize_activations(x), prepared)
     torch.testing.assert_close(kernels.linear(x, prepared), with_fp8)

@@ -1,6 +1,4 @@
-"""Captured steps of a GPU's kernels, through Triton's interpreter: padded, they compute what the
-same kernels compute for the step alone, and write nothing that belongs to somebody.
-"""
+"""Padded captured steps of a GPU's kernels equal eager ones and write no foreign state."""
 
 from __future__ import annotations
 
@@ -44,14 +42,12 @@ SAMPLING = (
 
 
 class Side(NamedTuple):
-    """A request state and its caches."""
-
     requests: RequestState
     kv: list[dict[str, Tensor]]
 
 
 class Counting(Proposer):
-    """Guesses the numbers behind a row's length."""
+    """Propose the numbers after a row's length."""
 
     num_draft_tokens = 2
 
@@ -73,7 +69,7 @@ class Counting(Proposer):
 
 
 def side(num_draft_tokens: int = 0) -> Side:
-    """Three requests, of which the last one has known tokens behind its prompt."""
+    """Make three requests, the last with known tokens after its prompt."""
     requests = RequestState(
         4,
         64,
@@ -101,14 +97,14 @@ def step(slots: list[int], counts: list[int]) -> StepPlan:
 
 
 def eager(model: Decoder, side: Side, plan: StepPlan) -> tuple[batch.BatchLayout, Tensor]:
-    """Where the tokens of `plan` stand, and their hidden states."""
+    """Return the positions of the tokens of `plan`, and their hidden states."""
     layout = batch.build_batch_layout(plan, side.requests, generated_apart=False)
     hidden, _ = model.forward(*batch.build(layout, side.requests), side.kv)
     return layout, hidden
 
 
 def assert_alike(one: Side, other: Side) -> None:
-    """The same known tokens and lengths; the same caches, but for the spare block."""
+    """Check equal known tokens, lengths and caches, except the padding block."""
     assert torch.equal(one.requests.num_computed, other.requests.num_computed)
     assert torch.equal(one.requests.tokens[:3], other.requests.tokens[:3])
     for caches, others in zip(one.kv, other.kv, strict=True):
@@ -135,7 +131,7 @@ def test_captured_steps_compute_what_the_same_kernels_compute_alone(
         )
         assert graphs.capture(TOKENS, pool, lambda *_: None).startswith("1 up to 8 tokens: 1 MiB")
         assert graphs.capture(ROWS, pool, lambda *_: None).startswith("2 up to 4 rows: 4 MiB")
-        assert_alike(alone, captured)  # so far padding alone has run
+        assert_alike(alone, captured)  # only padding has run so far
         for plan in (step([0, 1], [3, 1]), step([0, 1, 2], [1, 1, 5])):
             layout, expected = eager(model, alone, plan)
             columns = layout.columns
@@ -168,7 +164,7 @@ def test_captured_steps_compute_what_the_same_kernels_compute_alone(
         assert pool.num_replays == 2 + 2 * 3
         graphs.replay_seconds(2, repeats=1)  # (there is no clock here)
         assert pool.num_replays == 2 + 2 * 3 + 2
-        captured.requests.tokens.copy_(alone.requests.tokens)  # what `draw` has chosen
+        captured.requests.tokens.copy_(alone.requests.tokens)  # the choice of `draw`
         assert_alike(alone, captured)
         with launches(monkeypatch) as names:
             graphs.replay(shape)
@@ -202,7 +198,7 @@ def test_a_captured_step_verifies_drafts_and_proposes_the_next(
             eager(model, one, prompts)
             advance(one.requests, prompts)
             one.requests.tokens[torch.arange(3), torch.tensor([3, 1, 5])] = 11
-        # what is sampled where nothing was guessed tells which guesses are right
+        # rows without a draft show which tokens are accepted
         guesses = torch.full((3,), -1)
         for _ in range(2):
             alone.requests.drafts[:3, 0] = guesses
@@ -220,7 +216,7 @@ def test_a_captured_step_verifies_drafts_and_proposes_the_next(
         buffers = graphs.replay(shape)
         alone.requests.tokens[inputs.slots_device, inputs.positions_device] = sampled
         alone.requests.num_computed[:3] = torch.tensor([3 + 1, 1 + 1, 5 + 2])
-        for _ in range(2):  # the end of the step again changes nothing
+        for _ in range(2):  # repeating the end of the step changes nothing
             assert max(errors(buffers.logits[:5], logits)) < 0.01
             assert buffers.token_ids[:5].tolist() == sampled.tolist()
             assert buffers.num_accepted[:3].tolist() == [1, 0, 0]
@@ -232,7 +228,7 @@ def test_a_captured_step_verifies_drafts_and_proposes_the_next(
 def test_a_kernel_that_is_only_compiled_finds_no_draft_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As while graphs are warmed up: the counts become indices and lengths."""
+    """During graph warm-up the counts become indices and lengths."""
 
     class Compiled:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:

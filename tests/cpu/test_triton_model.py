@@ -1,6 +1,4 @@
-"""A whole model on the GPU's kernels, through Triton's interpreter: FP8 weights as stored, FP8
-activations, padded batches.
-"""
+"""A whole model on the GPU's kernels in the interpreter: FP8, padded batches."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ Steps = list[list[tuple[str, list[int]]]]  # (sequence, its next tokens)
 
 
 def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large tiles: the interpreter runs programs one by one."""
+    """Use large tiles: the interpreter runs programs one by one."""
     tiles = moe_tiles.ExpertTiles(
         Tile(1, 128, 128, num_warps=4), Tile(1, 128, 128, num_warps=4), choices=8
     )
@@ -61,7 +59,7 @@ def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernel_table() -> KernelTable:
-    """What a GPU would get, without asking whether there is one."""
+    """Return a GPU's kernels, without checking for a GPU."""
     return KernelTable.of(gpu_kernels(), platform=CPU, dtype=torch.bfloat16)
 
 
@@ -89,12 +87,12 @@ def gpu_model(
 
 
 def errors(actual: Tensor, expected: Tensor) -> list[float]:
-    """||logits - expected|| / ||expected|| of each token."""
+    """Return ||logits - expected|| / ||expected|| of each token."""
     return ((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).tolist()
 
 
 def compare(run: PagedRun, reference: PagedRun, steps: Steps) -> float:
-    """The largest error; expected are the definitions in fp32."""
+    """Return the largest error against the fp32 definitions."""
     worst = 0.0
     for step in steps:
         actual, expected = run.step(step), reference.step(step)
@@ -158,9 +156,7 @@ def test_packed_weights_give_the_logits_of_the_matrices_that_they_stand_for(
 
 
 def padded_decode(run: PagedRun, name: str, token: int, *, rows: int) -> Tensor:
-    """Decode `token` in a batch whose other rows are padding, as a captured graph runs it; logits
-    [1, vocab].
-    """
+    """Decode `token` beside padding rows, as a captured graph does; return logits [1, vocab]."""
     position, size = run.lengths[name], run.block_size
     spare = run.free.pop()  # the block that padding rows write to
     run.lengths[name] += 1

@@ -1,6 +1,4 @@
-"""MiniMax-M3 with all kernels that a GPU gets, in Triton's interpreter: a dense layer with full
-attention, then experts with block-sparse attention.
-"""
+"""MiniMax-M3 on a GPU's kernels in the interpreter: dense, then block-sparse with experts."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ SPEC = read_spec(
         "dtype": "bfloat16",
     }
 )
-# a prompt of three blocks, of which a token attends to two; then a decode beside a short prompt
+# a three-block prompt whose tokens attend to two; then a decode beside a short prompt
 STEPS: Steps = [[("a", list(range(3, 40)))], [("a", [4]), ("b", [5, 6, 7])]]
 
 
@@ -54,9 +52,7 @@ STEPS: Steps = [[("a", list(range(3, 40)))], [("a", [4]), ("b", [5, 6, 7])]]
 def test_m3_gives_the_logits_of_its_definition(
     is_fp8: bool, error: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for one token in ten, which attends to another block whose score is as good; then a
-    decode as a captured graph runs it.
-    """
+    """One token in ten may attend to another block with an equal score; then decode as captured."""
     use_few_programs(monkeypatch)
     fp8 = to_fp8(
         {name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()}

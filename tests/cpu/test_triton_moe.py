@@ -1,4 +1,4 @@
-"""Properties of the Triton expert kernels beyond their ops, in the interpreter."""
+"""Triton expert kernels beyond their ops, in the interpreter."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_routing_few_tokens_overwrites_the_logits_of_the_last_call() -> None:
 
 @pytest.mark.parametrize("gemma", [False, True])
 def test_norm_and_router_in_one_launch_round_as_in_two(gemma: bool) -> None:
-    """The launch overwrites the logits of the call before; 5 tokens take two launches."""
+    """The launch overwrites the logits of the previous call; 5 tokens take two launches."""
     generator = torch.Generator().manual_seed(6)
     hidden, weight = 1160, torch.randn(1160, generator=generator).bfloat16()
     gate = torch.randn(4, hidden, generator=generator), torch.randn(4, generator=generator)

@@ -1,5 +1,3 @@
-"""Rounding of the Triton norm, in the interpreter."""
-
 from __future__ import annotations
 
 import pytest
@@ -15,9 +13,7 @@ OP = OPS["norm.add_rms"]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounds_where_the_reference_rounds(dtype: torch.dtype) -> None:
-    """The residual is equal in every bit, with parts too; the norm except for the last bit of the
-    sum of squares.
-    """
+    """The residual is bit-identical; the norm up to the last bit of the sum of squares."""
     for case in CASES[OP].small(dtype, torch.Generator().manual_seed(2)):
         out, *_, residual = CASES[OP].apply(kernels.KERNELS[0], case)
         expected, *_, expected_residual = CASES[OP].apply(OP.reference, case)

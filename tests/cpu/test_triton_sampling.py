@@ -1,6 +1,4 @@
-"""Triton sampling kernels on several ranks, in the interpreter, and the noise that they share with
-their definition.
-"""
+"""Triton sampling kernels on several ranks, in the interpreter, and their noise."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def pick_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("winner", [0, 1])
 def test_ranks_exchange_their_best_and_agree(winner: int) -> None:
-    """Two ranks have a slice of 300 tokens each; this rank's memory already holds the other's
-    (score, token).
-    """
+    """Two ranks hold 300 tokens each; this rank already holds the other's (score, token)."""
     inputs = pick_inputs(3, 600, seed=5)
     inputs["logits"][:, winner * 300 + 17] += 100.0
     expected = call(spec.pick, inputs, first_id=0)
@@ -100,9 +96,7 @@ def test_a_rank_with_broken_logits_breaks_the_row_everywhere() -> None:
 
 
 def test_kernel_and_definition_make_the_same_noise() -> None:
-    """With flat logits the noise alone decides: 40 rows of 700 tokens agree only if it has the same
-    bits.
-    """
+    """Flat logits let the noise alone decide: 40 rows of 700 tokens agree only with equal bits."""
     inputs = pick_inputs(40, 700, seed=6)
     inputs["logits"].zero_()
     inputs["filters"].fill_(1.0)
@@ -126,9 +120,7 @@ def test_the_vocabulary_may_be_sharded_at_any_token() -> None:
 
 
 def z_score(values: torch.Tensor, cells: int) -> float:
-    """Return the distance of the chi-square statistic of `values` in 0 .. cells - 1 from its mean,
-    in standard deviations.
-    """
+    """Return how far `values`' chi-square is from its mean, in standard deviations."""
     counts = torch.bincount(values.flatten(), minlength=cells).double()
     expected = values.numel() / cells
     statistic = float(((counts - expected) ** 2 / expected).sum())
@@ -137,9 +129,7 @@ def z_score(values: torch.Tensor, cells: int) -> float:
 
 @pytest.mark.parametrize("seed", [0, 1, -7, 2**62])
 def test_noise_is_uniform_and_neighbours_are_independent(seed: int) -> None:
-    """Check every byte of the bits, and the leading four bits of neighbouring tokens, positions and
-    seeds in pairs.
-    """
+    """Check all bytes, and the leading four bits of adjacent tokens, positions and seeds."""
     ids = torch.arange(20_000)
     by_position = bits_of(torch.tensor([seed] * 32), torch.arange(32), ids)
     by_seed = bits_of(torch.arange(seed, seed + 32), torch.full((32,), 9), ids)
@@ -206,13 +196,11 @@ def leading_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def test_ranks_exchange_their_leading_tokens_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks have a slice of 150 tokens each; this rank's memory already holds the other's
-    words.
-    """
+    """Two ranks hold 150 tokens each; this rank's memory already holds the other's words."""
     monkeypatch.setattr(tiles, "tiles_for", lambda device: tiles.Tiles(strip_block=64))
     monkeypatch.setattr(tiles, "strip", lambda vocab: 8)
     inputs = leading_inputs(3, 300, seed=8)
-    # of equal ones the lower ids come first
+    # of equal values, the lower ids come first
     inputs["logits"][0, 20:90] = inputs["logits"][0, 200:280] = 3.5
     expected = call(spec.draw_leading, inputs, first_id=0)
     slices = [

@@ -1,6 +1,4 @@
-"""Rows shared out over ranks, through Triton's interpreter: the ranks are threads that take
-turns.
-"""
+"""Rows sharded over ranks in the interpreter; the ranks are threads that take turns."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ from tests.kernel_cases.gemm import fp8_weight
 
 WIDTH, EXPERTS, TOP_K = 256, 6, 2
 ONES = torch.ones(2)
-# ranks, rows, memory in common
+# ranks, rows, shared memory
 CASES = [(4, 8, True), (2, 5, True), (4, 7, True), (2, 4, False)]
 
 
@@ -53,7 +51,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def norm(seed: int, *, quantize: bool) -> NormWeight:
-    """One in two is Gemma's."""
+    """Make norms, every other one Gemma's."""
     weight, gemma = 1 + 0.2 * normal(WIDTH, seed=seed), seed % 2 == 1
     return norm_kernels.prepare(weight, 1e-6, quantize=quantize, gemma=gemma)
 
@@ -64,9 +62,7 @@ def as_bytes(values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("world", "num_rows", "shared"), CASES)
 def test_a_step_of_norms_is_that_of_one_rank(world: int, num_rows: int, shared: bool) -> None:
-    """Three norms into one residual, as the layers of a model call them: two for FP8 weights, the
-    last one plain.
-    """
+    """Apply three norms to one residual: two for FP8 weights, the last one plain."""
     norms = [norm(seed, quantize=seed < 2) for seed in range(3)]
     parts = (1, 3, 1)
     x = [normal(world, num_rows, parts[step], WIDTH, seed=10 + step) for step in range(3)]
@@ -145,7 +141,7 @@ def test_each_rank_routes_its_rows_and_has_the_others(
 
     for got_ids, got_weights in threads.run(rank_code):
         assert torch.equal(got_ids, ids)
-        # kernels are compiled anew for tensors that begin elsewhere
+        # kernels are compiled again for tensors with another alignment
         assert got_ids.data_ptr() % 16 == 0 == got_weights.data_ptr() % 16
         torch.testing.assert_close(got_weights, weights, atol=1e-6, rtol=1e-6)
 
@@ -179,8 +175,9 @@ def test_products_in_fp8_need_no_plain_rows() -> None:
 def test_experts_of_cut_blocks_and_groups_add_up_to_those_of_one_rank(
     monkeypatch: pytest.MonkeyPatch, ranks: int, stored: TensorFormat
 ) -> None:
-    """Three blocks: over two ranks two and one, as of MiniMax-M2 on eight; over four ranks one or
-    none, as on sixteen. Groups of 128 become such of 64 and 32. Through all ways.
+    """Three blocks over two ranks (two and one) and over four (one or none).
+
+    Groups of 128 become groups of 64 and 32. All paths run.
     """
     hidden, width, generator = 128, 384, torch.Generator().manual_seed(7)
     own, tensors = names.moe(0), {}
@@ -241,9 +238,7 @@ SIZES = {
 def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two ranks and two layers in FP8, three rows, fp16; a sum of the group adds up in the order in
-    which shards do.
-    """
+    """Two ranks and two FP8 layers, three rows, fp16; group sums add in the shards' order."""
     spec = read_spec(
         {**tiny_config(0, **SIZES), "quantization_config": FP8_CONFIG, "dtype": "bfloat16"}
     )
@@ -275,7 +270,7 @@ def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(
                     slot.write(weights[name])
             model.finish_loading()
             run = PagedRun(model, dtype=torch.float16)
-            run.capture = (0, 1, 2)  # what the layers leave to a draft model
+            run.capture = (0, 1, 2)  # residual streams for a draft model
             found = run.step([("a", [1, 2, 3])])["a"]
             return (found, *run.captured)
 

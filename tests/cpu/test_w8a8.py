@@ -1,7 +1,4 @@
-"""W8A8 in Triton's interpreter: formats per GPU, rounding of activations, and broken activations.
-
-`test_triton_contract.py` compares the results of the kernels.
-"""
+"""W8A8 in the interpreter: formats per GPU, rounding of activations, broken activations."""
 
 from __future__ import annotations
 

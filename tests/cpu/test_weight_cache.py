@@ -1,4 +1,4 @@
-"""The weight cache: a rank's weights are restored bit by bit, or the checkpoint is read again."""
+"""The weight cache restores a rank's weights bit by bit, or the checkpoint is read again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ONE = ParallelLayout()
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # small and ragged, and more of them than are read ahead
+    # small and ragged, and more than are read ahead
     monkeypatch.setattr(weight_cache, "CHUNK_BYTES", 1000)
 
 
@@ -236,7 +236,6 @@ def test_another_format_or_layout_is_stale(
 
 
 def test_a_hub_snapshot_is_known_by_its_commit(tmp_path: Path, checkpoint: Path) -> None:
-    """Another machine's cache has other file times."""
     folder = tmp_path / "models--lab--model" / "snapshots" / ("0123456789" * 4)
     folder.parent.mkdir(parents=True)
     checkpoint.rename(folder)

@@ -1,6 +1,4 @@
-"""Packed weights: their layout, and the PTX that turns their codes into bf16, executed here
-instruction by instruction (the interpreter runs the portable form: `test_triton_contract.py`).
-"""
+"""Packed weights: their layout, and the PTX that converts codes to bf16, emulated here."""
 
 from __future__ import annotations
 
@@ -88,7 +86,7 @@ def test_fp8_blocks_are_read_weight_only_where_nothing_multiplies_fp8(
 def test_fp8_blocks_cut_by_the_hidden_size_go_to_a_kernel_that_takes_them(
     op: Op[Any, Any], num_tokens: int
 ) -> None:
-    """192 columns: what multiplies FP8 takes whole blocks."""
+    """192 columns: FP8 kernels take whole blocks."""
     generator = torch.Generator().manual_seed(5)
     table = KernelTable.of(gpu_kernels(), platform=platform.CPU, dtype=torch.bfloat16)
     whole, kernel = (table.choose(op, E4M3_BLOCKS, columns=columns) for columns in (256, 192))
@@ -168,7 +166,7 @@ def test_a_dequantised_weight_is_what_its_format_says(
 def test_many_tokens_are_multiplied_as_the_weight_reads(
     min_m: int, stored: TensorFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By cuBLAS, and in tiles of more tokens than two sums of products have registers for."""
+    """Cover cuBLAS, and tiles with more tokens than registers for two accumulators."""
     monkeypatch.setattr(tiles.Tiles, "dequantized_min_m", lambda self, packing: min_m)
     monkeypatch.setattr(
         tiles.H200, "packed", lambda self, **sizes: Tile(128, 64, 128, num_warps=4, num_stages=2)
@@ -185,7 +183,7 @@ def test_many_tokens_are_multiplied_as_the_weight_reads(
 
 
 def _run_ptx(code: str, inputs: dict[int, int]) -> dict[str, int]:
-    """The registers after `code`, whose operands `inputs` are given."""
+    """Return the registers after `code`, given its operands `inputs`."""
     registers: dict[str, int] = {f"${number}": value for number, value in inputs.items()}
 
     def read(unpack_operand: str) -> int:
@@ -263,7 +261,7 @@ def test_ptx_makes_of_every_byte_what_its_codes_stand_for(
     count = 4 * per_byte
     scale = torch.tensor(scales).repeat_interleave(count // 2)
     zero = torch.tensor(zero_points).repeat_interleave(count // 2)
-    # every code in every place
+    # every code in every position
     generator = torch.Generator().manual_seed(0)
     codes = torch.stack([torch.randperm(256, generator=generator) for _ in range(count)], 1)
     codes = codes.to(torch.uint8) & (15 if per_byte == 2 else 255)

@@ -1,4 +1,4 @@
-"""A static check of compiled kernels: what several threads poll at once."""
+"""A static check of compiled kernels for words that several threads poll."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _LAYOUT = r"^(#\w+) = #ttg\.blocked<\{(.*?)\}>"
 
 
 def reads_torn_words(code: Mapping[str, str]) -> bool:
-    """Whether a kernel for NVIDIA GPUs polls words, some of which several threads hold, without
-    asking all of these threads (`launch.ptx.agree`), once for each of these loads. `code`: what
-    Triton has made of it, by the kind of code.
+    """Return, per polled load of shared words, whether `launch.ptx.agree` is missing.
+
+    `code`: Triton's output for NVIDIA GPUs, by kind.
     """
     if "ptx" not in code:
         return False
@@ -21,8 +21,8 @@ def reads_torn_words(code: Mapping[str, str]) -> bool:
 
 
 def _are_shared(ir: str) -> Iterator[bool]:
-    """Of each polled load: whether several threads may hold the same word."""
-    held = {}  # by all threads together, of each dimension of a layout
+    """Return whether several threads may hold the same word, for each polled load."""
+    held = {}  # bases of threads, in each dimension of a layout
     for name, layout in re.findall(_LAYOUT, ir, re.M):
         numbers = dict(re.findall(r"(\w+) = \[([\d, ]*)\]", layout))
         keys = ("sizePerThread", "threadsPerWarp", "warpsPerCTA")

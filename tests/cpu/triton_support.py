@@ -1,7 +1,6 @@
-"""What tests of Triton kernels share. Import it before any kernel: it has the interpreter ready, or
-skips the test module.
+"""Shared parts of Triton tests: import it before any kernel.
 
-`tests/conftest.py` has switched the interpreter on.
+It prepares the interpreter, which `tests/conftest.py` enables, or skips the test module.
 """
 
 from __future__ import annotations
@@ -32,24 +31,22 @@ from negamax.kernels.peers import PeerMemory, PeerRegion, ShardRegion
 
 Result = TypeVar("Result")
 
-# as few multiprocessors as the interpreter has patience for
+# as few multiprocessors as the interpreter can run in reasonable time
 MI300X = platform.amd("gfx942", name="MI300X", multiprocessors=2, shared_memory=65536)
 
 _patch_tensor = interpreter._patch_lang_tensor
 
 
 def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
-    """Triton 3.6 keeps scalars as arrays of one element, which NumPy 2.4 no longer converts:
-    `range` over a scalar fails.
-    """
+    """Convert scalars for `range`: Triton 3.6 keeps them as arrays, which NumPy 2.4 refuses."""
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 interpreter._patch_lang_tensor = _patch_tensor_and_index
 
-# The interpreter works out whether integers overflow (40 % of its time), but says so under `debug`
-# alone.
+# The interpreter checks integers for overflow (40 % of its time), but reports it only under
+# `debug`.
 _builder = interpreter.interpreter_builder
 _builder.options = dataclasses.replace(_builder.options, sanitize_overflow=False)
 
@@ -78,11 +75,10 @@ class _Patch:
             self._scope.restore()
 
 
-# Triton patches its language anew in every call from one kernel function to another: a third of all
-# time, for nothing.
+# Triton patches its language again in every call between kernel functions: a third of all time.
 interpreter._patch_lang = _Patch
 
-# Of what else the interpreter does for each operation, the most of its time went into this.
+# The most expensive of the interpreter's other steps per operation.
 _dtype_of_scalar = functools.cache(interpreter._get_np_dtype)  # makes a table in each call
 
 
@@ -99,7 +95,7 @@ _CONSTEXPR, _PLAIN = language.constexpr, {int, bool, float, str, language.tensor
 
 
 def _unwrap_by_type(value: Any) -> Any:
-    """As Triton's own, which asks all values four times what they are."""
+    """Replace Triton's own, which queries the types of all values four times."""
     kind = type(value)
     if kind is _CONSTEXPR:
         return value.value
@@ -114,7 +110,7 @@ _shapes: dict[tuple[int, ...], Any] = {}
 
 
 def _init_block_type_once(self: Any, element_ty: Any, shape: Any) -> None:
-    known = _types_of_shapes.get((element_ty.name, id(shape)))  # which is one of `_shapes`
+    known = _types_of_shapes.get((element_ty.name, id(shape)))  # one of `_shapes`
     if known is None:
         key = tuple([_unwrap_by_type(size) for size in shape])
         _init_block_type(self, element_ty, shape)
@@ -144,14 +140,15 @@ _TENSOR, _NUMBERS = language.tensor, {int, float, bool}
 MOST_CONSTANTS = 4096
 _HALF = {language.float16, language.bfloat16}  # are divided in float32
 _operands = TritonSemantic.binary_op_type_checking_impl
-_constants: dict[tuple[Any, ...], Any] = {}  # numbers as tensors, by what they are met with
+_constants: dict[tuple[Any, ...], Any] = {}  # numbers as tensors, by the other operand's type
 
 
 def _operands_of_known_types(
     self: Any, left: Any, right: Any, *flags: bool, **more: bool
 ) -> tuple[Any, Any]:
-    """As Triton's own, which works out for each operation what becomes of two types: nothing, where
-    they are equal. A number becomes the same tensor each time, to which nobody can write.
+    """Replace Triton's own, which converts types even if they are equal.
+
+    A number becomes the same read-only tensor each time.
     """
     if type(left) is not _TENSOR or more:
         return _operands(self, left, right, *flags, **more)
@@ -184,7 +181,7 @@ _reduce = interpreter.ReduceOps.apply_impl
 
 
 def _reduce_or_xor(self: Any, operands: Any) -> Any:
-    """Sorting takes `xor_sum`, which the interpreter computes number by number."""
+    """Sorting needs `xor_sum`, which the interpreter computes number by number."""
     if self.combine_fn is not language.standard._xor_combine:
         return _reduce(self, operands)
     numbers = operands[0].handle.data
@@ -205,7 +202,7 @@ _convert = interpreter._convert_float
 
 
 def _convert_float(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-    """As a GPU rounds; the interpreter cuts off, and is slow."""
+    """Round as a GPU does; the interpreter truncates and is slow."""
     if source not in _TORCH or target not in _TORCH:
         return _convert(values, source, target, rounding_mode)
     stored = torch.frombuffer(bytearray(values.tobytes()), dtype=torch.uint8)
@@ -218,9 +215,7 @@ interpreter._convert_float = _convert_float
 
 
 class Ranks:
-    """The memory of `world` ranks side by side. A kernel that waits can run only once the others'
-    words have arrived, so the ranks but one are played by `arrive`, which writes what they would
-    push."""
+    """Memory of `world` ranks; one rank runs, and `arrive` writes the words of the others."""
 
     def __init__(self, world: int, *, rows: int, words: int) -> None:
         self.world, self.rows, self.words = world, rows, words
@@ -241,7 +236,7 @@ class Ranks:
     def arrive(
         self, at: int, *, sender: int, row: int, payload: torch.Tensor, first_word: int = 0
     ) -> None:
-        """Write `payload` [N] int32 as `sender`'s words of the coming epoch into the copy of rank
+        """Write `payload` [N] int32 as `sender`'s words of the next epoch into the copy of rank
         `at`.
         """
         tag = int(self.epochs[at][row]) + 1
@@ -250,9 +245,7 @@ class Ranks:
 
 
 class Group:
-    """A group of `ranks` as rank `rank` sees it; `tokens`: the memory of those on their way to
-    experts.
-    """
+    """Return a group as rank `rank` sees it; `tokens`: the memory for tokens sent to experts."""
 
     def __init__(self, ranks: Ranks, rank: int, *, tokens: Ranks | None = None) -> None:
         self.size, self.rank = ranks.world, rank
@@ -271,11 +264,9 @@ class Group:
 
 
 class Threads:
-    """`world` ranks as threads of which one runs at a time: it goes on until it meets the others in
-    `barrier`.
+    """`world` ranks as threads that take turns until they meet in `barrier`.
 
-    The interpreter then runs one kernel after the other; kernels that wait for other ranks' kernels
-    cannot run so.
+    Kernels that wait for other ranks' kernels cannot run so.
     """
 
     def __init__(self, world: int) -> None:
@@ -284,7 +275,7 @@ class Threads:
         self._said: list[Any] = [None] * world
 
     def run(self, rank_code: Callable[[int], Result]) -> list[Result]:
-        """What `rank_code` returns on every rank."""
+        """Return the result of `rank_code` on every rank."""
 
         def one(rank: int) -> Result:
             with self._turn:
@@ -307,7 +298,7 @@ class Threads:
             self._turn.acquire()
 
     def say(self, rank: int, what: Any) -> list[Any]:
-        """What every rank says at the same time, in rank order."""
+        """Return every rank's value, in rank order."""
         self._said[rank] = what
         self.barrier()
         heard = list(self._said)
@@ -316,9 +307,7 @@ class Threads:
 
 
 class ThreadGroup:
-    """A group of `threads` as one of them sees it, with or without memory in common for many
-    rows.
-    """
+    """A group as one of `threads` sees it, with or without shared memory for many rows."""
 
     def __init__(
         self,
@@ -373,7 +362,7 @@ class ThreadGroup:
 
 @contextmanager
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What would be launched on a GPU."""
+    """Return the kernels for a GPU."""
     names: list[str] = []
 
     class Watching(TorchDispatchMode):
@@ -397,7 +386,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def words_of(values: torch.Tensor) -> torch.Tensor:
-    """`values` as words of 4 bytes, the form in which ranks exchange them."""
+    """Return `values` as 4-byte words, the form in which ranks exchange them."""
     return values.contiguous().view(torch.int32)
 
 

@@ -1,5 +1,3 @@
-"""A small checkpoint of the family, with random values."""
-
 from __future__ import annotations
 
 import json
@@ -41,7 +39,7 @@ CONFIG = {
 
 
 def random_tensors(spec: ForeignSpec) -> dict[str, Tensor]:
-    """Norms around 1, and matrices that keep the magnitude of what they multiply."""
+    """Draw norms around 1, and matrices that preserve the magnitude of their inputs."""
     generator = torch.Generator().manual_seed(3)
     found = {}
     for weight in names.weights(spec):
@@ -56,7 +54,7 @@ def random_tensors(spec: ForeignSpec) -> dict[str, Tensor]:
 
 
 def save(tensors: Mapping[str, Tensor], folder: Path) -> Path:
-    """Write a checkpoint, with the embedded model's tokenizer beside it."""
+    """Write a checkpoint, with the embedded model's tokenizer."""
     save_file(dict(tensors), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     for name in TOKENIZER_FILES:

@@ -1,5 +1,3 @@
-"""The family's spec and the reader of its config."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,3 @@
-"""Synthetic weights of the family."""
-
 from __future__ import annotations
 
 from foreign_family.config import ForeignSpec

@@ -1,5 +1,3 @@
-"""The family's model on one rank."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from negamax.quantization.scheme import WeightFormat
 
 
 class SelectedAttention:
-    """Each query attends to the `index_top_k` keys whose index keys fit its index query best."""
+    """Each query attends to the `index_top_k` keys with the highest index scores."""
 
     def __init__(
         self,
@@ -103,16 +101,14 @@ class SelectedAttention:
 
 @dataclass(frozen=True)
 class SelectedStep:
-    """Where the step's tokens are in the index cache, and its sequences: block table, length and
-    number of queries.
-    """
+    """Positions of the step's tokens in the index cache, and its sequences' tables and lengths."""
 
     slot_mapping: Tensor  # [T]
     sequences: list[tuple[Tensor, int, int]]
 
 
 class SelectedKind:
-    """What sparse layers share in a step."""
+    """State that sparse layers share in a step."""
 
     name = "selected"
 
@@ -129,13 +125,13 @@ class SelectedKind:
 
 
 def gathered(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """The first `length` tokens of a sequence, [heads, length, width] fp32."""
+    """Return the first `length` tokens of a sequence, [heads, length, width] fp32."""
     blocks = cache[table[: -(-length // cache.shape[2])].long()].float()
     return blocks.transpose(0, 1).flatten(1, 2)[:, :length]
 
 
 def selected(index_q: Tensor, index_k: Tensor, top_k: int) -> Tensor:
-    """Which keys each of the last tokens attends to, [queries, keys] bool."""
+    """Return the keys that each of the last tokens attends to, [queries, keys] bool."""
     scores = index_q @ index_k.T
     count, length = scores.shape
     seen = torch.arange(length) <= torch.arange(length - count, length)[:, None]

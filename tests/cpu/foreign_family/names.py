@@ -1,5 +1,3 @@
-"""The names of the family's checkpoints."""
-
 from __future__ import annotations
 
 import re
@@ -20,13 +18,11 @@ MOE = MoeNames(
 
 
 def attention(layer: int) -> AttentionNames:
-    """The attention of a layer."""
     parts = ("q", "k", "v", "out", "q_norm", "k_norm", "k_scale", "v_scale")
     return AttentionNames(**{part: f"block{layer}.look.{part}" for part in parts})
 
 
 def norms(layer: int) -> tuple[str, str]:
-    """The norms before the two halves of a layer."""
     return f"block{layer}.before_look", f"block{layer}.before_think"
 
 
