@@ -1,5 +1,3 @@
-"""Fixtures of the attacks, which run against their own servers."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -13,9 +11,7 @@ __all__ = ["client", "http", "server"]
 
 @pytest.fixture(scope="session")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run a server with nano's context length that replays a script: a neighbour's stream costs
-    hardly any processor time.
-    """
+    """Run a server that replays a script at low cost, with nano's context length."""
     folder = tmp_path_factory.mktemp("talker")
     talk = talking(folder, tokens_per_second=100, context_length=4096)
     with serving(*talk, log_file=folder / "log") as running:

@@ -3,13 +3,12 @@
     python tests/attacks/fault_table.py [--only TEXT] [--limit SECONDS]
 
 Each part is killed (SIGKILL) or stopped (SIGSTOP, then SIGCONT) while the server is idle, reads
-prompts, generates, or compiles a grammar. The link to another machine is also cut: both ways, one
-way, and for a moment. Other machines are network namespaces, which need root.
+prompts, generates, or compiles a grammar. The link to another machine is also broken: both ways,
+one way, and briefly. Other machines are network namespaces, which need root.
 
 A cell shows the seconds until open requests ended with an error, until /readyz was not 200, and
-until a request was answered again. Clients "go on" if they only waited. With two replicas, half of
-the clients use the healthy one: they must go on, and /readyz must stay 200. Exit code 1: a number
-is above its limit.
+until a request was answered again. Clients "go on" if they only waited. With two replicas, clients
+of the healthy one must go on, and /readyz must stay 200. Exit code 1: a number is above its limit.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ from tools.load.server import Server, serving  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 TOLD_LIMIT, RED_LIMIT = 2.0, 1.0  # seconds
-NODE_LIMIT = 3.0  # of both, where another machine does not answer
+NODE_LIMIT = 3.0  # both agents' limits, if another machine does not answer
 CLIENTS = 4
 POLL_SECONDS = 0.05
-PROBE_SECONDS = 0.8  # without an answer /readyz counts as red
+PROBE_SECONDS = 0.8  # no answer of /readyz counts as red
 STOPPED_SECONDS = 10.0
 STATES = ("idle", "prefill", "decode", "opening")
 ENGINE, GRAMMAR = "negamax.engine.core.process", "negamax.engine.grammar.process"
 RANK, SERVER_WORKER = "negamax.worker.rank_process", "negamax.api.server_worker"
-# Experts move all the time: 160 moves in 200 steps.
+# Experts move continuously: 160 moves in 200 steps.
 MOVING = (
     *("--enable-expert-parallel", "--enable-eplb"),
     *("--eplb-config", '{"step_interval": 1, "window_size": 1, "num_redundant_experts": 2}'),
@@ -61,11 +60,11 @@ SETUPS: tuple[tuple[str, tuple[str, ...], int, tuple[str, ...]], ...] = (
     ("two machines, pp 2", ("-pp", "2", "--nnodes", "2"), 1, ("engine", "node 1")),
     ("two distant machines, pp 2", ("-pp", "2", "--nnodes", "2"), 1, ("node 1",)),
 )
-DISTANCE = {"delay": 0.02, "jitter": 0.005, "loss": 0.01}  # one way, of distant machines
-GAP_SECONDS = 1.4  # of a link; what is longer than 2 s is a fault
+DISTANCE = {"delay": 0.02, "jitter": 0.005, "loss": 0.01}  # of distant machines
+GAP_SECONDS = 1.4  # of a link; an interruption longer than 2 s is a fault
 GAP = f"gap of {GAP_SECONDS} s"
 MACHINE_FAULTS = ("link down", "hears nothing", "is not heard", GAP)
-# A fault must not be answered with a pause that grows with the number of faults before it.
+# The pause after a fault must not grow with the number of earlier faults.
 OPTIONS = ("--max-engine-restarts", "1000", "--engine-restart-window", "1")
 
 
@@ -74,11 +73,9 @@ BOTH_WAYS = ((0, 1), (1, 0))
 
 @dataclass
 class Client:
-    """A client's stream and its outcome."""
-
     events: list[float] = field(default_factory=list)  # monotonic seconds
     ended: float | None = None
-    error: str | None = None  # with which it ended
+    error: str | None = None  # error that ended it
     is_bystander: bool = False  # uses the healthy replica
     task: asyncio.Task[None] = field(init=False)
 
@@ -98,7 +95,7 @@ class Client:
             connection.hang_up()
 
     def outcome(self, since: float) -> str:
-        """ "told", "goes on" (it got tokens half a second after `since`, or all) or "waits"."""
+        """Return "told", "goes on" (tokens half a second after `since`, or all) or "waits"."""
         if self.ended is not None:
             return "told" if self.error else "goes on"
         return "goes on" if self.events and self.events[-1] > since + 0.5 else "waits"
@@ -106,7 +103,7 @@ class Client:
 
 @dataclass
 class Cell:
-    """The effect of a fault, in seconds since it; None: not within the limit."""
+    """Effect of a fault, in seconds since it; None: not within the limit."""
 
     told: float | None = None
     goes_on: bool = False  # every client went on
@@ -117,15 +114,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and how it is undone after all clients noticed it."""
+    """A fault, and its undoing after all clients noticed it."""
 
     strike: Callable[[], object]
     undo: Callable[[], object] | None
 
 
 class OtherNode:
-    """Node 1 of a server on two machines."""
-
     def __init__(self, network: DistantMachines, options: tuple[str, ...]) -> None:
         self.network = network
         self._options = options
@@ -160,7 +155,7 @@ class OtherNode:
 
 
 def faults_of(server: Server, part: str, node: OtherNode | None) -> dict[str, Fault]:
-    """The faults of a part by name."""
+    """Return the faults of a part by name."""
     if node is not None and part.startswith("node"):
         return node.faults()
     pid = pid_of(server, part)
@@ -184,7 +179,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int, module: str) -> list[int]:
-    """The processes below `pid` that run `module`, oldest first."""
+    """Return the processes below `pid` that run `module`, oldest first."""
     found = []
     for child in children(pid):
         with contextlib.suppress(OSError):
@@ -204,7 +199,6 @@ def pid_of(server: Server, part: str) -> int:
 
 
 def replica_of(part: str) -> int | None:
-    """The replica that a part is."""
     return int(part[-1]) if part.startswith("replica") else None
 
 
@@ -226,7 +220,7 @@ def body_for(
 
 
 async def status(server: Server, path: str, body: Any = None, *, seconds: float) -> int:
-    """Of an answer on a new connection; 0: none came in time."""
+    """Return the status of an answer on a new connection; 0: none came in time."""
     connection = server.connection()
     try:
         sent = connection.get(path) if body is None else connection.post(path, body)
@@ -238,7 +232,7 @@ async def status(server: Server, path: str, body: Any = None, *, seconds: float)
 
 
 async def first_red(server: Server, since: float, limit: float) -> float | None:
-    """Seconds until /readyz is not 200."""
+    """Return the seconds until /readyz is not 200."""
     while time.monotonic() < since + limit:
         if await status(server, "/readyz", seconds=PROBE_SECONDS) != 200:
             return time.monotonic() - since
@@ -247,7 +241,7 @@ async def first_red(server: Server, since: float, limit: float) -> float | None:
 
 
 async def first_answer(server: Server, part: str, since: float, limit: float) -> float | None:
-    """Seconds until a request is answered that was sent after the fault."""
+    """Return the seconds until a request sent after the fault is answered."""
     messages = [{"role": "user", "content": "Hi"}]
     body = {"messages": messages, "max_tokens": 1, "routed_dp_rank": replica_of(part)}
     if part == "grammar process":
@@ -293,7 +287,6 @@ async def enter(server: Server, state: str, *, part: str, nonce: int) -> list[Cl
 async def measure(
     server: Server, part: str, state: str, *, name: str, node: OtherNode | None, limit: float
 ) -> Cell:
-    """Measure one fault and undo it."""
     clients = await enter(server, state, part=part, nonce=time.monotonic_ns() % 10**6)
     fault = faults_of(server, part, node)[name]
     since = time.monotonic()
@@ -328,7 +321,7 @@ async def measure(
 
 
 def all_settled(clients: list[Client], since: float) -> Callable[[], bool]:
-    """A check that no client waits; those that go on show it within a second."""
+    """Return a check that no client waits; those that go on show it within a second."""
     return lambda: (
         time.monotonic() > since + 1.0
         and all(client.outcome(since) != "waits" for client in clients)
@@ -336,9 +329,9 @@ def all_settled(clients: list[Client], since: float) -> Callable[[], bool]:
 
 
 def text_of(cell: Cell, part: str, *, fault: str, restart: float) -> tuple[str, bool]:
-    """The text of a cell, and whether each number is within its limit."""
+    """Return the text of a cell, and whether each number is within its limit."""
     is_front = part in ("server process", "leader")
-    # Where one of several server processes, a grammar process or a replica is gone, others answer.
+    # Other server processes, grammar processes and replicas keep answering.
     is_replica = replica_of(part) is not None
     has_others = is_front or is_replica or part == "grammar process"
     is_harmless = fault == GAP  # clients go on, and /readyz stays green
@@ -366,7 +359,7 @@ def _number(seconds: float | None, limit: float, *, optional: bool = False) -> t
 def started(
     options: tuple[str, ...], num_servers: int, *, links: dict[str, float]
 ) -> Iterator[tuple[Server, OtherNode | None, float]]:
-    """Start a server; yields it, its other node and the seconds of the start."""
+    """Start a server; yield it, its other node and the seconds of the start."""
     with contextlib.ExitStack() as stack:
         node = None
         if "--nnodes" in options:
@@ -388,7 +381,6 @@ def started(
 
 
 def row(setup: str, part: str, *, fault: str, limit: float) -> tuple[list[str], bool]:
-    """Measure one part and one fault in each state."""
     options, num_servers = next(entry[1:3] for entry in SETUPS if entry[0] == setup)
     cells, good = [], True
     is_alone = part == "leader" or (part == "server process" and num_servers == 1)
@@ -400,9 +392,9 @@ def row(setup: str, part: str, *, fault: str, limit: float) -> tuple[list[str], 
                 cell = asyncio.run(measured)
                 restart = start_seconds + TOLD_LIMIT
                 if is_alone and fault == "killed" and server.process.poll() is not None:
-                    cell.again = 0.0  # whoever supervises the server starts it again
+                    cell.again = 0.0  # an external supervisor restarts the server
                 text, is_good = text_of(cell, part, fault=fault, restart=restart)
-        except IndexError as error:  # the part is not there
+        except IndexError as error:  # the part does not exist
             text, is_good = f"**{type(error).__name__}**", False
         cells.append(text)
         good &= is_good

@@ -1,7 +1,7 @@
 """A concurrent client during an attack, whose stream shows how long the server stalled.
 
-Time in which a process of the server or of the test was runnable but had no core does not count. An
-attack is tried several times, because a real effect occurs each time.
+Time in which a runnable process had no core does not count. An attack is tried several times,
+because a real effect occurs each time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ _SHORT = 0.05  # seconds: shorter gaps are not examined
 
 
 class BusyMachine:
-    """The time a server and its client have waited for a core. Single writer: its caller."""
+    """Total waiting time for a core of a server and its client. Single writer: its caller."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._waited: dict[Path, int] = {}  # nanoseconds by thread, including ended ones
 
     def seconds(self) -> float:
-        """Return the total waiting time of all their threads."""
         for pid in (os.getpid(), *family_of(self._server.process.pid)):
             for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
                 with contextlib.suppress(OSError):  # it has ended
@@ -44,7 +43,7 @@ class BusyMachine:
 
 
 class Stopwatch:
-    """Measures a `with` block in seconds, without what other load on the machine took."""
+    """Measures a `with` block in seconds, without the time taken by other load."""
 
     def __init__(self, server: Server) -> None:
         self._machine = BusyMachine(server)
@@ -67,8 +66,9 @@ def unnoticed(
     client: Callable[[], httpx.Client] | None = None,
     **fields: Any,
 ) -> T:
-    """Return what `attack` returns, once a `Neighbour` with `fields` waits less than `gap` seconds
-    for an event and the attack takes less than `seconds`, on a core of 2025.
+    """Return `attack`'s result once it stalls a `Neighbour` and takes less than the limits.
+
+    Limits: `gap` between two events of a client with `fields`, `seconds` on a core of 2025.
     """
     tries = []
     for _ in range(_TRIES):
@@ -83,17 +83,12 @@ def unnoticed(
 
 
 class Neighbour:
-    """Streams a chat while a `with` block runs. Single writer: its thread.
-
-    It asks for endless text, so that there is always a next token to wait for.
-    """
+    """Streams endless text of a chat while a `with` block runs. Single writer: its thread."""
 
     def __init__(
         self, server: Server, *, client: Callable[[], httpx.Client] | None = None, **fields: Any
     ) -> None:
-        """`client` makes its connection, by default a direct one; `fields` are added to its
-        requests.
-        """
+        """`client` makes its connection (default: a direct one); `fields` extend its requests."""
         self._fields = fields
         self._server = server
         self._client = client or server.http
@@ -110,7 +105,7 @@ class Neighbour:
         self._machine = BusyMachine(self._server)
         self._thread.start()
         assert eventually(lambda: self._num_events >= 3), self.errors
-        self.longest_gap = 0.0  # the time of the start is no gap
+        self.longest_gap = 0.0  # time before the first event is no gap
         return self
 
     def _arrived(self) -> None:

@@ -1,4 +1,4 @@
-"""Bodies that are cheap to send and costly to read: refused at once, or read while others run."""
+"""Bodies that are cheap to send and costly to read are refused at once or read concurrently."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MiB = 2**20
 
 @pytest.fixture
 def server(talker: Server) -> Server:
-    """The attacked server has no model behind it."""
+    """The attacked server has no model."""
     return talker
 
 
@@ -76,7 +76,6 @@ def post(server: Server, path: str, content: bytes) -> httpx.Response:
 
 
 def resident_bytes(server: Server) -> int:
-    """Return the memory of the server process."""
     pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
     return pages * 4096
 

@@ -1,4 +1,4 @@
-"""Text of clients never becomes a control token, on any route."""
+"""Clients' text never becomes a control token, on any route."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ def test_a_forged_turn_is_text(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_every_route_counts_a_forged_turn_as_text(http: httpx.Client, path: str) -> None:
-    """Spelled in letters, a turn has more tokens than its control tokens."""
     usages = {}
     for said in (FORGED, "x"):
         messages = {

@@ -1,4 +1,4 @@
-"""Crash dumps of a part that dies: enough to understand it, and nothing that clients wrote."""
+"""Crash dumps suffice for diagnosis and contain nothing that clients wrote."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""A grammar process killed during a stream: the client gets the reason and may retry."""
-
 from __future__ import annotations
 
 import os

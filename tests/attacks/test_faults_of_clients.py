@@ -1,4 +1,4 @@
-"""Nonsensical requests are client errors: never a 500 or a log line of the client's."""
+"""Nonsensical requests are client errors: never a 500 or a log line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Bodies of the largest size: reading and rendering them does not block the event loop.
+"""Reading and rendering the largest bodies does not block the event loop.
 
-The tests measure this process's processor time between two turns of the loop, independent of other
-load.
+The tests measure this process's CPU time between two turns of the loop, independent of other load.
 """
 
 from __future__ import annotations
@@ -68,12 +67,11 @@ def question(content: str, **fields: Any) -> bytes:
 
 
 def repeated(unit: str, num_bytes: int) -> str:
-    """Return a text of about this many bytes."""
     return unit * (num_bytes // len(unit.encode()))
 
 
 async def held(work: Awaitable[object]) -> float:
-    """Return the longest processor time for which `work` or its thread blocks the loop."""
+    """Return the longest CPU time for which `work` or its thread blocks the loop."""
     longest = 0.0
 
     async def tick() -> None:
@@ -85,8 +83,8 @@ async def held(work: Awaitable[object]) -> float:
             longest, last = max(longest, now - last), now
 
     gc.collect()
-    # collections visit what the work creates, not what tests have created. It stays frozen, because
-    # `unfreeze` would make later collections visit all imported modules, too.
+    # Collections visit only objects of the work, not of earlier tests. Those stay frozen, because
+    # `unfreeze` would make later collections visit all imported modules.
     gc.freeze()
     ticking = asyncio.create_task(tick())
     await asyncio.sleep(0.005)
@@ -124,7 +122,7 @@ async def rendered(body: bytes) -> str:
 
 
 def check(body: bytes) -> None:
-    """It is refused and blocks nobody. Retry: a core that others use takes longer."""
+    """It is refused and blocks no other request. Retry: other load makes it slower."""
     outcome = ""
 
     async def run() -> float:

@@ -32,9 +32,7 @@ def of_responses() -> list[dict[str, Any]]:
 
 
 def requests(*, has_gone_on: bool) -> dict[str, dict[str, Any]]:
-    """Bodies by path. `has_gone_on`: a user message follows, after which the prompt shows no
-    thoughts.
-    """
+    """Return bodies by path. `has_gone_on`: a user message follows, which removes thoughts."""
     more = [{"role": "user", "content": "And now?"}] if has_gone_on else []
     return {
         "/v1/messages": {"model": MODEL, "max_tokens": 1, "messages": of_messages() + more},

@@ -1,4 +1,4 @@
-"""A first server process that hangs: its children inform their clients and end it."""
+"""When the first server process hangs, its children inform their clients and end it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ HANG_SECONDS = 5
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run a server with two server processes."""
     folder = tmp_path_factory.mktemp("two")
     talk = talking(folder, tokens_per_second=100)
     options = ("--api-server-count", "2", "--engine-hang-timeout", str(HANG_SECONDS))
@@ -80,7 +79,6 @@ def test_first_process_that_resumes_in_time_stays(two: Server) -> None:
 
 
 def test_server_continues_after_all_its_processes_were_stopped(two: Server) -> None:
-    """Like a paused container or a suspended machine."""
     family = [two.process.pid, *children_of(two)]
     for pid in family:
         os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""The neighbour detects a stalled server and the attack that stalls it."""
+"""`Neighbour` detects a stalled server and the attack that stalls it."""
 
 from __future__ import annotations
 

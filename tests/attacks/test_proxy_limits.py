@@ -1,4 +1,4 @@
-"""deploy/nginx.conf in front of a server: excess requests of one address harm no other."""
+"""deploy/nginx.conf before a server: one address's excess requests do not affect others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture
 def port(server: Server, tmp_path: Path) -> Iterator[int]:
-    """Run nginx with the configuration of deploy/ before the shared server; yield its address."""
+    """Run nginx with deploy/'s configuration before the shared server; yield its address."""
     port = free_port()
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost"
     files = ["-keyout", str(tmp_path / "tls.key"), "-out", str(tmp_path / "tls.pem")]

@@ -12,7 +12,7 @@ from tests.e2e.conftest import Server
 
 
 def unlisted(levels: int) -> dict[str, Any]:
-    """Return 20 required names after `additionalProperties` with 20 more in it, and so on."""
+    """Return 20 required names after `additionalProperties` with 20 more inside, and so on."""
     inner: dict[str, Any] = {"type": "string"} if levels == 1 else unlisted(levels - 1)
     return {
         "type": "object",
@@ -22,7 +22,6 @@ def unlisted(levels: int) -> dict[str, Any]:
 
 
 def doubling(levels: int) -> dict[str, Any]:
-    """Return nested references, each used twice."""
     twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
     return {
         "$ref": "#/$defs/d0",

@@ -1,4 +1,4 @@
-"""Grammars whose masks take ever longer, beside an output with a simple one."""
+"""Grammars with increasingly slow masks, beside an output with a simple one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def attack(server: Server, form: dict[str, Any], stop: threading.Event, answers: list[str]) -> None:
-    """Send streams one after another, each with a different form so that nothing is cached."""
+    """Send streams in turn, each with a different grammar so that nothing is cached."""
     body = {
         "model": "nano",
         "messages": [{"role": "user", "content": "Hi"}],

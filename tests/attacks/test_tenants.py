@@ -1,6 +1,4 @@
-"""Clients with different keys cannot reach each other's requests, responses and caches; foreign
-pages reach nothing.
-"""
+"""Clients with different keys cannot reach each other's requests, responses and caches."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def test_a_name_of_several_prompts_ends_them_all(http: httpx.Client) -> None:
         lines = answer.iter_lines()
         next(lines)
         assert http.post("/abort_request", json={"rid": "r_0"}).json() == {"num_aborted": 1}
-        # the server has noticed the end
+        # the server has noticed the disconnect
         assert any('"type":"abort"' in line.replace(" ", "") for line in lines)
         assert http.post("/abort_request", json={"rid": "r"}).json() == {"num_aborted": 1}
 

@@ -1,4 +1,4 @@
-"""Keys are tenants for all server processes together, and none fills the whole queue."""
+"""Keys are tenants of all server processes together, and none fills the whole queue."""
 
 from __future__ import annotations
 
@@ -138,7 +138,6 @@ def waiting_of(server: Server) -> float:
 
 
 def test_one_key_leaves_room_in_the_queue_for_the_next(keyed: Server) -> None:
-    """This holds whichever process its requests reach."""
     body = {"messages": MESSAGES, **FOREVER, "stream": False}
 
     def last_status(http: httpx.Client) -> int:

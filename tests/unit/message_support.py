@@ -1,5 +1,3 @@
-"""Builders for messages in the shape of OpenAI's API."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,6 +1,4 @@
-"""Generated texts for the output parser, as MiniMax-M2 and M3 write them: valid, malformed and
-truncated ones, from a seed.
-"""
+"""Generated texts for the output parser: valid, malformed and truncated ones, from a seed."""
 
 from __future__ import annotations
 
@@ -93,7 +91,7 @@ _WORDS = [
 
 @dataclass(frozen=True)
 class GeneratedOutput:
-    """A text, and what it must be read as where that is known (reasoning, content, calls)."""
+    """A text and, if known, its correct reading (reasoning, content, calls)."""
 
     format: OutputFormat
     text: str
@@ -102,7 +100,7 @@ class GeneratedOutput:
 
 
 def generate(format: OutputFormat, rng: random.Random) -> GeneratedOutput:
-    """One output: a third each valid, damaged, and made of fragments; some of them are cut off."""
+    """Make an output: a third each valid, damaged, and of fragments; some are truncated."""
     kind = rng.random()
     output = _valid(format, rng)
     if kind < 0.35:
@@ -120,8 +118,9 @@ def generate(format: OutputFormat, rng: random.Random) -> GeneratedOutput:
 
 
 def pieces(text: str, rng: random.Random | None = None) -> list[TextPiece]:
-    """`text` as tokens: tags whole and with their ids, the rest in words. With `rng`, a marker may
-    come as several tokens.
+    """Split `text` into tokens: tags whole with ids, the rest in words.
+
+    With `rng`, a marker may be several tokens.
     """
     found: list[TextPiece] = []
     for match in _TOKEN.finditer(text):
@@ -135,7 +134,7 @@ def pieces(text: str, rng: random.Random | None = None) -> list[TextPiece]:
 
 
 def cut_at_random(items: Any, rng: random.Random, *, num_cuts: int) -> list[Any]:
-    """A text or a list in pieces."""
+    """Split a text or a list at random."""
     borders = (
         sorted(rng.sample(range(1, len(items)), min(num_cuts, len(items) - 1)))
         if len(items) > 1
@@ -164,7 +163,7 @@ def _valid(format: OutputFormat, rng: random.Random) -> GeneratedOutput:
 
 
 def _thinking(format: OutputFormat, reasoning: str | None, rng: random.Random) -> tuple[str, bool]:
-    """The text up to the content, and whether the prompt opened the reasoning."""
+    """Return the text up to the content, and whether the prompt opened the reasoning."""
     if format is MINIMAX_M2:
         return f"{reasoning or ''}\n</think>\n\n", True
     if reasoning is not None:
@@ -226,7 +225,7 @@ def _value(key: str, rng: random.Random, *, is_m3: bool) -> Any:
 
 
 def _plain(rng: random.Random) -> str:
-    """A string that is no word with a meaning of its own where the type is unknown."""
+    """Return a string without a special meaning for unknown types."""
     return "x" + _words(rng)
 
 
@@ -349,7 +348,7 @@ def parse(
     in_reasoning: bool,
     thinking: Thinking = Thinking.SPLIT,
 ) -> ParsedOutput:
-    """Parse a whole answer given as text; tags count by their text."""
+    """Parse a whole answer given as text, with tags as text."""
     parser = OutputParser(
         format, tools=tools, in_reasoning=in_reasoning, tag_ids=None, thinking=thinking
     )

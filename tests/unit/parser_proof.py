@@ -1,5 +1,4 @@
-"""Properties of the output parser: each way of cutting a text gives the same answer, and events
-are well-formed."""
+"""Properties of the output parser: any splitting gives the same answer, with valid events."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ CASE_FILES = tuple(
 FORMATS = {"m2": MINIMAX_M2, "m3": MINIMAX_M3}
 _MARKED_THINK_TAG = re.compile(rf"{re.escape(MARKER)}\s*</?mm:think>")
 
-# Policy cases in which we choose otherwise, and why; docs/parsing.md tells more.
+# Policy cases with another choice of ours, and why; see docs/parsing.md.
 OTHER_CHOICE = {
     "m3-045": "arguments that are cut off stay cut, so that nobody runs half a call",
 }
@@ -54,8 +53,6 @@ OTHER_CHOICE = {
 
 @dataclass(frozen=True)
 class Case:
-    """A recorded text and the answer it must give."""
-
     id: str
     tier: str
     format: OutputFormat
@@ -66,7 +63,6 @@ class Case:
 
 
 def read_cases(paths: Iterable[Path]) -> list[Case]:
-    """The cases of those files."""
     lines = [
         line for path in paths for line in path.read_text(encoding="utf-8").split("\n") if line
     ]
@@ -85,15 +81,13 @@ def read_cases(paths: Iterable[Path]) -> list[Case]:
 
 
 def comparable(reasoning: str | None, content: str | None, calls: Iterable[tuple[str, Any]]) -> str:
-    """The comparison of the cases: white space normalised in text, null equal to "", arguments as
-    JSON.
-    """
+    """Normalize for comparison: white space in text, null as "", arguments as JSON."""
     texts = [" ".join((text or "").split()) for text in (reasoning, content)]
     return json.dumps([*texts, [[name, arguments] for name, arguments in calls]], sort_keys=True)
 
 
 def calls_of(output: ParsedOutput) -> list[tuple[str, Any]]:
-    """Names and arguments; arguments that were cut are text."""
+    """Return names and arguments; truncated arguments are text."""
     return [
         (call.name, json.loads(call.arguments) if call.is_whole else call.arguments)
         for call in output.tool_calls
@@ -116,8 +110,10 @@ def check_expected(case: Case, output: ParsedOutput) -> None:
 
 
 def check_well_formed(events: Sequence[ParserEvent]) -> None:
-    """Calls follow each other, have a name first, and arguments that are one JSON object when they
-    end; no delta is empty. The last call may have no end; its arguments have begun and are no JSON.
+    """Check that events are well-formed.
+
+    Calls follow each other and begin with a name; no delta is empty. Arguments are one JSON object
+    at their end; the last call may be truncated.
     """
     open_call: int | None = None
     num_calls = 0
@@ -147,7 +143,7 @@ def stream(
     in_reasoning: bool,
     tag_ids: dict[str, int] | None = None,
 ) -> list[list[ParserEvent]]:
-    """The events of each chunk, and those of the end."""
+    """Return the events of each chunk, and those of the end."""
     parser = OutputParser(format, tools=tools, in_reasoning=in_reasoning, tag_ids=tag_ids)
     return [*(parser.feed(chunk) for chunk in chunks), parser.finish()]
 
@@ -167,7 +163,7 @@ def check_readings(
     tools: Sequence[dict[str, Any]],
     places: Iterable[int],
 ) -> None:
-    """Read a text in pieces in each way; `places` are those where it is cut in two."""
+    """Read a text in every kind of pieces; `places` are the splits in two."""
     text, format = source.text, source.format
     whole = parse(format, text, tools=tools, in_reasoning=source.in_reasoning)
     by_text = [
@@ -202,9 +198,12 @@ def check_readings(
 
 
 def reads_otherwise_by_token(format: OutputFormat, text: str, whole: ParsedOutput) -> bool:
-    """Whether tokens tell more than the text: it ends with the beginning of a tag that has a token,
-    there is a think closer in the content, which is a quotation only where it is no token, or M3's
-    marker stands before a think tag, which is an element of that name only where it is no token."""
+    """Return whether tokens determine the reading beyond the text.
+
+    Cases: the text ends in the beginning of a tag with a token; the content has a think closer,
+    which is a quotation only if it is no token; M3's marker precedes a think tag, which is an
+    element of that name only if it is no token.
+    """
     ends_in_tag = any(
         text.endswith(tag[:length]) for tag in format.literals for length in range(1, len(tag))
     )
@@ -213,7 +212,7 @@ def reads_otherwise_by_token(format: OutputFormat, text: str, whole: ParsedOutpu
 
 
 def check_packets(steps: Iterable[Sequence[ParserEvent]], whole: ParsedOutput) -> None:
-    """The packets of a stream give the same answer, and none is longer than it may be."""
+    """Check that a stream's packets give the same answer within the size limit."""
     packets = Packets()
     events = [event for step in steps for event in packets.push(step)] + packets.flush()
     check_well_formed(events)
@@ -240,8 +239,7 @@ def check_generated(format: OutputFormat, rng: random.Random, *, all_places: boo
 
 
 def check_ended_early(output: GeneratedOutput, places: Iterable[int]) -> None:
-    """Read a valid output that ends too early: its calls are those of the whole one, or the last of
-    them is cut."""
+    """Read a truncated valid output: its calls are those of the whole one, the last truncated."""
     whole = parse(
         output.format, output.text, tools=TOOLS, in_reasoning=output.in_reasoning
     ).tool_calls
@@ -261,7 +259,7 @@ def check_ended_early(output: GeneratedOutput, places: Iterable[int]) -> None:
 
 
 def long_outputs(num_chars: int) -> dict[str, tuple[OutputFormat, str]]:
-    """Outputs of about `num_chars` characters that ask the most of a parser, by name."""
+    """Return expensive outputs of about `num_chars` characters, by name."""
     m2 = 'x\n</think>\n\n<minimax:tool_call>\n<invoke name="write_file">\n'
     m2_content = f'{m2}<parameter name="content">'
     m3 = f'<mm:think>x</mm:think>{MARKER}<tool_call>\n{MARKER}<invoke name="write_file">'
@@ -325,7 +323,7 @@ def long_outputs(num_chars: int) -> dict[str, tuple[OutputFormat, str]]:
 
 
 def seconds_to_read(format: OutputFormat, text: str, *, size: int) -> float:
-    """CPU time to read `text` in pieces of `size` characters."""
+    """Return the CPU time to read `text` in pieces of `size` characters."""
     chunks = text_chunks(text[i : i + size] for i in range(0, len(text), size))
     parser = OutputParser(format, tools=TOOLS, in_reasoning=format is MINIMAX_M2, tag_ids=None)
     start = time.process_time()

@@ -1,5 +1,3 @@
-"""Helpers of the parser's tests."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

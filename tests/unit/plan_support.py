@@ -1,4 +1,4 @@
-"""A scheduler whose plans are read as a worker reads them: which tokens each row runs."""
+"""A scheduler whose plans are read as a worker does: the tokens that each row runs."""
 
 from __future__ import annotations
 

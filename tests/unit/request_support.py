@@ -1,5 +1,3 @@
-"""A chat request as the tests of its fields send it."""
-
 from __future__ import annotations
 
 from typing import Any

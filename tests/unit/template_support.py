@@ -1,4 +1,4 @@
-"""Chat templates for tests, and what the models' own templates render (tools/record_golden.py)."""
+"""Chat templates, and recorded renderings of the models' own (tools/record_golden.py)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ M3_LAYOUT = TESTS / "minimax_m3_layout.jinja"
 
 
 def m2_template() -> ChatTemplate:
-    """The embedded model's template as M2's: only the default identity is another."""
+    """Return the embedded model's template as M2's, with another default identity."""
     source = (EMBEDDED["nano"] / "chat_template.jinja").read_text(encoding="utf-8")
     return ChatTemplate(source, variables={"model_identity": "You are a helpful assistant."})
 
 
 def m3_template() -> ChatTemplate:
-    """A template with M3's layout."""
     return ChatTemplate(M3_LAYOUT.read_text(encoding="utf-8"))
 
 
 def recorded_renders(family: str) -> list[dict[str, Any]]:
-    """Conversations, and what the template of `family` ("m2", "m3") made of them."""
+    """Return conversations, and their renderings by the template of `family` ("m2", "m3")."""
     file = TESTS / "golden" / f"minimax_{family}_renders.jsonl"
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def check_render(template: ChatTemplate, case: dict[str, Any], messages: Any) -> None:
-    """That `template` makes of `messages` what is recorded, with and without the prompt."""
+    """Check that `template` renders `messages` as recorded, with and without the prompt."""
     options = {"tools": case["tools"], **case["kwargs"]}
     rendered = template.render(messages, add_generation_prompt=False, **options)
     assert rendered == case["expected"]

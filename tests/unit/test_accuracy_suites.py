@@ -1,5 +1,3 @@
-"""The frozen accuracy suites: loading, sampling and grading."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Limits of the queue, and when refused clients should return."""
+"""Limits of the queue, and retry times of refused clients."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_default_token_limit_follows_the_cache() -> None:
 
 def test_retry_after_is_the_time_the_queue_takes() -> None:
     queue = admission(running=2, waiting=1000, tokens=10**6)
-    assert queue.retry_after(0.0) == 1.0  # nothing is known yet
+    assert queue.retry_after(0.0) == 1.0  # no measurement yet
     for second in range(100):  # two end per second
         for part in "ab":
             queue.enter(f"{second}{part}", 1)
@@ -79,7 +79,7 @@ def test_retry_after_is_the_time_the_queue_takes() -> None:
     for index in range(60):
         queue.enter(f"w{index}", 1)
     assert 25 < queue.retry_after(99.0) < 35
-    # nothing has ended for an hour: not more than two minutes
+    # nothing has ended for an hour: at most two minutes
     assert queue.retry_after(99.0 + 3600) == 120.0
 
 
@@ -177,7 +177,7 @@ def test_each_tenant_leaves_as_much_of_the_queue_free_as_it_holds() -> None:
     with pytest.raises(OverloadedError) as refused:
         queue.check(1, 1, now=0.0, sharer="anna")
     assert refused.value.code == "queue_share_full"
-    queue.check(1, 1, now=0.0)  # who shares with nobody may have the rest
+    queue.check(1, 1, now=0.0)  # a tenant alone may use the rest
     assert fill_as(queue, "dora", 20) == 1
 
 

@@ -1,5 +1,3 @@
-"""tool_choice with allowed tools: accepted shapes, their meaning, and refused fields."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -65,7 +63,6 @@ def flat(name: object, kind: str = "function") -> dict[str, Any]:
 def test_the_model_is_shown_all_tools_and_may_call_some(
     shape: dict[str, Any], mode: str, parallel: bool
 ) -> None:
-    """Clients mix up the shapes of both dialects, so both are accepted in both."""
     (shape.get("allowed_tools") or shape)["mode"] = mode
     for made in (chat_choice, responses_choice):
         tools, choice = made(shape, parallel_tool_calls=parallel)

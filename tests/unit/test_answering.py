@@ -1,5 +1,3 @@
-"""Outputs of the engine in the common answer writer."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Requests: what is accepted, what is refused, and how readable and cheap a refusal is."""
+"""Accepted and refused requests; refusals are readable and cheap."""
 
 from __future__ import annotations
 

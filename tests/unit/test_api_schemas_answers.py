@@ -1,4 +1,4 @@
-"""What requests ask of their answers: tools, forced calls, forms, thinking."""
+"""Request fields about answers: tools, forced calls, formats, thinking."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Draft counts from /metrics of this server and of vLLM."""
-
 from __future__ import annotations
 
 import pytest

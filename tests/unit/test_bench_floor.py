@@ -1,5 +1,3 @@
-"""The physical limit of a decode step, and the number lists of the benchmark commands."""
-
 from __future__ import annotations
 
 import json
@@ -42,8 +40,9 @@ def test_limit_of_minimax_m2_on_four_gpus(batch: int, milliseconds: float) -> No
     [(1000, 1, 1.62), (1000, 64, 22.85), (32_000, 16, 11.25), (128_000, 4, 4.165)],
 )
 def test_limit_of_minimax_m3_on_four_gpus(context: int, batch: int, milliseconds: float) -> None:
-    """Computed by hand for FP8 caches and 4.25 TB/s: sparse layers read at most 2,048 keys and
-    values per token, and index keys only beyond that.
+    """Computed by hand for FP8 caches and 4.25 TB/s.
+
+    Sparse layers read at most 2,048 keys and values per token, and index keys only beyond that.
     """
     num_bytes = step_bytes(
         bundled_spec("minimax-m3-mxfp8"), batch=batch, context=context, dtype="bfloat16",

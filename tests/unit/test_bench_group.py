@@ -1,5 +1,3 @@
-"""Figures of `bench offline` for ranks that run different layers or requests."""
-
 from __future__ import annotations
 
 from negamax.bench.group import Group, label, sizes
@@ -12,7 +10,7 @@ LAYOUT = ParallelLayout(pp=2, dp=2, tp=2)
 
 
 def test_experts_are_those_of_all_tokens_of_a_step() -> None:
-    """Tensor-parallel ranks have the same tokens, groups others, stages other layers."""
+    """Tensor-parallel ranks run the same tokens, groups others, stages other layers."""
     first = [[[1, 2], [3]], [[2, 5], [3, 4]]]  # of the two groups, in each of two layers
     second = [[[7, 8]], [[7, 9]]]  # in the third layer
     answers = [

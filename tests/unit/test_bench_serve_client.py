@@ -1,4 +1,4 @@
-"""The client of `negamax bench serve`: answers in any pieces, broken answers, and its cost."""
+"""The client of `negamax bench serve`: fragmented and broken answers, and its cost."""
 
 from __future__ import annotations
 
@@ -123,8 +123,6 @@ def test_a_chunked_stream_reads_the_same_however_it_is_cut() -> None:
 
 
 def test_transport_need_not_be_of_asyncios_class() -> None:
-    """uvloop's transports are not."""
-
     class OtherTransport:
         def __init__(self) -> None:
             self.sent = b""

@@ -1,5 +1,3 @@
-"""Comparison of serving results: grouping, order, the table, and invalid files."""
-
 from __future__ import annotations
 
 import json

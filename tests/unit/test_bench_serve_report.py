@@ -1,5 +1,3 @@
-"""The figures of `negamax bench serve`: statistics, metrics of known requests, the text block."""
-
 from __future__ import annotations
 
 import json
@@ -38,7 +36,7 @@ def record(
     output: int | None = None,
     running: tuple[int, ...] = (),
 ) -> Record:
-    """A successful request; `arrivals` count from its start, and the last one ends it."""
+    """Make a successful request; `arrivals` count from its start, and the last one ends it."""
     return Record(
         0,
         started=started,

@@ -1,7 +1,3 @@
-"""The workloads of `negamax bench serve`: lengths, seeds, shared prefixes, files, agent sessions,
-arrivals.
-"""
-
 from __future__ import annotations
 
 import json
@@ -46,7 +42,7 @@ AGENT = BenchOptions(
 def turns(
     session: Session, message: dict[str, Any] | None = None, finish_reason: str = "stop"
 ) -> list[SessionTurn]:
-    """All turns of a session whose answers are all `message`."""
+    """Return all turns of a session whose answers are all `message`."""
     running = session.start()
     found = [next(running)]
     while True:
@@ -101,7 +97,7 @@ def test_text_is_sized_by_the_servers_own_tokens_per_character() -> None:
     (turn,) = islice(random_turns(Prompts(options, SCALE)), 1)
     (message,) = turn.body["messages"]
     assert len(message["content"]) == (100 - 20) * 4
-    assert turn.prompt_tokens is None  # the server says
+    assert turn.prompt_tokens is None  # as the server reports
 
 
 def test_each_prefix_is_used_equally_often_and_suffixes_differ() -> None:
@@ -243,7 +239,7 @@ def test_agent_history_grows_at_its_end_only_and_every_session_begins_alike() ->
 
 
 def test_agent_history_is_one_that_servers_accept() -> None:
-    """Every call is answered once; thinking and arguments are as the API wants them."""
+    """Every call is answered once; thinking and arguments have the API's form."""
     history = turns(AgentSessions(AGENT, scale=SCALE, context_length=None).session())[-1].body[
         "messages"
     ]

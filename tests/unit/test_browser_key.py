@@ -1,4 +1,4 @@
-"""When the password of the browser's own dialog counts as the API key."""
+"""The password of the browser's dialog as API key."""
 
 from __future__ import annotations
 

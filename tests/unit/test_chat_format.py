@@ -1,5 +1,3 @@
-"""Invariants of every chat format in the registry."""
-
 from __future__ import annotations
 
 import pytest

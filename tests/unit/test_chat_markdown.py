@@ -1,4 +1,4 @@
-"""Where Markdown that is still being written may be cut into what is final and what may change."""
+"""Split of streamed Markdown into a final part and one that may change."""
 
 from __future__ import annotations
 

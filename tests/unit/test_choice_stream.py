@@ -1,5 +1,3 @@
-"""A choice's text does not depend on how many tokens arrive at a time."""
-
 from __future__ import annotations
 
 import random
@@ -42,7 +40,6 @@ def info() -> ModelInfo:
 
 
 def run(sizes: list[int], *, stop: tuple[str, ...] = (), min_tokens: int = 0) -> tuple[Any, ...]:
-    """Read a choice whose tokens arrive in groups of `sizes`."""
     params = SamplingParams(stop=stop, min_tokens=min_tokens)
     stream = ChoiceStream(
         TOKENIZER, params, info=info(), request_id="r", index=0, num_prompt_tokens=1

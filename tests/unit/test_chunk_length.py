@@ -68,7 +68,7 @@ def test_chunks_take_equally_long(model: str, behind: int) -> None:
 
 @pytest.mark.parametrize(("stages", "gain"), [(2, 1.06), (4, 1.2), (8, 1.4)])
 def test_a_pipeline_gives_the_first_token_of_a_long_prompt_sooner(stages: int, gain: float) -> None:
-    """Compared with equal chunks; M2 at 128K tokens."""
+    """Compare with equal chunks; M2 at 128K tokens."""
     cost = costs("minimax-m2", pp=stages)
     even, in_time = (
         cost.chunks_seconds(chunks(each, LONGEST, budget=STEP))
@@ -112,7 +112,7 @@ def test_stages_run_chunks_side_by_side() -> None:
 def test_chunks_cover_the_prompt(
     prices: list[float], every: int, block_size: int, budget: int, num_tokens: int
 ) -> None:
-    """For any remaining budget: a chunk uses at most the budget and ends at a block border."""
+    """For any remaining budget, a chunk fits in it and ends at a block border."""
     length = EvenTimes(block_size, every, (1.0, *prices))
     behind = 0
     while behind < num_tokens:

@@ -1,4 +1,4 @@
-"""Launch lines from other guides are understood, or refused with what to type."""
+"""Launch lines from other guides are accepted, or refused with a remedy."""
 
 from __future__ import annotations
 

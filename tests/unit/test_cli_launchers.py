@@ -1,5 +1,3 @@
-"""Settings of several machines from Kubernetes, Slurm and torchrun."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Long lines in a terminal, and text that the locale cannot encode."""
-
 from __future__ import annotations
 
 import io
@@ -30,7 +28,6 @@ def test_lines_wrap_in_a_terminal_only(
 
 
 def locale_of(encoding: str, monkeypatch: pytest.MonkeyPatch, text: bytes = b"") -> io.BytesIO:
-    """Set standard input to `text` and capture standard output."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding))
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))

@@ -1,5 +1,3 @@
-"""Flags become fields of options: names of vLLM and SGLang, sizes, switches."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -18,7 +16,6 @@ from negamax.options.flags import option
 
 
 def group_of(command: Any) -> typer.core.TyperGroup:
-    """Build a group with this command as `run`."""
     app = typer.Typer()
     app.command("run")(command)
     app.callback()(lambda: None)
@@ -28,7 +25,6 @@ def group_of(command: Any) -> typer.core.TyperGroup:
 
 
 def parsed(*arguments: str, **defaults: Any) -> EngineOptions:
-    """Return the engine's options that a command gets for `arguments`."""
     seen: list[EngineOptions] = []
 
     @with_options(defaults=defaults)
@@ -170,8 +166,6 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WithOneMore(EngineOptions):
-    """The engine's options and a new field."""
-
     wave_len: int = option(3, MEMORY, "Set the wave's length.", "-wl", also="--wl-size", least=1)
 
 

@@ -1,5 +1,3 @@
-"""Sources of options: flags, other servers' flags, NEGAMAX_ variables, a file."""
-
 from __future__ import annotations
 
 import shlex

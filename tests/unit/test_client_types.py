@@ -1,7 +1,6 @@
-"""Requests built from the types of the OpenAI and Anthropic packages, one field, item, block or
-tool each.
+"""Requests built from OpenAI's and Anthropic's types, one field, item, block or tool each.
 
-The tables list what is refused, with the reason.
+The tables list refusals, with the reason.
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ BIG = b"x" * 10_000_000  # more than the buffers of both kernels' sockets hold
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers /big with a large body, /headers with the headers after the body, /half with half an
-    answer, others with ok.
-    """
+    """Answers /big with a large body, /headers with late headers, /half in part, others with ok."""
     body = BIG if scope["path"] == "/big" else b"ok"
     if scope["path"] == "/headers":
         while (await receive()).get("more_body"):
@@ -47,7 +45,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Client:
-    """A raw connection; `buffer`: bytes that its kernel buffers."""
+    """Open a raw connection; `buffer`: bytes that its kernel buffers."""
 
     def __init__(self, port: int, *, buffer: int | None = None) -> None:
         self._socket = socket.socket()
@@ -82,7 +80,7 @@ class Client:
 
 
 async def answered(port: int) -> bytes:
-    """Return the answer of a server that may first have to notice that others are gone."""
+    """Return the answer of a server that may first have to notice that others disconnected."""
     for _ in range(600):
         client = Client(port)
         with contextlib.suppress(ConnectionError):
@@ -219,7 +217,7 @@ def test_handshakes_count_as_connections_and_end_in_time(
         return answer
 
     async def is_served(port: int) -> bool:
-        """Wait until the server has noticed that others are gone."""
+        """Wait until the server has noticed that others disconnected."""
         for _ in range(100):
             if answer := await asked(port):
                 return answer.startswith(b"HTTP/1.1 200")
@@ -227,7 +225,6 @@ def test_handshakes_count_as_connections_and_end_in_time(
         return False
 
     async def is_refused(port: int) -> bool:
-        """While others are silent until their timeout."""
         silent = [Client(port) for _ in range(3)]
         await silent[1].send(b"\x16\x03\x01\x02\x00\x01\x00")  # half of a handshake
         await asyncio.sleep(0.1)
@@ -369,7 +366,7 @@ CHUNKED = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 async def until_closed(client: Client, *, sending: bytes, most: int) -> tuple[bytes, int]:
-    """Send `sending` repeatedly; return the server's answer, and the bytes sent until it closed."""
+    """Send `sending` repeatedly; return the server's answer, and the bytes sent before."""
     size = 0
     with contextlib.suppress(ConnectionError, TimeoutError):
         while size < most:

@@ -1,4 +1,4 @@
-"""The tokens of the content are found among all tokens, for any steps and fragments."""
+"""The content's tokens are found among all tokens, for any steps and fragments."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def steps_of(
 def read(
     token_ids: Sequence[int], chat_format: ChatFormat, *, size: int, fragments: int
 ) -> list[list[ChatLogprob]]:
-    """Return the tokens of each content block from a stream; a whole answer must have the same."""
+    """Return the tokens of each content block from a stream; check that a whole answer agrees."""
     told, whole = ContentLogprobs(TOKENIZER, chat_format), ContentLogprobs(TOKENIZER, chat_format)
     packets, calls = Packets(min_chars=1, max_chars=fragments), list[StartedCall]()
     writer = BlockWriter(calls)
@@ -113,7 +113,7 @@ def read(
 
 
 def expected(parts: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-    """Return the tokens of an answer, and the places of those with a byte of each content."""
+    """Return an answer's tokens, and the positions of those with a byte of each content."""
     token_ids = TOKENIZER.encode("".join(parts))
     ends = list(
         itertools.accumulate(len(TOKENIZER.token_bytes(token_id)) for token_id in token_ids)
@@ -156,7 +156,7 @@ def test_a_closer_that_is_left_out_of_the_content_is_none_of_its_tokens(
 def test_an_answer_that_ends_within_a_character_keeps_its_tokens() -> None:
     token_ids = TOKENIZER.encode("Hm\n</think>\n\nGood 🙂")
     raw = [TOKENIZER.token_bytes(token_id) for token_id in token_ids]
-    assert len(raw[-1]) < 4  # else there is nothing to cut
+    assert len(raw[-1]) < 4  # otherwise there is nothing to split
     (found,) = read(token_ids[:-1], M2, size=1, fragments=200)
     assert b"".join(bytes(entry.bytes) for entry in found).startswith(b"Good \xf0")
     assert found[-1].logprob == (2 - len(token_ids)) / 1024

@@ -1,5 +1,3 @@
-"""Prompts of conversations, and how the outputs of a choice are read."""
-
 from __future__ import annotations
 
 import asyncio

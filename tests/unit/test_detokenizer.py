@@ -1,6 +1,4 @@
-"""Streamed text equals decoded text, stop strings cut it at the same place however tokens arrive,
-nothing is held in vain.
-"""
+"""Streamed text equals decoded text, with stop strings at any token boundaries, without delay."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def joined(pieces: Sequence[TextPiece]) -> str:
 
 
 def emitted_lengths(ids: Sequence[int]) -> list[int]:
-    """Characters of text that are known after each token."""
+    """Return the number of text characters known after each token."""
     detokenizer = Detokenizer(TOKENIZER)
     lengths, total = [], 0
     for token_id in ids:
@@ -55,7 +53,7 @@ def emitted_lengths(ids: Sequence[int]) -> list[int]:
 def expected_stop(
     text: str, stops: Sequence[str], *, ids: Sequence[int], min_tokens: int
 ) -> tuple[str | None, int]:
-    """By trial of every end: the stop string that is complete first, and where it ends."""
+    """Find by trial the stop string that is complete first, and its end."""
     lengths = emitted_lengths(ids)
     for end in range(1, len(text) + 1):
         num_tokens = next((n + 1 for n, length in enumerate(lengths) if length >= end), len(ids))

@@ -1,5 +1,3 @@
-"""`negamax doctor`: the models that fit a machine, and the findings on a broken one."""
-
 from __future__ import annotations
 
 import json

@@ -1,6 +1,4 @@
-"""The adaptive number of drafts, against a simulated engine: as fast as the best fixed number, and
-never slower than none.
-"""
+"""The adaptive draft length in a simulated engine is as fast as the best fixed one."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ LENGTHS, MOST = (1, 2, 3), 3
 STEPS = ((1, 2.61), (4, 4.08), (16, 8.74), (64, 16.79), (100, 18.75), (256, 25.0), (512, 34.0))
 DRAFT = 0.12  # ms
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 100, 128)
-# by place in the draft, how often it is right if those before it are
+# acceptance rate by position, given that all earlier drafts are accepted
 CURVES = {
     "M2.5": (0.6, 0.58, 0.71),  # 2.2 tokens per step
     "M3": (0.78, 0.77, 0.75),  # 2.83
@@ -39,7 +37,7 @@ def seconds(rows: int, drafts: int) -> float:
 
 
 def speeds(rows: int, curve: Curve) -> list[float]:
-    """Tokens per second of each fixed number."""
+    """Return tokens per second of each fixed number."""
     tokens = [sum(math.prod(curve[:i]) for i in range(k + 1)) for k in range(MOST + 1)]
     return [rows * tokens[k] / seconds(rows, k) for k in range(MOST + 1)]
 
@@ -57,7 +55,7 @@ def informed(error: float) -> AdaptiveDraftLength:
 
 
 class Engine:
-    """Runs steps of `rows` rows with noise on their times, and counts."""
+    """Runs steps of `rows` rows with noisy times, and counts."""
 
     def __init__(self, policy: AdaptiveDraftLength, rows: int, *, noise: float) -> None:
         self.policy, self.rows, self.noise = policy, rows, noise
@@ -73,7 +71,7 @@ class Engine:
         for _ in range(steps):
             drafts = self.policy.choose(self.rows)
             self.chosen.append(drafts)
-            alike = [0] * (1 + drafts)  # rows, by how many of their drafts are right
+            alike = [0] * (1 + drafts)  # rows by number of accepted drafts
             for _ in range(self.rows):
                 right = 0
                 while right < drafts and draw() < curve[right]:
@@ -88,8 +86,8 @@ class Engine:
             self.policy.end_step(self.rows, drafts if is_timed else None, took)
 
     def share_of_best(self, phases: Iterable[tuple[int, int, Curve]], *, is_timed: bool) -> float:
-        """Run phases of rows, steps and a curve: the time that the best fixed number would have
-        taken for the same tokens, as a share of what it took.
+        """Run phases of rows, steps and a curve; return the speed relative to the best fixed
+        number.
         """
         fixed = [0.0] * (MOST + 1)
         for self.rows, steps, curve in phases:
@@ -145,9 +143,7 @@ def test_wrong_measurements_and_noise_do_not_make_it_swing(rows: int) -> None:
 
 
 def test_a_host_that_takes_longer_than_the_gpu_is_noticed() -> None:
-    """Of 200 rows of a small model: what was measured is the GPU alone, which is not what counts;
-    drafts that are right make each step bring 3.3 tokens, and are not worth it.
-    """
+    """The GPU's times of 200 rows mislead: 3.3 tokens per step are not worth their host time."""
     gpu, host = (1.5, 1.7, 1.9, 2.1), (1.6, 4.0, 7.0, 9.8)  # ms
     times = [(rows, k, gpu[k] / 1e3) for rows in (1, 64, 256) for k in range(MOST + 1)]
     policy, rng = AdaptiveDraftLength(LENGTHS, times), random.Random(1)
@@ -165,7 +161,7 @@ def test_a_host_that_takes_longer_than_the_gpu_is_noticed() -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_what_steps_took_beside_something_else_is_forgotten(rows: int) -> None:
-    """For a while the host keeps all steps waiting equally long, so that most drafts look best."""
+    """For a while the host delays all steps equally, so that most drafts look best."""
     curve = CURVES["falling"]
     for seed in range(6):
         policy = AdaptiveDraftLength(LENGTHS, measured(0.05, random.Random(seed)))
@@ -183,9 +179,7 @@ def test_what_steps_took_beside_something_else_is_forgotten(rows: int) -> None:
 
 @pytest.mark.parametrize("most", [16, 64, 200])
 def test_short_answers_of_a_small_model_are_not_spent_on_trying(most: int) -> None:
-    """A batch is over after some thirty steps, which take as long as the host, whatever the GPU's
-    times have promised, and three drafts are best.
-    """
+    """Batches end after some thirty steps limited by the host, and three drafts are best."""
     right, sizes = 0.95, (1, 4, 16, 64, 256)
     tokens = [sum(right**place for place in range(k + 1)) for k in range(MOST + 1)]
     times = [
@@ -220,9 +214,7 @@ def test_short_answers_of_a_small_model_are_not_spent_on_trying(most: int) -> No
 @pytest.mark.parametrize("start", ["measured", "not measured"])
 @pytest.mark.parametrize("name", ["code", "M3"])
 def test_what_is_known_of_a_batch_size_serves_its_neighbours(name: str, start: str) -> None:
-    """64 sequences that end one after the other, three times: each size is there for some steps
-    only, and is not explored anew.
-    """
+    """Of 64 sequences that end in turn, three times, each size is not explored again."""
     policy = informed(0.04) if start == "measured" else AdaptiveDraftLength(LENGTHS)
     rng, shares = random.Random(1), []
     for _ in range(3):
@@ -250,7 +242,6 @@ GOOD, BAD = (0.9, 0.9, 0.9), (0.05, 0.05, 0.05)
 def test_a_few_wrong_guesses_do_not_make_drafts_rest_for_long(
     rows: int, good: int, bad: int
 ) -> None:
-    """All rows write what no draft knows, and go on as before."""
     phases = [(rows, good, GOOD), (rows, bad, BAD)] * 5
     for seed in range(3):
         engine = Engine(informed(0.04), rows, noise=0.05)
@@ -274,7 +265,7 @@ def test_steps_that_say_nothing_of_times_are_not_spent_on_trying(name: str) -> N
 
 
 def test_uplifts_are_those_known_for_the_model() -> None:
-    """2.2 tokens per step and three drafts, by 1, 4, 16, 64, 100 rows of M2 on four H200."""
+    """2.2 tokens per step and three drafts, with 1, 4, 16, 64, 100 rows of M2 on four H200."""
     for rows, uplift in ((1, 1.29), (4, 0.99), (16, 1.12), (64, 1.46), (100, 1.36)):
         found = speeds(rows, CURVES["M2.5"])
         assert found[3] / found[0] == pytest.approx(uplift, abs=0.02)
@@ -326,7 +317,7 @@ def test_steps_of_other_kinds_tell_nothing_of_times(
 def test_acceptance_is_that_of_the_rows() -> None:
     policy = AdaptiveDraftLength(LENGTHS)
     for _ in range(300):
-        accepted = {0: 3, 1: 1, 2: 0}  # of two rows nobody says more: none was right
+        accepted = {0: 3, 1: 1, 2: 0}  # two rows without any accepted draft
         policy.record(
             plan([4] * 4, [3] * 4, proposed=3), StepResult(0, [], {}, {}, {}, accepted), 0
         )
@@ -335,9 +326,7 @@ def test_acceptance_is_that_of_the_rows() -> None:
 
 @pytest.mark.parametrize("name", ["code", "none"])
 def test_data_parallel_ranks_do_not_slow_each_other_down(name: str) -> None:
-    """Of eight ranks with a row each, and one that is idle: a step takes what all their tokens
-    take, so that to a rank by itself its own drafts look cheap.
-    """
+    """Steps take the time of all ranks' tokens, so a rank's own drafts alone look cheap."""
     ranks, rng = for_ranks(informed(0.04), 9), random.Random(1)
     times, tokens = [seconds(8, k) for k in range(MOST + 1)], [8, 0, 0, 0]
     for place, right in enumerate(CURVES[name]):

@@ -1,5 +1,3 @@
-"""The config.json of drafts: read field by field, and refused by name."""
-
 from __future__ import annotations
 
 import json
@@ -58,7 +56,7 @@ def test_published_drafts_are_read() -> None:
     spec = read_spec(M2).for_target(bundled_spec("minimax-m2.5"), None)
     assert spec.aux_layers == (2, 31, 59) and spec.notes == ()
     assert replace(spec, aux_layers=()) == FAMILY.bundled["minimax-m2.5-eagle3"]
-    # as its model card says
+    # as its model card states
     assert weight_bytes(spec, dtype="bfloat16") == pytest.approx(486e6, rel=2e-3)
     # on four ranks: a quarter, and a copy of the model's embedding
     assert draft_bytes(spec, dtype="bfloat16", ranks=4) == pytest.approx(121.5e6 + 1229e6, rel=3e-3)
@@ -167,7 +165,6 @@ def test_a_draft_is_no_model_to_serve(config: dict[str, Any]) -> None:
 
 
 def test_the_head_alone_may_be_fp8() -> None:
-    """A byte per weight, and a scale per row."""
     speculative = {"method": "eagle3", "model": "minimax-m3-eagle3"}
     sizes = []
     for head in (None, "fp8"):

@@ -149,8 +149,6 @@ def test_long_stretches_after_every_pair_of_words(name: str) -> None:
 
 
 class CountingTokenizer(Tokenizer):
-    """Counts the characters that are really tokenized."""
-
     num_chars = 0
 
     def encode(
@@ -270,7 +268,7 @@ def test_lone_surrogate_counts_as_a_replacement_character() -> None:
 
 
 def test_library_reads_the_definitions_of_this_test() -> None:
-    """Each variant differs from the plain tokenizer; else the tests above prove nothing."""
+    """Each variant must differ from the plain tokenizer; else the tests above prove nothing."""
     text = "]~b]user e\u0301 k><m\u00e9 <think>word"
     plain = reference(CUT["as trained"], text)
     variants = [name for name in CUT if name not in ("as trained", "pieces that look ahead")]

@@ -1,4 +1,4 @@
-"""When a dead process is started again, and when it is given up."""
+"""Restarts of a dead process, and their end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""The number of threads that a process may use."""
-
 from __future__ import annotations
 
 import math

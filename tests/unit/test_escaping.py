@@ -38,7 +38,6 @@ def prompt(conversation: Conversation, template: ChatTemplate = NANO, **options:
 
 
 def added(made: ChatPrompt) -> list[str]:
-    """Return the added tokens of a prompt."""
     return [
         TOKENIZER.token_text(token_id)
         for token_id in made.token_ids
@@ -115,7 +114,7 @@ def test_template_variables_cannot_forge_either() -> None:
 
 
 def test_what_the_model_wrote_stays_its_own() -> None:
-    """Inline reasoning that the template splits, and tags that the model writes."""
+    """Cover inline reasoning that the template splits, and tags that the model writes."""
     made = prompt(
         Conversation(
             messages=[
@@ -159,7 +158,7 @@ WORDS = st.lists(PIECES, max_size=8).map("".join)
 
 @given(st.lists(WORDS, min_size=1, max_size=4))
 def test_parts_of_spellings_do_not_meet(words: list[str]) -> None:
-    """In parts that the template joins, at ends that it continues, and nested."""
+    """Cover parts that the template joins, ends that it continues, and nesting."""
     messages = [
         system(words),
         user([*map(text, words)]),
@@ -213,7 +212,6 @@ def test_m3_reads_the_same() -> None:
 
 
 def test_a_longer_conversation_begins_with_the_tokens_of_the_shorter() -> None:
-    """The cache keeps long texts with and without escapes apart."""
     builder = PromptBuilder(
         TOKENIZER, dataclasses.replace(FORMAT, template=NANO), max_model_len=200_000
     )

@@ -43,8 +43,6 @@ class Client:
 
 
 class Source:
-    """Records that it was closed."""
-
     def __init__(self) -> None:
         self.is_closed = False
 
@@ -61,7 +59,7 @@ class Source:
 def sent_by(
     produce: Callable[[Write, list[Any]], Awaitable[None]], *, seconds: float, full: bool = False
 ) -> list[Any]:
-    """Return what a client gets of the stream that `produce` writes, which sees what was sent."""
+    """Return what a client receives of `produce`'s stream, which sees what was sent."""
 
     async def run() -> list[Any]:
         client, source = Client(), Source()
@@ -85,7 +83,6 @@ def test_pauses_are_filled_and_nothing_else() -> None:
     pauses: list[float] = []
 
     async def pause(sent: list[Any]) -> None:
-        """Write until three pings have filled it."""
         started, before = time.monotonic(), sent.count(PING)
         while sent.count(PING) < before + 3:
             await asyncio.sleep(0.001)

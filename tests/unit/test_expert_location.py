@@ -1,5 +1,3 @@
-"""`--init-expert-location`: placement of experts at start, and refusals."""
-
 from __future__ import annotations
 
 import json
@@ -46,7 +44,7 @@ def test_experts_lie_in_order_by_default() -> None:
 
 def test_counts_determine_the_placement(tmp_path: Path) -> None:
     path = tmp_path / "dump.json"
-    # as a server answers, with what is of no interest here
+    # a server's answer, with fields that do not matter here
     path.write_text(json.dumps({"logical_count": COUNTS, "engines": [{"balancedness": 0.5}]}))
     for layout, most in ((RANKS, (91, 0, 405)), (COPIES, (88, 0, 210))):
         placed = place(layout, str(path))
@@ -60,7 +58,7 @@ def test_counts_determine_the_placement(tmp_path: Path) -> None:
         dump = balancer.record("dump", bytes(8 * 3 * EXPERTS))
         assert dump is not None
         assert tuple(map(tuple, dump.physical_to_logical_map)) == placed.expert_placement
-        # what that server dumps lies where it lay
+        # that server's dump is left in place
         again = place(layout, {"physical_to_logical_map": dump.physical_to_logical_map})
         assert again == placed
 

@@ -1,6 +1,4 @@
-"""Where experts lie and how they get there, for any loads: everything is somewhere at any time, and
-the busiest rank has no more to do than before.
-"""
+"""Expert placement and moves: no expert is ever missing, and the maximum load never rises."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ def test_moves_lead_to_the_placement_and_lose_no_expert(
     for _ in range(3):
         loads = data.draw(loads_of(experts))
         target = best_placement(loads, slots, ranks)
-        assert best_placement(loads, slots, ranks) == target  # the same wherever it is computed
+        assert best_placement(loads, slots, ranks) == target  # independent of the computing process
         assert set(target) == set(range(experts)) and len(target) == num_slots
         busiest = max(rank_loads(loads, target, ranks))
         assert busiest <= max(rank_loads(loads, slots, ranks))
@@ -95,7 +93,7 @@ def test_what_stays_on_a_rank_keeps_its_slot() -> None:
     slots = [0, 1, 2, 3, 4, 5, 6, 7]
     target = best_placement([9, 8, 1, 1, 1, 1, 1, 1], slots, 2)
     assert sorted(target[:4]) != [0, 1, 2, 3] and target.index(0) == 0
-    assert len(next_moves(slots, target, 2)) == 2  # two experts change places
+    assert len(next_moves(slots, target, 2)) == 2  # two experts exchange places
 
 
 def balancer(**config: int | float | bool) -> ExpertBalancer:
@@ -106,7 +104,7 @@ def balancer(**config: int | float | bool) -> ExpertBalancer:
 def run(
     balancer: ExpertBalancer, num_steps: int, per_step: list[int], late: int = 2
 ) -> list[tuple[int, int]]:
-    """Steps whose results come `late`; (step, moves) of those that move experts."""
+    """Run steps whose results come `late`; return (step, moves) of those that move experts."""
     total, waiting = np.zeros((3, 6), dtype=np.int64), []
     moved = []
     for number in range(num_steps):
@@ -132,7 +130,7 @@ def test_a_rebalance_moves_experts_once_and_then_is_content() -> None:
     moved = run(own, 300, SKEWED)
     assert own.stats.num_rebalances == 1 and own.stats.balancedness > 0.95 > before
     assert own.stats.num_moved == sum(number for _, number in moved) > 0
-    assert {step // 20 for step, _ in moved} == {2}  # then there is nothing to gain
+    assert {step // 20 for step, _ in moved} == {2}  # nothing is left to gain
 
 
 def test_a_threshold_leaves_ranks_that_do_about_the_same() -> None:

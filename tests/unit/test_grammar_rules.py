@@ -193,7 +193,6 @@ def test_tools_that_cannot_be_called_as_asked_are_refused(
 
 
 def tag_of(tools: list[Any], style: CallStyle | None = None, **options: Any) -> str:
-    """Return the compiler's input for calls of `tools`."""
     grammar = tool_grammar(tools, style or M2Calls(TAG_IDS), **options)
     assert grammar is not None
     grammar.check()
@@ -224,7 +223,7 @@ def test_schemas_that_grow_without_end_are_refused_and_recursive_ones_are_cut() 
 
 
 def unlisted(levels: int, *, names: int = 20) -> dict[str, Any]:
-    """Nested required names that follow `additionalProperties`."""
+    """Return nested required names that follow `additionalProperties`."""
     inner: dict[str, Any] = {"type": "string"} if levels == 1 else unlisted(levels - 1, names=names)
     return {
         "type": "object",
@@ -234,7 +233,7 @@ def unlisted(levels: int, *, names: int = 20) -> dict[str, Any]:
 
 
 def doubling(levels: int) -> dict[str, Any]:
-    """References to references, each twice."""
+    """Return references to references, each twice."""
     twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
     return {
         "$ref": "#/$defs/d0",
@@ -243,7 +242,7 @@ def doubling(levels: int) -> dict[str, Any]:
 
 
 def repeated(keyword: str, value: Any) -> dict[str, Any]:
-    """A long definition with 5,000 references."""
+    """Return a long definition with 5,000 references."""
     long = {"$defs": {"long": {keyword: value}}}
     return {
         "type": "object",

@@ -1,6 +1,4 @@
-"""Several data-parallel ranks under one scheduler: their plans keep in step, each of them is right
-for its own rank, and requests go where they cost least.
-"""
+"""Data-parallel ranks under one scheduler: plans stay in step and requests are balanced."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ from tests.unit.test_scheduler_traces import (
 
 
 class GroupTrace:
-    """One random run: requests arrive, some are aborted or name their rank, steps and rows go
-    wrong, commits lag by `depth`.
+    """Run at random: requests arrive, some abort or name a rank, steps fail, commits lag by
+    `depth`.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class GroupTrace:
         self.steps: list[list[StepPlan]] = []
         self.requests: dict[str, GenerateRequest] = {}
         self.updates: dict[str, list[SequenceUpdate]] = {}
-        self.ranks: dict[str, int] = {}  # where each began to run
+        self.ranks: dict[str, int] = {}  # position where each began to run
         self.lost = 0  # steps
 
     def run(self, num_requests: int) -> GroupTrace:
@@ -108,7 +106,7 @@ class GroupTrace:
         self.in_flight.append((plans, None if lose else results))
 
     def check_size(self, plans: list[StepPlan]) -> None:
-        """What every rank is told of the others, from what the workers have."""
+        """Return the others' values for every rank, from the workers' state."""
         size = plans[0].of_all
         assert size is not None and all(plan.of_all == size for plan in plans)
         assert size.num_tokens == max(plan.num_tokens for plan in plans) > 0
@@ -126,7 +124,7 @@ class GroupTrace:
                 if generates:
                     longest = max(longest, starts[slot] + count)
         assert size.is_decode == is_decode
-        assert size.longest_decode >= longest  # drafts on their way count as right
+        assert size.longest_decode >= longest  # drafts in flight count as accepted
 
     def ended(self, name: str) -> bool:
         return bool(self.updates[name]) and self.updates[name][-1].finish_reason is not None
@@ -240,7 +238,7 @@ def test_a_request_goes_where_its_prefix_is_until_that_costs_more() -> None:
     for number in range(8):
         scheduler.add(request(f"{number}", [*common, 10 + number]))
         found.append([len(plan.new_rows) for plan in step(scheduler)])
-    assert found[0] == [0, 1]  # 200 tokens less outweigh a row more
+    assert found[0] == [0, 1]  # 200 tokens less outweigh one more row
     assert [1, 0] in found  # but not any number of rows
 
 
@@ -274,7 +272,7 @@ def test_all_data_parallel_ranks_share_out_a_step_or_none_does() -> None:
     scheduler.add(request("long", [4] * 48))
     plans = step(scheduler)
     assert sorted(plan.num_tokens for plan in plans) == [0, 1, 32]
-    # two pieces of each rank, and as many tokens more as pieces may be longer than others
+    # two pieces of each rank, plus the tokens by which pieces may exceed others
     assert [plan.of_all.largest_share for plan in plans if plan.of_all] == [8 + 2] * 3
     assert [plan.of_all.largest_share for plan in step(scheduler) if plan.of_all] == [4 + 2] * 3
     plans = step(scheduler)

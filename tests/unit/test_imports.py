@@ -1,5 +1,3 @@
-"""What a process imports at its start."""
-
 from __future__ import annotations
 
 import gc

@@ -1,6 +1,4 @@
-"""Rank arithmetic: every head, expert, layer and vocabulary row is held by the right ranks, for
-every grid.
-"""
+"""Rank arithmetic: the owners of heads, experts, layers and vocabulary rows, for every grid."""
 
 from __future__ import annotations
 
@@ -92,9 +90,7 @@ def test_ranks_in_one_place_of_their_stages_are_a_pipeline(grid: list[ParallelLa
 
 
 def test_real_m2_shards() -> None:
-    """TP16 over 8 KV heads: rank r holds KV head r // 2 and 3 of 48 query heads; the vocabulary
-    divides evenly.
-    """
+    """TP16, 8 KV heads: rank r holds KV head r // 2 and 3 of 48 query heads."""
     ranks = [ParallelLayout(rank=rank, tp=16) for rank in range(16)]
     assert [list(r.attention.kv_heads(8)) for r in ranks] == [[rank // 2] for rank in range(16)]
     assert {len(r.attention.heads(48)) for r in ranks} == {3}
@@ -128,7 +124,6 @@ def test_impossible_layouts_are_refused(arguments: dict[str, int], words: str) -
 def test_no_share_cuts_a_unit_and_all_have_room_for_the_largest(
     size: int, unit: int, lengths: set[int], room: int
 ) -> None:
-    """M2's experts, 1536 wide."""
     shares = [share(1536, rank=rank, size=size, unit=unit) for rank in range(size)]
     assert [row for each in shares for row in each.part] == list(range(1536))
     assert all(each.part.start % unit == 0 or not each.part for each in shares)
@@ -146,7 +141,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 
 def test_neighbours_share_out_the_cache_of_a_kv_head() -> None:
-    """Of 16 ranks four have copies of each of four KV heads, and share them out in twos."""
+    """Four of 16 ranks have copies of each of four KV heads, and shard their blocks in pairs."""
     for rank in range(16):
         view = ParallelLayout(rank=rank, tp=16, dcp=2).attention
         assert view.cache_ranks == (rank - rank % 2, rank - rank % 2 + 1)

@@ -1,4 +1,4 @@
-"""A server that stops waits for open requests, also in the background."""
+"""A stopping server waits for open requests, also in the background."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from negamax.base.shared_numbers import SharedNumbers
 def drained_while(
     *, seconds: float, drain_timeout: float, is_cancelled: bool = False
 ) -> tuple[bool, int, bool]:
-    """Return whether a drain ended in time, the open requests after it, and whether background work
-    was complete.
-    """
+    """Return whether a drain ended in time, requests left, whether background work ended."""
     done: list[bool] = []
 
     async def work() -> None:

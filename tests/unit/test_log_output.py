@@ -1,6 +1,4 @@
-"""Log lines on standard error: clients can neither forge nor flood them, and writing never
-blocks.
-"""
+"""Log lines on standard error: clients cannot forge or flood them, and writing never blocks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Load, request records and log settings of children, without a server."""
-
 from __future__ import annotations
 
 import asyncio
@@ -87,7 +85,6 @@ def test_record_holds_the_end_of_a_request(
 @pytest.mark.parametrize("replica", [None, 1])
 @pytest.mark.parametrize(("level", "log_format"), [("debug", "json"), ("error", "text")])
 def test_child_logs_as_its_parent(level: str, log_format: str, replica: int | None) -> None:
-    """The number of its replica is passed on to its children."""
     parent = (
         "from negamax.base import log; from negamax.base.supervision import spawn;"
         f"log.setup({level!r}, {log_format!r});"
@@ -121,7 +118,6 @@ def test_uncaught_errors_of_all_threads_are_json_lines() -> None:
 
 
 def in_the_child() -> None:
-    """The program that the test above spawns."""
     log.setup_as_parent()
     logger = logging.getLogger("negamax.test")
     logger.debug("first")

@@ -1,4 +1,4 @@
-"""Conversations of clients: normalization, refusals with their position, and linear time."""
+"""Conversations of clients: normalization, refusals with position, and linear time."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_every_name_of_reasoning(fields: Message, expected: str | None) -> None:
         ("<think></think>yes", "", "yes"),
         ("<think>a</think>b</think>c", "a", "b</think>c"),
         ("Write <think>x</think> around it.", "", "Write <think>x</think> around it."),
-        # the template knows whether it closes by this tag
+        # the template decides whether this tag closes
         ("why</think>yes", None, "why</think>yes"),
         ("The tag `</think>` ends it.", "", "The tag `</think>` ends it."),
         ('if "</mm:think>" in text:', "", 'if "</mm:think>" in text:'),

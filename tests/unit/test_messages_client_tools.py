@@ -1,4 +1,4 @@
-"""Tools that Anthropic's clients run and whose schema their requests leave out."""
+"""Tools that Anthropic's clients run and whose schema their requests omit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUN_BY_CLIENTS = ("bash_2", "text_editor_2", "memory_2")
 
 
 def declared() -> list[dict[str, str]]:
-    """Return type and name of the package's tools that this server knows."""
+    """Return type and name of the package's tools that this server supports."""
     from anthropic.types import tool_union_param
     from anthropic.types.beta import beta_tool_union_param
 

@@ -1,4 +1,4 @@
-"""Anthropic's conversations as messages of chat completions: nothing lost, a stable prefix."""
+"""Anthropic's conversations as messages of chat completions: complete, with a stable prefix."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""MiniMax-M3's config by MiniMax and by transformers, of both classes: equal specs, refusals by
-name.
-"""
+"""MiniMax-M3's config by MiniMax and both transformers classes: equal specs, refusals by name."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool,
 
 
 def _calculate(node: ast.AST) -> Fraction:
-    """Evaluate an arithmetic expression in exact fractions."""
     if isinstance(node, ast.BinOp):
         return OPERATORS[type(node.op)](_calculate(node.left), _calculate(node.right))
     assert isinstance(node, ast.Constant)
@@ -54,7 +53,6 @@ def test_steps_lead_to_the_answer_and_use_earlier_results() -> None:
 
 
 def test_bare_calculations_agree_with_python_arithmetic() -> None:
-    """Take the expression out of the question and compute it."""
     checked = 0
     for seed in range(4000):
         problem = arithmetic.generate(seed)

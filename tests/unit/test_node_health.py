@@ -1,5 +1,3 @@
-"""Health probes of a node without the API."""
-
 from __future__ import annotations
 
 import re
@@ -20,7 +18,7 @@ def test_a_node_is_live_while_it_starts_and_while_its_loop_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     health = NodeHealth(HOST, 0)
-    monkeypatch.setattr(module, "STILL_SECONDS", 0.0)  # it reads for as long as it likes
+    monkeypatch.setattr(module, "STILL_SECONDS", 0.0)  # reads without a time limit
     assert probe(HOST, health.port, "/livez") == (200, "ok")
     assert probe(HOST, health.port, "/readyz") == (503, "it starts")
     monkeypatch.setattr(module, "STILL_SECONDS", 30.0)

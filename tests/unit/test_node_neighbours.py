@@ -1,5 +1,3 @@
-"""Heartbeats between agents."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Open requests: outputs are handed on once and in order, and nothing is left in the engine."""
+"""Open requests deliver outputs once and in order, and leave nothing in the engine."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ def update(
 
 
 class Engine:
-    """A stub of engine and replica."""
-
     def __init__(self, *, refuses: Exception | None = None) -> None:
         self.open: set[str] = set()
         self.submitted: list[str] = []
@@ -322,7 +320,7 @@ def test_an_error_of_the_user_ends_its_own_request() -> None:
 
         running = asyncio.create_task(request.run(broken))
         await asyncio.sleep(0)
-        # does not raise here: others have their outputs in the same step
+        # must not raise here: others have outputs in the same step
         give(request, update("r/0", [IDS[0]]))
         give(request, update("r/0", [IDS[1]]))
         with pytest.raises(EngineError, match="cannot be told"):

@@ -1,5 +1,3 @@
-"""`negamax parse`: its output, and refusals in one line with exit code 2."""
-
 from __future__ import annotations
 
 import io
@@ -18,8 +16,6 @@ NAMES = {format.name: name for name, format in proof.FORMATS.items()}
 
 
 class Run:
-    """Run the command with a text on standard input."""
-
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
     ) -> None:

@@ -117,7 +117,7 @@ def test_the_place_of_an_item_says_what_it_is(key: str) -> None:
 
 
 def test_a_quoted_call_is_not_made() -> None:
-    """An agent that writes a file about its own format must not run what it writes."""
+    """An agent that writes a file about its own format must not run its content."""
     quoted = (
         f"See {M}<tool_call>\n{M}<invoke "
         f'name="write_file">{M}<path>/etc/passwd{M}</path>{M}</invoke>\n{M}</tool_call>.'

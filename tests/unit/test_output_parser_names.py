@@ -1,5 +1,3 @@
-"""Parser names of vLLM and SGLang, and their effect on an answer."""
-
 from __future__ import annotations
 
 import pytest

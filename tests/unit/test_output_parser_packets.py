@@ -1,4 +1,4 @@
-"""Fragment sizes of a stream by the limits of MiniMax's acceptance suite; holding loses no text."""
+"""Fragment sizes within the limits of MiniMax's acceptance suite; holding loses no text."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TOOLS = [
 
 @dataclass(frozen=True)
 class Limits:
-    """Shares of the non-empty fragments and of their characters, in percent."""
+    """Return shares of the non-empty fragments and of their characters, in percent."""
 
     tiny: float
     good: float

@@ -1,5 +1,3 @@
-"""The output parser takes linear time, for whole outputs and for pieces."""
-
 from __future__ import annotations
 
 import pytest

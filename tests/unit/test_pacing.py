@@ -1,4 +1,4 @@
-"""Sizes of a stream's fragments over time: outputs that come slowly are not held."""
+"""Fragment sizes over time: slow outputs are not held."""
 
 from __future__ import annotations
 

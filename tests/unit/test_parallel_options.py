@@ -1,5 +1,3 @@
-"""Numbers of ranks, and refusals with a setting that works."""
-
 from __future__ import annotations
 
 from dataclasses import replace

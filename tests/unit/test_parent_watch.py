@@ -1,4 +1,4 @@
-"""A child watches a parent that stops to send heartbeats."""
+"""A child detects a parent that sends no heartbeats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from negamax.base.shared_numbers import SharedNumbers
 
-HANG_SECONDS = 2.2  # twice what one look may count
+HANG_SECONDS = 2.2  # twice the maximum that one check counts
 CHILD = """
 import sys, time
 from negamax.base.supervision import ParentPulse, watch_parent
@@ -40,22 +40,21 @@ def test_a_parent_in_an_endless_loop_is_killed_after_the_report(tmp_path: Path) 
         parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert parent.stdout is not None
         words, last_pulse = parent.stdout.readline().rsplit(" ", 1)
-        if words == "went on":  # while its pulse goes, nothing happens to it
+        if words == "went on":  # with heartbeats it keeps running
             break
-        with parent:  # on a machine that stands still it has not gone
+        with parent:  # on a stalled machine the heartbeats have not ended
             parent.kill()
     assert words == "went on"
     with parent.stdout as output:
         told = output.readline()
         assert told == f"the first server process sends no heartbeat for {HANG_SECONDS:g} s\n"
         assert parent.wait(120) == -9
-        # the children have a second to tell their clients
+        # the children have a second to inform their clients
         assert time.monotonic() - float(last_pulse) > HANG_SECONDS + 0.9
         assert output.read() == ""  # the child has ended, too
 
 
 def test_a_process_that_is_not_the_parent_is_not_killed(tmp_path: Path) -> None:
-    """The parent is gone and another process has its id."""
     SharedNumbers(1, path=tmp_path / "pulse").row(0)[0] = 1.0
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
         command = [sys.executable, "-c", CHILD, str(stranger.pid), str(tmp_path / "pulse"), "0.2"]

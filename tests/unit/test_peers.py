@@ -21,8 +21,6 @@ Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 def request(
     *, hang_up: asyncio.Event, path: bytes = b"/v1/responses/x%20y", query: bytes = b"a=1"
 ) -> Request:
-    """Return a request whose client stays until `hang_up`."""
-
     async def receive() -> dict[str, Any]:
         await hang_up.wait()
         return {"type": "http.disconnect"}
@@ -52,7 +50,7 @@ async def relayed(
     hang_up: asyncio.Event | None = None,
     sent: list[dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return process 1's answer as process 0 relays it, also in `sent` as it comes."""
+    """Return process 1's answer as process 0 relays it, also piecewise in `sent`."""
     rank = ServerRank.of(0, 2, folder)
     sent = [] if sent is None else sent
 

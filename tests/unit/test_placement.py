@@ -1,4 +1,4 @@
-"""Choice of a replica: load, known prompts, named ranks, and engines that come and go."""
+"""Choice of a replica: load, cached prompts, named ranks, and engines that come and go."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ BLOCK = 16
 
 
 class Channel:
-    """The sockets of a running engine."""
-
     def __init__(self, stats: EngineStats | None = None) -> None:
         self.is_open = True
         self.stats = stats
@@ -47,7 +45,6 @@ class Channel:
 def engine_of(
     count: int, *, ranks: int = 1, index: int = 0, queue: SharedQueue | None = None
 ) -> tuple[AsyncEngine, list[Channel]]:
-    """A client of `count` running engines."""
     options = EngineOptions(model="nano", num_replicas=count)
     engine = AsyncEngine(options, tokenizer=TOKENIZER, chat_template=None, index=index, queue=queue)
     channels = [Channel() for _ in range(count)]
@@ -67,7 +64,6 @@ def run(engine: AsyncEngine, replica: int, channel: Channel, *, ranks: int = 1) 
 def ask(
     engine: AsyncEngine, tokens: Sequence[int], name: str, *, rank: int | None = None
 ) -> tuple[OpenRequest, int]:
-    """Send a request; return it and its replica."""
     request = engine.generate(
         tokens, SamplingParams(max_tokens=8), request_id=name, data_parallel_rank=rank
     )
@@ -78,8 +74,6 @@ def ask(
 
 
 def in_loop(scene: Callable[[], Any]) -> None:
-    """Run in an event loop, which a client's futures need."""
-
     async def run_scene() -> None:
         scene()
 
@@ -144,7 +138,7 @@ def test_prefixes_are_shared_by_processes_and_discarded(tmp_path: Path) -> None:
     assert table.matches(tags(long), 0) == 0
     table.discard(1)
     assert theirs.matches(tags(long), 1) == 0
-    # no more is remembered than a cache holds
+    # the memory is limited to a cache's size
     table.resize(0, num_blocks=8)
     table.add(tags(prompt(1, 100)), 0)
     for number in range(2, 30):
@@ -163,7 +157,7 @@ def test_requests_are_spread_and_follow_their_prefixes_until_load_outweighs_them
         second, again = ask(engine, [*prompt(0, 400), 5, 6], "second")
         assert again == place
         second.close()
-        # others fill that replica by and by; at last the prompt is computed again elsewhere
+        # others gradually fill that replica; then the prompt is computed elsewhere
         for number in range(12):
             assert ask(engine, prompt(50 + number), f"o{number}", rank=place)[1] == place
             _, chosen = ask(engine, [*prompt(0, 400), 9, number], f"p{number}")
@@ -210,7 +204,7 @@ def test_dead_and_silent_replicas_get_nothing_while_others_run() -> None:
         kept, _ = ask(engine, prompt(2), "kept", rank=0)
         channels[1].last_beat = 0.0
         assert engine.replicas[1].state == "silent"
-        assert ask(engine, prompt(3), "r3")[1] == 0  # although it has to do as much
+        assert ask(engine, prompt(3), "r3")[1] == 0  # despite equal load
         channels[1].is_open = False
         engine.on_engine_lost(1, "killed", ready_in=7.0)
         assert isinstance(lost._failure, EngineDeadError) and kept._failure is None
@@ -302,7 +296,6 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def given_out(monkeypatch: pytest.MonkeyPatch, variable: str | None, **options: Any) -> list[str]:
-    """The GPUs of each replica, on a machine without a driver."""
     monkeypatch.setenv("PATH", "")
     if variable is None:
         monkeypatch.delenv(VISIBLE, raising=False)

@@ -1,4 +1,4 @@
-"""`--performance-mode`: the parallel sizes chosen for this machine's GPUs."""
+"""`--performance-mode`: parallel sizes for this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gpu_name() -> str:
 
 @pytest.fixture
 def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_name: str) -> None:
-    """A fake nvidia-smi with four GPUs, the second with less memory."""
+    """Install a fake nvidia-smi with four GPUs, the second with less memory."""
     rows = [f"{n}, GPU-{n}aaaaaaa-0000, {gpu_name}, {143_771 - 1000 * (n == 1)}" for n in range(4)]
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows), encoding="utf-8")
@@ -55,7 +55,6 @@ def test_gpus_are_those_that_cuda_sees(
 def test_split_files_are_planned_for_their_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A server starts with the same sizes."""
     folder = tmp_path / "split"
     shutil.copytree(EMBEDDED["nano"], folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     sizes = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "rank": 0}
@@ -96,14 +95,14 @@ def test_a_performance_mode_chooses_missing_sizes() -> None:
     large = {"model": "minimax-m3", "load_format": "synthetic", "performance_mode": "latency"}
     with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
         choose_parallel_sizes(EngineOptions(**large))
-    # holds one only with a shard of the index keys on each rank, which the options have to say
+    # fits only with a shard of the index keys on each rank, which the options must request
     large |= {"model": "minimax-m3-mxfp8", "kv_cache_dtype": "fp8", "index_cache_dtype": "fp8"}
     with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
         choose_parallel_sizes(EngineOptions(**large))
     large |= {"index_cache_sharding": "on"}
     with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
         choose_parallel_sizes(EngineOptions(**large))
-    # and only with more of the memory, and without the slots of 256 requests beside it
+    # and only with more of the memory, without the slots of 256 requests
     large |= {"gpu_memory_utilization": 0.95}
     options = choose_parallel_sizes(EngineOptions(**large, max_num_seqs=64))
     assert options.tensor_parallel_size == 4

@@ -38,7 +38,7 @@ SPECS = {
     "m2": M2,
     "m2 in int4": replace(M2, quantization=online.spec("int4")),
     "m3": M3,
-    # A width that few sizes divide, and a number of experts that still fewer divide.
+    # Few sizes divide the width, even fewer the number of experts.
     "odd": replace(M2, expert_width=1400, num_experts=6, experts_per_token=2, num_layers=5),
 }
 LOADS = (Workload(1), Workload(100))
@@ -75,11 +75,10 @@ def counted(
     shards_index: bool = False,
     longest: int | None = None,
 ) -> tuple[int, int, int]:
-    """Return values of the stage with room for the fewest tokens.
+    """Return tokens, weight bytes and cache bytes per token of the tightest stage.
 
-    They are these tokens, the stage's weight bytes on a rank and its cache bytes per token. 257
-    request slots share the memory; each has the tokens of the `longest` request, or fewer if none
-    fits.
+    257 request slots share the memory; each has the tokens of the `longest` request, or fewer if
+    none fits.
     """
     found = []
     longest = longest or spec.max_position_embeddings
@@ -242,7 +241,6 @@ def test_best_candidates_are_best() -> None:
 
 
 def test_ranks_that_shard_a_cache_hold_most_tokens() -> None:
-    """MiniMax-M3 on eight H200; the command also shards the index keys."""
     hardware = Hardware(MEASURED, 8)
     plan = make_plan(M3, hardware, [Workload(1)], kv_dtype="fp8")
     found = {each.topology: each for each in plan.candidates}
@@ -255,7 +253,6 @@ def test_ranks_that_shard_a_cache_hold_most_tokens() -> None:
 
 
 def test_index_keys_are_sharded_if_a_request_needs_it() -> None:
-    """One request of a million tokens, MiniMax-M3 on four H200."""
     hardware, line = Hardware(MEASURED, 4, utilization=0.95), ""
     for window, is_sharded in ((512_000, False), (1_048_576, True)):
         plan = make_plan(M3, hardware, [Workload(1)], kv_dtype="fp8", index_dtype="fp8",
@@ -270,9 +267,7 @@ def test_index_keys_are_sharded_if_a_request_needs_it() -> None:
 
 
 def test_sharding_the_cache_is_best_for_the_longest_requests() -> None:
-    """MiniMax-M3 on eight H200. In MXFP8 the split is faster; in bfloat16 no other holds such a
-    request.
-    """
+    """In MXFP8 the split is faster; in bfloat16 no other holds such a request."""
     hardware, long = Hardware(MEASURED, 8), Workload(1, 900_000, 8000)
     plain = bundled_spec("minimax-m3")
     for spec, load, asked in (

@@ -1,6 +1,4 @@
-"""The block pool and the prefix cache: what is shared, what is forgotten first, what never enters
-the index.
-"""
+"""The block pool and the prefix cache: sharing, eviction order, exclusions from the index."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def chain(tokens: list[int], *, block_size: int = 2, salt: str = "") -> BlockHas
 
 
 def filled_pool(num_blocks: int, hashes: list[bytes]) -> tuple[BlockPool, list[int]]:
-    """A pool with one held, indexed block per block_hash."""
+    """Make a pool with one held, indexed block per block_hash."""
     pool = BlockPool(num_blocks)
     block_ids = [pool.allocate() for _ in hashes]
     for block_id, block_hash in zip(block_ids, hashes, strict=True):
@@ -63,7 +61,7 @@ def test_least_recently_released_prefix_is_evicted_first() -> None:
     pool, (old, new) = filled_pool(2, [b"old", b"new"])
     pool.release([old])
     pool.release([new])
-    pool.share([old])  # used again: now the younger of the two
+    pool.share([old])  # used again: it is the younger of the two
     pool.release([old])
     assert [pool.allocate(), pool.allocate()] == [new, old]
 
@@ -82,7 +80,7 @@ def test_second_block_with_the_same_content_stays_out_of_the_index() -> None:
     assert pool.find(b"same") == first and not pool.is_indexed(second)
     pool.release([second])
     pool.release([first])
-    assert [pool.allocate(), pool.allocate()] == [second, first]  # the useless copy goes first
+    assert [pool.allocate(), pool.allocate()] == [second, first]  # evict the useless copy first
 
 
 def test_hash_covers_everything_before_the_block() -> None:
@@ -151,7 +149,7 @@ def planned(scheduler: Scheduler) -> StepPlan:
 
 
 def run_all(scheduler: Scheduler) -> list[NewRow]:
-    """Run to the end without overlap; the rows that were admitted."""
+    """Run to the end without overlap; return the admitted rows."""
     admitted: list[NewRow] = []
     while scheduler.has_unfinished:
         plan = planned(scheduler)
@@ -164,9 +162,7 @@ PROMPT = list(range(10, 20))  # two full blocks and two tokens
 
 
 def admit_start(scheduler: WatchedScheduler, new: GenerateRequest) -> int:
-    """Add a request to an idle scheduler, run it to its end; the position its first row started
-    at.
-    """
+    """Run a request on an idle scheduler; return the position at which its first row started."""
     scheduler.add(new)
     plan = planned(scheduler)
     (start,) = scheduler.starts[plan.step_id]
@@ -297,7 +293,7 @@ def test_blocked_request_is_admitted_once_its_prefix_is_in_the_cache() -> None:
     for name in "ab":
         scheduler.add(request(name, PROMPT[:9], max_tokens=3))
     first = planned(scheduler)
-    assert len(first.new_rows) == 1  # three more blocks and one to spare are not there
+    assert len(first.new_rows) == 1  # needs three blocks and a spare one, which are not free
     scheduler.commit(first, result(first))
     assert scheduler.starts[planned(scheduler).step_id] == [9, 8]
 
@@ -305,7 +301,7 @@ def test_blocked_request_is_admitted_once_its_prefix_is_in_the_cache() -> None:
 def test_taken_prefix_is_not_evicted_for_the_rest_of_the_same_request() -> None:
     scheduler = make_scheduler(num_blocks=4)
     admit_start(scheduler, request("a", list(range(10, 18))))  # two cached blocks, the older ones
-    admit_start(scheduler, request("b", list(range(50, 58))))  # two more: nothing is blank any more
+    admit_start(scheduler, request("b", list(range(50, 58))))  # two more: no block is blank
     scheduler.add(request("c", list(range(10, 19))))
     plan = planned(scheduler)
     assert scheduler.starts[plan.step_id] == [8] and len(set(plan.new_rows[0].block_ids)) == 3

@@ -1,5 +1,3 @@
-"""Private folders: short paths, private access, removed after their makers."""
-
 from __future__ import annotations
 
 import socket
@@ -19,7 +17,6 @@ from negamax.base.private_folder import PrivateFolder
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A temporary folder with a short path."""
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
@@ -64,7 +61,7 @@ def test_folders_of_killed_processes_are_removed_and_used_ones_are_not(
     abandoned, foreign = Path(done.stdout.strip()), temporary / "negamax-notes"
     foreign.mkdir()
     used = PrivateFolder()
-    assert abandoned.is_dir()  # it is so young that its maker might be about to lock it
+    assert abandoned.is_dir()  # too young: its maker may be about to lock it
     monkeypatch.setattr(private_folder, "_SECONDS_TO_LOCK", -1.0)
     PrivateFolder().remove()
     assert not abandoned.exists()

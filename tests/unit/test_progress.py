@@ -1,6 +1,4 @@
-"""Progress of long work: a redrawn line on a terminal, log lines elsewhere, nothing for short
-work.
-"""
+"""Progress of long work: a redrawn line on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +20,6 @@ class Terminal(io.StringIO):
 
 
 def load(clock: pytest.MonkeyPatch, *, seconds: int, **options: object) -> None:
-    """Report a load of 10 GiB in ten parts."""
     now = [100.0]
     clock.setattr(progress.time, "monotonic", lambda: now[0])
     with Progress("loading weights", unit=format_bytes, **options) as shown:  # type: ignore[arg-type]

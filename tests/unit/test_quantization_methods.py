@@ -1,4 +1,4 @@
-"""Quantisation methods: the format of each described module, and refused descriptions."""
+"""Quantization methods: the format of each described module, and refused descriptions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""`--quantization NAME` against the description of a checkpoint."""
-
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Requests for machines of Ray, and messages when it is missing or full, without Ray."""
+"""Requests for Ray's machines, and messages when Ray is missing or full, without Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RAY = {"distributed_executor_backend": "ray"}
 
 
 def placement(*nodes: tuple[float, float], **options: Any) -> RayPlacement:
-    """Machines of 8 GPUs and 64 CPUs by their free (GPUs, CPUs); the first serves."""
+    """Return machines of 8 GPUs and 64 CPUs by their free (GPUs, CPUs); the first serves."""
     total = Resources(gpus=8, cpus=64)
     cluster = [
         ClusterNode(str(place), f"10.0.0.{place + 1}", total, Resources(*free))
@@ -39,9 +39,9 @@ def placement(*nodes: tuple[float, float], **options: Any) -> RayPlacement:
         ([(8, 64), (8, 64)], {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, 1),
         ([(4, 64), (8, 64)], {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, 2),
         ([(8, 64), (8, 64)], {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}, 2),
-        # as many as were asked for
+        # as many as requested
         ([(8, 64)] * 4, {"data_parallel_size": 4, "nnodes": 4}, 4),
-        # the machine that serves is one of them
+        # includes the machine that serves
         ([(0, 64), (8, 64)], {"tensor_parallel_size": 8}, None),
         ([(0, 64), (8, 64), (8, 64)], {"data_parallel_size": 4}, None),
         # a CPU for each rank

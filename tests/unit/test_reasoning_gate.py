@@ -1,6 +1,4 @@
-"""Where the content begins, by token ids and by text, and a budget that ends the reasoning to the
-token.
-"""
+"""The start of the content, by token ids and by text, and an exact reasoning budget."""
 
 from __future__ import annotations
 
@@ -96,7 +94,7 @@ def test_white_space_in_the_closers_token_is_dropped() -> None:
     cuts=st.lists(st.integers(1, 5), min_size=60, max_size=60),
 )
 def test_any_cut_of_the_text_gives_the_same_content(before: str, cuts: list[int]) -> None:
-    """Tokens of any length over the same bytes; behind the first closer everything is content."""
+    """Tokens of any length over the same bytes; after the first closer everything is content."""
     text = (before + "</mm:think>" + "tail").encode()
     found = text.index(b"</mm:think>") + len(b"</mm:think>")
     pieces, place = [], 0
@@ -122,7 +120,7 @@ def test_a_spent_budget_makes_the_closing_tokens_due_exactly_then(budget: int) -
         assert following.due == token
         last = following.push(token)
     assert following.due is None and following.is_over
-    assert last == CLOSING[-1]  # behind the closer: content
+    assert last == CLOSING[-1]  # after the closer: content
 
 
 def test_a_reasoning_that_ends_in_time_is_left_alone() -> None:

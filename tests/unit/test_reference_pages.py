@@ -1,5 +1,3 @@
-"""The reference pages that `make docs` generates from the code."""
-
 from __future__ import annotations
 
 import re

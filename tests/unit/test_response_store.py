@@ -1,6 +1,4 @@
-"""The store of responses stays within its limits, and a conversation survives the loss of its
-earlier responses.
-"""
+"""The store of responses is bounded; conversations survive the loss of earlier responses."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def test_least_used_responses_make_room() -> None:
     assert store.get("r0")  # used again
     store.put("r3", kept(None, 3))
     assert [name for name in ("r0", "r1", "r2", "r3") if store.get(name)] == ["r0", "r2", "r3"]
-    # ids that clients made up are not searched
+    # invented ids are not searched
     assert store.items({"out0", "out1", "out3", "in0", "x"}) == {
         f"out{number}": {"id": f"out{number}", "text": "y" * 10} for number in (0, 3)
     }

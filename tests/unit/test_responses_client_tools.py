@@ -1,6 +1,4 @@
-"""Shell and patch tools of the Responses API: shown as functions, called by items of their own
-types.
-"""
+"""Shell and patch tools of the Responses API: shown as functions, called by their own items."""
 
 from __future__ import annotations
 

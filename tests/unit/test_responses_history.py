@@ -1,4 +1,4 @@
-"""Items of the Responses API as messages: one answer stays one message, and reasoning is kept."""
+"""Items of the Responses API as messages: an answer stays one message with its reasoning."""
 
 from __future__ import annotations
 

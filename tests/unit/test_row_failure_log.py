@@ -1,4 +1,4 @@
-"""Failures that another rank reports become errors of rank 0's results, for the right sequence."""
+"""Failures on other ranks become errors of the right sequence in rank 0's results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Out-of-range parameters are refused by name; defaults come from the model."""
-
 from __future__ import annotations
 
 import math
@@ -84,7 +82,6 @@ def test_missing_fields_take_the_models_defaults_and_given_ones_stay() -> None:
 
 
 def test_seeds_of_choices_wrap_after_the_largest_seed() -> None:
-    """A seed is a signed 64-bit number."""
     params = SamplingParams(n=3, seed=2**63 - 1, temperature=0.5)
     choices = [params.of_choice(index, seed=2**63 - 1) for index in range(3)]
     assert [choice.seed for choice in choices] == [2**63 - 1, -(2**63), 1 - 2**63]

@@ -17,7 +17,7 @@ from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult, TokenLo
 from tests.unit.plan_support import WatchedScheduler
 
 EOS = 0
-TOKEN = 7  # what the worker samples unless a test says otherwise
+TOKEN = 7  # the worker's sample unless a test sets another
 
 
 def make_scheduler(
@@ -74,7 +74,7 @@ def step(scheduler: Scheduler, tokens: list[int] | None = None) -> list[Sequence
 
 
 def run_all(scheduler: Scheduler) -> dict[str, list[int]]:
-    """Run to the end without overlap; the tokens of each request."""
+    """Run to the end without overlap; return the tokens of each request."""
     outputs: dict[str, list[int]] = {}
     while scheduler.has_unfinished:
         for update in step(scheduler):
@@ -83,7 +83,7 @@ def run_all(scheduler: Scheduler) -> dict[str, list[int]]:
 
 
 def admitted(plan: StepPlan) -> list[int]:
-    """First letters of the requests a plan admits, as code points (see `request`)."""
+    """Return code points of the admitted requests' first letters (see `request`)."""
     return [row.token_ids[0] // 1000 for row in plan.new_rows]
 
 
@@ -91,7 +91,7 @@ def names(letters: str) -> list[int]:
     return [ord(letter) for letter in letters]
 
 
-# What `add` refuses.
+# Refusals of `add`.
 
 
 def test_prompt_that_leaves_no_room_for_output_is_refused_with_numbers() -> None:
@@ -145,7 +145,7 @@ def test_full_queue_refuses_and_takes_again_later() -> None:
     scheduler.add(request("c"))
 
 
-# What a plan holds.
+# Contents of a plan.
 
 
 def test_nothing_to_do_is_none() -> None:
@@ -191,7 +191,7 @@ def test_decodes_come_first_then_unfinished_prompts_then_new_ones() -> None:
     assert planned(scheduler).num_scheduled == [4, 8]
     scheduler.add(request("c", 4))
     scheduler.add(request("d", 4))
-    # rows of one token stand before longer ones, also when they are the rest of the budget
+    # rows of one token precede longer ones, also as the rest of the budget
     plan = planned(scheduler)
     assert (plan.slots, scheduler.starts[plan.step_id], plan.num_scheduled) == (
         [0, 3, 1, 2],
@@ -274,7 +274,7 @@ def test_blocked_request_is_admitted_as_soon_as_blocks_are_free() -> None:
     for name, prompt_len in (("a", 4), ("b", 7), ("c", 16)):
         scheduler.add(request(name, prompt_len))
     assert admitted(planned(scheduler)) == names("ab")
-    scheduler.end("a", "abort")  # its one block is all that was missing
+    scheduler.end("a", "abort")  # only its one block was missing
     assert admitted(planned(scheduler)) == names("c")
 
 
@@ -314,7 +314,7 @@ def test_blocked_request_is_not_looked_up_again_while_nothing_changed(
         ({"min_tokens": 2, "max_tokens": 2}, [EOS, EOS], "length", None),
         ({"max_tokens": 2}, [5, EOS], "stop", None),
         ({"max_tokens": 2}, [5, 6], "length", None),
-        ({"max_tokens": 100}, [5, 6, 7, 8], "length", None),  # the window of 8
+        ({"max_tokens": 100}, [5, 6, 7, 8], "length", None),  # the context length of 8
     ],
 )
 def test_stop_rules(
@@ -468,9 +468,7 @@ def test_logprobs_are_counted_by_sampled_rows() -> None:
 
 
 def commit_prompt_logprobs(scheduler: WatchedScheduler, name: str) -> dict[str, SequenceUpdate]:
-    """One step whose worker reports log-probabilities for the rows of `name`, one per next prompt
-    token.
-    """
+    """Step with log-probabilities for the rows of `name`, one per next prompt token."""
     plan = planned(scheduler)
     slot = scheduler._sequences[name].slot
     gathered: dict[int, list[TokenLogprobs]] = {}

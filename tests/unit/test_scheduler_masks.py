@@ -1,6 +1,4 @@
-"""Rows that wait for their grammar bitmasks: who they are, what becomes of those whose mask is
-late, and that nobody else notices.
-"""
+"""Rows that wait for grammar bitmasks, late masks, and no effect on other rows."""
 
 from __future__ import annotations
 
@@ -101,7 +99,7 @@ def test_a_late_row_is_sampled_again_when_its_mask_is_there_and_others_go_on() -
     scheduler.unblock("late")
     scheduler.commit(second, result(second))
     third = next_plan(scheduler)
-    # the last token of the prompt, once more
+    # the last token of the prompt again
     assert (scheduler.starts[third.step_id][0], third.num_scheduled[0], third.grammar_rows) == (
         5,
         1,
@@ -139,7 +137,7 @@ def test_requests_can_be_ended_and_freed_of_their_grammars_from_outside() -> Non
     assert ended is not None and ended.finish_reason == "stop" and not ended.token_ids
     assert failed is not None and failed.error == "no way"
     scheduler.clear_grammar("is free")
-    # of a plan that was made before
+    # of an earlier plan
     assert [row.request_id for row in scheduler.grammar_rows(plan)] == ["is free"]
     assert [update.request_id for update in scheduler.commit(plan, result(plan))] == ["is free"]
     assert next_plan(scheduler).grammar_rows == []
@@ -147,9 +145,7 @@ def test_requests_can_be_ended_and_freed_of_their_grammars_from_outside() -> Non
 
 
 def test_postponed_sequences_keep_their_place_in_the_budget() -> None:
-    """Four rows of one token each are all that fits: nobody may be admitted into the place of one
-    that sits out.
-    """
+    """Four rows of one token fill the step: no row may replace one that waits."""
     scheduler = Scheduler(limits(max_num_batched_tokens=4, max_num_seqs=5))
     for name in "abcd":
         scheduler.add(request(name, length=1, max_tokens=20))
@@ -175,10 +171,10 @@ def test_a_row_with_drafts_says_how_many_and_a_late_one_has_none_that_count() ->
     assert (row.num_outputs, row.num_drafts, second.num_scheduled) == (1, 2, [3])
     scheduler.postpone(second, [0])
     scheduler.unblock("a")
-    third = next_plan(scheduler)  # before it is known that none of them counts
+    third = next_plan(scheduler)  # before the masks void all of them
     assert scheduler.commit(second, result(second)) == []
     (row,) = scheduler.grammar_rows(third)
-    assert (row.num_outputs, third.num_draft_tokens) == (1, [0])  # nothing is guessed of it now
+    assert (row.num_outputs, third.num_draft_tokens) == (1, [0])  # no drafts for it here
     fourth = next_plan(scheduler)
     (update,) = scheduler.commit(third, result(third))
     assert update.token_ids == [7] and fourth.num_draft_tokens == [2]
@@ -197,9 +193,9 @@ def test_rows_under_grammars_verify_no_drafts_where_these_count_whatever_they_ar
 
 
 class ForgettingWorker(ModelWorker):
-    """The worker of the traces, whose samples may turn out to mean nothing."""
+    """The worker of the traces, whose samples may be void."""
 
-    late: frozenset[int | None] = frozenset()  # seeds of requests: none of their drafts counts
+    late: frozenset[int | None] = frozenset()  # seeds of requests whose drafts are void
 
     def _drafts(self, row: Row, count: int) -> list[int]:
         return [GARBAGE] * count if row.sampling.seed in self.late else super()._drafts(row, count)
@@ -214,7 +210,7 @@ class ForgettingWorker(ModelWorker):
 
 
 class LateTrace(Trace):
-    """A random run in which masks of some requests come late, for a while."""
+    """Run at random while masks of some requests are late for a time."""
 
     worker: ForgettingWorker
 

@@ -1,6 +1,4 @@
-"""Preemption by recompute: who is thrown out, what it keeps, when it comes back. Blocks of 4
-tokens.
-"""
+"""Preemption by recompute: the victim, its kept state, its return. Blocks of 4 tokens."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def commit(scheduler: Scheduler, plan: StepPlan) -> list[SequenceUpdate]:
 
 
 def run_until_preemption(scheduler: Scheduler) -> StepPlan:
-    """Steps without overlap; the plan that first preempted somebody, uncommitted."""
+    """Run steps without overlap; return the first plan that preempts, uncommitted."""
     while True:
         plan = planned(scheduler)
         if scheduler.preemption_count:
@@ -130,12 +128,12 @@ def test_preempted_request_waits_for_its_tokens_in_flight(prefix_cache: bool) ->
     add(scheduler, "a", 8)
     add(scheduler, "b", 8)
     plans = [planned(scheduler) for _ in range(6)]
-    scheduler.end("a", "abort")  # room enough now
+    scheduler.end("a", "abort")  # enough room
     assert scheduler.plan() is None
     for plan in plans[:4]:
         commit(scheduler, plan)
     assert scheduler.plan() is None
-    commit(scheduler, plans[4])  # the last one it takes part in
+    commit(scheduler, plans[4])  # its last step
     (row,) = planned(scheduler).new_rows
     assert len(row.token_ids) == 13
 
@@ -160,7 +158,7 @@ def test_preempted_request_goes_before_those_that_came_later() -> None:
     scheduler = make_scheduler(blocks=6)
     add(scheduler, "a", 8)
     add(scheduler, "b", 8)
-    add(scheduler, "c", 8)  # no room from the start
+    add(scheduler, "c", 8)  # too small from the start
     commit(scheduler, run_until_preemption(scheduler))
     order: list[str] = []
     while scheduler.has_unfinished:

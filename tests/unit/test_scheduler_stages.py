@@ -1,5 +1,6 @@
-"""Plans of a pipeline: several are on their way, each with its share of the rows of every
-data-parallel rank, and none needs a token that one behind the oldest will sample.
+"""Plans of a pipeline: several in flight, each with its share of every rank's rows.
+
+No plan needs a token that one after the oldest will sample.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from negamax.scheduler.step import StepPlan, StepResult
 
 
 class Pipeline:
-    """The loop of the engine over stages that run a plan of each rank, turn by turn."""
+    """The engine's loop over stages that run a plan of each rank in turn."""
 
     def __init__(
         self, stages: int, *, ranks: int = 1, budget: int = 64, blocks: int = 200, drafts: int = 0
     ) -> None:
-        """Rows verify up to `drafts` draft tokens, of which any number is right."""
+        """Rows verify up to `drafts` draft tokens, of which any number is accepted."""
         self.stages = stages
         self.rng = random.Random(0)
         self.num_accepted = 0
@@ -80,7 +81,7 @@ class Pipeline:
         return plans
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Token 7 for every sample."""
+        """Commit token 7 for every sample."""
         accepted = {
             row: self.rng.randint(0, num_drafts)
             for row, num_drafts in enumerate(plan.num_draft_tokens)
@@ -93,9 +94,7 @@ class Pipeline:
 
 @pytest.mark.parametrize(("stages", "ranks"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 3)])
 def test_every_stage_gets_an_equal_share_of_the_rows(stages: int, ranks: int) -> None:
-    """Requests arrive in bursts of any size; a few turns later no two plans of a rank differ by
-    more than a row, and each row has one of every so many turns.
-    """
+    """Bursts of requests: plans of a rank soon differ by at most a row, and rows come regularly."""
     pipeline = Pipeline(stages, ranks=ranks)
     for number in range(23):
         pipeline.add(f"r{number}", [number, 1, 2], 40)
@@ -114,7 +113,7 @@ def test_every_stage_gets_an_equal_share_of_the_rows(stages: int, ranks: int) ->
 
 
 def test_a_prompt_fills_the_pipeline() -> None:
-    """Its chunks follow each other without a gap: none needs what is sampled."""
+    """Its chunks follow each other without a gap: none needs a sample."""
     pipeline = Pipeline(4, budget=8)
     pipeline.add("long", list(range(40)), 4)
     turns = [pipeline.turn() for _ in range(6)]
@@ -131,7 +130,7 @@ def test_one_request_has_its_next_step_launched_before_the_last_is_committed() -
 
 
 def test_rows_verify_what_was_guessed_in_their_own_turn() -> None:
-    """A row has drafts from its second turn on, however many plans there were meanwhile."""
+    """A row has drafts from its second turn on, whatever the number of plans in between."""
     pipeline = Pipeline(3, drafts=2)
     for number in range(4):
         pipeline.add(f"r{number}", [number, 1], 30)
@@ -154,7 +153,7 @@ def test_rows_verify_what_was_guessed_in_their_own_turn() -> None:
 def test_all_requests_get_all_their_tokens(
     stages: int, ranks: int, budget: int, blocks: int, drafts: int, lengths: list[tuple[int, int]]
 ) -> None:
-    """However small the pool and the steps are."""
+    """For any small pool and step size."""
     pipeline = Pipeline(stages, ranks=ranks, budget=budget, blocks=blocks, drafts=drafts)
     for number, (prompt, output) in enumerate(lengths):
         pipeline.add(f"r{number}", list(range(prompt)), output)

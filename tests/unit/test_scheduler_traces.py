@@ -1,13 +1,11 @@
-"""Random traces against a worker that remembers what every KV cell holds.
+"""Random traces against a worker that records the content of every KV cell.
 
-The model worker executes plans in the order they were made, while commits lag behind by up to two
-steps. A KV cell holds the identity of the whole token prefix up to its position (attention makes KV
-depend on all of it), so a row that reads a block shared wrongly, overwritten or never computed is
-found at once. What each request must receive is known beforehand: the token at a position is a
-function of the request alone, so nothing may be lost, repeated or changed by whatever else runs.
+The worker executes plans in order, while commits lag by up to two steps. A KV cell holds the
+identity of the whole token prefix up to its position, so any wrong read is detected. The token at a
+position is a function of the request alone, so each request's output is known in advance.
 
-Rows may verify draft tokens: right ones, wrong ones, or fewer than the plan has room for. What a
-wrong draft has left in the KV cells behind a sequence's end must never be read.
+Rows may verify accepted, rejected or missing draft tokens. KV cells of rejected ones, after a
+sequence's end, must never be read.
 """
 
 from __future__ import annotations
@@ -33,25 +31,21 @@ from negamax.scheduler.step import NewRow, SequenceUpdate, StepPlan, StepResult,
 
 EOS_IDS = frozenset({0, 1})
 STOP_ID = 2
-GARBAGE = -1  # a token or a cell of a row that went wrong
+GARBAGE = -1  # a token or a cell of a failed row
 
 
 def sampled_token(seed: int, position: int) -> int:
-    """The token of request `seed` at `position`: 0 and 1 end it, 2 may be a stop token, repeats are
-    frequent.
-    """
+    """Return request `seed`'s token: 0 and 1 end it, 2 may be a stop token; repeats abound."""
     return random.Random(seed * 100_003 + position).choice([0, 1, 2] + [3, 4, 5] * 8)
 
 
 @dataclass
 class Row:
-    """A worker's slot."""
-
     tokens: list[int]
     blocks: list[int]
     sampling: SamplingParams
     num_computed: int
-    lost: bool = False  # a step of it went wrong: its cells and tokens mean nothing
+    lost: bool = False  # a step of it failed: its cells and tokens are void
 
 
 @dataclass
@@ -66,7 +60,7 @@ class ModelWorker:
     identities: dict[tuple[int, int], int] = field(default_factory=dict)
     # (request seed, position) -> times sampled
     sampled: dict[tuple[int, int], int] = field(default_factory=dict)
-    draft_quality: float = 0.5  # probability that a draft token is right
+    draft_quality: float = 0.5  # probability that a draft token is accepted
 
     def execute(self, plan: StepPlan, *, lose: bool, bad_rows: frozenset[int]) -> StepResult:
         for new in plan.new_rows:
@@ -107,7 +101,7 @@ class ModelWorker:
             place: TokenLogprobs(token, 0.0, 1, [], [])
             for place, token in enumerate(token_ids)
             if token % 2
-        }  # a request's wish is the worker's to know; the scheduler passes on what comes
+        }  # a request asks the worker; the scheduler forwards any result
         return StepResult(
             plan.step_id,
             token_ids,
@@ -118,7 +112,7 @@ class ModelWorker:
         )
 
     def _drafts(self, row: Row, count: int) -> list[int]:
-        """Some right tokens, some wrong ones, and some that are missing."""
+        """Draw some accepted, some rejected and some missing tokens."""
         seed, position = row.sampling.seed, len(row.tokens)
         assert seed is not None
         rng = random.Random(f"{seed} {position}")
@@ -146,7 +140,7 @@ class ModelWorker:
                 self.cells[cell] = GARBAGE if row.lost else identity
 
     def _sample(self, row: Row, drafts: list[int]) -> list[int]:
-        """The accepted drafts, and the token after them."""
+        """Return the accepted drafts, and the token after them."""
         seed = row.sampling.seed
         assert seed is not None
         sampled: list[int] = []
@@ -167,7 +161,7 @@ class ModelWorker:
 
 
 def prompt_of(seed: int) -> tuple[int, ...]:
-    """Prompts from a handful of families, so that prefixes of all lengths are shared."""
+    """Draw prompts from a few families, so that they share prefixes of all lengths."""
     rng = random.Random(seed)
     family = random.Random(rng.randrange(3))
     common = [family.randrange(3, 6) for _ in range(rng.randint(1, 24))]
@@ -184,7 +178,7 @@ def request_of(seed: int, limits: SchedulerLimits) -> GenerateRequest:
         ignore_eos=rng.random() < 0.5,
         stop_token_ids=(STOP_ID,) if rng.random() < 0.3 else (),
         prompt_logprobs=0 if rng.random() < 0.2 else None,
-        logit_bias={0: salt},  # tells the model worker the salt, which does not reach a real one
+        logit_bias={0: salt},  # passes the salt to the model worker; a real one does not get it
     )
     return GenerateRequest(
         request_id=f"request {seed}",
@@ -198,7 +192,7 @@ def request_of(seed: int, limits: SchedulerLimits) -> GenerateRequest:
 def expected_output(
     request: GenerateRequest, limits: SchedulerLimits
 ) -> tuple[list[int], str, int | None]:
-    """Tokens, finish reason and stop reason, from the rules alone."""
+    """Return tokens, finish reason and stop reason, from the rules alone."""
     sampling, position = request.sampling, len(request.prompt_token_ids)
     assert sampling.seed is not None and sampling.max_tokens is not None
     tokens: list[int] = []
@@ -215,7 +209,7 @@ def expected_output(
 
 
 class AnyDraftLength(FixedDraftLength):
-    """Now this, now that number, and often the most; hears of every plan that was not lost."""
+    """Varies the number, often the maximum; receives every plan that was not lost."""
 
     def __init__(self, most: int, seed: int) -> None:
         self._most, self._rng = most, random.Random(seed)
@@ -230,9 +224,7 @@ class AnyDraftLength(FixedDraftLength):
 
 
 class Trace:
-    """One random run: requests arrive, some are aborted, steps and rows go wrong, commits lag by
-    `depth`.
-    """
+    """Run at random: requests arrive, some abort, steps and rows fail, commits lag by `depth`."""
 
     def __init__(self, limits: SchedulerLimits, *, seed: int, depth: int, trouble: bool) -> None:
         self.limits = limits
@@ -244,7 +236,7 @@ class Trace:
         # None: the step was lost
         self.in_flight: deque[tuple[StepPlan, StepResult | None]] = deque()
         self.plans: list[StepPlan] = []
-        self.proposed: dict[int, int] = {}  # by slot, behind the token that was sampled last
+        self.proposed: dict[int, int] = {}  # by slot, after the last sampled token
         self.requests: dict[str, GenerateRequest] = {}
         self.updates: dict[str, list[SequenceUpdate]] = {}
         self.refused = 0
@@ -414,7 +406,7 @@ def any_limits(draw: st.DrawFn) -> SchedulerLimits:
 def test_random_traces(limits: SchedulerLimits, seed: int, depth: int, trouble: bool) -> None:
     first = Trace(limits, seed=seed, depth=depth, trouble=trouble).run(14)
     first.check_outputs()
-    if seed % 8 == 0:  # the same again: a sample, since it says the same of each
+    if seed % 8 == 0:  # the same numbers again, so a sample of runs suffices
         again = Trace(limits, seed=seed, depth=depth, trouble=trouble).run(14)
         assert first.plans == again.plans and first.updates == again.updates
 

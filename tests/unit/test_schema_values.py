@@ -1,4 +1,4 @@
-"""Argument text to JSON by schema: a wrong rule gives an agent "5" for 5, or null for "none"."""
+"""Argument text to JSON by schema, such as "5" or 5, "none" or null."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_references_are_resolved(references: list[str], expected: set[str]) -> N
         ("[1]", ["object", "string"], "[1]"),
         ("5", ["object"], "5"),
         ("9" * 4300, ["integer"], int("9" * 4300)),
-        ("9" * 4301, ["integer"], "9" * 4301),  # beyond what JSON readers take
+        ("9" * 4301, ["integer"], "9" * 4301),  # beyond the limits of JSON readers
         ("-" + "9" * 30 + ".000", ["integer"], -int("9" * 30)),
         ("12345678901234567890.0", ["number"], 12345678901234567890),
         ("2e3", ["integer"], 2000),

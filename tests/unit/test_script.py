@@ -1,5 +1,3 @@
-"""Scripts: matching rules, answers in the template's words, invalid files."""
-
 from __future__ import annotations
 
 from pathlib import Path

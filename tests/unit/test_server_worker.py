@@ -1,4 +1,4 @@
-"""When a further server process begins to serve."""
+"""The start of a further server process."""
 
 from __future__ import annotations
 

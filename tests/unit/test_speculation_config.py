@@ -1,5 +1,3 @@
-"""`--speculative-config`: vLLM's keys, the methods, and refusals."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""A config.json of vLLM's speculators library is read like that of any draft."""
-
 from __future__ import annotations
 
 import json
@@ -32,7 +30,6 @@ def test_it_says_what_the_same_draft_says_otherwise(published: dict[str, Any]) -
 
 
 def test_layers_are_named_by_what_enters_them() -> None:
-    """Also lists that begin with another number, as vLLM reads them."""
     for ids in ([1, 30, 58], [0, 3, 62], [5, 6, 7]):
         config = CONFIG | {"eagle_aux_hidden_state_layer_ids": ids}
         assert read_spec(config).aux_layers == tuple(ids)
@@ -56,7 +53,6 @@ def test_acceptance_by_rank_has_no_effect_and_is_named() -> None:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """Return the config with another value at a dotted path."""
     config = json.loads(json.dumps(CONFIG))
     *folders, name = path.split(".")
     inner = config

@@ -1,5 +1,3 @@
-"""Sizes that an error message offers are accepted."""
-
 from __future__ import annotations
 
 import json
@@ -24,7 +22,6 @@ ODD = replace(M2, expert_width=1400, num_experts=6, experts_per_token=2)
 
 
 def offered(error: ConfigError) -> list[ParallelOptions]:
-    """Return the settings named by the hint."""
     plain, _, whole = (error.hint or "").partition(", or ")
     found = [ParallelOptions(int(size)) for size in re.findall(r"\d+", plain)]
     if "--enable-expert-parallel" in plain:

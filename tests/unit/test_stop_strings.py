@@ -1,4 +1,4 @@
-"""Stop strings of chats end the content only, however the answer is tokenized."""
+"""Stop strings of chats end only the content, for any tokenization."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ def read(
     format: OutputFormat = MINIMAX_M2,
     **options: bool | Thinking,
 ) -> tuple[ParsedOutput, str | None]:
-    """Parse `pieces`; return the output and the stop string."""
     values = {"tools": outputs.TOOLS, "in_reasoning": True, "tag_ids": TAG_IDS, "stop": stop}
     parser = OutputParser(format, **{**values, **options})  # type: ignore[arg-type]
     events: list[ParserEvent] = []
@@ -125,7 +124,6 @@ def test_no_stop_string_spans_a_second_thought(step: int) -> None:
 def answered(
     sizes: list[int], text: str, stop: tuple[str, ...], *, min_tokens: int = 0, tools: bool = False
 ) -> tuple[ParsedOutput, int, int, str | None, int | str | None, int]:
-    """Read a chat's choice whose tokens arrive in groups of `sizes`."""
     chat_format = ChatFormat.of_model("minimax_m2", tokenizer=TOKENIZER)
     rules = ReadingRules(tools=outputs.TOOLS if tools else None, may_call=tools, stop=stop)
     reader = ChoiceReader(chat_format, prompt=ChatPrompt("", [1], "open"), rules=rules)

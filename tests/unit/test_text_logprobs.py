@@ -1,5 +1,3 @@
-"""Logprobs of plain completions in which several tokens have the same text."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""The tokenizer over real tokenizer files, trained here: round trips, control tokens, and refusal
-of broken folders.
-"""
+"""The tokenizer on real files, trained here: round trips, control tokens, broken folders."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Lone surrogates in texts and in JSON escapes."""
-
 from __future__ import annotations
 
 import json
@@ -49,4 +47,4 @@ def test_large_bodies_take_linear_time(unit: bytes) -> None:
         body = b'"' + unit * num + rb'\ude00"'
         return cpu_seconds(lambda: valid_escapes(body))
 
-    assert is_linear(seconds, 320_000)  # of which most has several pieces
+    assert is_linear(seconds, 320_000)  # most have several pieces

@@ -1,4 +1,4 @@
-"""A small byte-level BPE with MiniMax's special tokens, trained on the spot."""
+"""A small byte-level BPE with MiniMax's special tokens, trained here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ _CORPUS = [
 
 @functools.cache
 def definition_text() -> str:
-    """Text of a tokenizer.json."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -39,7 +38,6 @@ def definition_text() -> str:
 
 
 def config_text() -> str:
-    """Text of the tokenizer_config.json beside it."""
     return json.dumps({"bos_token": "]~!b[", "eos_token": {"content": "[e~["}})
 
 

@@ -1,4 +1,4 @@
-"""Plausible values for the types of requests in the packages of OpenAI and Anthropic."""
+"""Plausible values for the request types of the OpenAI and Anthropic packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, Union
 import typing_extensions as extensions
 
 _WRAPPERS = (extensions.Required, extensions.NotRequired, typing.Annotated)
-# where any text would not do
+# for fields that do not accept any text
 _NAMED: dict[str, Any] = {
     "id": "item_1",
     "call_id": "call_1",
@@ -26,17 +26,17 @@ _SCALARS: dict[Any, list[Any]] = {str: ["text"], int: [3], float: [0.5], bool: [
 
 
 def is_object(hint: Any) -> bool:
-    """Whether a type is one of JSON objects with fields."""
+    """Return whether a type is a JSON object with fields."""
     return isinstance(hint, type) and extensions.is_typeddict(hint)
 
 
 def hints_of(kind: Any) -> dict[str, Any]:
-    """The types of an object's fields."""
+    """Return the types of an object's fields."""
     return extensions.get_type_hints(kind, include_extras=True)
 
 
 def objects_in(hint: Any) -> list[Any]:
-    """The types of objects that a union, or a list of one, consists of."""
+    """Return the object types of a union, or of a list of one."""
     if is_object(hint):
         return [hint]
     found = [kind for part in typing.get_args(hint) for kind in objects_in(part)]
@@ -44,7 +44,7 @@ def objects_in(hint: Any) -> list[Any]:
 
 
 def values_of(hint: Any, *, depth: int = 0) -> list[Any]:
-    """A value for each alternative of a type."""
+    """Return a value for each alternative of a type."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in _WRAPPERS:
         return values_of(parts[0], depth=depth)
@@ -62,7 +62,7 @@ def values_of(hint: Any, *, depth: int = 0) -> list[Any]:
 
 
 def smallest(kind: Any, *, depth: int = 0) -> dict[str, Any]:
-    """An object with the required fields alone."""
+    """Return an object with only the required fields."""
     return {
         name: _value(name, hint, depth=depth)
         for name, hint in hints_of(kind).items()
@@ -71,7 +71,7 @@ def smallest(kind: Any, *, depth: int = 0) -> dict[str, Any]:
 
 
 def variants(kind: Any) -> Iterator[dict[str, Any]]:
-    """The smallest object, and it with each other field alone, once for each alternative."""
+    """Yield the smallest object, then it with each other field, once per alternative."""
     least = smallest(kind)
     yield least
     for name, hint in hints_of(kind).items():
