@@ -1,5 +1,3 @@
-"""Requests of MiniMax's acceptance suite, and helpers for their answers."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""`negamax bench serve` as the tests run it."""
-
 from __future__ import annotations
 
 import gc

@@ -1,4 +1,4 @@
-"""A headless Chromium, controlled through its DevTools protocol over a pipe, without a driver."""
+"""A headless Chromium, controlled through its DevTools protocol over a pipe."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 WAIT_SECONDS = 120.0
-# The middle of an element. Until `aim` ends, a press that misses the element because it has moved
-# does nothing.
+# The middle of an element. Until `aim` ends, a press that misses the moved element does nothing.
 AIM = """(() => {
     const element = document.querySelector(selector);
     element?.scrollIntoView({ block: 'nearest' });
@@ -40,7 +39,7 @@ AIM = """(() => {
 
 
 class PageError(AssertionError):
-    """A test's script raised an error in the page, or a condition did not become true."""
+    """A script failed in the page, or a condition did not become true."""
 
 
 class Browser:
@@ -62,7 +61,6 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Run a command and return its result."""
         self._last_id += 1
         message = {"id": self._last_id, "method": method, "params": params}
         if self._session:
@@ -106,9 +104,7 @@ class Browser:
                 self.requests.append(params["request"])
 
     def run(self, script: str, **values: Any) -> Any:
-        """Return the value of `script`, the body of an async function with `values` as its
-        variables.
-        """
+        """Return the value of `script`, the body of an async function with variables `values`."""
         names = ", ".join(values)
         given = ", ".join(json.dumps(value) for value in values.values())
         expression = f"(async ({names}) => {{ {script} }})({given})"
@@ -149,7 +145,6 @@ class Browser:
         )
 
     def text(self, selector: str) -> str:
-        """Return the visible text of the first such element, without empty lines."""
         shown = str(
             self.run("return document.querySelector(selector)?.innerText ?? ''", selector=selector)
         )
@@ -167,18 +162,15 @@ class Browser:
         raise PageError(f"something else is in front of {selector}")
 
     def mouse(self, kind: str, place: dict[str, float]) -> None:
-        """Press or release the left button."""
         self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
     def write(self, selector: str, text: str) -> None:
-        """Replace the text of a field."""
         self.run(
             "const e = document.querySelector(selector); e.focus(); e.select?.()", selector=selector
         )
         self.call("Input.insertText", text=text) if text else self.press("Delete")
 
     def press(self, key: str, *, shift: bool = False) -> None:
-        """Press a key at the current focus."""
         codes = {"Enter": 13, "Escape": 27, "Tab": 9, "Delete": 46}
         text = {"text": "\r"} if key == "Enter" else {}
         common = {
@@ -191,7 +183,6 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def look(self, *, width: int, height: int, scheme: str = "light") -> None:
-        """Set the size of the window and the preferred colour scheme."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -205,7 +196,6 @@ class Browser:
         )
 
     def screenshot(self, path: Path) -> None:
-        """Return a screenshot as PNG."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
 
@@ -233,7 +223,7 @@ def browsing(folder: Path) -> Iterator[Browser]:
         command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        # Python's descriptors close on exec by themselves; the two that are moved do not
+        # Python's descriptors close on exec; the two moved ones do not
         close_fds=False,
         preexec_fn=_as_three_and_four(child_in, child_out),
     )
@@ -250,7 +240,7 @@ def browsing(folder: Path) -> Iterator[Browser]:
 
 
 def _as_three_and_four(read_fd: int, write_fd: int) -> Callable[[], None]:
-    """Chromium reads commands from descriptor 3 and answers on 4."""
+    """Give Chromium descriptor 3 for commands and 4 for answers."""
 
     def move() -> None:
         # neither may be 3 or 4 when the other is moved there

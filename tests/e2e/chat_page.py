@@ -1,5 +1,3 @@
-"""Actions on the chat page in a browser: open, ask, and read what was sent and shown."""
-
 from __future__ import annotations
 
 import json
@@ -19,8 +17,7 @@ def begin(page: Browser, url: str, model: str) -> None:
     page.click("#settings-toggle")
 
 
-# The page's database requests are done before this one; the second time, so are the reads that
-# follow.
+# The page's database requests end before this one; the second time, so do the reads after them.
 SETTLED = """
     if (!window.indexedDB) return;
     for (let time = 0; time < 2; time += 1) {
@@ -48,7 +45,6 @@ def ask(page: Browser, text: str) -> None:
 
 
 def figures(page: Browser) -> dict[str, str]:
-    """Return the figures of the last answer."""
     pairs = page.run(
         "return [...[...document.querySelectorAll('.figures')].at(-1).children].map((e) => "
         "e.innerText.split('\\n'))"
@@ -57,7 +53,6 @@ def figures(page: Browser) -> dict[str, str]:
 
 
 def sent(page: Browser) -> dict[str, Any]:
-    """Return the body of the last chat request."""
     bodies = [
         request["postData"]
         for request in page.requests

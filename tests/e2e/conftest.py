@@ -1,5 +1,3 @@
-"""Real server processes, one of them shared by the whole run, and clients for them."""
-
 from __future__ import annotations
 
 import contextlib
@@ -32,8 +30,8 @@ OF_ALL_FAMILIES = (
     "test_api_generate", "test_api_messages", "test_api_responses", "test_api_responses_items",
     "test_api_stop_strings",
 )  # fmt: skip
-# Their tags, blocks of 16 tokens, context length and images are those of nano;
-# `test_nano_m3_server.py` has their counterparts.
+# Tags, blocks of 16 tokens, context length and images are nano's; `test_nano_m3_server.py` has
+# their counterparts.
 OF_NANO = {
     "test_04_prompt_of_disabled_thinking_keeps_the_prefix",
     "test_10_04_a_conversation_that_grows_finds_its_prefix_in_the_cache",
@@ -86,7 +84,6 @@ class Server:
         return sum(values)
 
     def by_rank(self, name: str) -> dict[str, float]:
-        """Return the values of a metric by data-parallel rank or replica."""
         with self.http() as client:
             text = client.get("/metrics").text
         lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
@@ -98,7 +95,6 @@ class Server:
 
     @property
     def num_aborted(self) -> int:
-        """Choices aborted so far."""
         return int(self.gauge("sglang:num_aborted_requests_total"))
 
     def engine_pid(self) -> int:
@@ -106,11 +102,9 @@ class Server:
         return pid
 
     def engine_pids(self) -> list[int]:
-        """Return the engine processes in the order of their start."""
         return self._children("negamax.engine.core.process", HELD)
 
     def member_pids(self) -> list[int]:
-        """Return the server processes beside the first."""
         return self._children("negamax.api.server_worker")
 
     def _children(self, *modules: str) -> list[int]:
@@ -170,9 +164,7 @@ def serving(*options: str, log_file: Path, **started: Any) -> Iterator[Server]:
 def talking(
     folder: Path, *, tokens_per_second: float, context_length: int = 196_608
 ) -> tuple[str, ...]:
-    """Return options of a server whose engine replays one long text for every request, at little
-    cost.
-    """
+    """Return options of a server that cheaply replays one long text for every request."""
     script = folder / "talk.toml"
     text = "The lighthouse keeper counts the ships that pass. " * 1000
     script.write_text(
@@ -185,7 +177,7 @@ def talking(
 
 def _ready_url(output: IO[str] | None, log_file: Path) -> str:
     assert output is not None
-    # the first line says that the server is ready; the end of the output, that it never will be
+    # the first line reports a ready server; the end of the output, a failed start
     line = output.readline()
     match = _READY.search(line)
     assert match, f"the server did not start: {line!r}\n{log_file.read_text(encoding='utf-8')}"
@@ -193,7 +185,6 @@ def _ready_url(output: IO[str] | None, log_file: Path) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run the tests of answers on a model of each family."""
     if "server" not in metafunc.fixturenames or metafunc.function.__name__ in OF_NANO:
         return
     if metafunc.module.__name__.endswith(OF_ALL_FAMILIES):
@@ -213,7 +204,7 @@ def server(
     options = ("--served-model-name", MODEL)
     with serving(*options, model=model, log_file=log_file) as running:
         yield running
-        # no test may make the shared server fail inside
+        # no test may cause an internal error of the shared server
         assert "Traceback" not in running.log
 
 
@@ -242,7 +233,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Browser:
-    """Return the browser with a window of common size and nothing recorded."""
     browser.open("about:blank")
     browser.look(width=1360, height=860)
     browser.problems.clear()
@@ -252,7 +242,6 @@ def page(browser: Browser) -> Browser:
 
 @pytest.fixture
 def script(page: Browser) -> Iterator[Script]:
-    """Run a scripted server whose page is open."""
     with scripted() as (url, script):
         begin(page, url, NAME)
         yield script
@@ -261,7 +250,6 @@ def script(page: Browser) -> Iterator[Script]:
 
 @pytest.fixture
 def nano(page: Browser, server: Server) -> Browser:
-    """Open the page of the real server."""
     begin(page, server.url, MODEL)
     page.write("[name=temperature]", "0")
     return page

@@ -36,10 +36,10 @@ class ShoutRequest(SampledRequest):
 
 
 class ShoutAnswer(Struct, frozen=True):
-    text: str  # the continuation, or in a stream what is new of it
+    text: str  # the continuation, or in a stream its new part
 
 
-# routes.py: read the request, start it, and write what the engine generates.
+# routes.py: read and start the request, and write the engine's output.
 
 
 def make_shout_router(context: ApiContext) -> APIRouter:

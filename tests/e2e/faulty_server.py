@@ -1,4 +1,4 @@
-"""A small server that answers wrongly on purpose, in its own thread."""
+"""A small server that answers incorrectly, in its own thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encodi
 
 @dataclass
 class FaultyServer:
-    """Where it listens and which requests it got. Single writer: its thread."""
+    """Its address and the received requests. Single writer: its thread."""
 
     port: int = 0
     connections: int = 0
@@ -75,20 +75,17 @@ def faulty_server(fault: Fault) -> Iterator[FaultyServer]:
 
 
 def whole(status: int, answer: object, *, headers: str = "") -> bytes:
-    """Return a response that is not streamed."""
     body = json.dumps(answer).encode()
     return f"HTTP/1.1 {status} Word\r\n{headers}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 def chunk(payload: object) -> bytes:
-    """Return an event as an HTTP chunk."""
     text = payload if isinstance(payload, str) else json.dumps(payload)
     data = f"data: {text}\n\n".encode()
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
 def text_chunk(text: str, finish_reason: str | None = None) -> bytes:
-    """Return a chunk of a plain completion."""
     return chunk({"choices": [{"index": 0, "text": text, "finish_reason": finish_reason}]})
 
 

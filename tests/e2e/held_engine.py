@@ -1,6 +1,4 @@
-"""An engine that starts once the file HELD_ENGINE is gone, so that a test can examine a server that
-waits. Run with `tests.e2e.stub_serve`.
-"""
+"""An engine for `tests.e2e.stub_serve` that starts once the file HELD_ENGINE is gone."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from pathlib import Path
 from negamax.engine.core.process import main
 
 if __name__ == "__main__":
-    deadline = time.monotonic() + 300  # its test may have been killed
+    deadline = time.monotonic() + 300  # limit, in case its test was killed
     while Path(os.environ["HELD_ENGINE"]).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     sys.exit(main(sys.argv[1]))

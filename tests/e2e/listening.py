@@ -1,5 +1,3 @@
-"""The TCP sockets on which the processes of a server listen."""
-
 from __future__ import annotations
 
 import contextlib
@@ -21,8 +19,8 @@ def family_of(pid: int) -> list[int]:
 
 
 def strangers_doors(server: Server) -> tuple[set[str], set[str]]:
-    """Return the addresses on which processes of `server` listen beside the configured one: those
-    reachable from other machines, and loopback ones.
+    """Return the public and loopback addresses on which `server` listens, except the configured
+    one.
     """
     configured = server.url.removeprefix("http://")
     addresses = {
@@ -37,7 +35,6 @@ def strangers_doors(server: Server) -> tuple[set[str], set[str]]:
 
 
 def _listening(pid: int) -> set[str]:
-    """Return the addresses on which one process listens, of all families."""
     found = set[str]()
     inodes = _sockets(pid)
     for name in ("tcp", "tcp6"):
@@ -49,7 +46,6 @@ def _listening(pid: int) -> set[str]:
 
 
 def _sockets(pid: int) -> set[str]:
-    """Return the inodes of a process's sockets."""
     targets = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # it is closed
@@ -62,9 +58,7 @@ def _sockets(pid: int) -> set[str]:
 
 
 def _address(text: str) -> str:
-    """Return host:port from the kernel's notation: 32-bit words in the machine's byte order, and
-    the port.
-    """
+    """Return host:port from the kernel's notation: 32-bit words in native byte order, and port."""
     words, _, port = text.partition(":")
     packed = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
     return f"{ipaddress.ip_address(packed)}:{int(port, 16)}"

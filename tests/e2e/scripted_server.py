@@ -1,4 +1,4 @@
-"""A server with the real chat page and answers of a test: hostile text, errors, pauses."""
+"""A server with the real chat page and scripted answers: hostile text, errors, pauses."""
 
 from __future__ import annotations
 
@@ -43,8 +43,6 @@ INFO = {
 
 @dataclass
 class Script:
-    """The server's behaviour. Single writer: the test."""
-
     # deltas, error events, seconds to wait, and events to wait for
     steps: list[Any] = field(default_factory=list)
     # status, error and headers instead of a stream

@@ -1,6 +1,4 @@
-"""`negamax serve` with the stub engine, which needs no model, or the engine module in
-ENGINE_MODULE.
-"""
+"""`negamax serve` with the stub engine, or with the engine module in ENGINE_MODULE."""
 
 from __future__ import annotations
 

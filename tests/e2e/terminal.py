@@ -1,5 +1,3 @@
-"""A terminal for a command under test: a pseudo terminal with a screen of its own size."""
-
 from __future__ import annotations
 
 import contextlib
@@ -19,24 +17,23 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07|\x1b[=>]")
 
 
 class Terminal:
-    """Types into a command and reads what it shows. Single user: one test."""
+    """Types into a command and reads its output. Single user: one test."""
 
     def __init__(self, process: subprocess.Popen[bytes], controller: int) -> None:
         self.process = process
         self._controller = controller
-        self.raw = ""  # everything shown so far, with its escape sequences
+        self.raw = ""  # all output so far, with its escape sequences
 
     @property
     def text(self) -> str:
-        """Everything shown so far, as plain text."""
+        """Return all output so far, as plain text."""
         return _ESCAPES.sub("", self.raw).replace("\r", "")
 
     def type(self, text: str) -> None:
-        """Press keys."""
         os.write(self._controller, text.encode())
 
     def wait_for(self, words: str, *, seconds: float = 120.0, count: int = 1) -> str:
-        """Read until `words` were shown `count` times; everything shown so far."""
+        """Read until `words` were shown `count` times; return all output so far."""
         deadline = time.monotonic() + seconds
         while self.text.count(words) < count:
             left = deadline - time.monotonic()
@@ -45,8 +42,10 @@ class Terminal:
         return self.text
 
     def interrupt(self, words: str) -> None:
-        """Press Ctrl-C, and read until `words` are shown; press again where that came in the moment
-        before the command began to wait, in which Python does not notice it."""
+        """Press Ctrl-C until `words` are shown.
+
+        Python loses a Ctrl-C that comes just before the command begins to wait.
+        """
         for _ in range(10):
             self.type("\x03")
             deadline = time.monotonic() + 10.0
@@ -56,14 +55,14 @@ class Terminal:
         raise AssertionError(f"{words!r} was not shown:\n{self.text}")
 
     def wait_for_prompt(self, *, seconds: float = 120.0) -> None:
-        """Read until the command waits for a line: what is typed before goes another way."""
+        """Read until the command waits for a line: earlier input is handled differently."""
         deadline = time.monotonic() + seconds
         while not self.text.endswith("> "):
             left = deadline - time.monotonic()
             assert left > 0 and self._read(left), f"there is no prompt:\n{self.text}"
 
     def end(self, *, seconds: float = 120.0) -> int:
-        """The exit code, once the command has ended."""
+        """Wait for the command to end; return its exit code."""
         deadline = time.monotonic() + seconds
         while self._read(max(0.0, deadline - time.monotonic())):
             pass
@@ -85,7 +84,7 @@ class Terminal:
 def in_terminal(
     *arguments: str, env: dict[str, str] | None = None, rows: int = 40, columns: int = 100
 ) -> Iterator[Terminal]:
-    """`negamax` with `arguments` in a terminal of its own, until the block ends."""
+    """Run `negamax` with `arguments` in its own terminal, until the block ends."""
     controller, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     process = subprocess.Popen(

@@ -1,6 +1,4 @@
-"""MiniMax's acceptance suite for text, by the ids of its checks, without those of a model's
-quality.
-"""
+"""MiniMax's acceptance suite for text, by check ids, except checks of a model's quality."""
 
 from __future__ import annotations
 
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def data_chunks(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    """Return the chunks of a stream as they were sent."""
     response = http.post(CHAT, json={**SHORT, "messages": QUESTION, "stream": True, **fields})
     assert response.status_code == 200, response.text
     events = response.text.split("\n\n")
@@ -63,7 +60,6 @@ def test_04_other_modes_think(http: httpx.Client, mode: str) -> None:
 
 
 def exactly(text: str, **more: Any) -> dict[str, Any]:
-    """Return a request whose content can only be `text`."""
     return {"structured_outputs": {"choice": [text]}, "max_tokens": 200, **more}
 
 
@@ -74,7 +70,7 @@ def exactly(text: str, **more: Any) -> dict[str, Any]:
 def test_02_07_12_07_16_15_content_arrives_whole(
     http: httpx.Client, text: str, thinking: str
 ) -> None:
-    """Emoji, brackets that begin a marker, and line breaks at the end."""
+    """Cover emoji, brackets that begin a marker, and line breaks at the end."""
     request = exactly(text, thinking={"type": thinking})
     assert answered(http, **request)["choices"][0]["message"]["content"] == text
     deltas = [chunk["choices"][0]["delta"] for chunk in data_chunks(http, **request)]

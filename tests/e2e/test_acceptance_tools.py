@@ -1,4 +1,4 @@
-"""MiniMax's acceptance suite for text, by the ids of its checks: tools, calls and their results."""
+"""MiniMax's acceptance suite for text, by check ids: tools, calls and their results."""
 
 from __future__ import annotations
 

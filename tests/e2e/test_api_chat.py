@@ -155,7 +155,6 @@ def test_tool_choice_none_gives_no_calls(client: openai.OpenAI) -> None:
 def test_the_model_is_shown_all_tools_and_calls_only_allowed_ones(
     client: openai.OpenAI, mode: str
 ) -> None:
-    """The prompt stays the same, so that its prefix stays cached."""
     clock = {
         "type": "function",
         "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
@@ -184,7 +183,7 @@ def test_the_model_is_shown_all_tools_and_calls_only_allowed_ones(
 def test_an_invoke_without_its_block_is_text_where_its_tool_is_not_allowed(
     http: httpx.Client,
 ) -> None:
-    """A form makes the model write one here."""
+    """A schema makes the model write one here."""
     clock = {"type": "function", "function": {"name": "get_time"}}
     opener = http.post("/tokenize", json={"prompt": "<minimax:tool_call>"}).json()["tokens"]
     invoke = '<invoke name="get_weather">\n</invoke>'
@@ -446,7 +445,7 @@ def test_server_options_set_parser_template_defaults_and_stream_interval(
         num_full = len("".join(joined_texts)) / 200  # fragments have at most 200 characters
         # the first and the last are not joined
         assert len([text for text in joined_texts if text]) <= num_full + 3
-        # retry: a busy server joins what arrives meanwhile
+        # retry: a busy server joins fragments that arrive together
         assert any(len(events(stream_interval=1)) > 20 for _ in range(10))
 
 

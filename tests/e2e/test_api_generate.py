@@ -172,7 +172,7 @@ def test_requests_are_aborted_by_id_or_all(http: httpx.Client, server: Server) -
 def test_aborted_answers_of_other_routes_end_in_an_error(
     http: httpx.Client, path: str, fields: dict[str, Any]
 ) -> None:
-    """Their APIs have no such finish reason; a client must not take the beginning for the whole."""
+    """Their APIs have no such finish reason; clients must not take the beginning for the whole."""
     events: list[dict[str, Any]] = []
     body = {"model": MODEL, "ignore_eos": True, "stream": True, **fields}
     with http.stream("POST", path, json=body) as response:

@@ -1,6 +1,4 @@
-"""Content that a history may have on every route. A refusal would end the session, which sends it
-again and again.
-"""
+"""Content that every route must accept in a history, since agents resend it."""
 
 from __future__ import annotations
 

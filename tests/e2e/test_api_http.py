@@ -1,5 +1,3 @@
-"""HTTP of clients without an SDK: HEAD, compressed bodies, HTTP/1.0."""
-
 from __future__ import annotations
 
 import gzip

@@ -1,5 +1,3 @@
-"""Start, keys, overload, draining and stop, each on its own server."""
-
 from __future__ import annotations
 
 import json
@@ -121,7 +119,7 @@ def test_draining_finishes_open_requests_and_refuses_new_ones(
 def test_draining_waits_for_a_response_in_the_background_and_for_its_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No connection keeps the server while it runs; its client polls."""
+    """Its client polls: no connection keeps the server running."""
     body = {"input": "Hello", "background": True, "ignore_eos": True, "max_output_tokens": 1000}
     monkeypatch.setenv("STUB_HOLD", str(hold := tmp_path / "hold"))
     hold.touch()
@@ -166,7 +164,6 @@ def test_drain_timeout_aborts_open_requests(
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process and its descendants."""
     ticks = 0
     for member in family_of(pid):
         fields = Path(f"/proc/{member}/stat").read_text().rsplit(")", 1)[1].split()
@@ -234,7 +231,6 @@ def test_invalid_start_prints_one_line_and_exits_with_2(
 
 
 def damaged(folder: Path, damage: str) -> Path:
-    """Copy the embedded checkpoint with one defect."""
     copy = Path(shutil.copytree(EMBEDDED["nano"], folder / "copy"))
     shard = copy / "model-00001-of-00002.safetensors"
     if damage == "truncated":
@@ -268,7 +264,7 @@ def test_generate_refuses_a_damaged_checkpoint(
     ("damage", "words", "ranks"),
     [
         ("truncated", "truncated or damaged", "1"),
-        ("misshaped", "config.json asks for", "2"),  # found last, by the ranks
+        ("misshaped", "config.json asks for", "2"),  # detected last, by the ranks
     ],
 )
 def test_serve_refuses_a_damaged_checkpoint_in_one_line(

@@ -1,4 +1,4 @@
-"""Limits on what one client may cost the others: queue, deadlines, slow readers, sizes."""
+"""Limits on the costs of one client for others: queue, deadlines, slow readers, sizes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def all_is_over_afterwards(small: Server) -> Iterator[None]:
-    """Check that no test leaves a sequence, a block or an open request behind."""
     yield
     assert eventually(
         lambda: small.gauge(RUNNING) == 0 and small.gauge("vllm:num_requests_waiting") == 0
@@ -61,9 +60,7 @@ def post_bytes(body: dict[str, Any], path: str = CHAT) -> bytes:
 
 
 def open_stream(server: Server, body: dict[str, Any]) -> socket.socket:
-    """Open a stream and read its first bytes. Its events are few, so that unread ones fill the
-    buffers slowly.
-    """
+    """Open a stream of few events and read its first bytes; unread ones fill the buffers slowly."""
     connection = socket.create_connection(address(server))
     connection.sendall(post_bytes(body | {"stream": True, "stream_interval": 500}))
     assert connection.recv(100).startswith(b"HTTP/1.1 200")
@@ -101,7 +98,6 @@ def test_queue_is_limited_by_requests_and_by_tokens(small: Server) -> None:
 
 
 def test_choices_that_cannot_share_their_prompt_count_it_once_each(small: Server) -> None:
-    """With `prompt_logprobs` the prefix cache is not used."""
     connections = [open_stream(small, LONG) for _ in range(2)]
     body = {"prompt": "word " * 100, "n": 2, "max_tokens": 1}
     try:
@@ -235,9 +231,7 @@ def test_client_that_does_not_read_is_disconnected(small: Server) -> None:
 
 
 def exchange(server: Server, sent: bytes) -> bytes:
-    """Return everything the server sends until it closes, which it may do while `sent` is being
-    sent.
-    """
+    """Return everything that the server sends until it closes, even while `sent` is being sent."""
     parts = []
     with socket.create_connection(address(server)) as connection:
         connection.settimeout(120)
@@ -252,7 +246,6 @@ def exchange(server: Server, sent: bytes) -> bytes:
 
 @contextlib.contextmanager
 def unless_it_has_hung_up() -> Iterator[None]:
-    """Leave the block when the server has closed the connection."""
     try:
         yield
     except OSError as error:
@@ -330,9 +323,7 @@ def test_body_and_message_count_have_limits(small: Server) -> None:
 
 
 def test_bodies_that_never_end_do_not_fill_the_memory(small: Server) -> None:
-    """Eight bodies of the largest size may be open at a time; the ninth client is refused, and
-    later none.
-    """
+    """Eight bodies of the largest size may be open at a time; the ninth client is refused once."""
     head = (
         b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
         b"application/json\r\ncontent-length: 102400\r\n\r\n"
@@ -353,7 +344,6 @@ def test_bodies_that_never_end_do_not_fill_the_memory(small: Server) -> None:
 
 
 def test_many_hanging_clients_leave_the_others_alone(small: Server) -> None:
-    """Hundreds of half heads, half bodies and idle connections cost nothing."""
     halves = (b"POST /v1/chat", post_bytes(LONG)[:170], b"")
     connections = []
     for number in range(300):

@@ -1,5 +1,3 @@
-"""/v1/messages through the anthropic client, and a session like Claude Code's."""
-
 from __future__ import annotations
 
 import json
@@ -35,7 +33,6 @@ def claude(server: Server) -> Iterator[anthropic.Anthropic]:
 
 
 def asked(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """Return a whole answer as it was sent."""
     response = http.post(
         "/v1/messages",
         json={"model": MODEL, "max_tokens": 300, "messages": QUESTION, **GREEDY, **fields},
@@ -46,7 +43,6 @@ def asked(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    """Return the events of a stream and check their names."""
     assert response.headers["content-type"].startswith("text/event-stream")
     events = []
     for block in response.text.strip().split("\n\n"):
@@ -107,7 +103,7 @@ def told(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def comparable(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer without what differs between runs."""
+    """Return an answer without the fields that differ between runs."""
     content = [
         {key: value for key, value in block.items() if key != "id"} for block in answer["content"]
     ]
@@ -121,7 +117,6 @@ def comparable(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_of(response: httpx.Response, status: int, kind: str) -> str:
-    """Check an error in Anthropic's shape and return its message."""
     assert response.status_code == status, response.text
     body = response.json()
     assert set(body) == {"type", "error", "request_id"}
@@ -438,9 +433,7 @@ def test_models_are_listed_for_both_kinds_of_clients(
 
 
 def agent_request(history: list[dict[str, Any]], *, number: int) -> dict[str, Any]:
-    """Return a request like Claude Code's: system blocks with a changing line, many tools, cache
-    marks.
-    """
+    """Return a request like Claude Code's: a changing system line, many tools, cache marks."""
     cached = {"cache_control": {"type": "ephemeral"}}
     object_of = {
         "type": "object",
@@ -486,9 +479,7 @@ def agent_request(history: list[dict[str, Any]], *, number: int) -> dict[str, An
 
 
 def test_session_of_a_coding_agent_keeps_its_prefix_and_never_breaks(http: httpx.Client) -> None:
-    """Run many turns of calls with results of every shape, reminders and a note: each prompt begins
-    with the one before.
-    """
+    """Each turn's prompt begins with the previous one, for calls, results, reminders and notes."""
     reminder = {
         "type": "text",
         "text": "<system-reminder>\nThe todo list is empty.\n</system-reminder>",

@@ -1,5 +1,3 @@
-"""Metrics for the dashboards of vLLM and SGLang: their names and their values."""
-
 from __future__ import annotations
 
 import json
@@ -61,7 +59,6 @@ SGLANG = (
 
 
 def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Return labels and values by sample name, as a scraper reads them."""
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -95,12 +92,11 @@ def test_all_metrics_of_the_dashboards_exist(http: httpx.Client, client: openai.
 
 
 def test_counts_and_times_of_one_request_add_up(http: httpx.Client, server: Server) -> None:
-    """Retry: what a busy machine does between two clock readings is in only one of the times."""
+    """Retry: a delay between two clock readings affects only one of the times."""
     assert any(times_add_up(http) for _ in range(10))
 
 
 def times_add_up(http: httpx.Client) -> bool:
-    """Return whether the times of one request add up, and check its counts."""
     body: dict[str, Any] = {
         "prompt": "Hello",
         "max_tokens": 300,

@@ -22,7 +22,6 @@ PATH = "/v1/responses"
 
 
 def asked(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """Return a whole response as it was sent."""
     answer = http.post(
         PATH,
         json={"model": MODEL, "input": ASK, "temperature": 0, "max_output_tokens": 300, **fields},
@@ -33,7 +32,6 @@ def asked(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream; check their numbers and names."""
     body = {
         "model": MODEL,
         "input": ASK,
@@ -463,9 +461,7 @@ def test_bad_request_names_its_field(
 
 
 def test_session_of_codex_replays_its_items(http: httpx.Client) -> None:
-    """The server stores nothing and every item is sent again, reasoning only encrypted: each prompt
-    begins with the one before.
-    """
+    """Each prompt begins with the previous one, though nothing is stored and items are resent."""
     shell = {
         "type": "function",
         "name": "shell",

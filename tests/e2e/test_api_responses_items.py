@@ -1,5 +1,3 @@
-"""Items of /v1/responses through an openai client that refuses answers of other types."""
-
 from __future__ import annotations
 
 import json

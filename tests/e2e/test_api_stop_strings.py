@@ -20,7 +20,6 @@ GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def whole(server: Any) -> tuple[str, str]:
-    """Return thinking and content of the answer without stop strings."""
     with server.openai() as client:
         message = client.chat.completions.create(messages=QUESTION, **GREEDY).choices[0].message
     return message.model_extra["reasoning"], message.content

@@ -1,5 +1,3 @@
-"""`negamax bench serve` against a real server."""
-
 from __future__ import annotations
 
 import json
@@ -73,7 +71,7 @@ def test_tokens_without_visible_text_are_timed_when_they_arrive(
     first_byte = Tokenizer.from_folder(EMBEDDED["nano"]).encode("\U0001f600")[0]
     only = json.dumps({"allowed_token_ids": [first_byte]})
     options = ("--backend", backend, "--num-prompts", "2", "--input-len", "40", "--ignore-eos")
-    for _ in range(10):  # on a machine that stands still all may arrive together
+    for _ in range(10):  # on a stalled machine all may arrive together
         found = bench(server.url, *options, "--output-len", "60", "--extra-body", only)
         assert bench.code == 0, bench.err
         if arrive_apart := all(5 <= len(gaps) < 60 for gaps in found["itls"]):
@@ -144,7 +142,7 @@ def test_chat_texts_have_about_the_length_asked_for(server: Server, bench: Bench
         "6",
         "--ignore-eos",
     )
-    for _ in range(5):  # where others want the cores all tokens of an answer may come at once
+    for _ in range(5):  # on a busy machine all tokens of an answer may come at once
         found = bench(server.url, *options, "--itl-rule", "token", "--request-rate", "20")
         assert bench.code == 0, bench.err
         assert found["input_lens"] == [pytest.approx(200, rel=0.1)] * 3

@@ -97,7 +97,7 @@ def test_without_usage_chunks_are_counted_and_that_is_said(bench: Bench) -> None
 def test_connections_are_kept_and_a_stale_one_is_replaced_without_a_failure(bench: Bench) -> None:
     async def fault(writer: asyncio.StreamWriter, number: int) -> None:
         if number == 2:
-            writer.close()  # just as the kept connection is used again
+            writer.close()  # when the kept connection is used again
         else:
             writer.write(good_stream())
 
@@ -142,7 +142,7 @@ def test_silence_ends_with_the_request_timeout(bench: Bench) -> None:
 
     with faulty_server(fault) as server:
         found = bench(f"http://127.0.0.1:{server.port}", *SMALL, "--request-timeout", "1.5")
-    # on a machine that stands still the others may be as late
+    # on a stalled machine the others may be as late
     assert set(found["failures"]) == {"no end within 1.5 s"}
 
 
@@ -167,7 +167,7 @@ def test_times_are_those_of_the_arrivals(bench: Bench) -> None:
 
     with faulty_server(fault) as server:
         url, options = f"http://127.0.0.1:{server.port}", (*SMALL, "--max-concurrency", "4")
-        # once at least: what arrives while the machine stands still arrives together
+        # at least once: on a stalled machine several pieces arrive together
         assert any(are_those_of_the_arrivals(bench(url, *options)) for _ in range(10))
 
 
@@ -222,8 +222,7 @@ def test_interrupt_shows_what_was_measured() -> None:
             while len(server.bodies) < 3 and time.monotonic() < deadline:
                 time.sleep(0.05)
             while process.poll() is None:
-                # again where it came in the moment before the command began to wait, in which
-                # Python does not notice it
+                # again: Python loses a Ctrl-C that comes just before the command begins to wait
                 os.kill(process.pid, signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(20)

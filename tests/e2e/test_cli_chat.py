@@ -1,5 +1,3 @@
-"""`negamax chat` in a terminal and through pipes, with a server and with an engine."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The `negamax` command: help, versions, refusals in one line, generate and chat through pipes."""
-
 from __future__ import annotations
 
 import json
@@ -79,7 +77,6 @@ def test_refusals_are_one_line_with_value_and_remedy(capsys: pytest.CaptureFixtu
 
 
 def test_generate_answers_a_prompt() -> None:
-    """The line of the README."""
     question = ("--prompt", "What is 47 + 38?", "--temperature", "0")
     done = finished("negamax", "generate", MODEL, *question, *FAST)
     assert done.returncode == 0, done.stderr
@@ -138,7 +135,7 @@ def test_server_process_starts_quickly_and_without_torch() -> None:
     for _ in range(2):
         started = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code], check=True)
-        # CPU time, which other processes do not change
+        # CPU time, independent of other processes
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(ended.ru_utime + ended.ru_stime - started.ru_utime - started.ru_stime)
     assert min(seconds) < 2.0 * slowness()

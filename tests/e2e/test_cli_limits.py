@@ -20,7 +20,6 @@ HELLO = ("--prompt", "Hello", "--max-tokens", "2")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the line that refuses a command."""
     code = main(arguments)
     out, err = capsys.readouterr()
     (line,) = err.splitlines()

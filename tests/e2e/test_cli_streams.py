@@ -1,5 +1,3 @@
-"""Commands whose standard input, output or error is closed or ends early."""
-
 from __future__ import annotations
 
 import os
@@ -22,7 +20,6 @@ CLOSED = (
 
 
 def redirected(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a shell."""
     command = ("sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "negamax")
     return subprocess.run(
         [*command, *arguments], input="Hi", capture_output=True, text=True, timeout=120

@@ -1,6 +1,4 @@
-"""A call truncated by the token limit stays truncated on every route, so that no client takes it
-for a whole one.
-"""
+"""On every route, a call truncated by the token limit does not look complete."""
 
 from __future__ import annotations
 
@@ -19,13 +17,12 @@ from tests.e2e.test_api_responses import TOOL as RESPONSES_TOOL
 if TYPE_CHECKING:
     import openai
 
-LAST_TOKENS = 16  # tokens at the end of the answer in which the tested limits are
+LAST_TOKENS = 16  # tokens at the end of the answer that the tested limits cover
 CHAT: dict[str, Any] = {"messages": WEATHER_QUESTION, "tools": [WEATHER], "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def whole(server: Server) -> tuple[str, int]:
-    """Return the arguments of the whole call and the number of tokens of its answer."""
     with server.openai() as client:
         answer = client.chat.completions.create(model=MODEL, **CHAT)
     (call,) = answer.choices[0].message.tool_calls or ()

@@ -1,5 +1,3 @@
-"""Metrics and benchmark reports of a server with speculative decoding."""
-
 from __future__ import annotations
 
 import json
@@ -48,7 +46,7 @@ def test_drafts_are_counted_and_synthetic_ones_called_so(
     assert samples[f"{counts}_draft_tokens_total", None] == pytest.approx(2 * drafts, abs=8)
     assert samples[f"{counts}_accepted_tokens_total", None] == pytest.approx(drafts, abs=8)
     position = f"{counts}_accepted_tokens_per_pos_total"
-    # as their counterparts, to be divided by them
+    # as their counterparts, by which they are divided
     labels = {f'{position}{{engine="0",model_name="nano",position="{place}"}}' for place in (0, 1)}
     assert labels == {line.split()[0] for line in text.splitlines() if line.startswith(position)}
     assert samples[position, "0"] == pytest.approx(drafts, abs=8)

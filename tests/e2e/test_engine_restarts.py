@@ -1,4 +1,4 @@
-"""An engine that dies or hangs: detected, reported, restarted, and finally abandoned."""
+"""A dead or hung engine is detected, reported, restarted, and finally abandoned."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ LONG: dict[str, Any] = {
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -151,9 +150,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_ranks_listen_on_loopback_only(two_ranks: Server) -> None:
-    """A rendezvous store on all interfaces would accept anyone's keys. gloo needs a socket per rank
-    and group.
-    """
+    """A store on all interfaces would accept any client. gloo needs a socket per rank and group."""
     from_outside, local = strangers_doors(two_ranks)
     assert from_outside == set()
     assert len(local) <= 6
@@ -177,7 +174,7 @@ def test_engine_and_ranks_outlive_neither_the_server_nor_each_other(two_ranks: S
     engine = two_ranks.engine_pid()
     family = [engine, *ranks_of(engine)]
     assert len(family) == 3
-    # a service manager's SIGTERM reaches every process; the server decides when each ends
+    # a service manager sends SIGTERM to every process; the server decides when each ends
     for pid in family:
         os.kill(pid, signal.SIGTERM)
     with two_ranks.http() as http:

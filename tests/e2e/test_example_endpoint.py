@@ -1,5 +1,3 @@
-"""The endpoint of CONTRIBUTING's "How to add an endpoint" is served like those of the product."""
-
 from __future__ import annotations
 
 import json

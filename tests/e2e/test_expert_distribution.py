@@ -1,4 +1,4 @@
-"""How often experts are selected, over HTTP, and their balance while they move between ranks."""
+"""Expert selection counts over HTTP, and balance while experts move between ranks."""
 
 from __future__ import annotations
 

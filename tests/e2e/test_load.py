@@ -1,5 +1,3 @@
-"""The load scenarios of `tools/drive.py` at their small size."""
-
 from __future__ import annotations
 
 from pathlib import Path

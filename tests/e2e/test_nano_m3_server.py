@@ -1,6 +1,4 @@
-"""A server of nano-m3 through every dialect: MiniMax-M3's format becomes thoughts, answers and
-calls.
-"""
+"""MiniMax-M3's format becomes thoughts, answers and calls in every dialect."""
 
 from __future__ import annotations
 
@@ -68,7 +66,6 @@ def http(m3: Server) -> Iterator[httpx.Client]:
 
 
 def chat(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """Return the choice of an answer."""
     response = http.post(CHAT, json={**GREEDY, "messages": QUESTION, "max_tokens": 300, **fields})
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
@@ -103,7 +100,6 @@ def test_a_call_its_result_and_the_answer(client: openai.OpenAI) -> None:
 
 
 def test_nested_arguments_keep_their_types(http: httpx.Client) -> None:
-    """A grammar enforces the schema, also of a list of objects."""
     forced = {"type": "function", "function": {"name": "make_plan"}}
     choice = chat(http, tools=[PLAN], tool_choice=forced, max_tokens=400)
     (call,) = choice["message"]["tool_calls"]
@@ -168,9 +164,7 @@ def test_images_are_refused_with_the_reason(http: httpx.Client) -> None:
 def test_requests_with_long_prefixes_wait_for_each_other_and_find_their_facts(
     m3: Server, http: httpx.Client
 ) -> None:
-    """Several at once, each sent twice; the second time the prompt is cached but for its last block
-    of 128 tokens.
-    """
+    """Several at once, sent twice; then only the prompt's last 128-token block is not cached."""
     problems = [each for each in retrieval.problems("2k", 9, 11) if each.fact is not None][:3]
 
     def ask(problem: retrieval.RetrievalProblem) -> dict[str, Any]:

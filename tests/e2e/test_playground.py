@@ -28,7 +28,7 @@ def test_answers_stream_with_folded_thinking_and_figures(nano: Browser, server: 
     assert nano.text("#window-text") == "4,096 tokens"
     ask(nano, "Tom has 47 apples and buys 38 more. How many apples does he have now?")
     assert "85" in nano.text(".assistant .text")
-    # how long, if that is known
+    # duration, if known
     assert nano.text(".thinking .label").startswith("Thought")
     assert nano.run("return document.querySelector('.thinking').open") is False
     nano.click(".thinking summary")

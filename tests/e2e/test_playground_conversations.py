@@ -1,6 +1,4 @@
-"""What the chat page stores: conversations with their branches, settings and the theme; and
-attachments.
-"""
+"""The chat page's storage: conversations with branches, settings, theme and attachments."""
 
 from __future__ import annotations
 
@@ -39,12 +37,11 @@ HELD_READS = """
 
 
 def row(title: str, button: str = ".open") -> str:
-    """Press a button of a conversation's row. Rows move with each answer."""
+    """Press a button of a conversation's row, which moves with each answer."""
     return f"#conversations li:has([title='{title}']) {button}"
 
 
 def reload(page: Browser) -> None:
-    """Reload the page."""
     page.run(SETTLED)
     url = page.wait("(location.hash || !document.querySelector('.message')) && location.href")
     page.open("about:blank")
@@ -53,13 +50,11 @@ def reload(page: Browser) -> None:
 
 
 def say(page: Browser, script: Script, answer: str, text: str) -> None:
-    """One turn of a conversation."""
     script.steps = [{"content": answer}]
     ask(page, text)
 
 
 def give_files(page: Browser, selector: str, *files: Path) -> None:
-    """Choose files for a file field."""
     document = page.call("DOM.getDocument")["root"]["nodeId"]
     field = page.call("DOM.querySelector", nodeId=document, selector=selector)["nodeId"]
     page.call("DOM.setFileInputFiles", nodeId=field, files=[str(file) for file in files])
@@ -169,7 +164,7 @@ def test_answers_come_in_while_another_conversation_is_shown(page: Browser, scri
     assert page.run(f"return {TEXTS}") == []
     say(page, script, "Quick", "Two")
     page.run(HELD_READS)
-    # another tab has changed what is shown; its record arrives when another conversation is shown
+    # another tab has changed the shown one; its record arrives when another conversation is shown
     page.wait("location.hash")
     page.run("new BroadcastChannel('negamax').postMessage(location.hash.slice(1))")
     page.wait("numWaiting() === 1")

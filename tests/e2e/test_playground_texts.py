@@ -1,6 +1,4 @@
-"""Texts on the chat page in a headless Chromium: hostile ones, Markdown, formulas, long ones and
-streams.
-"""
+"""Texts on the chat page: hostile ones, Markdown, formulas, long ones and streams."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def test_hostile_text_does_nothing(page: Browser, script: Script) -> None:
         {"error": {"message": HOSTILE, "code": "<b>"}},
     ]
     ask(page, HOSTILE)
-    time.sleep(0.3)  # for anything that would load or run
+    time.sleep(0.3)  # for any element that would load or run
     assert page.run(
         "return [window.hit, document.title, getComputedStyle(document.body).display]"
     ) == [
@@ -228,7 +226,7 @@ def test_a_growing_text_ends_as_the_whole_one_would(page: Browser, script: Scrip
 
 
 def test_a_long_answer_streams_smoothly(page: Browser, script: Script) -> None:
-    """80,000 characters, about 20,000 tokens: the text shown does not slow down the next piece."""
+    """80,000 characters, about 20,000 tokens: the shown text does not slow down the next piece."""
     part = (
         "## Step\n\nSome **bold** text with `code` and \\\\(x_1 + y\\\\), as long as paragraphs "
         "are.\n\n1. One\n   - two\n\n"
@@ -313,7 +311,6 @@ def test_no_text_freezes_the_page(page: Browser, script: Script, pieces: list[st
 
 
 def cpu_seconds_of(page: Browser) -> float:
-    """Return the processor time of the page in seconds."""
     metrics = {
         metric["name"]: metric["value"] for metric in page.call("Performance.getMetrics")["metrics"]
     }

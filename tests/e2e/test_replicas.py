@@ -1,6 +1,4 @@
-"""Several engines behind one server, and data-parallel ranks: requests are spread, pinned, and
-survive other engines' death.
-"""
+"""Engines behind one server and data-parallel ranks: balancing, pinning, surviving deaths."""
 
 from __future__ import annotations
 
@@ -38,7 +36,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run two replicas behind two server processes."""
     options = ("--num-replicas", "2", "--api-server-count", "2", "--device", "cpu")
     with serving(*options, log_file=tmp_path_factory.mktemp("two") / "log") as running:
         yield running
@@ -46,7 +43,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def completion(server: Server, prompt: Any, *, rank: int | None = None, **fields: Any) -> Any:
-    """Return the answer to one prompt, on its own connection."""
     body = {"prompt": prompt, "temperature": 0.0, "max_tokens": 24, "ignore_eos": True} | fields
     headers = {} if rank is None else {HEADER: str(rank)}
     with server.http() as http:
@@ -56,7 +52,7 @@ def completion(server: Server, prompt: Any, *, rank: int | None = None, **fields
 
 
 def num_tokens(server: Server) -> dict[str, float]:
-    """Return the generated tokens of each rank, once the first server process has all of them."""
+    """Return each rank's generated tokens, once the first server process has counted all."""
     time.sleep(0.5)  # two heartbeats
     return server.by_rank(TOKENS)
 
@@ -133,7 +129,7 @@ def test_single_rank_accepts_only_0(server: Server, http: httpx.Client) -> None:
 
 
 class Stream:
-    """A long pinned stream in its own thread."""
+    """Keep a long pinned stream in its own thread."""
 
     def __init__(self, server: Server, rank: int, **fields: Any) -> None:
         self.lines: list[str] = []
@@ -155,14 +151,12 @@ class Stream:
         assert self.begun.wait(120)
 
     def end(self) -> str:
-        """Return the last event before [DONE]."""
         self.thread.join(120)
         assert self.lines[-1] == "data: [DONE]"
         return self.lines[-2]
 
 
 def test_a_dead_replica_fails_its_own_requests_and_restarts(tmp_path: Path) -> None:
-    """Use two server processes and an engine that generates slowly."""
     talk = talking(tmp_path, tokens_per_second=120)
     options = ("--num-replicas", "2", "--api-server-count", "2", "--max-engine-restarts", "1")
     with serving(*talk, *options, log_file=tmp_path / "log") as server, server.http() as http:
@@ -189,7 +183,7 @@ def test_a_dead_replica_fails_its_own_requests_and_restarts(tmp_path: Path) -> N
                 pinned = {HEADER: "1"}
                 assert other.post(CHAT, json=REQUESTS[CHAT], headers=pinned).status_code == 200
 
-        # it dies too often: the server continues without it, and ends when none is left
+        # it dies too often: the server continues without it, and ends with the last one
         os.kill(server.engine_pids()[1], signal.SIGKILL)
         failed = {"replica": 1, "status": "failed"}
         assert eventually(lambda: http.get("/health").json().get("replicas", [0])[-1] == failed)

@@ -1,6 +1,4 @@
-"""`negamax serve nano --script`: the bundled script plays a coding agent's turns through every
-API.
-"""
+"""`negamax serve nano --script` plays a coding agent's turns through every API."""
 
 from __future__ import annotations
 

@@ -43,7 +43,6 @@ def records(server: Server) -> list[dict[str, Any]]:
 
 
 def logged(server: Server, logger: str, **fields: Any) -> list[dict[str, Any]]:
-    """Return the lines of one module with these fields."""
     return [
         record
         for record in records(server)

@@ -1,4 +1,4 @@
-"""Several server processes in front of one engine act as one server, whichever a client reaches."""
+"""Several server processes in front of one engine act as one server."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def keeper(response_id: str) -> int:
-    """Return the process that owns a response."""
     return int(response_id[-2:], 16)
 
 
 def response_from(server: Server, index: int, **fields: Any) -> Any:
-    """Return a response that process `index` has answered. Connections are spread at random, and a
-    new process needs time.
+    """Return a response that process `index` has answered.
+
+    Connections are spread at random, and a new process needs time.
     """
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -265,7 +265,7 @@ def test_limit_of_the_queue_is_one_for_all(tmp_path: Path) -> None:
             finally:
                 decided.set()
             found = sorted(future.result() for future in futures)
-        # At the same moment each process may admit one more than if it knew of the others.
+        # Simultaneous requests may exceed the limit by one per process.
         assert 5 <= found.count(200) <= 5 + COUNT - 1 and set(found) == {200, 429}
         assert eventually(lambda: server.gauge("negamax:waiting_tokens") == 0)
         with server.http() as http:
@@ -277,7 +277,6 @@ def test_process_that_dies_is_started_again_and_only_its_requests_end(several: S
     keepers: list[int] = []
 
     def run() -> tuple[int, bool]:
-        """Return the process that answered, and whether the stream came to its end."""
         seen: list[str] = []
         with several.http() as http, http.stream("POST", "/v1/responses", json=wanted) as running:
             lines = (line for line in running.iter_lines() if line.startswith("data:"))
@@ -348,8 +347,7 @@ def test_all_processes_drain_and_leave_together(tmp_path: Path) -> None:
     options = (*talking(tmp_path, tokens_per_second=RATE), "--api-server-count", str(COUNT))
     with serving(*options, log_file=tmp_path / "log") as server:
         family = [server.engine_pid(), *server.member_pids()]
-        # a service manager's SIGTERM reaches every process; the first process decides when each
-        # ends
+        # a service manager sends SIGTERM to every process; the first one decides when each ends
         for pid in family:
             os.kill(pid, signal.SIGTERM)
         with concurrent.futures.ThreadPoolExecutor(9) as pool:
@@ -430,7 +428,7 @@ def test_processes_do_not_outlive_the_first(several: Server) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         streams = streams_under_way(several, pool, 8)
         os.kill(several.process.pid, signal.SIGKILL)
-        # the first process can report nothing; the others say that it is gone
+        # the first process can report nothing; the others report its end
         told = [lines for stream in streams if (lines := stream.result(120))]
     assert told
     for error, done in told:

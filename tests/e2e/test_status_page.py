@@ -1,4 +1,4 @@
-"""The status page in a headless Chromium, and both pages before an accessibility checker."""
+"""The status page in a headless Chromium, and an accessibility check of both pages."""
 
 from __future__ import annotations
 
@@ -95,7 +95,6 @@ def test_pages_pass_the_accessibility_check(
 
 
 def violations(page: Browser) -> list[dict[str, Any]]:
-    """Return the findings of axe-core."""
     page.call("Runtime.evaluate", expression=AXE.read_text(encoding="utf-8"))
     found = page.run("return JSON.stringify((await axe.run()).violations)")
     return [

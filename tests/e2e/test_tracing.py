@@ -1,4 +1,4 @@
-"""Spans for an OpenTelemetry collector, a small one of the test's own."""
+"""Spans for an OpenTelemetry collector of the test's own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, "to
 
 @dataclass
 class Collector:
-    """What has arrived."""
+    """Received spans."""
 
     paths: set[str] = field(default_factory=set)
     spans: list[Any] = field(default_factory=list)
