@@ -316,7 +316,7 @@ class LLM:
                 while updates:
                     update = updates.popleft()
                     if update.request_id not in running:
-                        continue  # of an aborted sequence
+                        continue  # an update of an aborted sequence
                     for sequence in held.pop(update.request_id, ()):
                         start(sequence)
                     position, stream = running[update.request_id]

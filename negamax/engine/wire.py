@@ -39,7 +39,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str  # folder, hub id or embedded name, as given
     served_model_name: str
-    architecture: str  # as config.json names it
+    architecture: str  # architecture in config.json
     max_model_len: int  # tokens, prompt and output together
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -48,7 +48,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int
     max_num_seqs: int
     block_size: int  # tokens per KV block
-    num_kv_blocks: int  # of each data-parallel rank, as max_num_seqs
+    num_kv_blocks: int  # per data-parallel rank, like max_num_seqs
     device: str
     dtype: str
     data_parallel_size: int = 1
@@ -100,7 +100,7 @@ class EngineStats(RankStats, frozen=True, array_like=True):
     prefill_tokens: int = 0  # computed prompt tokens, in rows of more than one
     experts: ExpertStats | None = None  # None: not counted
     at: float = 0.0  # monotonic seconds: steps and heartbeats use different sockets
-    ranks: tuple[RankStats, ...] = ()  # of each, if there are several
+    ranks: tuple[RankStats, ...] = ()  # by rank, if there are several
 
     @property
     def by_rank(self) -> Sequence[RankStats]:
@@ -236,11 +236,11 @@ class ExpertRecord(msgspec.Struct, frozen=True, tag="expert_record"):
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     """Sent every `BEAT_SECONDS` by a thread: the process runs; whether its loop and ranks do."""
 
-    num_rounds: int  # of the loop since the start
+    num_rounds: int  # rounds of the loop since the start
     is_idle: bool  # the loop waits for a message
     stats: EngineStats
-    rank: int = 0  # without a heartbeat for the longest time
-    rank_silence: float = 0.0  # its seconds
+    rank: int = 0  # rank without a heartbeat for the longest time
+    rank_silence: float = 0.0  # seconds since that heartbeat
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):

@@ -108,7 +108,8 @@ class BlockSparseKind:
             decode = self._plan_decode(decodes, shape, dtype=dtype, quantize=quantize)
         if prefills:
             prefill = self._plan_prefill(prefills, shape, dtype=dtype, quantize=quantize)
-        heads, size = (shape.kv_heads, 1), shape.block_size  # of keys and values, and of index keys
+        # caches of keys and values, and of index keys
+        heads, size = (shape.kv_heads, 1), shape.block_size
         exchange = key_exchange(metadata, block_size=size, heads=heads)
         return BlockSparseStep(
             cos, sin, slot_mapping, index_rows, select, merge, decode, prefill, exchange

@@ -1,5 +1,5 @@
-"""Exchange between context-parallel ranks in a layer: each sends the keys and values of its shard
-of the new tokens to all, so that every cache holds every token.
+"""Exchange between context-parallel ranks in a layer. Each sends the keys and values of its shard
+of the new tokens to all, so every cache holds every token.
 """
 
 from __future__ import annotations

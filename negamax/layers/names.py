@@ -37,7 +37,7 @@ class MlpNames:
 
 @dataclass(frozen=True)
 class MoeNames:
-    """Router and experts; * in the names stands for the expert's number. `shared`: the shared
+    """Router and experts; the names contain * in place of the expert's number. `shared`: the shared
     expert.
     """
 

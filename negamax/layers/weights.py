@@ -27,7 +27,7 @@ class StoredPart:
     """One tensor of a quantized matrix that a slot takes as it is stored."""
 
     tensor: StoredTensor
-    # the matrix's shape, and this rank's part of it; None: those of the tensor itself
+    # shape of the matrix and this rank's part of it; None: those of the tensor itself
     matrix: tuple[tuple[int, int], Region] | None = None
     # keep nothing; compare the tensor with its only valid values
     is_compared: bool = False

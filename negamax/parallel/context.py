@@ -37,7 +37,8 @@ class ParallelContext:
     token_group: Collective = field(default_factory=SingleRank)
     # ranks with copies of one KV head that split the blocks of its cache
     cache_group: Collective = field(default_factory=SingleRank)
-    links: PipelineLinks = field(default_factory=PipelineLinks)  # to other stages of the pipeline
+    # links to other stages of the pipeline
+    links: PipelineLinks = field(default_factory=PipelineLinks)
     poll_control: PollControl | None = None  # limits waits of kernels for other ranks
 
     @staticmethod

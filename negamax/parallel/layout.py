@@ -143,7 +143,7 @@ class ParallelLayout:
     dp: int = 1
     pp: int = 1
     cp: int = 1
-    dcp: int = 1  # of the tp ranks: neighbours that split the KV cache of one head
+    dcp: int = 1  # neighbours among the tp ranks that split the KV cache of one head
     partition: tuple[int, ...] = ()  # layers of each pipeline stage; empty: split evenly
     # slots for extra copies of experts, on all ranks of a stage together
     redundant_experts: int = 0

@@ -74,13 +74,14 @@ def connect(
     control: PollControl,
     token_words: int = 0,
 ) -> tuple[PeerMemory, SharedBuffer] | None:
-    """Allocate regions for rows `hidden_size` wide, the norm statistics of `max_tokens` tokens and
-    `max_rows` sampled tokens; with `token_words`, one for rows of that many words on their way to
-    experts.
+    """Allocate regions for rows `hidden_size` wide, norm statistics of `max_tokens` tokens and
+    `max_rows` sampled tokens. With `token_words`, also one for rows of that many words on their way
+    to experts.
 
     `control`: limits kernel waits for other ranks. Every rank of `group`, which has gloo and NCCL,
     must call this with the same sizes. Returns None on all ranks if the GPUs cannot reach each
-    other's memory or are not a power of two in number (kernels take ranks as one tile).
+    other's memory. So it does if their number is not a power of two, because kernels take ranks as
+    one tile.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world & (world - 1):

@@ -45,7 +45,7 @@ MOST_ROWS = 256  # more rows than this take no longer
 # Sums over the ranks of a machine. For few tokens, stores carry flags, which doubles the bytes.
 SMALL_SUM_TOKENS, SMALL_SUM_SHARE, SUM_SHARE, GATHER_SHARE = 256, 0.30, 0.84, 0.60
 SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # added to the fused norm; for the QK norm
-MESSAGE_SECONDS = 20e-6  # of NCCL
+MESSAGE_SECONDS = 20e-6  # NCCL's latency of one message
 MERGE_SECONDS = 4e-6  # for attention results by stores that carry flags: calculated
 NETWORK_BYTES = 45e9  # per second and GPU between machines, with a 400 Gb/s adapter each
 
@@ -124,7 +124,7 @@ class Costs:
             for layers in (stage.layers(model.weights.spec.num_layers) for stage in self._stages)
         ]
         self._kinds_of_caches = [Counter(map(tuple, caches)) for caches in self._caches]
-        self._row_bytes = [  # of a token in all layers
+        self._row_bytes = [  # bytes of a token in all layers
             block_bytes(caches, 1, dtype=model.kv_dtype, ranks=layout.tp) for caches in self._caches
         ]
         self._held = [
@@ -196,8 +196,8 @@ class Costs:
     ) -> float:
         """Return the time of a step in one stage.
 
-        `tokens` are those of all data-parallel ranks, `own` those of the rank with most, and each
-        token attends to `context` others.
+        `tokens`: of all data-parallel ranks; `own`: most tokens of a rank; each token attends to
+        `context` others.
         """
         layout, gpu, spec = self._stages[place], self._gpu, self._model.weights.spec
         layers = layout.layers(spec.num_layers)

@@ -20,8 +20,8 @@ def step_bytes(
     """Return the least bytes that each of `ranks` GPUs reads in a decode step.
 
     The step has `batch` sequences of `context` tokens on average; links and arithmetic are free.
-    `dtype` is that of plain weights; quantised ones are read as stored. The KV cache is divided by
-    `ranks`, also beyond its heads, since ranks may shard its tokens.
+    `dtype`: of unquantized weights; quantized ones are read as stored. The KV cache is divided by
+    `ranks`, even beyond its number of heads, because ranks may shard its tokens.
     """
     cached = sum(
         cache.read_tokens(context) * cache.block_bytes(1, dtype=kv_dtype, ranks=1)

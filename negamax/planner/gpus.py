@@ -121,7 +121,7 @@ def visible_gpus() -> Sequence[GpuModel]:
 
 
 def visible_devices() -> list[str] | None:
-    """Return the ids of the GPUs that CUDA_VISIBLE_DEVICES allows and the driver knows.
+    """Return the ids of the GPUs that CUDA_VISIBLE_DEVICES allows and the driver lists.
 
     None: neither the variable nor a driver gives any.
     """

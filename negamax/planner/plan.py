@@ -42,7 +42,7 @@ class Prediction:
 
     concurrency: int  # requests that run at a time; others wait for cache blocks
     token_seconds: float  # time between two tokens of a request
-    tokens_per_second: float  # of answers, with prompts processed in between
+    tokens_per_second: float  # output tokens, with prompts processed in between
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ def make_plan(
 ) -> Plan:
     """Return all topologies of `spec` on `hardware`.
 
-    `workloads` are in order of concurrency. `max_model_len` must fit; None: one request of the
-    workloads must fit, and the context length is what fits, up to the model's. Each data-parallel
-    rank has slots for `max_num_seqs` requests; None: for those that run at a time, at least the
-    default. With `one_engine`, GPUs that a topology does not need stay idle. Index keys are sharded
-    over ranks that shard a KV cache, and wherever a request that must fit needs it. `split_for`:
-    ranks that the checkpoint's files are split for.
+    `workloads` are in order of concurrency. `max_model_len` must fit. If it is None, one request of
+    the workloads must fit, and the context length is the longest that fits, up to the model's. Each
+    data-parallel rank has slots for `max_num_seqs` requests; None: for concurrent requests, at
+    least the default. With `one_engine`, GPUs that a topology does not need stay idle. Index keys
+    are sharded over ranks that shard a KV cache, and wherever a required request does not fit
+    otherwise. `split_for`: ranks that the checkpoint's files are split for.
 
     Errors: `ConfigError` if `max_model_len` exceeds the model's.
     """

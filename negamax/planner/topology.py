@@ -15,7 +15,7 @@ from negamax.parallel.split import check_split
 from negamax.planner.cost import Model
 from negamax.planner.gpus import GIB
 
-LIMITS = STEP_LIMITS["cuda"]  # of each data-parallel rank
+LIMITS = STEP_LIMITS["cuda"]  # limits of each data-parallel rank
 LEAST_TOKENS = 8192  # least KV cache for a usable model
 
 
@@ -152,8 +152,8 @@ class Fit:
 
     weights: int
     room: int  # for cache and request slots; negative: missing
-    token: int  # of cache
-    slots: int  # of all request slots, for each token of the context length
+    token: int  # of cache, per token
+    slots: int  # of all request slots, per token of context length
     longest: int  # requested context length
 
     @property

@@ -16,7 +16,7 @@ class Arrivals:
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._count = 0
-        self._turn = 0  # of the last admitted request
+        self._turn = 0  # turn of the last admitted request
         self._last_turns: dict[str, int] = {}  # turn of each tenant's latest request
 
     def accept(

@@ -31,17 +31,16 @@ StepSeconds = tuple[int, int, float]  # rows, drafts per row, seconds
 STEPS_PER_CHOICE = 5
 _GAIN = 1.01  # relative gain that another length must promise
 
-# Acceptance: trials that count, and the least number of steps whose trials count; the prior and its
-# weight in trials; steps in which old trials of an unused length decay to a third, first and at
-# most (each try in vain doubles them).
+# Acceptance: trials, or else steps, in which older trials decay to a third; the prior and its
+# weight in trials; steps of decay for an unused length, at first and at most (each failed try
+# doubles them)
 _TRIALS, _TRIAL_STEPS, _PRIOR, _PRIOR_TRIALS = 192, 8, 0.6, 12.0
 _FIRST_REST, _LAST_REST = 16.0, 256.0
-_UNTIMED_STEPS = 256  # until a length is tried although times are unknown
-# Times, as variances of logarithms: of measured ones (GPU only; the host may be slower) and of
-# assumed ones; of the longest drafts, which shorter ones share in part; of each length alone; of
-# one step; growth per step.
+_UNTIMED_STEPS = 256  # steps until a length is tried without known times
+# Variances of logarithms of times, of which measured ones exclude the host: error that the longest
+# drafts have, and shorter ones in part; each length's own error; noise of one step
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
-_NEIGHBOUR = 0.07**2  # difference between half or twice as many rows
+_NEIGHBOUR = 0.07**2  # added for half or twice as many rows
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
 _OUTLIERS = 3  # consecutive steps with unexplained errors after which times are reset
 _UNKNOWN, _DRIFT, _LENGTH_DRIFT = 1e2, 0.004**2, 0.0004**2
@@ -151,7 +150,7 @@ class _Shares:
 
     right: float = 0.0
     trials: float = 0.0
-    new_right: int = 0  # in the step under way
+    new_right: int = 0  # accepted in the current step
     new_trials: int = 0
     tried: int = 0  # steps with trials since the length was dropped, and later steps without
     untried: int = 0
@@ -197,7 +196,7 @@ class AdaptiveDraftLength:
         self._tried_at = 0  # the earliest step at which another length may be tried
 
     def choose(self, num_rows: int) -> int:
-        if not num_rows:  # a first step of prompts
+        if not num_rows:  # only prompts ran so far
             return self._lengths[self._chosen]
         size = _size_class(num_rows)
         if size != self._chosen_for:

@@ -28,7 +28,7 @@ class PlanBuilder:
         self.new_rows: list[NewRow] = []
         self.appended_slots: list[int] = []
         self.appended_blocks: list[int] = []
-        self.sequences: list[Sequence] = []  # with slots: the rows that generate
+        self.sequences: list[Sequence] = []  # one per slot: generating rows only
         self.slots: list[int] = []
         self.drafts: dict[int, int] = {}  # draft tokens by row, where there are any
         self.chunks: list[tuple[int, bool, Sequence]] = []  # tokens, whether it samples, sequence

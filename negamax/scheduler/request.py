@@ -45,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # None: off; 0: the sampled token only; k: also the k most likely
-    prompt_logprobs: int | None = None  # the same, for each prompt token after the first
+    prompt_logprobs: int | None = None  # like `logprobs`, for each prompt token after the first
     grammar: Grammar | None = None  # grammar of the content
     reasoning: Reasoning | None = None  # where the content begins; None: at once
     # limit of reasoning tokens, after which the reasoning is closed; ignored without `reasoning`

@@ -33,7 +33,7 @@ from negamax.scheduler.turns import Turns
 
 by_order = attrgetter("order")
 
-# Cost of a running sequence over all its steps, in prompt tokens that take about as long: a
+# Cost of a running sequence over all its steps, in prompt tokens that take equally long: a
 # constant, and one token for each so many tokens of KV cache read.
 ROW_COST, TOKENS_PER_COST = 128, 4
 
@@ -41,7 +41,7 @@ ROW_COST, TOKENS_PER_COST = 128, 4
 @dataclass(frozen=True)
 class _UncommittedPlan:
     step_id: int
-    sequences: list[Sequence]  # of its rows
+    sequences: list[Sequence]  # sequences of its rows
     postponed: set[int]  # postponed rows: their samples are ignored
 
 
@@ -66,7 +66,7 @@ class Scheduler:
         self._draft_length = draft_length or FixedDraftLength(limits.num_draft_tokens)
         self.preemption_count = 0
         self.prompt_tokens = 0  # prompt tokens of admitted requests
-        self.cached_prompt_tokens = 0  # of these, tokens from the prefix cache
+        self.cached_prompt_tokens = 0  # prompt tokens found in the prefix cache
         self.generated_tokens = 0
         self.draft_rows = 0  # committed rows with draft tokens
         self.draft_tokens = 0  # draft tokens of these rows
@@ -272,7 +272,7 @@ class Scheduler:
         token_ids, logprobs = result.token_ids, result.logprobs
         prompt_logprobs, errors = result.prompt_logprobs, result.errors
         updates: list[SequenceUpdate] = []
-        end = 0  # in token_ids, of the row's first token
+        end = 0  # end of the row's tokens in token_ids
         num_generated = 0
         columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)
         for row, (sequence, count, num_drafts, sampled) in enumerate(
@@ -354,8 +354,8 @@ class Scheduler:
         """Plan one row for each running sequence with one token left to run, with up to
         `most_drafts` of its proposed draft tokens. Returns the other sequences, in order.
 
-        The budget suffices: a sequence is admitted only into a step in which every running one had
-        a row and a token was left over. Drafts use what remains after one token for each running
+        The budget suffices: a sequence is only admitted to a step in which every running sequence
+        has a row and a token is left over. Drafts use what remains after one token for each running
         sequence.
         """
         prefills: list[Sequence] = []
@@ -493,7 +493,7 @@ class Scheduler:
         if self.limits.enable_prefix_caching:
             sequence.index_at = sequence.num_computed + block_size
         if sequence.prompt_logprobs is not None:
-            sequence.prompt_logprobs = []  # a preempted prefill starts again
+            sequence.prompt_logprobs = []  # an interrupted prefill starts again
         if not sequence.was_admitted:
             sequence.was_admitted = True
             self._admitted.append(sequence.request_id)

@@ -86,7 +86,7 @@ class Sequence:
         self.block_ids: list[int] = []
         self.capacity = 0  # positions that block_ids have room for
         self.num_computed = 0
-        self.num_committed = 0  # of these, computed by committed steps
+        self.num_committed = 0  # leading blocks computed by committed steps
         self.num_total = self.prompt_len
         self.num_indexed = 0  # leading blocks already offered to the pool's index
         self.index_at = NEVER  # number of computed tokens at which the next block is full

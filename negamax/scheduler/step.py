@@ -90,7 +90,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class GrammarRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A sampled row of a plan whose next token may be constrained."""
 
-    row: int  # of the plan
+    row: int  # row of the plan
     request_id: str
     num_outputs: int  # output tokens before the first sampled one
     num_drafts: int = 0  # draft tokens of the row
@@ -105,7 +105,7 @@ class GrammarBitmask(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     step_id: int
-    rows: list[int]  # of the plan
+    rows: list[int]  # rows of the plan
     places: list[int]  # index in `masks` of each; -1: any token
     masks: list[bytes]  # ceil(vocabulary / 8) bytes each: bit i of byte j allows token 8 j + i
     # rows whose mask is late: their samples are ignored, and their last token runs again later

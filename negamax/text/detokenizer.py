@@ -88,7 +88,7 @@ class Detokenizer:
         return ready
 
     def finish(self) -> list[TextPiece]:
-        """End the answer; return what was held back. An incomplete character becomes U+FFFD."""
+        """End the answer; return the held text. An incomplete character becomes U+FFFD."""
         ready: list[TextPiece] = []
         if self._mid_character:
             self._advance(self._unfinished_character(), ready)

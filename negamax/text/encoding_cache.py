@@ -72,7 +72,7 @@ class EncodingCache:
         Later text does not move the end of a part, so a longer text begins with the same parts.
         """
         assert self._tokenizer.cuts is not None
-        start = stretch = 0  # of the part, and of the stretch since the last control token
+        start = stretch = 0  # starts of the part, and of the stretch since the last control token
         for token in find_all(self._tokenizer.cuts, text, longest=self._tokenizer.longest_added):
             if token.start() - stretch > KEPT_CHARS:
                 if start < stretch:

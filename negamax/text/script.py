@@ -35,7 +35,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     role: Literal["user", "tool"] | None = None  # tool: results followed the last answer
     message: str | None = None  # regular expression, searched in the messages after the last answer
-    prompt: str | None = None  # the same in the whole prompt with tools and system prompt
+    # regular expression, searched in the whole prompt with tools and system prompt
+    prompt: str | None = None
     thinking: str = ""
     content: str = ""
     calls: list[ScriptedCall] = msgspec.field(name="call", default_factory=list)

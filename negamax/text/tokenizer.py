@@ -67,7 +67,7 @@ class Tokenizer:
         parsed = json.loads(definition)
         _check_byte_level(parsed, source=source)
         self._definition = parsed
-        self.config = config  # of tokenizer_config.json
+        self.config = config  # content of tokenizer_config.json
         self._added: dict[int, str] = {}
         special: set[int] = set()
         config_flags = _read_special_flags(config)

@@ -150,7 +150,7 @@ def build_batch_layout(
     # tokens in runs
     last_tokens: list[tuple[bool, int]] = []
     bounds = requests.num_computed_bound[plan.slots]
-    left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # tokens left of the prompt
+    left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # remaining prompt tokens
     table = plan.slots, plan.num_scheduled, plan.num_draft_tokens, left
     for slot, count, num_drafts, num_left in zip(*table, strict=True):
         in_prompt = min(max(num_left, 0), count)

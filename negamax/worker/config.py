@@ -23,8 +23,8 @@ class RankAddresses:
     Sockets are ZeroMQ endpoints; TCP ones accept only peers with the key (`worker.node_sockets`).
     """
 
-    plans: tuple[str, ...]  # of each rank, for everything that the executor sends
-    results: tuple[str, ...]  # of each data-parallel rank, for the results of its plans
+    plans: tuple[str, ...]  # one per rank, for everything that the executor sends
+    results: tuple[str, ...]  # one per data-parallel rank, for the results of its plans
     rendezvous: str  # a file or TCP address that all ranks can reach
     beats: str  # a file on the ranks' machine for their heartbeats
     # network interface between the ranks; None: they are on one machine
@@ -61,7 +61,7 @@ class WorkerConfig:
     """One rank's part of the engine's configuration. `folder` None means synthetic weights."""
 
     spec: ModelSpec
-    eos_token_ids: tuple[int, ...]  # of the checkpoint's generation defaults
+    eos_token_ids: tuple[int, ...]  # from the checkpoint's generation defaults
     folder: str | None
     layout: ParallelLayout
     device: str  # "cpu" or "cuda"; rank r of a machine takes the r-th GPU
@@ -83,11 +83,11 @@ class WorkerConfig:
     # all-to-all backend between data-parallel ranks
     all2all_backend: str = "allgather_reducescatter"
     crash_dump_dir: str | None = None
-    weight_cache: str | None = None  # a folder
+    weight_cache: str | None = None  # folder
     num_replicas: int = 1  # engines with the same configuration on the machine
     experts: str = FIXED  # or COUNTED, or MOVED, as plans require
     draft: DraftModel | None = None
-    speculation: SpeculationConfig | None = None  # its model is a folder, or a bundled name
+    speculation: SpeculationConfig | None = None  # its model is a folder or a bundled name
 
     def on_machine(self, share: MachineShare, addresses: RankAddresses) -> WorkerConfig:
         """Return the configuration for ranks of a machine with its own files."""
@@ -191,4 +191,4 @@ class DebugResult(msgspec.Struct, frozen=True):
     number: float | None = None
     kernels: list[KernelTime] | None = None
     counts: bytes | None = None
-    experts: list[list[int]] | None = None  # of each layer of the rank with experts
+    experts: list[list[int]] | None = None  # selected experts in each MoE layer of the rank

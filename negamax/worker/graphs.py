@@ -55,7 +55,7 @@ class StepBuffers:
     # [N, hidden], of steps that are not sampled, and of all stages but the last
     hidden: Tensor
     entering: Tensor | None  # [N, hidden], see `Decoder.forward`; None: this is the first stage
-    residuals: list[Tensor]  # of each captured layer [N, hidden]
+    residuals: list[Tensor]  # streams of the captured layers, [N, hidden] each
     logits: Tensor  # [R, V of this rank] fp32
     token_ids: Tensor  # [R] int64
     num_accepted: Tensor  # [R] int64, accepted drafts of each row
@@ -138,7 +138,7 @@ class StepGraphs:
         self._drafts = torch.zeros(
             num_sampled, requests.drafts.shape[1], dtype=torch.int64, device=device
         )
-        # the step and, for sampled shapes, what `draw` or `finish` replays
+        # graph of the step and, for sampled shapes, the graph that `draw` or `finish` replays
         self._graphs: dict[StepShape, list[Graph]] = {}
         # the latest step of each shape, and where its slots started
         self._latest: dict[StepShape, tuple[StepColumns, Column]] = {}
@@ -345,7 +345,7 @@ class StepGraphs:
 
     def _finish(self, shape: StepShape, metadata: AttentionMetadata | None = None) -> None:
         """Verify the step's drafts and propose the next ones, if there is a proposer. It may be
-        repeated. `metadata` of the step, if it is at hand.
+        repeated. `metadata`: of the step, if already built.
         """
         if self._verifier is None:
             return

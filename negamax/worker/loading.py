@@ -44,8 +44,8 @@ def load_model(
     """Fill the model's weights by `plan` (None: synthetic ones) and pack them. Returns a line for
     the log.
 
-    Uses one thread, because the tensors are small: with several threads on two busy cores, barriers
-    took 2 to 4 s for the 22 MiB of nano, and one thread takes 0.2 s.
+    Uses one thread, because the tensors are small. On two busy cores, several threads waited 2 to 4
+    s at barriers for the 22 MiB of nano; one thread takes 0.2 s.
     """
     torch.set_num_threads(1)
     shown = config.show_progress and config.layout.rank == 0

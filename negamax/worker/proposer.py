@@ -48,7 +48,7 @@ class Proposer(Protocol):
     acceptance: SyntheticAcceptance | None = None  # accepts by a schedule instead of by comparison
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
-        """Fill its own weights, after those of the target model; returns text for the log."""
+        """Load the proposer's own weights, after the target model's; return text for the log."""
         return ""
 
     def use_caches(self, caches: Sequence[KvCaches]) -> None:
@@ -78,7 +78,7 @@ class Proposer(Protocol):
 
 
 def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | None:
-    """Create the proposer that `config` asks for; None: no speculative decoding.
+    """Create the proposer of `config`; None: no speculative decoding.
 
     Errors: `CheckpointError` for files that are not a draft.
     """

@@ -87,8 +87,10 @@ class RequestState:
         # rows with logit edits (`worker.logit_edits`)
         self.special_slots: set[int] = set()
         self.drawn_slots: set[int] = set()  # rows with a temperature
-        self.filtered_slots: set[int] = set()  # of those, rows with top-k, top-p or min-p
-        self.wide_slots: set[int] = set()  # of those, rows that DRAW_LEADING does not sample
+        # of those with a temperature, rows with top-k, top-p or min-p
+        self.filtered_slots: set[int] = set()
+        # of the filtered ones, rows that DRAW_LEADING does not sample
+        self.wide_slots: set[int] = set()
         self.logprob_slots: set[int] = set()
         self.prompt_logprob_slots: set[int] = set()
         self.failures: dict[int, str] = {}  # by slot: why its sequence ends

@@ -58,20 +58,19 @@ class Sampled:
     token_ids: Tensor  # [R] int64, BROKEN for a row without finite logits
     # indices of the rows that asked for log-probabilities
     logprob_rows: list[int] = field(default_factory=list)
-    logprobs: LogprobEntries | None = None  # of those rows
+    logprobs: LogprobEntries | None = None  # log-probabilities of those rows
     is_captured: bool = False  # whether a captured step has sampled and stored them
 
 
 class Sampler:
     """The stages from logits to tokens, for logits split over the ranks of `group`.
 
-    1. Masks, of rows that report no log-probabilities.
-    2. `on_shards`: rows are chosen where their logits lie. Rows without filters, edits and
-       log-probabilities exchange a value and an index per rank, rows with a small top_k their
-       leading tokens.
-    3. The other rows, and without `on_shards` all, are gathered: their whole logits are on every
-       rank. Log-probabilities are taken, then the logits are edited and masked.
-    4. Every rank chooses the same token from them.
+    1. Mask the rows that report no log-probabilities.
+    2. With `on_shards`, sample on the shards. Rows without filters, edits and log-probabilities
+       exchange a value and an index per rank; rows with a small top_k their leading tokens.
+    3. Gather the whole logits of the other rows (without `on_shards`: all) on every rank. Take
+       log-probabilities, then edit and mask the logits.
+    4. Sample from the whole logits, with the same result on every rank.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class _Expected:
     positions: Tensor  # [S] int64
     # slots that were assigned to other sequences since
     reassigned: set[int] = field(default_factory=set)
-    message: Tensor | None = None  # int64, once received: see `Stage.give_back`
+    message: Tensor | None = None  # int64, once received; layout in `Stage.give_back`
     arrival: Arrival | None = None
 
 
@@ -85,7 +85,7 @@ class Stage:
         self._expected: deque[_Expected] = deque()
 
     def begin(self, plan: StepPlan) -> list[Arrived]:
-        """Receive, before `plan` is applied, the results that its rows need and those of old steps.
+        """Before `plan` is applied, receive results of old steps and those that its rows need.
         Returns the verifications among them.
         """
         if not self._expected:
@@ -145,7 +145,7 @@ class Stage:
 
     def send(self, hidden: Tensor, entered: Entering, captured: Sequence[Tensor]) -> None:
         """Send a copy of the stream [T, width] that leaves the stage, and of the streams that a
-        draft model reads: those that entered and this stage's own, [T, width] each. The last stage
+        draft model reads, [T, width] each: the received ones and this stage's own. The last stage
         sends none.
         """
         if self._links.next is None:
@@ -163,9 +163,9 @@ class Stage:
             self._expected.append(_Expected(plan, inputs.slots, *places))
 
     def give_back(self, plan: StepPlan, token_ids: Tensor, num_accepted: Tensor | None) -> None:
-        """On the last stage: send the sampled tokens [S] int64 of the step `plan`, the accepted
-        drafts [R] int64 of its sampled rows where it has drafts, and what is proposed to follow
-        them, [R, plan.num_proposed].
+        """On the last stage, send the results of the step `plan`: sampled tokens [S] int64,
+        accepted drafts [R] int64 of sampled rows if it has drafts, and proposed tokens [R,
+        plan.num_proposed].
         """
         if not self._links.sampled:
             return
@@ -173,7 +173,7 @@ class Stage:
         if plan.num_proposed:
             slots = indices(SampledRows.of(plan).slots, token_ids.device)
             parts.append(self._requests.drafts[slots, : plan.num_proposed].flatten())
-        message = torch.cat(parts)  # a copy: the next step may write these while they travel
+        message = torch.cat(parts)  # a copy: the next step may overwrite these before they are sent
         for link in self._links.sampled:
             link.send(message)
 

@@ -45,7 +45,8 @@ class Batch:
 
     plan: StepPlan
     layout: BatchLayout
-    captured: tuple[StepGraphs, StepShape] | None = None  # what replays its layers; None: eager
+    # graphs and shape that replay its layers; None: eager
+    captured: tuple[StepGraphs, StepShape] | None = None
 
     @property
     def replay(self) -> tuple[StepGraphs, StepShape] | None:
@@ -77,7 +78,7 @@ class StepRunner:
         self._verifier = None
         if runner.proposer is not None and self._stage.is_last:
             self._verifier = Verifier(runner.proposer, runner.requests)
-        self._ended: torch.cuda.Event | None = None  # of the step before
+        self._ended: torch.cuda.Event | None = None  # end of the previous step
 
     def run(self, plan: StepPlan, bitmask: PendingBitmask) -> StepOutput:
         """Launch the step of `plan`, whose new rows are already in the request state."""
@@ -247,7 +248,7 @@ class StepRunner:
         bitmask: PendingBitmask,
     ) -> tuple[Tensor | None, Verification | None]:
         """Verify the drafts of the step, reject those without a mask, and propose the next ones.
-        Returns accepted drafts [R] int64 and what the host reads of them; None: it had no drafts.
+        Returns accepted drafts [R] int64 and the data for the host; None: the step has no drafts.
         """
         plan, requests, verifier = batch.plan, self._requests, self._verifier
         if verifier is None or not plan.slots:

@@ -46,7 +46,8 @@ class StepOutput:
     # by row of the plan: failures before the model ran, or after
     failures: dict[int, str] = field(default_factory=dict)
     verification: Verification | None = None  # None: the plan has no draft tokens
-    grammar_rows: list[int] = field(default_factory=list)  # of the plan, if it proposes any tokens
+    # grammar rows of the plan, if it proposes any tokens
+    grammar_rows: list[int] = field(default_factory=list)
     proposed: HostTensor | None = None  # [grammar rows, tokens] int64, proposed after each of them
     expert_counts: HostTensor | None = None  # as `StepResult.expert_counts`
 

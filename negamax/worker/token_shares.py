@@ -46,7 +46,7 @@ class AllTokens:
 
     layout: BatchLayout
     requests: RequestState
-    most_tokens: int | None = None  # of a data-parallel rank
+    most_tokens: int | None = None  # largest number of any data-parallel rank
     is_share: bool = False  # whether other data-parallel ranks have shards
 
     def build(self) -> tuple[Tensor, AttentionMetadata]:

@@ -28,8 +28,8 @@ class VerifiedRows(NamedTuple):
     slots: Tensor
     counts: Tensor  # tokens to verify: the last known token and its drafts; 0: padding
     seq_lens: Tensor  # tokens including all of these
-    first_samples: Tensor  # index of the row's first sample among those of the step
-    first_tokens: Tensor  # index of the token that this sample follows among those of the step
+    first_samples: Tensor  # index of the row's first sample in the step
+    first_tokens: Tensor  # index in the step of the token that this sample follows
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Verifier:
 class SampledRows(NamedTuple):
     """The R sampled rows of a plan, on the host. All [R]."""
 
-    rows: Column  # of the plan
+    rows: Column  # rows of the plan
     slots: Column
     num_drafts: Column
     first_samples: Column

@@ -19,8 +19,8 @@ _MOST_THREADS = 8  # compilation holds the GIL half of the time
 
 
 def warmup_layers(layers: Sequence[object], caches: KvCacheSpecs) -> int:
-    """Return how many of the first `layers` are needed to launch every kernel: one of each kind, by
-    parts and caches, and at least two, because only the first reads the embedding's output.
+    """Return how many of the first `layers` launch every kernel: at least one of each kind, by
+    parts and caches. It is at least two, because only the first reads the embedding's output.
     """
     sorts = [
         (*map(type, (layer, *vars(layer).values())), *own)

@@ -108,7 +108,9 @@ class Worker:
 
     @torch.inference_mode()
     def idle(self) -> None:
-        """Start to receive what other stages send. Call it when no plan has come for a while."""
+        """Start to receive messages of other stages. Call it when no plan has arrived for a
+        while.
+        """
         if self.runner.runtime.is_asynchronous:
             self.runner.stage.post()
 

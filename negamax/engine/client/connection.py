@@ -66,7 +66,7 @@ class EngineChannel:
         self._from_engine = self._context.socket(zmq.PULL)
         for socket in (self._to_engine, self._from_engine):
             socket.linger = 0
-            socket.set_hwm(0)  # never full: admission bounds what is in flight
+            socket.set_hwm(0)  # never full: admission bounds the messages in flight
         self._to_engine.bind(address.requests(server))
         self._from_engine.bind(address.outputs(server))
         self._fd = int(self._from_engine.FD)
@@ -208,8 +208,7 @@ class EngineConnection:
 
     async def handshake(self) -> wire.ModelInfo:
         """Send the options, wait until the engine is ready, and start reading. Errors:
-        `ConfigError` and its subclasses with the message of what refused to start,
-        `EngineDeadError`.
+        `ConfigError` and its subclasses with the message of the failed start, `EngineDeadError`.
         """
         channel = self.channel
         await self._until(lambda: channel.can_send)

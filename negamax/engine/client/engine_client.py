@@ -39,9 +39,9 @@ from negamax.text.tokenizer import Tokenizer
 class SharedQueue:
     """Numbers that the server processes in front of the same engines share."""
 
-    numbers: SharedNumbers  # of `Admission`
-    loads: SharedNumbers  # of `ReplicaLoad`
-    prefixes: SharedNumbers  # of `PrefixTable`
+    numbers: SharedNumbers  # used by `Admission`
+    loads: SharedNumbers  # used by `ReplicaLoad`
+    prefixes: SharedNumbers  # used by `PrefixTable`
 
     @classmethod
     def of(
@@ -283,7 +283,7 @@ class AsyncEngine:
         return sum(replica.abort(is_meant) for replica in self.replicas if replica.alive)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix caches, except what running requests hold. Errors: as of
+        """Empty the prefix caches, except blocks of running requests. Errors: as of
         `check_alive`.
         """
         self.check_alive()
@@ -292,8 +292,8 @@ class AsyncEngine:
             self._prefixes.discard(replica.index)
 
     async def record_experts(self, action: wire.RecordAction) -> list[wire.ExpertDump]:
-        """Start or stop counting how often each expert is chosen, or return what each replica
-        counted. Errors: those of `check_alive`; `InvalidRequestError` if nothing is counted.
+        """Start or stop counting the selections of each expert, or return each replica's counts.
+        Errors: those of `check_alive`; `InvalidRequestError` if nothing is counted.
         """
         self.check_alive()
         asked = (replica.record_experts(action, server=self._index) for replica in self.replicas)
@@ -333,7 +333,7 @@ class AsyncEngine:
             replica.fail_open(reason)
 
     def _resize(self) -> None:
-        """Set the limits of admission to what the running engines have room for."""
+        """Set the limits of admission to the capacity of the running engines."""
         infos = [
             replica.info for replica in self.replicas if replica.alive and replica.info is not None
         ]

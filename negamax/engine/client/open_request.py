@@ -139,7 +139,7 @@ class OpenRequest:
 
     async def first_output(self) -> None:
         """Send the request to the engine and wait for its first output. Errors: those of
-        `AsyncEngine.enter`, and what ended the request before its first output; close it then.
+        `AsyncEngine.enter`, and the error that ended the request early; close it then.
         """
         self._begin()
         if not self._updates and self._failure is None:

@@ -34,7 +34,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New output of one choice since its last one."""
 
     request_id: str
-    index: int  # of the choice, 0 to n - 1
+    index: int  # index of the choice, 0 to n - 1
     token_ids: list[int]
     pieces: list[TextPiece]  # printable text, with its token id if one token made it
     logprobs: list[TokenLogprobs] | None  # one entry per entry of token_ids
@@ -43,7 +43,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: str | None  # "stop", "length", "abort", "error"; None: not finished
     stop_reason: int | str | None  # the stop token id or stop string
     num_prompt_tokens: int
-    num_output_tokens: int  # so far
+    num_output_tokens: int  # output tokens so far
     num_cached_tokens: int
     error: str | None
     drafts: tuple[int, int, int] | None = None  # as in `SequenceUpdate`

@@ -20,7 +20,7 @@ _ROWS, _PENDING, _CONTEXT, _SENT = range(4)
 NUM_COLUMNS = 4
 # Most prompt blocks remembered for a replica, but no more than its cache holds.
 MAX_BLOCKS = 1 << 15
-_TAG_BYTES = 6  # of a block's hash, an integer that a float64 holds
+_TAG_BYTES = 6  # bytes of a block's hash that make an integer exact in a float64
 
 
 class ReplicaLoad:

@@ -16,7 +16,7 @@ from negamax.engine.client.placement import ReplicaLoad
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 
-_RESPONSIVE_SECONDS = 0.7  # without a heartbeat: a few intervals
+_RESPONSIVE_SECONDS = 0.7  # a few heartbeat intervals: longer silence is unresponsive
 
 State = Literal["ok", "silent", "restarting", "failed"]
 
@@ -30,7 +30,7 @@ class Replica:
         """Start without an engine."""
         self.index = index
         self.load = load
-        self.info: wire.ModelInfo | None = None  # of the latest engine
+        self.info: wire.ModelInfo | None = None  # properties of the latest engine
         self.restart_count = 0
         self.open: dict[str, OpenRequest] = {}  # by sequence id
         # receives the number of tokens of each step
@@ -158,7 +158,6 @@ class Replica:
                 self._channel.send(message)
 
     def on_engine_ready(self, channel: EngineChannel, info: wire.ModelInfo) -> None:
-        """Use the engine behind `channel`."""
         self.restart_count += self.info is not None
         self.info = info
         self._channel = channel

@@ -49,7 +49,7 @@ class _Servers:
     listener: EngineListener | None
     parent: ParentPulse | None
     limits: SupervisionLimits
-    module: str  # that an engine process runs
+    module: str  # module of an engine process
 
 
 class EngineSupervisor:
@@ -86,11 +86,11 @@ class EngineSupervisor:
         parent: ParentPulse | None = None,
     ) -> EngineSupervisor:
         """Start the engine processes and wait until all can serve `engine` and the `num_servers` -
-        1 clients behind `listener`.
+        1 clients of `listener`.
 
-        `module`: what an engine process runs. It kills this process when the pulse of `parent`,
-        which is this process, stands still. Errors: `ConfigError` and its subclasses with the
-        message of what refused to start; nothing is left running then.
+        `module`: main module of an engine process. The engine kills this process when the pulse of
+        `parent`, which is this process, stops. Errors: `ConfigError` and its subclasses with the
+        message of the refusing process; nothing is left running then.
         """
         servers = _Servers(engine, num_servers, listener, parent, limits, module)
         supervisor = cls(options, servers)
@@ -135,7 +135,7 @@ class _SupervisedEngine:
         self._servers = servers
         self._client = servers.engine.replicas[replica]
         self._connection: EngineConnection | None = None
-        self._start_seconds = 0.0  # of the latest start
+        self._start_seconds = 0.0  # duration of the latest start
         self._task: asyncio.Task[None] | None = None
         # prefix of messages if there are several replicas
         self._name = f"replica {replica}: " if options.num_replicas > 1 else ""
@@ -143,7 +143,7 @@ class _SupervisedEngine:
         self._crash_dumps = CrashDumps(options.crash_dump_dir, part="server", options=described)
 
     async def start(self) -> None:
-        """Start a process, wait until it serves, and supervise it from then on. Errors: those of
+        """Start a process, wait until it serves, and supervise it. Errors: those of
         `EngineSupervisor.run`; nothing is left running then.
         """
         await self._connect()

@@ -36,14 +36,16 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-SHUTDOWN_SECONDS = 5.0  # for ranks that were told to end
+SHUTDOWN_SECONDS = 5.0  # for ranks that were asked to end
 CONNECT_SECONDS = 60.0  # for a started rank to reach the executor
 _REMINDER_SECONDS = 30.0  # between log lines about ranks that load
 
 
 class StepHandle(Protocol):
     def results(self) -> list[StepResult]:
-        """Wait for the results, one for each plan. Errors: what stopped the step as a whole."""
+        """Wait for the results, one for each plan. Errors: the error that stopped the whole
+        step.
+        """
         ...
 
 
@@ -86,7 +88,7 @@ class InProcessExecutor:
 
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
         self._closed = False
-        self._bitmask: Future[GrammarBitmask] = Future()  # of the latest plan
+        self._bitmask: Future[GrammarBitmask] = Future()  # bitmask of the latest plan
         self._worker = self._thread.submit(Worker, config).result()
         self.ready = self._worker.ready
 

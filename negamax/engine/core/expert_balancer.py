@@ -56,8 +56,8 @@ class ExpertBalancer:
         self._next_rebalance = config.step_interval if config else 0
         self._version = 0  # number of steps that moved experts
         self._due: deque[int] = deque()  # layers that this rebalance has still to visit
-        self._loads = np.zeros(self._shape, dtype=np.int64)  # of this rebalance
-        self._target: list[int] | None = None  # of the first layer in `_due`
+        self._loads = np.zeros(self._shape, dtype=np.int64)  # counts of this rebalance
+        self._target: list[int] | None = None  # target of the first layer in `_due`
         self._num_moved_before = 0
         self.stats = ExpertStats()
         # counts at the start and at the stop of a record

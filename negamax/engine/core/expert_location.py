@@ -19,8 +19,8 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.expert_placement import best_placement
 
 _FLAG = "--init-expert-location"
-_MAX_BYTES = 64 * 2**20  # of a file
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # of selections
+_MAX_BYTES = 64 * 2**20  # largest file
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # count of selections
 _Table = Annotated[list[list[_Count]], msgspec.Meta(min_length=1)]  # by layer
 
 
@@ -33,7 +33,7 @@ class _Location(msgspec.Struct, frozen=True):
 
 def place_experts(layout: ParallelLayout, spec: ModelSpec, location: str) -> ParallelLayout:
     """Place the experts of `layout` by `location`: IN_ORDER, a JSON file, or JSON. Errors:
-    `ConfigError` for what is unreadable or does not fit the model and its ranks.
+    `ConfigError` if it is unreadable or does not fit the model and its ranks.
     """
     if location == IN_ORDER:
         return layout

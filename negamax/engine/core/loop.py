@@ -63,7 +63,7 @@ class EngineLoop:
         self._overlap = overlap
         self._experts = experts
         self._crash_dumps = crash_dumps
-        self._launcher = launcher  # of other nodes
+        self._launcher = launcher  # launcher of other nodes
         self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # for a crash dump
         # launched and not committed, oldest first; None for a round without a plan
         self._in_flight: deque[_InFlight | None] = deque()
@@ -115,7 +115,7 @@ class EngineLoop:
         return [*self._grammars.opening_ids(), *running]
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, except what running requests hold."""
+        """Empty the prefix cache, except blocks of running requests."""
         self._scheduler.reset_prefix_cache()
 
     def step(self) -> list[SequenceUpdate]:

@@ -17,7 +17,7 @@ class RowFailureLog:
     """
 
     def __init__(self) -> None:
-        self._slots: deque[list[int]] = deque()  # of each plan without a result
+        self._slots: deque[list[int]] = deque()  # slots of each plan without a result
         self._assigned: dict[int, int] = {}  # slot -> the step that assigned it
         self._errors: dict[int, str] = {}  # by slot
 

@@ -33,7 +33,7 @@ class ModelSource:
     generation: GenerationDefaults
     weights_folder: Path | None  # None: synthetic weights
     tokenizer_folder: Path
-    name: str  # in the API, unless the user gives one
+    name: str  # name in the API, unless the user sets one
     speculation: SpeculationConfig | None = None
     draft: DraftModel | None = None
 

@@ -13,10 +13,10 @@ from negamax.base.supervision import Supervised
 from negamax.engine.grammar import wire
 
 RECONNECT_MS = 10  # between attempts to reach the process
-START_SECONDS = 60.0  # until its first answer
-SILENT_SECONDS = 10.0  # without a heartbeat while it has work: hung
-STOPPED_SECONDS = 1.0  # the same while the system reports it as stopped by a signal
-LOOK_SECONDS = 0.1  # of silence, before the system is asked
+START_SECONDS = 60.0  # longest wait for the first answer
+SILENT_SECONDS = 10.0  # with work and without a heartbeat for so long, it counts as hung
+STOPPED_SECONDS = 1.0  # the same limit while the system reports it as stopped by a signal
+LOOK_SECONDS = 0.1  # silence after which the system is asked for its state
 
 
 class GrammarClient:

@@ -112,8 +112,8 @@ class GrammarManager:
             self._send_open(rule)
 
     def opened(self) -> list[RequestGrammar]:
-        """Return the requests that are ready to schedule or are refused, by what `take_lost` has
-        received.
+        """Return the requests that are ready to schedule or are refused, based on messages that
+        `take_lost` received.
         """
         if not self._opening:
             return []
@@ -186,7 +186,9 @@ class GrammarManager:
         ]
 
     def arrived(self) -> list[str]:
-        """Return postponed requests whose mask has arrived, by what `take_lost` has received."""
+        """Return postponed requests whose mask has arrived, based on messages that `take_lost`
+        received.
+        """
         found = [rule for rule in self._rules.values() if rule.is_late and not rule.is_awaited]
         for rule in found:
             rule.is_late = False
@@ -321,10 +323,10 @@ class GrammarManager:
         rule.client.send(wire.OpenGrammar(rule.key, grammar, rule.request.sampling.reasoning))
 
     def _receive(self) -> None:
-        """Handle the processes' answers; give up processes that are dead or hung."""
+        """Handle the processes' answers; discard processes that are dead or hung."""
         for client in self._clients():
             if client not in self._clients():
-                continue  # given up while another one's message was handled
+                continue  # discarded while another one's message was handled
             for message in client.receive():
                 self._handle(message, client)
             if not client.is_alive:

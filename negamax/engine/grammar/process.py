@@ -95,7 +95,7 @@ class _FollowedOutput:
         self.waiting: deque[tuple[list[wire.Part], list[int]]] = deque()
         self.has_turn = False
         self.turn_started: float | None = None  # monotonic seconds, once a thread has begun
-        self.is_slow = False  # in its last turn
+        self.is_slow = False  # whether its last turn was slow
         self.is_open = False
 
 
@@ -249,7 +249,7 @@ class GrammarServer:
             self._quick.submit(work)
         if not all_over.wait(SLOW_SECONDS):
             with suppress(IndexError):
-                while True:  # those after a slow one
+                while True:  # masks after a slow one go to other threads
                     self._quick.submit(partial(self._turn, *turns.popleft()))
 
     def _take_turn(self, stream: _FollowedOutput) -> None:

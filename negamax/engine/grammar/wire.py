@@ -6,7 +6,7 @@ import msgspec
 
 from negamax.config.grammar import Grammar, Reasoning
 
-Part = int | bytes  # of the content: a token, or text without a token of its own
+Part = int | bytes  # of the content: a token, or bytes without a token of their own
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class Overloaded(msgspec.Struct, frozen=True, tag="overloaded"):
 
 class GrammarOpened(msgspec.Struct, frozen=True, tag="opened"):
     key: int
-    mask: bytes  # of the first token: bit i of byte j allows token 8 j + i
+    mask: bytes  # mask of the first token: bit i of byte j allows token 8 j + i
 
 
 class GrammarRefused(msgspec.Struct, frozen=True, tag="refused"):

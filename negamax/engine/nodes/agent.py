@@ -36,7 +36,7 @@ from negamax.worker.node_sockets import connect, tcp_endpoint
 logger = get_logger(__name__)
 
 SHUTDOWN_SECONDS = 5.0  # for an orderly end of the ranks
-ABORT_SECONDS = 0.3  # for kernels that wait for other ranks to give up
+ABORT_SECONDS = 0.3  # for kernels to stop waiting for other ranks
 _POLL_MS = 50
 _RECONNECT_MS = 100
 _REMINDER_SECONDS = 10.0  # between log lines about node 0, and between attempts to reach it

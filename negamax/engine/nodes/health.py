@@ -15,10 +15,10 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# an agent whose loop stands still for longer is dead; resolving node 0's name takes the longest
+# An agent whose loop hangs for longer is dead. Resolving node 0's name takes longest.
 STILL_SECONDS = 60.0
 _REQUEST_SECONDS = 2.0  # for a request to arrive
-_MOST_BYTES = 8192  # of a request's head
+_MOST_BYTES = 8192  # most bytes of a request's head
 _PATHS = ("/livez", "/readyz", "/health")
 
 

@@ -20,7 +20,7 @@ from negamax.worker.node_sockets import shared_key
 
 _MAC_BYTES = 16
 _MOST_AT_ONCE = 1000  # datagrams
-_MOST_BYTES = 2048  # of a datagram; longer ones are truncated and fail the signature
+_MOST_BYTES = 2048  # longest datagram; longer ones are truncated and fail the signature
 
 Address = tuple[Any, ...]  # host and port; IPv6 has more
 
@@ -84,7 +84,7 @@ class Neighbours:
         """`addresses`: host and UDP port by node."""
         self.addresses = addresses
         self._session = session
-        self._numbers = dict.fromkeys(addresses, 0)  # of the latest heartbeat of each
+        self._numbers = dict.fromkeys(addresses, 0)  # number of the latest heartbeat by node
         self._silences = {node: Silence() for node in addresses}
 
     def receive(self, message: wire.PeerHeartbeat) -> None:

@@ -12,7 +12,7 @@ from negamax.base.errors import ConfigError, ResourceError
 from negamax.options.engine import EngineOptions
 from negamax.options.nodes import MOST_NODES
 
-_SHOWN_NODES = 16  # in a refusal
+_SHOWN_NODES = 16  # most machines listed in a refusal
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ _CARRIED = ("HF_", "NCCL_")  # copied from the serving machine where a machine s
 
 class ActorPlace(msgspec.Struct, frozen=True):
     host: str
-    variables: dict[str, str]  # of `DEVICE_VARIABLES`
+    variables: dict[str, str]  # values of `DEVICE_VARIABLES`
 
 
 def carried_variables() -> str:

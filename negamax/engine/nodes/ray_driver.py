@@ -39,12 +39,12 @@ _PROBE_SECONDS = 5.0
 _POLL_SECONDS = 0.5  # between attempts to find room
 _GROUP_SECONDS = 5.0  # for Ray to reserve free resources
 _REMINDER_SECONDS = 10.0
-_LEAVE_SECONDS = 1.0  # for agents that node 0 told to end
+_LEAVE_SECONDS = 1.0  # for agents that node 0 has stopped
 _END_SECONDS = 10.0  # for everything after the end of standard input
 # options of a cluster that is started here; it stores no objects
 _OWN_CLUSTER = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
 _MAX_MESSAGE = 300  # characters of Ray's messages
-_PIN = 0.001  # of a node's own resource; pins a bundle to the node
+_PIN = 0.001  # amount of a node's own resource that pins a bundle to the node
 
 
 class Driver:

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 DRIVER_MODULE = "negamax.engine.nodes.ray_driver"
 # in addition to --ray-placement-timeout: to import Ray, reach or start a cluster, start actors
 CONNECT_SECONDS = 60.0
-_CLOSE_SECONDS = 3.0  # for Ray's processes to end; the driver goes on by itself
+_CLOSE_SECONDS = 3.0  # for Ray's processes to end; the driver continues by itself
 
 
 class Placed(msgspec.Struct, frozen=True, tag="placed"):

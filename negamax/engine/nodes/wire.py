@@ -36,8 +36,8 @@ class AgentHeartbeat(msgspec.Struct, frozen=True, tag="beat"):
     session: str
     number: int
     death: str | None
-    rank: int  # without a heartbeat for the longest time
-    silence: float  # its seconds
+    rank: int  # rank without a heartbeat for the longest time
+    silence: float  # seconds since that heartbeat
 
 
 class PeerHeartbeat(msgspec.Struct, frozen=True, tag="hello"):

@@ -16,11 +16,11 @@ _LAST_CHARACTER = 0x10FFFF
 class _Kind(IntEnum):
     """Expressions of a serialized grammar, and the integers of each."""
 
-    STRING = 0  # its bytes
+    STRING = 0  # bytes
     CHARACTERS = 1  # whether negated; first and last of each range
     ANY_CHARACTERS = 2  # the same, repeated
     EMPTY = 3
-    RULE = 4  # its number
+    RULE = 4  # number of the rule
     SEQUENCE = 5  # expressions
     CHOICES = 6  # expressions
     TAG_DISPATCH = 7  # (trigger, rule) for each tag; whether more may follow; excluded texts

@@ -29,8 +29,8 @@ _SINGLES = (
     "contains",
 )
 
-_MAX_REFERENCES = 32  # in a chain of references to references
-_NODE_BYTES = 16  # of a reference that costs as much as a node
+_MAX_REFERENCES = 32  # longest chain of references to references
+_NODE_BYTES = 16  # bytes of a reference that count as one node
 
 MAX_NODES = 50_000
 MAX_BYTES = 4 << 20

@@ -37,7 +37,7 @@ class ReasoningGate:
         self._token_bytes = token_bytes
         self._ends = [reasoning.closer, *([reasoning.call_opener] if calls_end_it else [])]
         self._state = _State.OPEN if reasoning.state == "open" else _State.UNDECIDED
-        self._num_tokens = 0  # of reasoning
+        self._num_tokens = 0  # tokens of reasoning so far
         # before the decision: all text; within reasoning: a possible beginning of a marker
         self._text = b""
         self._due: deque[int] = deque()

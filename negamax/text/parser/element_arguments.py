@@ -54,20 +54,20 @@ class _Element:
     """An open element. The arguments themselves are an object without a name."""
 
     name: str
-    key: str | None  # of its value; None in an array
+    key: str | None  # key of its value; None in an array
     schema: ValueSchema
-    waits: bool  # its value waits in its container
+    waits: bool  # whether its value waits in its container
     is_collected: bool  # nothing of it is written before it ends
     shape: _Shape = _UNDECIDED
-    text: list[str] = field(default_factory=list)  # of a text that is not written yet
+    text: list[str] = field(default_factory=list)  # text that is not written yet
     num_chars: int = 0
     is_blank: bool = True  # no text but white space
     # openers in the text that are data; so are their closers
     quoted: list[str] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)  # of its members so far
+    names: set[str] = field(default_factory=set)  # names of its members so far
     num_children: int = 0
-    values: list[_Value] = field(default_factory=list)  # that wait
-    is_written: bool = False  # its opening bracket is out
+    values: list[_Value] = field(default_factory=list)  # waiting values
+    is_written: bool = False  # whether its opening bracket is written
     may_be_over: bool = False  # a closer with another name followed its last child
     is_implied: bool = False  # an item written without an item tag
 

@@ -24,7 +24,7 @@ class CallWriter:
     def __init__(self, emit: Callable[[ParserEvent], None]) -> None:
         self._emit = emit
         self._index = -1
-        self._closers: list[str] = []  # of the open containers below the arguments
+        self._closers: list[str] = []  # closers of the open containers below the arguments
         # of the innermost container; a container with a container in it has members
         self._has_members = False
 

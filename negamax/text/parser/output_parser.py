@@ -108,7 +108,7 @@ class OutputParser:
             beginnings=format.beginnings,
             token_ids=tag_ids,
         )
-        self._events: list[ParserEvent] = []  # since the last feed
+        self._events: list[ParserEvent] = []  # events since the last feed
         emit = self._events.append
         self._thinking = thinking
         self._splits = thinking is Thinking.SPLIT
@@ -162,7 +162,7 @@ class OutputParser:
         return self._taken_events()
 
     def finish(self, *, is_cut: bool = False) -> list[ParserEvent]:
-        """End the output; return what was held back. `is_cut`: the model did not end it."""
+        """End the output; return held text as events. `is_cut`: the model did not end it."""
         for lexeme in self._lexer.finish():
             self._take(lexeme)
         if self._block is not None:

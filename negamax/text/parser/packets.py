@@ -64,7 +64,7 @@ class Packets:
         return out
 
     def flush(self) -> list[ParserEvent]:
-        """Return what is held, however short."""
+        """Return the held events, however short."""
         out: list[ParserEvent] = []
         self._release(out)
         return out

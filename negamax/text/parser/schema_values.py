@@ -75,7 +75,7 @@ class ValueSchema:
         self._root = root
         self._known = known
         self._listed: dict[str, list[Any]] = {}
-        self._members: dict[str, ValueSchema] = {}  # of listed names that were asked for
+        self._members: dict[str, ValueSchema] = {}  # views of listed names, made on demand
         self._others: list[Any] = []
         self._arrays: list[tuple[list[Any], Any]] = []  # schemas of the first items, of the others
         for node in walk_alternatives(schemas, root=root):

@@ -12,8 +12,8 @@ import msgspec
 
 from negamax.text.detokenizer import TextPiece
 
-MAX_ATTRIBUTE_CHARS = 512  # a longer "tag" is text; bounds what is held back
-_MAX_TAG_CHARS = MAX_ATTRIBUTE_CHARS + 64  # of any tag
+MAX_ATTRIBUTE_CHARS = 512  # a longer "tag" is text; bounds the held text
+_MAX_TAG_CHARS = MAX_ATTRIBUTE_CHARS + 64  # longest tag
 _NEVER = "(?!)"
 
 
