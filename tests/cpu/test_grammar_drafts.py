@@ -334,7 +334,7 @@ def test_masks_behind_drafts_are_those_of_tokens_that_came() -> None:
         far.close()
     assert server._compiler is not None
     compiled = server._compiler.compile(structural_tag(FIELDS[11]["grammar"], None, CALL_STYLES))
-    output = process._Stream(0, compiled)
+    output = process._FollowedOutput(0, compiled)
 
     def answer(parts: list[int], following: list[int], *, seconds: float = 60.0) -> wire.NextMask:
         server._draft_seconds = seconds

@@ -63,9 +63,9 @@ def test_ray_options_become_node_options() -> None:
         assert env.get("CUDA_VISIBLE_DEVICES") == "2,3"
         key = env.get(KEY_VARIABLE) or ""
         assert len(key) == 64 and env.get("KEY") == key  # a drawn port, sent to the other process
-        process = made._process
-        assert process.poll() is None
-    assert process.poll() == 0  # the process ends when its standard input ends
+        driver = made._driver
+        assert driver.exit_code is None
+    assert driver.exit_code == 0  # the process ends when its standard input ends
 
 
 def test_the_message_of_an_agent_that_ends_is_reported() -> None:

@@ -154,8 +154,8 @@ class Rank:
         layer: Any = self.model.layers[0]
         projected = layer.attention._qkv(x).chunk(3, dim=1)  # as many key heads as query heads
         out = layer.attention._out(heads[:, columns.start : columns.stop].contiguous()).x
-        given = x if layer.moe.activation is None else self.kernels[QUANTIZE].run(x)
-        experts = layer.moe(given).x
+        given = x if layer.mlp.activation is None else self.kernels[QUANTIZE].run(x)
+        experts = layer.mlp(given).x
         experts = experts.reshape(len(x), -1, x.shape[1]).float().sum(1)
         return [*(each.float().cpu() for each in (*projected, out, experts))]
 
