@@ -98,7 +98,7 @@ def test_files_are_those_of_a_small_eagle3_draft(model: str) -> None:
     assert draft is not None
     assert draft.spec.aux_layers == (2, 3, 5) and draft.spec.draft_vocab_size == 1024
     assert draft.spec.notes == ()
-    with pytest.raises(ConfigError, match="a draft: it guesses the tokens of another model"):
+    with pytest.raises(ConfigError, match="is a draft model: it proposes tokens for another model"):
         locate(EngineOptions(f"{model}-draft"))
 
 
