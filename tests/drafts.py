@@ -20,7 +20,7 @@ Key = tuple[int, tuple[int, ...]]  # seed and prompt of a request
 
 
 class KnowingProposer(Proposer):
-    """Propose tokens of a run without drafts, with errors by kind; none for unknown requests."""
+    """Proposes tokens of a run without drafts, with errors by kind; none for unknown requests."""
 
     num_draft_tokens = NUM_DRAFT_TOKENS
     capture: tuple[int, ...] = ()
@@ -68,7 +68,7 @@ class KnowingProposer(Proposer):
 
 
 class ReadingProposer(KnowingProposer):
-    """Keep the last residual streams of each position, as a draft model's cache would."""
+    """Keeps the last residual streams of each position, as a draft model's cache would."""
 
     def __init__(self, capture: tuple[int, ...], kind: str, outputs: dict[Key, list[int]]) -> None:
         super().__init__(kind, outputs)

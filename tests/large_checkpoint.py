@@ -1,7 +1,7 @@
 """A checkpoint of M2's shapes with few layers and random values, to measure conversions with.
 
 python -m tests.large_checkpoint FOLDER [--layers 2]
-python -m tests.large_checkpoint FOLDER --convert DST --to int4    # what time and memory that takes
+python -m tests.large_checkpoint FOLDER --convert DST --to int4    # print time and memory
 python -m tests.large_checkpoint FOLDER --convert DST --tp 4       # split for ranks, as stored
 """
 

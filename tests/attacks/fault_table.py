@@ -155,7 +155,6 @@ class OtherNode:
 
 
 def faults_of(server: Server, part: str, node: OtherNode | None) -> dict[str, Fault]:
-    """Return the faults of a part by name."""
     if node is not None and part.startswith("node"):
         return node.faults()
     pid = pid_of(server, part)
@@ -179,7 +178,6 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int, module: str) -> list[int]:
-    """Return the processes below `pid` that run `module`, oldest first."""
     found = []
     for child in children(pid):
         with contextlib.suppress(OSError):
@@ -220,7 +218,6 @@ def body_for(
 
 
 async def status(server: Server, path: str, body: Any = None, *, seconds: float) -> int:
-    """Return the status of an answer on a new connection; 0: none came in time."""
     connection = server.connection()
     try:
         sent = connection.get(path) if body is None else connection.post(path, body)
@@ -232,7 +229,6 @@ async def status(server: Server, path: str, body: Any = None, *, seconds: float)
 
 
 async def first_red(server: Server, since: float, limit: float) -> float | None:
-    """Return the seconds until /readyz is not 200."""
     while time.monotonic() < since + limit:
         if await status(server, "/readyz", seconds=PROBE_SECONDS) != 200:
             return time.monotonic() - since
@@ -261,7 +257,6 @@ async def wait_for(holds: Callable[[], bool], seconds: float) -> bool:
 
 
 async def enter(server: Server, state: str, *, part: str, nonce: int) -> list[Client]:
-    """Bring the server into `state` and return its waiting clients."""
     constrained = part == "grammar process"
     if constrained:
         await first_answer(server, part, time.monotonic(), 30.0)  # starts the process
@@ -359,7 +354,6 @@ def _number(seconds: float | None, limit: float, *, optional: bool = False) -> t
 def started(
     options: tuple[str, ...], num_servers: int, *, links: dict[str, float]
 ) -> Iterator[tuple[Server, OtherNode | None, float]]:
-    """Start a server; yield it, its other node and the seconds of the start."""
     with contextlib.ExitStack() as stack:
         node = None
         if "--nnodes" in options:

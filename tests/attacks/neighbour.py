@@ -66,7 +66,7 @@ def unnoticed(
     client: Callable[[], httpx.Client] | None = None,
     **fields: Any,
 ) -> T:
-    """Return `attack`'s result once it stalls a `Neighbour` and takes less than the limits.
+    """Return `attack`'s result once it neither stalls a `Neighbour` nor exceeds its time.
 
     Limits: `gap` between two events of a client with `fields`, `seconds` on a core of 2025.
     """

@@ -27,7 +27,6 @@ MiB = 2**20
 
 @pytest.fixture
 def server(talker: Server) -> Server:
-    """The attacked server has no model."""
     return talker
 
 

@@ -19,7 +19,6 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
 def tokens(
     http: httpx.Client, messages: list[dict[str, Any]], *, tool: dict[str, Any] | None = None
 ) -> list[str]:
-    """Return the control tokens and tags of a prompt."""
     body = {"messages": messages, "return_token_strs": True}
     if tool is not None:
         body["tools"] = [{"type": "function", "function": tool}]

@@ -22,7 +22,6 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mortal_ranks(tmp_path_factory: pytest.TempPathFactory, held: Path) -> Iterator[Server]:
-    """Run a server with two ranks and unlimited restarts."""
     options = ("--device", "cpu", "--tensor-parallel-size", "2", "--engine-restart-window", "0.1")
     log_file = tmp_path_factory.mktemp("mortal_ranks") / "log"
     with pytest.MonkeyPatch.context() as patch:

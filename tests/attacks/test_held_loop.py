@@ -32,7 +32,7 @@ MiB = 2**20
 WINDOW = 196_608  # tokens, as of MiniMax-M2
 LIMITS = BodyLimits.of(max_bytes=32 * MiB, max_model_len=WINDOW)
 PART = 2**16  # bytes that arrive together
-HELD = 0.1  # seconds of a core of 2025: twice what is needed
+HELD = 0.1  # CPU seconds on a core of 2025: twice the need
 NANO = Path(negamax.__file__).parent / "assets" / "nano"
 UNITS = {  # of the JSON text of a message
     "words": "word ",
@@ -61,7 +61,6 @@ BUILDER = prompt_builder()
 
 
 def question(content: str, **fields: Any) -> bytes:
-    """Return the body of a chat; `content` is JSON text."""
     others = "".join(f'"{name}": {json.dumps(value)}, ' for name, value in fields.items())
     return f'{{{others}"messages": [{{"role": "user", "content": "{content}"}}]}}'.encode()
 
@@ -97,7 +96,6 @@ async def held(work: Awaitable[object]) -> float:
 
 
 async def rendered(body: bytes) -> str:
-    """Return the prompt of a chat's body, or the code of the error."""
     start = 0
 
     async def receive() -> dict[str, Any]:

@@ -58,7 +58,6 @@ def member_of(server: Server) -> Iterator[httpx.Client]:
 
 
 def last_lines(http: httpx.Client, begun: threading.Event) -> tuple[list[str], float]:
-    """Return the last two lines of a stream, and when it ended."""
     with http.stream("POST", CHAT, json=LONG) as answer:
         lines: list[str] = []
         for line in filter(None, answer.iter_lines()):

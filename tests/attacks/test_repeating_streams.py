@@ -22,7 +22,6 @@ def test_a_long_stream_with_logprobs_costs_no_more_than_its_time(server: Server)
     }
 
     def stream() -> tuple[int, str, float]:
-        """Return the stream's size, last event and duration in seconds."""
         size, last, started = 0, "", time.monotonic()
         with server.http() as http, http.stream("POST", "/generate", json=body) as answer:
             for line in answer.iter_lines():

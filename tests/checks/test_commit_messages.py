@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LAST_UNCHECKED = "a263c656"  # commits up to this one have subjects of another form
+LAST_UNCHECKED = "a263c656"  # commits up to this one follow other rules
 AREAS = (
     "api|engine|scheduler|worker|kernels|models|quant|checkpoint|parallel|cli|bench|docs|tests|ci"
     "|nano|build"
@@ -18,7 +18,7 @@ SUBJECT = re.compile(rf"(?:{AREAS})(?:\([a-z0-9_-]+\))?: [a-z][^\n]*[^.\n]")
 
 
 def find_faults(message: str) -> list[str]:
-    """What is wrong with a commit message."""
+    """Return the faults of a commit message."""
     subject, _, body = message.strip().partition("\n")
     return [
         fault
@@ -32,7 +32,7 @@ def find_faults(message: str) -> list[str]:
 
 
 def read_new_messages() -> list[str]:
-    """The messages since LAST_UNCHECKED; of a shallow clone, those that it has."""
+    """Return the messages since LAST_UNCHECKED; of a shallow clone, those that it has."""
 
     def git(*args: str) -> str:
         return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True).stdout

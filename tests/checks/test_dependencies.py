@@ -1,6 +1,4 @@
-"""What the package imports is declared, what is declared is bounded, and one tested set is
-installed everywhere.
-"""
+"""Imports are declared, dependencies are bounded, and one tested set is installed everywhere."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ def import_name(requirement: Requirement) -> str:
 
 
 def third_party_imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """Top-level names of the modules that are imported, and whether that happens when `path` is
-    imported itself.
-    """
+    """Return top-level names of imported modules, and whether importing `path` imports them."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     within_functions = {
         node
@@ -53,9 +49,7 @@ def third_party_imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def test_every_import_is_declared() -> None:
-    """At the top of a module only what every installation has; inside functions also what an extra
-    brings.
-    """
+    """Modules import only required packages at the top; functions may import extras."""
     required = {import_name(requirement) for requirement in REQUIRED}
     optional = {
         import_name(requirement)

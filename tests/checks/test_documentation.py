@@ -1,5 +1,4 @@
-"""The documentation's links lead to files and headings that exist; its commands are understood, and
-its code and data can be read."""
+"""Links lead to existing files and headings; commands, code and data on pages are valid."""
 
 from __future__ import annotations
 
@@ -39,13 +38,13 @@ _HEADING = re.compile(r"^#{1,6} +(.*?) *$", re.MULTILINE)
 
 @cache
 def read(page: Path) -> str:
-    """The text of a page, rendered if `make docs` generates it."""
+    """Return the text of a page, rendered if `make docs` generates it."""
     return GENERATED[page]() if page in GENERATED else page.read_text(encoding="utf-8")
 
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """The anchors that a rendered page has for its headings."""
+    """Return the anchors that a rendered page has for its headings."""
     text = re.sub(r"```.*?```", "", read(page), flags=re.DOTALL)
     slugs: list[str] = []
     for heading in _HEADING.findall(text):
@@ -72,7 +71,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
-# Records of the past may name commands and tools that are gone.
+# Records of the past may name removed commands and tools.
 COMMANDS_OF = [
     page
     for page in PAGES
@@ -81,7 +80,7 @@ COMMANDS_OF = [
 
 
 def blocks(page: Path, language: str) -> Iterator[str]:
-    """The code blocks of `page` in `language`; indented ones are commands."""
+    """Return the code blocks of `page` in `language`; indented ones are commands."""
     text = page.read_text(encoding="utf-8")
     for match in re.finditer(r"^( *)```(\w+)\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE):
         if match[2] == language:
@@ -92,8 +91,10 @@ def blocks(page: Path, language: str) -> Iterator[str]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words of every command on `page`: in code blocks, and in the text where it has options
-    and nothing to fill in."""
+    """Return the words of every command on `page`.
+
+    Commands are in code blocks, and in the text if they have options and no placeholders.
+    """
     lines = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
     inline = re.findall(r"`(negamax [^`\n]+ --[^`\n]+)`", page.read_text(encoding="utf-8"))
     inline = [line for line in inline if not re.search(r"\.\.\.|\b[A-Z]+\b", line)]
@@ -104,7 +105,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def understand(words: list[str]) -> None:
-    """Errors: whatever the command line refuses."""
+    """Raises any refusal of the command line."""
     root = typer.main.get_command(app)
     resolved = resolve(root, words)  # type: ignore[arg-type]
     command, path, rest = find_command(root, resolved.words)  # type: ignore[arg-type]
@@ -132,7 +133,7 @@ def test_commands_are_understood(
 
 
 def _lacks_weights(words: list[str]) -> bool:
-    """Whether it is to serve a bundled specification, which is refused without synthetic ones."""
+    """Return whether it serves a bundled specification, which needs synthetic weights."""
     is_bundled = words[:1] == ["serve"] and not {*bundled_names()}.isdisjoint(words[1:2])
     return is_bundled and "--load-format" not in words
 
@@ -159,7 +160,7 @@ def test_commands_of_the_deployment_files_are_understood() -> None:
 
 
 def _listed_commands(file: Path) -> Iterator[list[str]]:
-    """Lists that begin with `serve`, wherever they stand in a YAML file."""
+    """Return lists that begin with `serve`, anywhere in a YAML file."""
     waiting = list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
     while waiting:
         value = waiting.pop()

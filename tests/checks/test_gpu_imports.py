@@ -1,4 +1,4 @@
-"""GPU tests run on machines that have few packages: they import nothing else."""
+"""GPU tests import only the few packages of GPU machines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALLOWED = {
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The modules that `path` imports when it is imported."""
+    """Return the modules that importing `path` imports."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -26,7 +26,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def find_module(name: str) -> Path | None:
-    """The file of a module of the tests; None: `name` is another one, or none."""
+    """Return the file of a module of the tests, or None."""
     if name.startswith("tests."):
         path = TESTS.parent.joinpath(*name.split(".")).with_suffix(".py")
         return path if path.is_file() else None

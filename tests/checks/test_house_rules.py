@@ -1,6 +1,4 @@
-"""The rules of the house that no linter knows: single doors, forbidden means, sizes of files and
-functions.
-"""
+"""House rules beyond linters: single entry points, forbidden means, file and function sizes."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 @cache
 def attributes(path: Path) -> frozenset[str]:
-    """Dotted names used in the code: `os.environ`, `torch.distributed`."""
+    """Return dotted names used in the code: `os.environ`, `torch.distributed`."""
     return frozenset(
         f"{node.value.id}.{node.attr}"
         for node in nodes(path)
@@ -86,7 +84,7 @@ def test_single_door(module: str, door: str) -> None:
 
 
 def test_definitions_are_formulas() -> None:
-    """A definition writes only what its op must write."""
+    """A definition writes only the outputs of its op."""
     specs = sorted((PACKAGE / "kernels").glob("*/op.py"))
     names = {name for path in specs for name in imports(path)}
     assert "numpy" not in names
@@ -111,7 +109,6 @@ def test_no_pickle_of_any_kind(module: str) -> None:
 
 
 def test_no_code_from_data() -> None:
-    """No eval, no exec, no remote code."""
     for path in SOURCES:
         for node in nodes(path):
             if isinstance(node, ast.Call):
@@ -146,7 +143,7 @@ def test_embedded_assets_stay_small() -> None:
 
 
 def test_clients_of_tests_are_patient() -> None:
-    """httpx itself gives up after 5 s, for which a server may stand still on a busy machine."""
+    """httpx's default of 5 s is too short for a server on a busy machine."""
     asking = {"get", "post", "head", "options", "request", "stream", "Client", "AsyncClient"}
     hasty = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
@@ -162,7 +159,7 @@ def test_clients_of_tests_are_patient() -> None:
 
 
 def test_names_of_test_files_are_unique() -> None:
-    """pytest imports them as modules of one name space, but for those of packages."""
+    """pytest imports test modules into one name space, except those of packages."""
     names = [
         path.name
         for path in (ROOT / "tests").rglob("*.py")

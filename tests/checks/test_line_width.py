@@ -1,6 +1,4 @@
-"""Lines have at most 100 columns also where ruff does not look: C, JavaScript, CSS, HTML,
-templates, configuration, scripts, and prose.
-"""
+"""Files that ruff does not check also have at most 100 columns."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ def files() -> list[str]:
 
 
 def wide_lines(text: str, *, is_prose: bool) -> list[int]:
-    """Numbers of the lines that are too wide; in prose, tables, code and what links lead to do not
-    count."""
+    """Return the numbers of too wide lines; prose may exceed in tables, code and link targets."""
     if is_prose:
         text = _FENCED.sub(lambda match: "\n" * match[0].count("\n"), text)
         text = _TARGET.sub("", text)

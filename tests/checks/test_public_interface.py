@@ -1,5 +1,3 @@
-"""What editors and type checkers see of the package."""
-
 from __future__ import annotations
 
 import inspect

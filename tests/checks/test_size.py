@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# To raise a cap, name in the commit's body what was removed instead.
+# To raise a cap, name in the commit's body the code that was removed instead.
 CAPS = {"negamax": 87_700, "tests": 65_600, "tools": 16_100, "nano": 10_000}
 
 

@@ -1,4 +1,4 @@
-"""Nothing is left out in silence: a test may skip for a listed reason only."""
+"""A test may skip only for a listed reason."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The chat page's libraries: small, with their licences, and free of what the page's policy
-forbids.
-"""
+"""The chat page's libraries are small, licensed, and comply with the page's policy."""
 
 from __future__ import annotations
 

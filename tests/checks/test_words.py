@@ -1,6 +1,4 @@
-"""Names that were replaced do not come back: `words.toml` says where which name is forbidden, and
-what says the same in the words of the field. Names of code only; prose is free.
-"""
+"""Replaced names of code do not return: `words.toml` lists them with their successors."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ WORDS: dict[str, dict[str, str]] = tomllib.loads(
 
 
 def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Every name that the code defines, imports or uses, and its line."""
+    """Yield every name that the code defines, imports or uses, and its line."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name):
@@ -39,7 +37,7 @@ def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 @cache
 def used(path: Path) -> dict[str, int]:
-    """Name to the first line that has it, without leading underscores; and the file's own name."""
+    """Map names without leading underscores, and the file's own, to their first line."""
     found = {path.stem: 1}
     for name, line in names(ast.parse(path.read_text(encoding="utf-8"))):
         found.setdefault(name.lstrip("_"), line)

@@ -7,7 +7,6 @@ from negamax.formats.floats import E4M3_MAX
 
 
 def scale_shape(rows: int, columns: int, *, block: tuple[int, int] = (128, 128)) -> tuple[int, int]:
-    """Return the shape of the scales of a `rows` x `columns` weight."""
     return -(-rows // block[0]), -(-columns // block[1])
 
 

@@ -39,7 +39,6 @@ from negamax.kernels.sampling.triton import draw_leading, pick
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Make a tensor without memory."""
     return torch.empty(*shape, dtype=dtype, device=META)
 
 
@@ -109,7 +108,6 @@ def exchange_choices(group: Any, num_tokens: int) -> None:
 
 
 def exchange_sums(group: Any, num_tokens: int) -> None:
-    """Exchange sums of squares of queries and keys."""
     heads, kv_heads = 48 // group.size, max(1, 8 // group.size)
     weight = empty((heads + kv_heads) * 128, dtype=torch.float32)
     norm = attention.prepare_qk_norm(
@@ -124,7 +122,6 @@ def exchange_sums(group: Any, num_tokens: int) -> None:
 
 
 def main() -> None:
-    """Print a line for each launched kernel."""
     platform = PLATFORMS["sm_90"]
     driver.set_active(Driver(GPUTarget("cuda", 90, platform.warp_size)))
     platforms.platform_of = lambda device: platform  # type: ignore[assignment]

@@ -62,8 +62,6 @@ FACTORIES = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "ran
 
 
 class Driver:
-    """The driver functions that Triton's compiler calls."""
-
     def __init__(self, target: GPUTarget) -> None:
         self.get_current_target = lambda: target
         self.get_current_device = lambda: 0
@@ -72,7 +70,6 @@ class Driver:
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Make PyTorch's factories return "meta" tensors."""
     saved = {name: getattr(torch, name) for name in (*FACTORIES, "tensor")}
 
     def on_meta(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -105,7 +102,6 @@ def reason_against(platform: Platform, case: Case) -> str | None:
 
 
 def described(error: BaseException) -> str:
-    """Return the end of the root cause's message."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error)[-600:]}"

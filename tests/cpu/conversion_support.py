@@ -31,7 +31,6 @@ KV_SCALE = "model.layers.1.self_attn.k_proj.k_scale"
 
 
 def write_source(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
-    """Write a plain checkpoint with unsorted tensors and a KV scale."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {**SIZES, **changes}
     spec = tiny_spec(**sizes)

@@ -45,7 +45,6 @@ def e2m1(code: int) -> float:
 
 @functools.cache
 def numbers_of(table: Callable[[int], float], count: int) -> Tensor:
-    """Return the numbers of the codes 0 to `count` - 1, fp64."""
     return torch.tensor([table(code) for code in range(count)], dtype=torch.float64)
 
 
@@ -92,7 +91,6 @@ def _bits(tensor: Tensor, *at: int) -> int:
 
 
 def _numbers(codes: Tensor, table: Callable[[int], float]) -> Tensor:
-    """Return the number of each code, fp32."""
     return numbers_of(table, 256 if table is not e2m1 else 16).float()[codes.long()]
 
 
@@ -288,7 +286,6 @@ def _quark(weight: Any, left_out: str, inputs: Any = None) -> dict[str, Any]:
 
 
 def descriptions(left_out: str) -> dict[str, dict[str, Any]]:
-    """Return the config.json description of each layout that is not mixed."""
     static = {"dynamic": False, "num_bits": 8, "type": "float", "strategy": "tensor"}
     local = {"dynamic": "local", "num_bits": 4, "type": "float", "group_size": 16}
     fp8 = {

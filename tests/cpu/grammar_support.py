@@ -67,7 +67,6 @@ def outputs(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams]) 
 
 
 def run_out(llm: LLM) -> None:
-    """Run all requests to their end and check that nothing is left."""
     while llm._loop.has_work:
         llm._loop.step()
     stats = llm.stats()
@@ -91,7 +90,6 @@ def admitted(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams])
 
 
 def drive(llm: LLM, requests: Sequence[Any]) -> dict[str, list[SequenceUpdate]]:
-    """Run the requests to their ends; return the results of each."""
     updates: dict[str, list[SequenceUpdate]] = {request.request_id: [] for request in requests}
     for request in requests:
         llm._loop.add(request)

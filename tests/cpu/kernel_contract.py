@@ -14,14 +14,12 @@ FURTHEST = 8.0  # allowed error of one value, relative to that of all values tog
 
 
 def contracts(kernels: tuple[AnyKernel, ...]) -> list[tuple[AnyKernel, torch.dtype]]:
-    """Pair each kernel with each of its dtypes."""
     return [
         (kernel, dtype) for kernel in kernels for dtype in FLOAT_DTYPES if dtype in kernel.dtypes
     ]
 
 
 def contract_id(kernel: AnyKernel, dtype: torch.dtype) -> str:
-    """Name the test of one contract."""
     return f"{kernel.op}-{kernel.provider}-{str(dtype).removeprefix('torch.')}"
 
 
@@ -32,7 +30,6 @@ def cases(kernel: AnyKernel, dtype: torch.dtype) -> list[Case]:
 
 
 def check(kernel: AnyKernel, case: Case, dtype: torch.dtype) -> None:
-    """Compare the kernel with the definition on one case."""
     op = kernel.op
     with torch.inference_mode():
         expected = CASES[op].apply(op.reference, case.upcast())

@@ -104,7 +104,6 @@ class Launches:
     forms: dict[tuple[str, str], tuple[str, dict[str, Any]]] = field(default_factory=dict)
 
     def note(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        """Replace `JITFunction.run`."""
         _, keys, _, _, bind = kernel.device_caches[0]
         bound, forms, options = bind(*args, **options, debug=False, instrumentation_mode="")
         form = kernel.fn.__name__, compute_cache_key(keys, forms, options)
@@ -128,7 +127,6 @@ class Launches:
         return found
 
     def alone(self) -> list[str]:
-        """Return the kernels that the start compiles one by one."""
         early = {form for form, (when, _) in self.forms.items() if not when}
         return sorted(name for name, _ in early - self.compiled)
 
@@ -181,7 +179,6 @@ def _int64(size: int) -> Tensor:
 
 
 def open_context(config: WorkerConfig, _device: object, num_draft_tokens: int) -> ParallelContext:
-    """Replace `runner.open_context`."""
     layout = config.layout
     if layout.world_size == 1:
         return ParallelContext.single()
@@ -199,7 +196,7 @@ def open_context(config: WorkerConfig, _device: object, num_draft_tokens: int) -
 
 
 class HostTensor:
-    """Return zeros instead of device values."""
+    """A tensor of zeros instead of device values."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -218,8 +215,6 @@ class Pool:
 
 
 class Clockless(Runtime):
-    """Replace the timer, since there is no GPU."""
-
     def record_event(self) -> None:
         return None
 
@@ -242,7 +237,6 @@ def fill(slots: Mapping[str, Any], *_args: Any, **_options: Any) -> None:
 
 
 def load_model(model: Any, *_args: Any, **_options: Any) -> str:
-    """Replace `loading.load_model`."""
     fill(model.weight_slots())
     model.finish_loading()
     return ""
@@ -328,7 +322,6 @@ def serve(llm: LLM, launches: Launches, *, most_tokens: int, longest: int) -> No
 
 
 def watch(case: str) -> dict[str, Any]:
-    """Return the findings of `case`."""
     launches = Launches()
     triton.JITFunction.run = lambda *args, **options: launches.note(*args, **options)
     options = {"max_model_len": 32_768, "max_num_seqs": 64, **CASES[case]}

@@ -56,7 +56,6 @@ def tiny_spec(**changes: Any) -> ModelSpec:
 
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of an M2 checkpoint."""
     hidden, q, kv = (
         spec.hidden_size,
         spec.num_heads * spec.head_dim,
@@ -92,9 +91,7 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 class SlotModel:
-    """A model of slots alone. `parameters` holds what they wrote; a rank keeps a slice of dimension
-    0.
-    """
+    """A model of slots, which write to `parameters`; a rank keeps a slice of dimension 0."""
 
     def __init__(
         self, spec: ModelSpec, *, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1

@@ -26,7 +26,6 @@ def check(
     prompts: Sequence[list[int]],
     generations: Sequence[Generation],
 ) -> None:
-    """Check that tokens and log-probabilities are those of the oracle's greedy decoding."""
     for prompt, generation in zip(prompts, generations, strict=True):
         completion = generation.outputs[0]
         answer = completion.token_ids

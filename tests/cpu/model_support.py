@@ -107,7 +107,6 @@ def build(
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the weights of transformers' model by their checkpoint names."""
     weights = {}
     for name, tensor in model.state_dict().items():
         name = name.replace(".mlp.", ".block_sparse_moe.")
@@ -124,8 +123,6 @@ def checkpoint_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 class PagedRun:
-    """Sequences in one paged cache with shuffled blocks."""
-
     def __init__(
         self,
         model: Decoder,
@@ -194,7 +191,6 @@ class PagedRun:
         }
 
     def _padded_tables(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> Tensor:
-        """[sequences, most blocks] int64."""
         tables = [self.tables[name] for name, _ in chunks]
         width = max(len(table) for table in tables)
         padded = [table + [0] * (width - len(table)) for table in tables]

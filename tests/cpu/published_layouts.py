@@ -109,8 +109,6 @@ EXPERT = re.compile(r"\.experts\.\d+\.w[123]$")
 
 @dataclass(frozen=True)
 class Published:
-    """Checkpoints of one layout."""
-
     ids: tuple[str, ...]
     quantization: Mapping[str, Any] | None
     attention: Stored
@@ -125,7 +123,6 @@ class Published:
     num_skipped: int = 0
 
     def tensors(self, layers: int = LAYERS) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors of a checkpoint with `layers` layers."""
         for name in ("model.embed_tokens", "lm_head"):
             yield f"{name}.weight", ("BF16", (VOCAB, HIDDEN))
         yield "model.norm.weight", ("BF16", (HIDDEN,))
@@ -178,7 +175,6 @@ class Published:
         return len(tensors)
 
     def quantization_of(self, layers: int) -> Mapping[str, Any] | None:
-        """Return the description of a checkpoint with `layers` layers."""
         said = self.quantization
         if said is None or "quantized_layers" not in said:
             return said

@@ -40,7 +40,6 @@ def _mlp(width: int) -> dict[str, tuple[int, int]]:
 
 
 def _mx(values: str, dtype: str, per_byte: int, scale: str) -> Stored:
-    """One exponent per 32 columns."""
     return lambda n, k: {values: (dtype, (n, k // per_byte)), scale: ("U8", (n, k // 32))}
 
 
@@ -57,7 +56,6 @@ class PublishedM3(Published):
     num_skipped: int = 523
 
     def tensors(self, layers: int = LAYERS) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors of a checkpoint with `layers` text layers."""
         for name in ("model.embed_tokens", "lm_head"):
             yield f"language_model.{name}.weight", ("BF16", (VOCAB, HIDDEN))
         yield "language_model.model.norm.weight", ("BF16", (HIDDEN,))

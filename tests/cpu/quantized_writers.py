@@ -43,7 +43,6 @@ class Writer:
 
 
 def is_matrix(name: str) -> bool:
-    """Return whether checkpoints of M2 quantise the tensor `name`."""
     return name.endswith("_proj.weight") or ".experts." in name
 
 
@@ -72,7 +71,6 @@ def write(
 
 
 def stored_as(numbers: Matrix, dtype: torch.dtype) -> tuple[Tensor, Matrix]:
-    """Round `numbers` to `dtype`; return them as a tensor and in fp32."""
     tensor = torch.from_numpy(numbers.astype(np.float32)).to(dtype)
     return tensor, tensor.float().numpy()
 
@@ -264,7 +262,6 @@ def packed(
 
 
 def store_int8(matrix: Matrix, dtype: torch.dtype) -> Stored:
-    """Store int8 with a scale per row."""
     scale, steps = stored_as(np.abs(matrix).max(axis=1, keepdims=True) / 127, dtype)
     codes = np.clip(np.round(matrix / steps), -127, 127)
     parts = {"weight": torch.from_numpy(codes.astype(np.int8)), "weight_scale": scale}

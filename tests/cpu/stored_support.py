@@ -44,12 +44,10 @@ def load(
 
 
 def part_of(slot: WeightSlot, whole: Tensor) -> Tensor:
-    """Return the part of a whole tensor that a rank's slot holds."""
     return whole[tuple(slice(each.start, each.stop) for each in slot.region)]
 
 
 def assert_holds(model: Decoder, found: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> None:
-    """Compare every loaded tensor with its part of `plain`, bit by bit."""
     for name, values in found.items():
         assert torch.equal(values, part_of(model.weight_slots()[name], plain[name])), name
 

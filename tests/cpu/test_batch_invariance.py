@@ -107,7 +107,7 @@ def test_the_native_decode_agrees_with_prefill_to_rounding() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_nan_leaves_nothing_behind(dtype: torch.dtype) -> None:
-    """Reused blocks hold NaN: masked keys must not contribute."""
+    """Reused blocks hold NaN."""
     spec, clean, used = models(dtype)
     tokens = list(range(1, 40))
     broken = build(

@@ -183,7 +183,6 @@ def test_a_batch_is_timed_from_its_start_to_its_last_token(
 def test_a_command_between_steps_is_not_part_of_their_times(
     engine: tuple[EngineLoop, ModelInfo], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These times determine the number of drafts."""
     loop, info = engine
     pause, found, commit = 0.3, [], loop._scheduler.commit
 

@@ -60,7 +60,6 @@ def engine(**options: Any) -> LLM:
 
 
 def answers(llm: LLM) -> list[tuple[list[int], str | None, list[float]]]:
-    """Return tokens, end, and log-probabilities of answer and prompt."""
     return [
         (
             output.token_ids,

@@ -196,7 +196,6 @@ def _one_layer_more(made: Checkpoint) -> str:
 
 
 def _of_a_rank(made: Checkpoint) -> str:
-    """Keep a rank's half of the first dimension."""
     for name, tensor in made.tensors.items():
         if name.startswith((MODULE, OTHER)) and tensor.dim() and len(tensor) > 1:
             made.tensors[name] = tensor[: len(tensor) // 2].clone()

@@ -59,7 +59,6 @@ def assert_same(model: SlotModel, expected: dict[str, Tensor]) -> None:
 
 
 def save_transformers_model(folder: Path, *, shard_size: str) -> dict[str, Tensor]:
-    """Save a random model by transformers; return its tensors by their checkpoint names."""
     from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
     torch.manual_seed(0)

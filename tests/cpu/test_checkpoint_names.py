@@ -77,8 +77,6 @@ def fused_experts(name: str) -> Callable[[Tensors], Tensors]:
 
 
 def stacked_experts(gate_up: str, down: str) -> Callable[[Tensors], Tensors]:
-    """Stack all experts of a layer in two tensors, named by the formats `gate_up` and `down`."""
-
     def change(tensors: Tensors) -> Tensors:
         changed, stacks = {}, dict[str, list[Tensor]]()
         for key, tensor in fused_experts("w13")(tensors).items():

@@ -252,7 +252,7 @@ def test_heads_smaller_than_blocks_are_dequantised(head_dim: int, kept: bool) ->
             assert ("cut blocks or groups that have one scale" in reason) is not is_held
 
 
-# Kept and dequantised weights
+# Kept and dequantized weights
 
 
 def test_excluded_modules_stay_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -261,7 +261,7 @@ def test_excluded_modules_stay_plain(tmp_path: Path, caplog: pytest.LogCaptureFi
         "modules_to_not_convert": ["gate", "model.layers.0.self_attn.o_proj", "q_proj"],
     }
     spec = replace(SPEC, quantization=tiny_spec(quantization_config=config).quantization)
-    mixed = OneLayer(spec)  # FP8 parts of a matrix with plain parts are dequantised
+    mixed = OneLayer(spec)  # FP8 parts of a matrix with plain parts are dequantized
     assert mixed.attention.activation is None and mixed.moe.activation == E4M3_GROUPS
     stored, tensors = to_fp8(random_tensors(spec)), random_tensors(spec)
     for part in ("o_proj", "q_proj"):

@@ -22,7 +22,6 @@ SAMPLE = {"sm_80": 160, "sm_89": 160, "sm_90": 59, "sm_100": 160, "gfx942": 60, 
 
 
 def compiled(every: dict[str, int]) -> dict[str, list[dict[str, Any]]]:
-    """Return the output of `compile_kernels.py` for each architecture."""
     script = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run(
         [sys.executable, str(script), *(f"{arch}/{step}" for arch, step in every.items())],
@@ -99,7 +98,6 @@ def test_each_load_that_threads_share_needs_an_agreement(
 
 
 def exchanges(*worlds: int) -> list[dict[str, Any]]:
-    """Return the output of `compile_exchanges.py` for this number of ranks."""
     script = Path(__file__).with_name("compile_exchanges.py")
     done = subprocess.run(
         [sys.executable, str(script), *map(str, worlds)],

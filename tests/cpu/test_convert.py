@@ -45,7 +45,6 @@ def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Convert the source to every format."""
     root = tmp_path_factory.mktemp("converted")
     folders = {name: root / name for name in TARGETS}
     for name, folder in folders.items():

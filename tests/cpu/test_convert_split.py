@@ -30,7 +30,6 @@ def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Convert the source to the formats that are split here."""
     root = tmp_path_factory.mktemp("converted")
     folders = {name: root / name for name in ("fp8-channel", "fp8-block", "int4", "int8")}
     for name, folder in folders.items():
@@ -137,7 +136,6 @@ def test_incomplete_split_checkpoint_is_not_joined(
 
 
 def test_parts_hold_shards_at_block_borders(bf16: Path, tmp_path: Path) -> None:
-    """A GPU that keeps blocks shards experts at block borders, unevenly."""
     source = write_source(tmp_path / "source", intermediate_size=640)
     convert(Conversion("x", source, tmp_path / "out", find_target("fp8-block"), tp=4))
     for rank in range(4):

@@ -115,7 +115,7 @@ CASES += [("biases, two layers", "chunks")]
 
 
 class Resting(FixedDraftLength):
-    """Draft for two of five steps; its caches must hold the streams of the others."""
+    """Drafts in two of five steps; the caches must hold the other steps' streams."""
 
     def __init__(self) -> None:
         super().__init__(NUM_DRAFT_TOKENS)
@@ -158,7 +158,6 @@ def test_layers_that_are_off_by_one_are_seen(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Wrong layers lower acceptance, but the answers stay the same."""
     config, tensors, draft = make_draft("plain", tmp_path)
     layers = {"eagle_aux_hidden_state_layer_ids": IDS}  # layer inputs: one layer too early
     seen = tiny_draft.watch(monkeypatch.setattr)
@@ -199,7 +198,7 @@ def test_a_head_in_fp8_guesses_nearly_the_same(
     seen = tiny_draft.watch(monkeypatch.setattr)
     with engine(folder, draft, {"draft_lm_head_quantization": "fp8"}) as llm:
         assert outputs(llm) == expected
-        # (a CPU dequantises it)
+        # (a CPU dequantizes it)
         worker = llm._loop.executor._worker  # type: ignore[attr-defined]
         held = worker.runner.config.draft.spec.quantization
     assert held.fields == {"format": "fp8_per_channel", "only": "lm_head"}

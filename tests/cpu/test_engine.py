@@ -260,7 +260,6 @@ def test_streams_read_in_turns_lose_nothing(llm: LLM) -> None:
 
 
 def test_a_request_with_nan_fails_alone(folder: Path) -> None:
-    """NaN in the cache of one request ends only that request."""
     with LLM(
         str(folder), dtype="float32", block_size=4, num_threads=1, enable_overlap=False
     ) as engine:
@@ -293,7 +292,6 @@ def test_a_request_with_nan_fails_alone(folder: Path) -> None:
 def test_a_step_that_raises_is_repeated_row_by_row(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that makes the model raise ends; the other rows get the tokens they get alone."""
     with LLM(str(folder), dtype="float32", block_size=4, num_threads=1) as engine:
         expected = tokens(engine, [prompt(62)], GREEDY)[0]
         params = engine._admit(

@@ -15,7 +15,6 @@ TOLERANCE = 1e-4
 
 
 def oracle_logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
-    """Return the logits [tokens, vocab] after every token of `ids`."""
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0].float()
 

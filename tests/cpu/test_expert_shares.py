@@ -59,7 +59,7 @@ def str_of(stored: TensorFormat | int) -> str:
 
 
 class Model:
-    """Make experts 12 units wide, which even shards of 8 and 16 ranks would split."""
+    """Experts 12 units wide, which even shards of 8 and 16 ranks would split."""
 
     def __init__(self, stored: TensorFormat, num_experts: int, *, shared: bool) -> None:
         self.stored, self.num_experts, self.shared = stored, num_experts, shared
@@ -122,7 +122,6 @@ class Model:
         return moe, prepared
 
     def expected(self) -> Tensor:
-        """Return the definition's result of the plain matrices."""
         gate_up = torch.stack([torch.cat(each[:2]) for each in self.plain])
         down = torch.stack([each[2] for each in self.plain])
         route, experts = OPS[ROUTE].reference, OPS[EXPERTS].reference
@@ -170,7 +169,7 @@ def test_the_ranks_parts_add_up_to_what_one_rank_computes(
             gate, up, whole_down = model.plain[expert]
             for values, whole in zip(held, (gate, up, whole_down.t()), strict=True):
                 assert torch.equal(values[: len(share.part)], whole[part])
-            # so the columns of down after them add nothing, whatever their values
+            # so any values in the columns of down after them add nothing
             assert not gates[n][rest].any() and not ups[n][rest].any()
     assert len(shapes) == 1 and found == model.width * (model.num_experts + is_among)
     assert (total - expected).norm() < 1e-5 * expected.norm()

@@ -100,7 +100,6 @@ W4AFP8 = compressed(
 
 
 def spin(location: str = "weight_input") -> dict[str, Any]:
-    """Describe SpinQuant's rotation R1."""
     steps = [
         {"targets": ["re:.*o_proj$"], "location": "weight_output", "inverse": False, "ignore": []},
         {"targets": ["re:.*q_proj$"], "location": location, "inverse": True, "ignore": []},
@@ -141,7 +140,6 @@ def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
 
 
 def quark(weight: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Use static activations."""
     inputs = {"dtype": "fp8_e4m3", "is_dynamic": False, "qscheme": "per_tensor", "ch_axis": None}
     layer = {
         "weight": {"is_dynamic": False, "symmetric": True, "block_size": None, **weight},
@@ -158,13 +156,12 @@ MXFP4 = {
     "dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0",
     "ch_axis": -1, "symmetric": None,
 }  # fmt: skip
-# Description of an FP8 cache in files quantised without calibration.
+# Description of an FP8 cache in files quantized without calibration.
 CACHED = {"*k_proj": {**quark(MXFP4)["global_quant_config"]}}
 CACHED["*k_proj"]["output_tensors"] = CACHED["*k_proj"]["input_tensors"]
 
 
 def store_rows(matrix: Matrix) -> Stored:
-    """Store int8 with a one-dimensional scale per row."""
     parts, plain = store_int8(matrix, torch.float32)
     return {**parts, "weight_scale": parts["weight_scale"][:, 0]}, plain
 
@@ -256,7 +253,6 @@ EXPORTS = {
 
 
 def export(folder: Path, writer: Writer) -> dict[str, Tensor]:
-    """Write a checkpoint with the expert names of transformers 5."""
     plain = write(folder, CONFIG, TENSORS, writer)
     stored, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
     words = {

@@ -83,7 +83,6 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def attention(t: Mapping[str, Tensor], x: Tensor, allowed: Tensor) -> Tensor:
-    """`t`: the tensors of the layer's attention."""
     q, k, v = (F.linear(x, t[name]).unflatten(1, (-1, CONFIG["head_dim"])) for name in "qkv")
     q, k = rotated(rms(q, t["q_norm"])), rotated(rms(k, t["k_norm"]))
     q, k, v = (part.transpose(0, 1) for part in (q, k, v))
@@ -111,8 +110,6 @@ def mixture(t: Mapping[str, Tensor], x: Tensor) -> Tensor:
 
 
 def plain(tensors: Mapping[str, Tensor], token_ids: list[int]) -> Tensor:
-    """Return log-probabilities [tokens, vocab]."""
-
     def under(prefix: str) -> dict[str, Tensor]:
         found = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         assert found

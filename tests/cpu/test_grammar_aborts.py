@@ -62,7 +62,6 @@ def load(llm: LLM) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[Answer]:
-    """Return the texts without drafts and aborts."""
     with LLM("nano", **SIZES) as llm:
         requests = load(llm)
         updates = drive(llm, requests)

@@ -130,7 +130,7 @@ def run_out(llm: LLM) -> None:
 
 
 class Changing(drafts.KnowingProposer):
-    """Propose by the current kind, also after tokens sampled without a mask."""
+    """Proposes by the current kind, also after tokens sampled without a mask."""
 
     is_checked = False
 

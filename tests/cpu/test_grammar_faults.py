@@ -92,7 +92,6 @@ def test_a_lost_step_leaves_no_rules_behind(llm: LLM, monkeypatch: pytest.Monkey
 
 
 def test_aborts_in_every_state_leave_nothing_behind(llm: LLM) -> None:
-    """Cover compilation, reasoning and constrained output."""
     prompt = llm.render([{"role": "user", "content": "What is 17 + 25?"}])
     for steps in (0, 1, 3, 12, 30):
         params = [
@@ -113,7 +112,6 @@ def test_aborts_in_every_state_leave_nothing_behind(llm: LLM) -> None:
 
 
 def test_a_failed_row_is_repeated_alone_with_all_masks_intact(llm: LLM) -> None:
-    """The step is repeated row by row, each row with its own mask."""
     params = [
         seeded(0, grammar=schema(PERSON), max_tokens=60),
         seeded(1, max_tokens=60, logit_bias={1: 1.0}, ignore_eos=True),

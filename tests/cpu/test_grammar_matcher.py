@@ -89,7 +89,6 @@ def check(
     bad: Sequence[str],
     reasoning: Reasoning | None = None,
 ) -> None:
-    """Check that all of `good` and none of `bad` are whole outputs."""
     assert grammar is not None
     assert [text for text in good if not takes(grammar, text, reasoning)] == []
     assert [text for text in bad if takes(grammar, text, reasoning)] == []

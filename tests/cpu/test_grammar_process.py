@@ -40,7 +40,6 @@ def says_yes(llm: LLM) -> bool:
 
 
 def drive(llm: LLM, params: Sequence[SamplingParams], *, seconds: float) -> list[SequenceUpdate]:
-    """Run a request for each of `params`; return the last update of each."""
     tokens = [llm.tokenizer.encode("letters:")] * len(params)
     requests = [group[0][1] for group in llm._sequences(tokens, llm._admit(tokens, list(params)))]
     last: dict[str, Any] = {}

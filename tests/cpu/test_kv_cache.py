@@ -124,7 +124,6 @@ def test_requests_that_are_short_take_no_memory_of_a_long_window() -> None:
 
 
 def resident_bytes() -> int:
-    """Return this process's memory in use."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 

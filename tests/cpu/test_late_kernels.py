@@ -28,7 +28,6 @@ OTHERS = (
 
 
 def watched(*cases: str) -> dict[str, dict[str, Any]]:
-    """Return the output of `late_kernels.py` for each case."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *cases], capture_output=True, text=True, timeout=900
     )

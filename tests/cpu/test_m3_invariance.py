@@ -28,7 +28,6 @@ TOKENS = [RNG.randrange(SPEC.vocab_size) for _ in range(400)]
 
 
 def runs(dtype: torch.dtype) -> list[PagedRun]:
-    """Return two caches over one model, with different orders of blocks."""
     model = build(SPEC, random_weights(SPEC, 1), dtype=dtype)
     return [PagedRun(model, num_blocks=number, dtype=dtype) for number in (200, 190)]
 

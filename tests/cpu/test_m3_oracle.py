@@ -90,7 +90,6 @@ def test_rows_that_verify_drafts_choose_their_own_blocks(
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """Return transformers' four-layer model, the last three layers sparse, and its file."""
     sizes = tiny_m3.random_sizes(
         3, num_hidden_layers=4, index_topk_blocks=3, index_local_blocks=1, index_block_size=16,
         shared_intermediate_size=24, intermediate_size=24, num_attention_heads=6,

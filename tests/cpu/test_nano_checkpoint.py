@@ -21,7 +21,6 @@ def config() -> dict[str, Any]:
 
 
 def _expected(config: dict[str, Any]) -> dict[str, tuple[str, list[int]]]:
-    """Return names, dtypes and shapes of the tensors of this architecture."""
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     q, kv = (
         config["num_attention_heads"] * config["head_dim"],

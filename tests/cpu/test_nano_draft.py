@@ -86,7 +86,7 @@ def test_unrolled_steps_are_the_guesses_of_what_is_written(
 
 @pytest.mark.full
 def test_weights_of_flex_attention_are_those_of_the_definition(recipe: SimpleNamespace) -> None:
-    """Return the block masks for training on a GPU."""
+    """Cover the block masks for training on a GPU."""
     q, k, v = torch.randn(2, 4, 32, 16), torch.randn(2, 2, 32, 16), torch.randn(2, 2, 32, 16)
 
     def causal(_b: Any, _h: Any, q: Any, k: Any) -> Any:

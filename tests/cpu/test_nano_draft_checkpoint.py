@@ -43,7 +43,6 @@ def engine(
 
 
 def chats(llm: LLM) -> list[Any]:
-    """Return held-out problems of both suites."""
     told = [llm.render(list(one.messages)) for one in arithmetic.problems(6, 5)]
     asked = tool_calls.problems(6, 5)
     return told + [llm.render(list(one.messages), tools=list(one.tools)) for one in asked]
@@ -72,7 +71,6 @@ def test_one_layer_off_guesses_are_wrong() -> None:
 
 
 def test_in_the_format_of_speculators_it_stands_for_nano_with_it(tmp_path: Path) -> None:
-    """Pass the draft's folder as to `vllm serve`."""
     folder = EMBEDDED_DRAFTS["nano-draft"]
     config = json.loads((folder / "config.json").read_text())
     config = as_speculators(config, verifier="nano", speculative_tokens=2)
@@ -136,7 +134,6 @@ PERSON = {
 
 
 def requests(llm: LLM) -> tuple[list[Any], list[SamplingParams]]:
-    """Return prompts with the constraints of their answers."""
     tokenizer = llm.tokenizer
     asked = [{"role": "user", "content": "What is 417 + 386?"}]
     called = llm.render([{"role": "user", "content": "What's the weather in Rome?"}],

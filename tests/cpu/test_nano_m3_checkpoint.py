@@ -63,7 +63,6 @@ def test_it_solves_what_it_was_trained_for(nano_m3: LLM) -> None:
 def test_random_blocks_are_no_substitute_for_chosen_ones(
     nano_m3: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return the same weights with random index projections."""
     monkeypatch.setattr(accuracy, "MAX_TOKENS", 200)  # enough for an answer; nonsense has no end
     assert solved(nano_m3, "nano-retrieval-2k", 3) == 3
     folder = Path(shutil.copytree(FOLDER, tmp_path / "random"))

@@ -28,7 +28,6 @@ def spread(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def preprocessed(stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the preprocessed tensors and the plain weights that they represent."""
     made: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     stacks: dict[str, list[Tensor]] = {}
@@ -67,7 +66,6 @@ def preprocessed(stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
 
 
 def write_preprocessed(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Write the preprocessed files; return their tensors and the plain weights."""
     folder.mkdir(exist_ok=True)
     spec = tiny_spec(**SIZES, quantization_config=FP8_CONFIG)
     made, plain = preprocessed(to_fp8(random_tensors(spec)))

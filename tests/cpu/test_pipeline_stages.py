@@ -21,7 +21,7 @@ from tests import tiny_m3
 
 
 class Pipeline(Decoder):
-    """Run all stages of a model in one process; each sees only the caches of its own layers."""
+    """All stages of a model in one process; each sees only the caches of its own layers."""
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], num_stages: int) -> None:
         self.spec, self.stages = spec, []

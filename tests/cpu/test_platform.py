@@ -28,8 +28,6 @@ A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """Make PyTorch report a GPU that does not exist."""
-
     def fake(name: str, capability: tuple[int, int], hip: str | None = None) -> torch.device:
         found = SimpleNamespace(
             name=name, major=capability[0], minor=capability[1], multi_processor_count=132,

@@ -63,7 +63,6 @@ def spec_of(name: str, folder: Path, *, layers: int) -> ModelSpec:
 
 
 def held_bytes(slots: dict[str, WeightSlot]) -> tuple[int, int]:
-    """Return the bytes of the slots' parameters, and the bytes that the slots write."""
     parameters, written = {}, 0
     for slot in slots.values():
         if slot.needed and not slot.optional and slot._target is not None:

@@ -1,4 +1,4 @@
-"""Quantisers against a search over all codes, and formats against their inverse."""
+"""Quantizers against a search over all codes, and formats against their inverse."""
 
 from __future__ import annotations
 

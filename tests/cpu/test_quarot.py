@@ -36,7 +36,6 @@ FILE = "optional/quarot.safetensors"
 
 
 def describe(folder: Path, file: str) -> None:
-    """Write ModelSlim's description of a plain checkpoint."""
     said = {
         "model_quant_type": "FLOAT",
         "version": "1.0.0",
@@ -73,7 +72,6 @@ def target() -> MiniMaxM2ForCausalLM:
 
 @pytest.fixture(scope="module")
 def folder(target: MiniMaxM2ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the rotated model as ModelSlim does."""
     plain = tiny.save(target, tmp_path_factory.mktemp("plain"))
     source = Source(plain)
     with source.reader() as reader:

@@ -73,7 +73,7 @@ def test_a_row_without_finite_logits_is_reported_and_the_others_are_not() -> Non
 
 
 def test_a_row_that_cannot_be_edited_fails_alone() -> None:
-    """A sampler of whole or of sharded logits."""
+    """Cover samplers of whole and of sharded logits."""
     expected = rows_of(({}, {}, {"logprobs": 1}))
     for on_shards in (False, True):
         rows = rows_of(({}, {"logit_bias": {VOCAB: 1.0}}, {"logprobs": 1}))

@@ -81,7 +81,6 @@ def engine(folder: Path, **options: Any) -> LLM:
 
 
 def answers(llm: LLM) -> list[Any]:
-    """Return everything that a caller sees, except the cached count."""
     return [
         (
             output.token_ids,

@@ -95,7 +95,7 @@ def test_captured_steps_give_what_eager_ones_give(options: str, pool: RepeatedSt
 def test_steps_before_the_first_request_change_nothing(
     pool: RepeatedSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run the requests that a GPU uses to compile its kernels; they leave no state."""
+    """Cover the steps by which a GPU compiles its kernels."""
     options: dict[str, Any] = {
         "max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 64, "block_size": 4,
         "expert_distribution_recorder_mode": "stat",

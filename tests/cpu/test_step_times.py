@@ -28,8 +28,6 @@ OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Moment:
-    """A CUDA event with the machine's clock."""
-
     at: float = field(default_factory=time.perf_counter)
 
     def synchronize(self) -> None:

@@ -126,7 +126,7 @@ def test_rank_keeps_experts_if_another_rank_has_one_in_bf16(
         if rank == 0:
             assert torch.equal(found[name], own[name].float())
         kept.append(report.num_kept)
-    # Rank 0 dequantises one of the two layers; each layer has two experts.
+    # Rank 0 dequantizes one of the two layers; each layer has two experts.
     assert kept[1] - kept[0] == 2 * 3
 
 

@@ -236,7 +236,7 @@ def test_no_sequences_need_no_work() -> None:
 
 @dataclass
 class TwoRanks:
-    """Run rank 0 of two; `others` [T, 2] are the other rank's sums of squares."""
+    """Rank 0 of two; `others` [T, 2] are the other rank's sums of squares."""
 
     others: Tensor
     peers: PeerMemory | None

@@ -93,8 +93,6 @@ SPARSE_FP8 = replace(SPARSE, quantization=M2_FP8.quantization)
 
 
 class Unchanging(Proposer):
-    """Propose the same tokens again."""
-
     num_draft_tokens = NUM_DRAFTS
 
     def propose(
@@ -147,7 +145,6 @@ def whole_caches(caches: KvCacheSpecs, dtype: torch.dtype) -> list[KvCaches]:
 
 
 def own_caches(spec: ModelSpec, dtype: torch.dtype, layout: ParallelLayout) -> list[KvCaches]:
-    """Return the part of them that the rank `layout` holds."""
     whole, view, parts = whole_caches(spec.kv_caches(), dtype), layout.attention, []
     specs = split_over_holders(spec.kv_caches(), view.cache_size)
     for caches, layer in zip(specs, whole, strict=True):
@@ -178,7 +175,6 @@ class Case:
     others: float = 0.0  # share of tokens that may select a block with an equal score
 
     def weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the weights as stored, and the values that they represent."""
         drawn = random_weights(self.spec, 3)
         if self.spec.quantization is None:
             return drawn, drawn
@@ -230,7 +226,6 @@ def eager(
 
 @torch.inference_mode()
 def expected(case: Case, weights: dict[str, Tensor]) -> list[Tensor]:
-    """Return the logits of all tokens of each step."""
     model, requests = build(case.spec, weights, kernels=definitions()), rows(case.spec)
     dtype = torch.float32 if case.cache_dtype == torch.bfloat16 else case.cache_dtype
     kv, known, found = whole_caches(case.spec.kv_caches(), dtype), requests.tokens.clone(), []

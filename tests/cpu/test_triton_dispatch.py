@@ -42,7 +42,6 @@ class Model:
             self.made.append(torch.randn(world * NUM_ROWS, 2, WIDTH, generator=generator).half())
 
     def held(self, ids: Tensor, rank: int) -> Tensor:
-        """Return the rows of `ids` that selected an expert of `rank`."""
         first = int(self.experts.firsts[rank])
         return (ids.ge(first) & ids.lt(first + self.experts.count)).any(1)
 

@@ -1,4 +1,4 @@
-"""A draft on the GPU's kernels in the interpreter proposes what the CPU's proposes."""
+"""A draft on the GPU's kernels in the interpreter proposes the CPU's draft tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def worker_config(draft: DraftModel) -> WorkerConfig:
 
 
 class DraftRun:
-    """Make a draft, and a step of two requests that verifies drafts."""
+    """A draft, and a step of two requests that verifies drafts."""
 
     def __init__(self, kernels: KernelTable, **fields: Any) -> None:
         draft = DraftModel(draft_spec(**fields), None)

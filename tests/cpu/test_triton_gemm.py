@@ -19,7 +19,6 @@ SIZES = tiles.H200()
 def fp8_linear(
     num_tokens: int, inputs: int, outputs: int
 ) -> tuple[torch.Tensor, kernels.PreparedLinear]:
-    """Return x and a weight."""
     t = cases.fp8_case(
         num_tokens,
         inputs,

@@ -47,7 +47,7 @@ class Side(NamedTuple):
 
 
 class Counting(Proposer):
-    """Propose the numbers after a row's length."""
+    """Proposes the numbers after a row's length."""
 
     num_draft_tokens = 2
 

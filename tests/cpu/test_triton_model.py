@@ -87,12 +87,10 @@ def gpu_model(
 
 
 def errors(actual: Tensor, expected: Tensor) -> list[float]:
-    """Return ||logits - expected|| / ||expected|| of each token."""
     return ((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).tolist()
 
 
 def compare(run: PagedRun, reference: PagedRun, steps: Steps) -> float:
-    """Return the largest error against the fp32 definitions."""
     worst = 0.0
     for step in steps:
         actual, expected = run.step(step), reference.step(step)

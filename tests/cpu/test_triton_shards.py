@@ -51,7 +51,6 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def norm(seed: int, *, quantize: bool) -> NormWeight:
-    """Make norms, every other one Gemma's."""
     weight, gemma = 1 + 0.2 * normal(WIDTH, seed=seed), seed % 2 == 1
     return norm_kernels.prepare(weight, 1e-6, quantize=quantize, gemma=gemma)
 

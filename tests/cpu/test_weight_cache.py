@@ -65,7 +65,6 @@ def start(
     spec: ModelSpec = SPEC,
     layout: ParallelLayout = ONE,
 ) -> tuple[str, dict[str, Tensor]]:
-    """Return the log line about the weights of a start, and the weights."""
     model = model or SlotModel(spec)
     slots = model.weight_slots()
     said = load_cached(
@@ -176,7 +175,6 @@ def nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shared_memory() -> SlotModel:
-    """The same parameters; two of them share memory."""
     model = SlotModel(SPEC)
     slots = model.weight_slots()
     memory = torch.zeros(2, SPEC.hidden_size)

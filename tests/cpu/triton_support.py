@@ -245,7 +245,7 @@ class Ranks:
 
 
 class Group:
-    """Return a group as rank `rank` sees it; `tokens`: the memory for tokens sent to experts."""
+    """A group as rank `rank` sees it; `tokens`: the memory for tokens sent to experts."""
 
     def __init__(self, ranks: Ranks, rank: int, *, tokens: Ranks | None = None) -> None:
         self.size, self.rank = ranks.world, rank
@@ -275,8 +275,6 @@ class Threads:
         self._said: list[Any] = [None] * world
 
     def run(self, rank_code: Callable[[int], Result]) -> list[Result]:
-        """Return the result of `rank_code` on every rank."""
-
         def one(rank: int) -> Result:
             with self._turn:
                 try:
@@ -362,7 +360,6 @@ class ThreadGroup:
 
 @contextmanager
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Return the kernels for a GPU."""
     names: list[str] = []
 
     class Watching(TorchDispatchMode):

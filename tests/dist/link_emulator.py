@@ -57,7 +57,6 @@ class Link:
         self._waiting: deque[tuple[float, bytes]] = deque()  # (due, packet), in order
 
     def take(self, packet: bytes, now: float) -> None:
-        """Take a packet from the source."""
         settings = self.settings
         is_lost = self._random.random() < settings.loss
         if settings.cut or is_lost or (settings.closed_ports and self._is_shut_out(packet)):
@@ -148,7 +147,6 @@ class Emulator:
                 link.settings = replace(link.settings, **message)
 
     def _say(self) -> None:
-        """Return the packets carried and dropped so far."""
         counts = {
             f"{source}-{target}": [link.num_carried, link.num_dropped]
             for (source, target), link in self.links.items()

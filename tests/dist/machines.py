@@ -62,7 +62,6 @@ class Machines:
         _ip("link", "set", f"{self._prefix}v{machine}", state)
 
     def command(self, machine: int) -> list[str]:
-        """Return the command prefix that runs a command on a machine."""
         return ["ip", "netns", "exec", self._space(machine)] if machine else []
 
     def remove(self) -> None:
@@ -141,7 +140,6 @@ class OneMachine:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Further options of each node."""
         return "--interface", "lo", "--master-port", str(self.port)
 
 
@@ -201,18 +199,15 @@ class Agent:
             self.log += line
 
     def wait_for(self, text: str, *, seconds: float = START_SECONDS) -> None:
-        """Wait until the log has `text`. Errors: `AssertionError` with the log."""
         deadline = time.monotonic() + seconds
         while text not in self.log:
             assert time.monotonic() < deadline, f"no {text!r} in:\n{self.log}"
             time.sleep(0.02)
 
     def end(self, *, seconds: float = 20.0) -> int:
-        """Wait for the agent to end; return its exit code."""
         return self.process.wait(seconds)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the agent and its ranks."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -223,7 +218,6 @@ class Agent:
 
 
 def _remove_abandoned() -> None:
-    """Remove the interfaces and namespaces of killed processes."""
     for listed, kind in ((_ip("-o", "link"), ("link",)), (_ip("netns"), ("netns",))):
         for name, pid in set(re.findall(rf"\b({_PREFIX}(\d+)(?:br|n\d+))\b", listed)):
             if not Path(f"/proc/{pid}").exists():

@@ -82,7 +82,6 @@ def test_captured_steps_and_drafts_keep_the_text(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check acceptance in captured steps; the draft's caches are not sharded."""
     make = tiny.make_model if family == "m2" else tiny_m3.make_model
     folder = tiny.save(make(5, **(SIZES if family == "m2" else sizes_of(1))), tmp_path / "model")
     options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_batched_tokens": 40,

@@ -50,7 +50,6 @@ def quantize(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return one model in FP8, and its dequantised weights in float32."""
     stored, plain = (tmp_path_factory.mktemp(name) for name in ("stored", "plain"))
     sizes = {**tiny.random_sizes(1), "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"vocab_size": 96, "intermediate_size": 32, "num_hidden_layers": 2}

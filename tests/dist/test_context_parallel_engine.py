@@ -202,7 +202,6 @@ def test_draft_tokens_keep_the_text(
 def test_captured_steps_run_all_tokens_on_every_rank(
     replicas: int, tiny_m2: Path, preempted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, captured small steps are not split."""
     spawn = supervision.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
@@ -240,7 +239,7 @@ def nano_m3() -> tuple[list[int], list[list[int]]]:
 
 
 def answers_of_m3(prompt: list[int], **ranks: Any) -> list[list[int]]:
-    """Cover a cached prefix plus one token; index keys have their own width."""
+    """Return answers, also after a cached prefix plus one token."""
     options = {"max_num_batched_tokens": 600, "index_cache_dtype": "fp8"}
     params = SamplingParams(temperature=0.0, max_tokens=24)
     with LLM("nano-m3", **COMMON, **options, **ranks) as llm:
@@ -275,7 +274,7 @@ def test_a_tiny_m3_gives_the_same_text_on_data_parallel_ranks_of_two(
 def test_two_machines_split_prompts(
     of_one_rank: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return network namespaces with one group each."""
+    """Each machine is a network namespace with one group."""
     monkeypatch.setenv(KEY_VARIABLE, "of the tests")
     of_nano = ("--dtype", "float32", "--max-model-len", "512", "--max-num-batched-tokens", "96")
     try:

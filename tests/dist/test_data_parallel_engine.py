@@ -47,7 +47,6 @@ Answer = tuple[list[int], list[float]]
 
 
 def said(made: list[Generation]) -> list[Answer]:
-    """Return tokens and all log-probabilities."""
     return [
         (
             each.outputs[0].token_ids,

@@ -85,7 +85,6 @@ class Group:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[NodeGroup]:
-        """Wait until the other nodes' datagrams arrive."""
         group = NodeGroup(self._options, self._layout, facts=self.facts)
         group.meet()
         group.start()
@@ -97,7 +96,6 @@ class Group:
 
 
 def wait_until(holds: Callable[[], object], *, seconds: float = 20.0) -> float:
-    """Return the seconds until `holds`. Errors: `TimeoutError`."""
     began = time.monotonic()
     while not holds():
         if time.monotonic() > began + seconds:
@@ -107,7 +105,6 @@ def wait_until(holds: Callable[[], object], *, seconds: float = 20.0) -> float:
 
 
 def cut(network: DistantMachines, ways: list[tuple[int, int]], *, seconds: float) -> None:
-    """Disconnect some directions for a time."""
     for source, target in ways:
         network.set_links(source=source, target=target, cut=True)
     time.sleep(seconds)
@@ -125,7 +122,6 @@ CUTS = (
 
 
 def has_ended(agent: Agent, times: int) -> bool:
-    """Return whether the ranks of an agent have ended `times` times."""
     return agent.log.count("the ranks end") == times
 
 
@@ -183,7 +179,6 @@ def test_stages_give_the_text_of_one_rank_and_a_deaf_node_is_lost(
 
 
 def test_agents_watch_the_link_between_them(network: DistantMachines) -> None:
-    """Wait until node 0 reaches both others."""
     options = (*FLOAT32, "-pp", "3", "--nnodes", "3")
     agents = [Agent(network, node, *options) for node in (1, 2)]
     try:

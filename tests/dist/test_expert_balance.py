@@ -59,7 +59,6 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def of_one_rank(skewed: Path) -> tuple[list[list[int]], ExpertDump]:
-    """Return texts and selections per expert."""
     counted = {"expert_distribution_recorder_mode": "stat", "max_num_batched_tokens": 64}
     with LLM(str(skewed), **COMMON, **counted, max_num_seqs=8) as llm:
         llm._loop.record_experts("start")
@@ -104,7 +103,7 @@ def test_texts_stay_and_loads_become_even(
     assert experts is not None and experts.num_rebalances >= 3 and experts.num_moved >= 10
     after = loop.record_experts("dump")
     assert after is not None
-    # the recorder counts the same as on one rank, whatever moved meanwhile
+    # moves do not change the recorder's counts
     assert after.logical_count == counts.logical_count
     for slots in after.physical_to_logical_map:
         copies = Counter(slots)
@@ -119,7 +118,6 @@ def test_texts_stay_and_loads_become_even(
 
 
 def balancedness(counts: list[list[int]], slots: list[list[int]]) -> float:
-    """Return the balancedness of two ranks."""
     mean = most = 0.0
     for layer, table in zip(counts, slots, strict=True):
         copies, half = Counter(table), len(table) // 2

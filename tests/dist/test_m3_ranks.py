@@ -20,7 +20,6 @@ from tests import tiny, tiny_m3
 
 
 def sizes_of(kv_heads: int) -> dict[str, Any]:
-    """Return the layouts of four ranks."""
     return tiny_m3.random_sizes(
         5, vocab_size=96, num_attention_heads=8, num_key_value_heads=kv_heads,
         index_n_heads=kv_heads, dense_intermediate_size=24, intermediate_size=24,

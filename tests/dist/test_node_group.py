@@ -59,7 +59,6 @@ class Peer:
         self.socket.send(wire.encoder.encode(message))
 
     def hear(self, kind: Any, *, seconds: float = 20.0) -> Any:
-        """Receive the next message of a kind; drop others."""
         deadline = time.monotonic() + seconds
         while self.socket.poll(max(0, round(1000 * (deadline - time.monotonic())))):
             message = wire.from_node_0.decode(self.socket.recv())
@@ -69,7 +68,7 @@ class Peer:
 
 
 class Setting:
-    """Return node 0 of two on the loopback, and its agents."""
+    """Node 0 of two on the loopback, and its agents."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -83,7 +82,6 @@ class Setting:
         return Peer(self.context, self.port, node=node, name=name)
 
     def started(self, name: str) -> tuple[Peer, str]:
-        """Return an agent whose ranks run, and its session."""
         peer = self.peer(name)
         peer.join()
         self.meeting.join(20.0)
@@ -96,7 +94,6 @@ class Setting:
         return peer, start.session
 
     def death(self, seconds: float = 20.0) -> str:
-        """Return node 0's reason for a lost node, after its alarm."""
         poller = select.poll()
         poller.register(self.group.alarms[0], 0)
         assert poller.poll(1000 * seconds)

@@ -32,7 +32,6 @@ from tests.probes import probe
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Machines | OneMachine]:
-    """Return network namespaces where this process may create them."""
     with contextlib.ExitStack() as stack:
         try:
             made: Machines | OneMachine = stack.enter_context(machines(3))
@@ -55,7 +54,6 @@ def expected() -> list[list[int]]:
 def test_data_parallel_ranks_on_two_machines_notice_a_stopped_one(
     network: Machines | OneMachine, expected: list[list[int]]
 ) -> None:
-    """Node 0 waits for the agent; options have vLLM's names."""
     agents: list[Agent] = []
     options = [
         "-dp", "2", "--headless", "--data-parallel-start-rank", "1", "--data-parallel-size-local",
@@ -183,7 +181,6 @@ def test_unreachable_addresses_are_refused(address: str, words: str) -> None:
 
 
 def _ignoring_errors(call: Any) -> None:
-    """Ignore errors of a thread whose socket is closed at the end."""
     try:
         call()
     except Exception:

@@ -45,7 +45,6 @@ def words(made: list[Generation]) -> list[tuple[object, object]]:
 
 
 def known(params: list[SamplingParams], made: list[Generation]) -> str:
-    """Return the texts from which `drafting_rank` proposes."""
     columns = zip(params, made, strict=True)
     return json.dumps([[p.seed, m.prompt_token_ids, m.outputs[0].token_ids] for p, m in columns])
 

@@ -113,7 +113,7 @@ def test_the_engine_does_not_wait_for_agents_that_cannot_come(
 
 
 class Leader:
-    """Act as node 0 toward an agent: start ranks, then end them."""
+    """Node 0 toward an agent: starts ranks, then ends them."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -73,7 +73,6 @@ class VirtualCluster:
         return VARIABLES | {"RAY_ADDRESS": self.cluster.address}
 
     def agents(self) -> dict[str, int]:
-        """Return the process of each running actor, by its machine."""
         from ray._private.state import actors
 
         return {
@@ -83,7 +82,6 @@ class VirtualCluster:
         }
 
     def agent_elsewhere(self) -> tuple[int, Any]:
-        """Return the process and machine of an agent with ranks that is not on the head."""
         found = self.agents()
         return next(
             (found[machine.node_id], machine)
@@ -92,7 +90,6 @@ class VirtualCluster:
         )
 
     def is_empty(self) -> bool:
-        """Return whether no actor and no placement group exists."""
         from ray.util import placement_group_table
 
         groups = placement_group_table().values()
@@ -123,8 +120,6 @@ def expected() -> list[str]:
 
 
 class Server:
-    """`negamax serve nano` with Ray, in its own session."""
-
     def __init__(self, log: Path, *options: str, **variables: str) -> None:
         self.port = free_port()
         self.log_file = log
@@ -192,7 +187,6 @@ class Server:
 
 
 def tree(root: int) -> set[int]:
-    """Return a process and all its descendants."""
     found, todo = set(), [root]
     while todo:
         pid = todo.pop()

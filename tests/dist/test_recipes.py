@@ -77,7 +77,6 @@ def test_each_deployment_of_the_page_has_a_small_one_with_its_options() -> None:
 
 
 def names(line: str) -> list[str]:
-    """Return the model and the options of a line."""
     return [word for word in line.split() if word.startswith(("M", "--"))]
 
 
@@ -113,8 +112,6 @@ def test_small_deployments_answer_as_one_rank_does(
 
 
 def answers(server: Server) -> list[str]:
-    """Return texts of requests that run together."""
-
     async def answer(prompt: str) -> str:
         connection = server.connection()
         body: dict[str, Any] = {"prompt": prompt, "max_tokens": 40, "temperature": 0.0}

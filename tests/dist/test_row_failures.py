@@ -58,7 +58,6 @@ def one_rank() -> Iterator[LLM]:
 
 
 def run(llm: LLM, victim: SamplingParams) -> tuple[list[list[int]], str | None]:
-    """Return the tokens of the other requests, and the victim's error."""
     prompts = [
         PROMPT,
         PROMPT[1:],
@@ -82,7 +81,6 @@ def run(llm: LLM, victim: SamplingParams) -> tuple[list[list[int]], str | None]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Callable[[LLM], list[list[int]]]:
-    """Return the other requests' tokens next to a row without a fault."""
     known: dict[int, list[list[int]]] = {}
 
     def of(llm: LLM) -> list[list[int]]:

@@ -57,7 +57,6 @@ def make_spec(kv_heads: int) -> ModelSpec:
 
 
 def logits(spec: ModelSpec, context: ParallelContext) -> torch.Tensor:
-    """Return logits of every token in chunked prefill, then decode."""
     run = PagedRun(build(spec, random_weights(spec, 7), context=context), ranks=context.layout.tp)
     steps = [
         [("a", TOKENS[:21])],
@@ -207,7 +206,6 @@ def test_an_fp8_checkpoint_and_synthetic_weights_are_the_same_model_however_expe
 
 
 def test_ranks_agree_bit_for_bit(world: tuple[int, Path]) -> None:
-    """Each rank samples for itself, so one differing bit would make them diverge."""
     tp, folder = world
     for case, layout in enumerate(LAYOUTS):
         if layout[0] == tp:

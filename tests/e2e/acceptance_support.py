@@ -29,7 +29,6 @@ ASKED = [*WEATHER_QUESTION, {"role": "assistant", "content": None, "tool_calls":
 
 
 def answered(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """Return the answer to a request, which must succeed."""
     response = http.post(CHAT, json={**SHORT, "messages": QUESTION, **fields})
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()

@@ -11,8 +11,6 @@ from negamax.cli.main import main
 
 
 class Bench:
-    """Run the command in this process; return its result and its output."""
-
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]) -> None:
         self._folder = folder
         self._captured = captured

@@ -121,7 +121,6 @@ class Browser:
         return answer["result"].get("value")
 
     def wait(self, condition: str, *, seconds: float = WAIT_SECONDS, **values: Any) -> Any:
-        """Wait until the expression `condition` is true in the page; return its value."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             value = self.run(f"return {condition}", **values)
@@ -209,7 +208,6 @@ def chromium() -> str:
 
 @contextlib.contextmanager
 def browsing(folder: Path) -> Iterator[Browser]:
-    """Run a fresh browser with its profile in `folder`."""
     command = [
         chromium(), "--headless=new", "--remote-debugging-pipe", f"--user-data-dir={folder}",
         "--no-first-run", "--disable-gpu",

@@ -138,7 +138,6 @@ def launch(
     program: str = "negamax",
     is_forked: bool = True,
 ) -> subprocess.Popen[str]:
-    """Start `negamax serve` without waiting for it, forked or as users start it."""
     command = (program, "serve", model, "--port", "0", "--num-threads", "1", *options)
     with log_file.open("w", encoding="utf-8") as log:
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "text": True}

@@ -90,7 +90,6 @@ def text_chunk(text: str, finish_reason: str | None = None) -> bytes:
 
 
 def good_stream(tokens: int = 3, *, usage: bool = True) -> bytes:
-    """Return a whole answer of `tokens` chunks."""
     last = (
         chunk({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 2 * tokens}})
         if usage

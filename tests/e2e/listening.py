@@ -10,7 +10,6 @@ _LISTEN = "0A"  # the state's number in /proc/net/tcp
 
 
 def family_of(pid: int) -> list[int]:
-    """Return a process and all its descendants."""
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):  # each thread has its own
         with contextlib.suppress(OSError):  # it has ended

@@ -149,7 +149,6 @@ def _event(value: dict[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def scripted() -> Iterator[tuple[str, Script]]:
-    """Run a server; yield its address and its script."""
     script = Script()
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(

@@ -26,7 +26,6 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """Return all output so far, as plain text."""
         return _ESCAPES.sub("", self.raw).replace("\r", "")
 
     def type(self, text: str) -> None:
@@ -62,7 +61,6 @@ class Terminal:
             assert left > 0 and self._read(left), f"there is no prompt:\n{self.text}"
 
     def end(self, *, seconds: float = 120.0) -> int:
-        """Wait for the command to end; return its exit code."""
         deadline = time.monotonic() + seconds
         while self._read(max(0.0, deadline - time.monotonic())):
             pass

@@ -1,4 +1,4 @@
-"""Invalid input over HTTP: each refusal has OpenAI's shape and a request id, and delays nobody."""
+"""Refusals of invalid input have OpenAI's shape and a request id, and delay no other request."""
 
 from __future__ import annotations
 

@@ -103,7 +103,6 @@ def told(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def comparable(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer without the fields that differ between runs."""
     content = [
         {key: value for key, value in block.items() if key != "id"} for block in answer["content"]
     ]

@@ -18,7 +18,6 @@ FAST = ("--num-threads", "1")
 
 
 def negamax(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run it in its own interpreter."""
     return subprocess.run(
         [sys.executable, "-m", "negamax", *arguments],
         capture_output=True,

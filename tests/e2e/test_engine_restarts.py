@@ -44,7 +44,6 @@ def wait_until_ready(server: Server) -> None:
 
 
 def last_lines_after(server: Server, harm: Any) -> list[str]:
-    """Return the end of a stream during which `harm` was done to the engine."""
     with server.http() as http, http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
         lines = running.iter_lines()
         next(lines)

@@ -36,7 +36,6 @@ class Collector:
 
 @contextlib.contextmanager
 def collecting(port: int) -> Iterator[Collector]:
-    """Run an OTLP collector on `port` of this machine."""
     collector = Collector()
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -22,14 +22,12 @@ SIZES = (
 
 
 def skip_without(options: dict[str, Any]) -> None:
-    """Skip the test if there are fewer GPUs than `options` need."""
     needed = math.prod(options.get(size, 1) for size in SIZES)
     if torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} GPUs")
 
 
 def answers(**options: Any) -> tuple[list[list[int]], list[list[int]]]:
-    """Return nano's answers to concurrent requests and to single ones."""
     with LLM("nano", device="cuda", **options) as llm:
         asked = prompts(llm)
         together = [each.outputs[0].token_ids for each in llm.generate(asked, GREEDY)]
@@ -41,7 +39,6 @@ def answers(**options: Any) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def check_nano(of_one_gpu: list[list[int]], options: dict[str, Any]) -> None:
-    """Check that nano's answers agree with those of one GPU."""
     skip_without(options)
     together, alone = answers(**options)
     share = agreement(of_one_gpu, together)
@@ -51,7 +48,6 @@ def check_nano(of_one_gpu: list[list[int]], options: dict[str, Any]) -> None:
 
 
 def check_nano_m3(options: dict[str, Any]) -> None:
-    """Check that nano-m3's answers agree with those of one GPU."""
     skip_without(options)
     share = agreement(answers_of_m3(device="cuda"), answers_of_m3(device="cuda", **options))
     print(f"agreement of nano-m3 on {options} with one GPU: {share:.4f}")

@@ -53,7 +53,6 @@ def num_ranks() -> int:
 
 
 def one_rank(rank: int, world: int, folder: str, parts: tuple[str, ...]) -> None:
-    """Run `parts` on one rank; write its findings to `folder`."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     torch.cuda.set_stream(torch.cuda.Stream(device))
@@ -79,7 +78,6 @@ def one_rank(rank: int, world: int, folder: str, parts: tuple[str, ...]) -> None
 
 @cache
 def findings(parts: tuple[str, ...]) -> list[dict[str, Findings]]:
-    """Return every rank's findings, by part."""
     world = num_ranks()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(one_rank, args=(world, folder, parts), nprocs=world)
@@ -119,18 +117,15 @@ class Layer:
         self.expected = norm_kernels.add_rms(total.bfloat16(), self.expected_residual, self.norm)
 
     def __call__(self, group: Collective) -> None:
-        """Call once, from the initial residual."""
         self.residual.copy_(self.start)
         self.again(group)
 
     def again(self, group: Collective) -> None:
-        """Call once, from the current residual."""
         from negamax.kernels.collectives import triton as kernels
 
         self.out = kernels.all_reduce_add_rms(self.x, self.residual, self.norm, group)
 
     def differences(self) -> Tensor:
-        """Return the number of differing elements as a device tensor."""
         pairs = (
             (self.residual, self.expected_residual),
             (self.out.hidden, self.expected.hidden),
@@ -679,7 +674,6 @@ def test_times() -> None:
 
 
 def show(found: list[Findings]) -> None:
-    """Return the slowest rank's time, in microseconds."""
     for label, row in found[0].items():
         if label != "seconds":
             slowest = {name: max(rank[label][name] for rank in found) for name in row}

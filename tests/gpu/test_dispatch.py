@@ -77,7 +77,6 @@ class Batch:
         return all_ids, received, kernels.combine(self.out, all_ids, **shared)
 
     def differences(self, found: tuple[Tensor, list[Tensor], Tensor]) -> Tensor:
-        """Return the numbers of differing bytes: of ids, columns and sums."""
         ids, received, sums = found
         mine = self.held()[self.group.rank][:, None]
         counts = [(ids != self.all_ids.flatten(0, 1)).sum()]
@@ -92,7 +91,6 @@ class Batch:
 
 
 def one_rank(rank: int, world: int, folder: str) -> None:
-    """Write a rank's findings to `folder`."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     torch.cuda.set_stream(torch.cuda.Stream(device))
@@ -179,7 +177,6 @@ def eager_microseconds(
 
 @cache
 def findings() -> list[dict[str, Any]]:
-    """Return every rank's findings."""
     world = num_ranks()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(one_rank, args=(world, folder), nprocs=world)

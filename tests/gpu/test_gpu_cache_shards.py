@@ -60,5 +60,4 @@ def test_nano_m3_agrees_with_one_rank(options: dict[str, Any]) -> None:
     ids=str,
 )  # fmt: skip
 def test_a_long_mixed_run_ends_with_every_block_free(model: str, options: dict[str, Any]) -> None:
-    """Make four layers, one of them with block selection."""
     check_mixed_run(model, options, layers=4, blocks=80)

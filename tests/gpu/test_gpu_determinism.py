@@ -149,7 +149,6 @@ class Replays:
 
 
 def differing(replays: Replays, *, rounds: int) -> dict[int, int]:
-    """Return, by size, how many steps differed from the first."""
     order, draw = list(replays.shapes) * 2, Random(0)
     first = {}
     for size in replays.shapes:

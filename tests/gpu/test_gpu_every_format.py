@@ -62,8 +62,6 @@ BLOCKS, PACKED, ROUNDED = "FP8 blocks", "weight-only", "weight-only; W8A8 for lo
 
 
 def in_full(dtype: torch.dtype) -> Writer:
-    """Store matrices in `dtype`."""
-
     def store(module: str, matrix: Any) -> Any:
         stored = torch.from_numpy(matrix).to(dtype)
         return {"weight": stored}, stored.float().numpy()
@@ -138,7 +136,6 @@ class Rank:
         return torch.cat(steps).float().log_softmax(-1).cpu()
 
     def greedy(self, prompt: list[int], count: int) -> list[list[int]]:
-        """Return the prompt and `count` greedy tokens, one list each."""
         run, chunks = PagedRun(self.model, device=self.device, dtype=self.kernels.dtype), [prompt]
         for _ in range(count):
             chunks.append([int(run.step([("a", chunks[-1])])["a"][-1].argmax())])
@@ -173,7 +170,6 @@ class Subject:
     questions: Sequence[tuple[Sequence[list[int]], Tensor, float]]
 
     def warm_up(self) -> None:
-        """Launch every kernel that the measurements launch."""
         for chunks, _, _ in self.questions:
             self.whole.log_probabilities(chunks[:2])
         for tp in (1, *self.shares):
@@ -226,7 +222,6 @@ def load(
 
 
 def held_as(model: Decoder, op: Op[Any, Any], module: str, kernels: KernelTable) -> str:
-    """Return how the unloaded `model` will hold the matrices of `module`."""
     slots = [slot for name, slot in model.weight_slots().items() if name.startswith(module)]
     if all(slot.stored is None for slot in slots):
         return READ if all(slot.source is PLAIN for slot in slots) else DEQUANTISED
@@ -266,13 +261,11 @@ def prepare(
 
 
 def relative(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the largest ||found - expected|| / ||expected||."""
     pairs = zip(found, expected, strict=True)
     return max(float((each - wanted).norm() / wanted.norm()) for each, wanted in pairs)
 
 
 def check(name: str, subject: Subject) -> str:
-    """Return the line of the table."""
     held = subject.whole.held
     words = held[0] if held[0] == held[1] else f"experts {held[0]}, attention {held[1]}"
     differences, errors, greedy_tokens = [], [], ""

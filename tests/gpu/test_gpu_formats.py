@@ -18,7 +18,7 @@ from negamax.convert.source import Source
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 from quantized_writers import WRITERS, write
 
-# One format per layout that kernels distinguish. Activations are rounded if the method says so.
+# One format per layout that kernels distinguish; some methods round activations.
 WEIGHTS_ONLY = (
     "awq", "compressed-mxfp4", "compressed-nvfp4", "gptq-act-order", "gptq-asym", "gptq-v2",
     "modelopt-mixed", "modelopt-nvfp4", "mxfp8", "packed-int4", "packed-int4-asym", "packed-int8",

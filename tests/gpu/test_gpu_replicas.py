@@ -24,7 +24,6 @@ TEXTS = ["The cat sat on", "2 + 2 =", "Hello", "Once upon a time there was", "A"
 
 @contextmanager
 def serving(*options: str, log_file: Path) -> Iterator[str]:
-    """Yield the address of a server of the embedded model."""
     command = [sys.executable, "-m", "negamax", "serve", "nano", "--port", "0", *options]
     with log_file.open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
         try:
@@ -52,7 +51,6 @@ def complete(url: str, prompt: str, *, rank: int) -> str:
 
 
 def used_memory() -> list[int]:
-    """Return bytes in use on each of the first two GPUs."""
     pairs = [torch.cuda.mem_get_info(device) for device in range(2)]
     return [total - free for free, total in pairs]
 

@@ -60,7 +60,6 @@ def poison() -> None:
 
 
 def small_cases(kernel: Kernel, dtype: torch.dtype, *, seed: int) -> list[Case]:
-    """Return the op's cases whose weights the kernel reads."""
     found = CASES[kernel.op].small(dtype, torch.Generator().manual_seed(seed))
     return [case for case in found if kernel.reads(case.stored)]
 
@@ -70,7 +69,6 @@ def on_gpu(case: Case) -> Case:
 
 
 def small_problem(op: Op, want: Tensor, got: Tensor, dtype: torch.dtype) -> str | None:
-    """Return the violations of the op's tolerance."""
     if got.shape != want.shape:
         return f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
     if not want.is_floating_point():
@@ -87,7 +85,6 @@ def small_problem(op: Op, want: Tensor, got: Tensor, dtype: torch.dtype) -> str 
 
 
 def wide_problem(op: Op, want: Tensor, got: Tensor) -> str | None:
-    """Return the violations of the op's relative error."""
     if got.shape != want.shape:
         return f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
     if not want.is_floating_point():
@@ -114,7 +111,6 @@ def distance(want: Tensor, got: Tensor) -> Tensor:
 
 
 def outputs_twice(op: Op, kernel: Kernel, case: Case) -> Iterable[tuple[str, tuple[Tensor, ...]]]:
-    """Return the outputs in memory as it is, and in poisoned memory."""
     yield "first run", CASES[op].apply(kernel, case)
     poison()
     yield "poisoned memory", CASES[op].apply(kernel, case)
@@ -230,7 +226,6 @@ def test_experts_with_uneven_loads(kernel: Kernel, choice: str) -> None:
 def test_a_router_never_takes_the_words_of_the_call_before(
     hidden: int, experts: int, top_k: int, of_m3: bool, calls: tuple[int, ...]
 ) -> None:
-    """Call one router on different tokens in turn; equal calls give equal bits."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     numbers = {"gemma": True, "scaling": 2.0, "shared": True} if of_m3 else {}
     norm, router = triton_norm_route.prepare(

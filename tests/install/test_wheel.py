@@ -1,6 +1,4 @@
-"""The wheel alone in an empty environment, as a stranger installs it: nothing of the tests' own
-packages is there.
-"""
+"""The wheel alone in an empty environment, without the tests' own packages."""
 
 from __future__ import annotations
 
@@ -28,10 +26,10 @@ PROMPT = ("--prompt", "What is 47 + 38?", "--temperature", "0", "--max-tokens", 
 
 @dataclass(frozen=True)
 class Installation:
-    """An environment with the wheel and what it depends on."""
+    """Create an environment with the wheel and its dependencies."""
 
     bin: Path
-    folder: Path  # where commands run: no source is near
+    folder: Path  # current folder of commands: no source is near
 
     def start(
         self, *arguments: str, program: str = "negamax", **environment: str
@@ -51,7 +49,6 @@ class Installation:
         )
 
     def run(self, *arguments: str, program: str = "negamax", **environment: str) -> str:
-        """Standard output of a command that succeeds."""
         process = self.start(*arguments, program=program, **environment)
         output, errors = process.communicate(timeout=200)
         assert process.returncode == 0, (
@@ -139,7 +136,7 @@ def test_serve_and_bench_serve(installed: Installation) -> None:
 
 
 def refusal(process: subprocess.Popen[str]) -> str:
-    """The error of a command that was refused: one line after the log."""
+    """Return the error of a refused command: one line after the log."""
     output, errors = process.communicate(timeout=200)
     assert process.returncode == 2 and output == "", (process.returncode, output, errors)
     assert "Traceback" not in errors

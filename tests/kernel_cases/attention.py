@@ -53,7 +53,6 @@ def qk_norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def qk_norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's shards under TP1, TP2 and TP4."""
     return [
         _qk_norm_case(
             dtype,
@@ -283,7 +282,6 @@ def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Whole prompts, and chunks on a prefix."""
     return [
         _attention_case(
             dtype,

@@ -60,12 +60,10 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def copy_case(case: Case) -> Case:
-    """Copy a case and its tensors."""
     return replace(case, tensors=map_tensors(case.tensors, lambda tensor: tensor.clone()))
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return all tensors in `value`."""
     found: list[Tensor] = []
     map_tensors(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
     return found

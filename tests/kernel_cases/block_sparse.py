@@ -68,7 +68,6 @@ def norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's shards under TP1 and TP4."""
     return [
         _norm_case(
             dtype,
@@ -237,7 +236,6 @@ _PREFILL_FULL = (
 
 
 def select_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's shard: decodes, drafts and prefills."""
     decodes = (
         (lengths, [1] * len(lengths), cache)
         for lengths, cache in (*_DECODE_FULL, ([48_000, 200_001], FP8), ([1_000_000], FP8))
@@ -270,7 +268,6 @@ def select_shard_full_size(dtype: torch.dtype, generator: torch.Generator) -> li
 
 
 def _sharded(case: Case, *, rank: int, ranks: int) -> Case:
-    """Return the case for a rank with a shard of the index keys."""
     cache, shape = case.tensors["index_cache"], case.numbers["shape"]
     own = cache[: -(-len(cache) // ranks)]  # any block
     shape = replace(shape, shard=IndexShard(rank, ranks, shape.kv_heads))

@@ -81,7 +81,6 @@ def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """As `attention.decode`, one rank of two."""
     return _of_rank(dense.decode_full_size(dtype, generator), rank=1, ranks=2)
 
 
@@ -91,7 +90,6 @@ def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """As `attention.prefill`, one rank of two."""
     return _of_rank(dense.prefill_full_size(dtype, generator), rank=1, ranks=2)
 
 
@@ -101,7 +99,6 @@ def sparse_decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[
 
 
 def sparse_decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """As `block_sparse.decode`, one rank of two."""
     return _of_rank(sparse.decode_full_size(dtype, generator), rank=1, ranks=2)
 
 
@@ -111,7 +108,6 @@ def sparse_prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list
 
 
 def sparse_prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """As `block_sparse.prefill`, one rank of two."""
     return _of_rank(sparse.prefill_full_size(dtype, generator), rank=1, ranks=2)
 
 
@@ -137,7 +133,6 @@ def attention_cost(case: Case) -> Cost:
 
 
 def sparse_attention_cost(case: Case) -> Cost:
-    """Return a rank's part of the cost of block-sparse attention."""
     return _part(sparse.attention_cost(case), case)
 
 

@@ -1,4 +1,4 @@
-"""Inputs of one call of a kernel, and what they are for."""
+"""Inputs of one call of a kernel, and their purpose."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Cost:
 class Case:
     """Inputs of one call.
 
-    `numbers` holds what is no tensor. `stored` is the format of the weights; their tensors are
-    called "weight.<tensor>" unless it is `PLAIN`.
+    `numbers` holds arguments that are not tensors. `stored` is the format of the weights; their
+    tensors are called "weight.<tensor>" unless it is `PLAIN`.
     """
 
     label: str
@@ -62,7 +62,6 @@ class OpCases:
 
 
 def num_bytes(*tensors: Tensor) -> int:
-    """Return the bytes of all `tensors`."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

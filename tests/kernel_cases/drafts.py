@@ -41,7 +41,6 @@ def count_cost(case: Case) -> Cost:
 
 
 def advance_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Rows with drafts, with none and of padding."""
     cases = []
     for counts in ([1], [4, 2, 0, 1, 0], [3] * 40):
         column = torch.tensor(counts)

@@ -182,7 +182,6 @@ def fp8_weight(*shape: int, generator: torch.Generator) -> tuple[Tensor, Tensor]
 
 
 def stored_weight(case: Case, name: str) -> StoredWeight:
-    """Return the weight `name` of a case."""
     if case.stored is PLAIN:
         return plain(case.tensors[name])
     kept = [tensor.name for tensor in case.stored.tensors]

@@ -14,7 +14,6 @@ from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes
 
 
 def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, some; odd sizes."""
     draw, cases = partial(torch.randint, generator=generator), []
     for num_tokens, rows, kv_heads, block_size, rotary_dim in (
         (0, 1, 1, 16, 8),

@@ -49,7 +49,7 @@ def _case(
 
 
 def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """Return plain values, and where the FP8 form is right, if the case and kernel have it."""
+    """Return plain values, and the correct FP8 values if the case and the kernel have them."""
     n = case.numbers
     quantize = n["quantize"] and Feature.TRITON in kernel.requires
     out = kernel.run(case.tensors["gate_up"], activation=n["activation"], quantize=quantize)

@@ -54,7 +54,6 @@ def route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """The routers of MiniMax-M2 and MiniMax-M3."""
     wide = partial(randn, dtype=torch.float32, generator=generator)
     return [
         Case(
@@ -473,7 +472,6 @@ def route_cost(case: Case) -> Cost:
 
 
 def norm_route_cost(case: Case) -> Cost:
-    """Those of the norm and of the GEMMs."""
     t, of_norm = case.tensors, norm.cost(case)
     return Cost(
         num_bytes=of_norm.num_bytes + num_bytes(t["gate"], t["bias"]),

@@ -54,7 +54,6 @@ def made(
     quantize: bool = False,
     gemma: bool = False,
 ) -> Case:
-    """Make the case of x of `shape`, [T, width] or [T, P, width]."""
     num_tokens, width = shape[0], shape[-1]
     normal = partial(randn, dtype=dtype, generator=generator)
     tensors = {

@@ -74,7 +74,6 @@ def embed_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def embed_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """The widths of MiniMax-M2 and M3."""
     return [_embed_case(dtype, generator, *size) for size in ((1, 3072), (64, 3072), (400, 6144))]
 
 

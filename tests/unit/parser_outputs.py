@@ -134,7 +134,6 @@ def pieces(text: str, rng: random.Random | None = None) -> list[TextPiece]:
 
 
 def cut_at_random(items: Any, rng: random.Random, *, num_cuts: int) -> list[Any]:
-    """Split a text or a list at random."""
     borders = (
         sorted(rng.sample(range(1, len(items)), min(num_cuts, len(items) - 1)))
         if len(items) > 1
@@ -348,7 +347,6 @@ def parse(
     in_reasoning: bool,
     thinking: Thinking = Thinking.SPLIT,
 ) -> ParsedOutput:
-    """Parse a whole answer given as text, with tags as text."""
     parser = OutputParser(
         format, tools=tools, in_reasoning=in_reasoning, tag_ids=None, thinking=thinking
     )

@@ -143,7 +143,6 @@ def stream(
     in_reasoning: bool,
     tag_ids: dict[str, int] | None = None,
 ) -> list[list[ParserEvent]]:
-    """Return the events of each chunk, and those of the end."""
     parser = OutputParser(format, tools=tools, in_reasoning=in_reasoning, tag_ids=tag_ids)
     return [*(parser.feed(chunk) for chunk in chunks), parser.finish()]
 
@@ -323,7 +322,6 @@ def long_outputs(num_chars: int) -> dict[str, tuple[OutputFormat, str]]:
 
 
 def seconds_to_read(format: OutputFormat, text: str, *, size: int) -> float:
-    """Return the CPU time to read `text` in pieces of `size` characters."""
     chunks = text_chunks(text[i : i + size] for i in range(0, len(text), size))
     parser = OutputParser(format, tools=TOOLS, in_reasoning=format is MINIMAX_M2, tag_ids=None)
     start = time.process_time()

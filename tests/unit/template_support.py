@@ -30,7 +30,6 @@ def recorded_renders(family: str) -> list[dict[str, Any]]:
 
 
 def check_render(template: ChatTemplate, case: dict[str, Any], messages: Any) -> None:
-    """Check that `template` renders `messages` as recorded, with and without the prompt."""
     options = {"tools": case["tools"], **case["kwargs"]}
     rendered = template.render(messages, add_generation_prompt=False, **options)
     assert rendered == case["expected"]

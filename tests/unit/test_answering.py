@@ -21,8 +21,6 @@ class Texts(msgspec.Struct):
 
 
 class Outputs:
-    """A source with prepared outputs and the numbers of their prompts."""
-
     def __init__(self, *outputs: tuple[int, RequestOutput]) -> None:
         self._outputs = outputs
 
@@ -83,7 +81,7 @@ def test_a_failed_request_is_an_error_also_where_only_the_prompt_is_read(
 
 
 def test_outputs_find_their_choice_among_those_of_all_prompts() -> None:
-    """Return two choices of the first prompt and one of the second, as in /generate."""
+    """Two choices of the first prompt and one of the second, as in /generate."""
     outputs = [(1, output(finish="stop")), (0, output(1, finish="length")), (0, output(0))]
     choices = [choice(0), choice(1), choice(2, prompt=1)]
     written: list[bytes] = []

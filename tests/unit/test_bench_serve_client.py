@@ -72,7 +72,6 @@ def chunked(parts: Sequence[str], *, head: str = HEAD) -> bytes:
 
 
 async def read(pieces: Sequence[bytes], *, closes: bool = False) -> ResponseReader:
-    """Read an answer that arrives in exactly these `pieces` over a socket."""
     mine, other = socket.socketpair()
     with other:
         _, connection = await asyncio.get_running_loop().create_connection(
@@ -223,7 +222,6 @@ def test_header_values_cannot_carry_other_headers() -> None:
 
 
 def test_a_chunk_costs_less_than_50_microseconds() -> None:
-    """A chunk takes about 6 us on an idle core."""
     count = 5000
     part = chunked(events(delta(content=" token") | {"id": "chatcmpl-" + "0" * 32, "model": "m"}))
     (piece,) = (part[part.index(b"\r\n\r\n") + 4 : part.index(b"0\r\nX-Trailer")],)

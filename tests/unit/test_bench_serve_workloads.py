@@ -239,7 +239,7 @@ def test_agent_history_grows_at_its_end_only_and_every_session_begins_alike() ->
 
 
 def test_agent_history_is_one_that_servers_accept() -> None:
-    """Every call is answered once; thinking and arguments have the API's form."""
+    """Every call is answered once; thinking and arguments match the API."""
     history = turns(AgentSessions(AGENT, scale=SCALE, context_length=None).session())[-1].body[
         "messages"
     ]

@@ -14,7 +14,7 @@ from negamax.cli.chat_view import MarkdownStream, split_blocks
     ("text", "complete"),
     [
         ("One\n\nTwo", "One\n\n"),
-        ("One\n\n", ""),  # what follows may belong to it
+        ("One\n\n", ""),  # the next characters may belong to it
         ("One\nmore", ""),
         ("```\na\n\nb", ""),
         ("```\na\n\nb\n```\n\nText", "```\na\n\nb\n```\n\n"),

@@ -31,7 +31,6 @@ NAMES = ("nnodes", "node_rank", "master_addr", "master_port")
 def chosen(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], line: str = "serve nano -pp 6"
 ) -> list[str]:
-    """Return the node options of a line under these variables."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     choices = resolve(GROUP, line.split()).choices

@@ -172,7 +172,6 @@ class WithOneMore(EngineOptions):
 def test_a_new_field_is_an_option_with_flag_variable_key_and_help(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """CONTRIBUTING: an option is one dataclass field."""
     seen: list[WithOneMore] = []
 
     @with_options()

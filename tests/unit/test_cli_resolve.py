@@ -39,8 +39,6 @@ def explained(capsys: pytest.CaptureFixture[str]) -> Any:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a command that is refused; return its one line."""
-
     def run(line: str) -> str:
         code = main(shlex.split(line))
         out, err = capsys.readouterr()

@@ -43,7 +43,6 @@ def answer_openai(**fields: Any) -> None:
 
 
 def answer_anthropic(**fields: Any) -> None:
-    """The same for Anthropic's API."""
     body = {"model": "nano", "max_tokens": 4, "messages": [HELLO], **fields}
     params = MessagesRequest.parse(body)
     made = messages_history.build_history(params.messages, system=params.system, thoughts=THOUGHTS)

@@ -45,7 +45,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Client:
-    """Open a raw connection; `buffer`: bytes that its kernel buffers."""
+    """A raw connection; `buffer`: bytes that its kernel buffers."""
 
     def __init__(self, port: int, *, buffer: int | None = None) -> None:
         self._socket = socket.socket()
@@ -67,7 +67,6 @@ class Client:
             return b""
 
     async def answer(self) -> bytes:
-        """Return a small answer."""
         answer = await self.read()
         head, _, body = answer.partition(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].split()[0])
@@ -101,8 +100,6 @@ def with_server(
     limits: ConnectionLimits = FREE,
     tls: TlsFiles | None = None,
 ) -> None:
-    """Run `test` against a server with these limits, in one event loop."""
-
     async def run() -> None:
         kind = protocol.make_protocol_class(slow_client_timeout=slow_client_timeout)
         listener = socket.create_server(("127.0.0.1", 0))
@@ -416,7 +413,7 @@ def test_what_a_chunked_body_carries_beside_its_content_is_bounded(
         client = Client(port)
         await client.send(CHUNKED % b"/headers" + begin)
         answer, size = await until_closed(client, sending=more, most=20_000_000)
-        assert size < 8_000_000  # what both kernels' buffers hold
+        assert size < 8_000_000  # the capacity of both kernels' buffers
         assert answer.startswith(b"HTTP/1.1 431") or not answer  # lost if we were still sending
         client.close()
 

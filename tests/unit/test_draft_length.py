@@ -37,7 +37,6 @@ def seconds(rows: int, drafts: int) -> float:
 
 
 def speeds(rows: int, curve: Curve) -> list[float]:
-    """Return tokens per second of each fixed number."""
     tokens = [sum(math.prod(curve[:i]) for i in range(k + 1)) for k in range(MOST + 1)]
     return [rows * tokens[k] / seconds(rows, k) for k in range(MOST + 1)]
 

@@ -163,7 +163,6 @@ def counting() -> CountingTokenizer:
 
 
 def turns(count: int, *, chars: int) -> Iterator[str]:
-    """Yield a conversation after each of its turns, all different."""
     text = "]~!b[]~b]system\nYou are a helpful assistant.[e~[\n"
     for turn in range(count):
         said = f"turn {turn} " * (chars // 7)

@@ -26,7 +26,6 @@ WORDS = "there is no room for the weights"
 
 
 def ended() -> EngineConnection:
-    """Start a process that ends before its last message is sent."""
     return EngineConnection(
         OPTIONS, num_servers=1, receive=lambda _: None, hang_seconds=300.0, module=MODULE
     )

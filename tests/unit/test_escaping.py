@@ -70,7 +70,6 @@ def conversation(said: str) -> Conversation:
 
 
 def without_calls(said: str) -> Conversation:
-    """Return the conversation without the model's own text."""
     whole = conversation(said)
     return Conversation(
         messages=[whole.messages[0], whole.messages[1], whole.messages[-1]], tools=whole.tools

@@ -17,7 +17,7 @@ PING = b"event: ping\n\n"
 
 
 class Client:
-    """Records what it is sent: status, pieces of the body, and None at the end."""
+    """Records its input: status, pieces of the body, and None at the end."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -59,7 +59,7 @@ class Source:
 def sent_by(
     produce: Callable[[Write, list[Any]], Awaitable[None]], *, seconds: float, full: bool = False
 ) -> list[Any]:
-    """Return what a client receives of `produce`'s stream, which sees what was sent."""
+    """Return the bytes that a client receives of `produce`'s stream, which sees them, too."""
 
     async def run() -> list[Any]:
         client, source = Client(), Source()

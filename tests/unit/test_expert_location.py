@@ -23,8 +23,6 @@ COPIES = ParallelLayout(tp=2, ep=2, redundant_experts=2)
 
 @dataclass(frozen=True)
 class Spec:
-    """The part of a model that placement reads."""
-
     num_layers: int = len(COUNTS)
     experts: tuple[int, int] | None = (EXPERTS, 8)
 

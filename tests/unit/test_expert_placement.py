@@ -32,7 +32,6 @@ from negamax.scheduler.expert_placement import (
 
 @st.composite
 def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
-    """Ranks, experts and slots."""
     ranks, experts = draw(st.sampled_from((1, 2, 3, 4, 8))), draw(st.integers(1, 24))
     per_rank = draw(st.integers(-(-experts // ranks), experts))
     return ranks, experts, ranks * per_rank

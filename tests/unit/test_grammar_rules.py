@@ -223,7 +223,6 @@ def test_schemas_that_grow_without_end_are_refused_and_recursive_ones_are_cut() 
 
 
 def unlisted(levels: int, *, names: int = 20) -> dict[str, Any]:
-    """Return nested required names that follow `additionalProperties`."""
     inner: dict[str, Any] = {"type": "string"} if levels == 1 else unlisted(levels - 1, names=names)
     return {
         "type": "object",
@@ -233,7 +232,6 @@ def unlisted(levels: int, *, names: int = 20) -> dict[str, Any]:
 
 
 def doubling(levels: int) -> dict[str, Any]:
-    """Return references to references, each twice."""
     twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
     return {
         "$ref": "#/$defs/d0",
@@ -242,7 +240,6 @@ def doubling(levels: int) -> dict[str, Any]:
 
 
 def repeated(keyword: str, value: Any) -> dict[str, Any]:
-    """Return a long definition with 5,000 references."""
     long = {"$defs": {"long": {keyword: value}}}
     return {
         "type": "object",

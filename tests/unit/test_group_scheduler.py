@@ -106,7 +106,7 @@ class GroupTrace:
         self.in_flight.append((plans, None if lose else results))
 
     def check_size(self, plans: list[StepPlan]) -> None:
-        """Return the others' values for every rank, from the workers' state."""
+        """Check the sizes of other ranks that every rank gets, from the workers' state."""
         size = plans[0].of_all
         assert size is not None and all(plan.of_all == size for plan in plans)
         assert size.num_tokens == max(plan.num_tokens for plan in plans) > 0

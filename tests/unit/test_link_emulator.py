@@ -19,7 +19,6 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def packet(number: int, *, port: int = 80, flags: int = 0x10) -> bytes:
-    """Make a packet of TCP over IPv4, with a number at its end."""
     head = bytes([0x45, *bytes(8), 6, *bytes(10)])
     tcp = bytes(2) + port.to_bytes(2, "big") + bytes(9) + bytes([flags]) + bytes(6)
     return (head + tcp).ljust(PACKET_BYTES - 2, b"\0") + number.to_bytes(2, "big")
@@ -32,7 +31,6 @@ class Ends:
         self.link.settings = Settings(**settings)  # type: ignore[arg-type]
 
     def arrived(self, now: float) -> list[int]:
-        """Return the numbers of the packets that have arrived."""
         self.link.deliver(now)
         try:
             data = os.read(self._reader, 60_000)

@@ -53,7 +53,7 @@ def test_other_requests_do_not_disturb_probes(monkeypatch: pytest.MonkeyPatch) -
                 assert not client.recv(1000).startswith(b"HTTP/1.1 200")
             except ConnectionError:
                 pass  # more was sent than is read
-    for client in slow:  # each has had its time
+    for client in slow:  # each connection had its time
         client.settimeout(5.0)
         assert client.recv(100) == b""
         client.close()

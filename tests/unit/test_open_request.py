@@ -124,7 +124,7 @@ def test_outputs_are_handed_on_at_once_in_order_and_once() -> None:
                 request,
                 update("r/0", [token_id], end="length" if position == len(IDS) - 1 else None),
             )
-            assert len(taken) == position + 1  # no task had to wake up
+            assert len(taken) == position + 1  # no task was woken
         await asyncio.wait_for(running, 120)
         assert "".join(output.text for output in taken) == TEXT
         assert (

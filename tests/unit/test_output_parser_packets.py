@@ -46,7 +46,7 @@ TOOLS = [
 
 @dataclass(frozen=True)
 class Limits:
-    """Return shares of the non-empty fragments and of their characters, in percent."""
+    """Shares of the non-empty fragments and of their characters, in percent."""
 
     tiny: float
     good: float

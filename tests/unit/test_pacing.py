@@ -30,7 +30,7 @@ def sent(
     step: float,
     kind: type[ContentDelta] | type[ReasoningDelta] = ContentDelta,
 ) -> list[list[str]]:
-    """Return what is sent with each piece; one comes every `step` seconds."""
+    """Return the fragments sent with each piece; one piece comes every `step` seconds."""
     packets = PacedPackets()
     last = len(pieces) - 1
     return [

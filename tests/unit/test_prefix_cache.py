@@ -20,7 +20,6 @@ def chain(tokens: list[int], *, block_size: int = 2, salt: str = "") -> BlockHas
 
 
 def filled_pool(num_blocks: int, hashes: list[bytes]) -> tuple[BlockPool, list[int]]:
-    """Make a pool with one held, indexed block per block_hash."""
     pool = BlockPool(num_blocks)
     block_ids = [pool.allocate() for _ in hashes]
     for block_id, block_hash in zip(block_ids, hashes, strict=True):
@@ -149,7 +148,6 @@ def planned(scheduler: Scheduler) -> StepPlan:
 
 
 def run_all(scheduler: Scheduler) -> list[NewRow]:
-    """Run to the end without overlap; return the admitted rows."""
     admitted: list[NewRow] = []
     while scheduler.has_unfinished:
         plan = planned(scheduler)

@@ -68,13 +68,11 @@ def result(
 
 
 def step(scheduler: Scheduler, tokens: list[int] | None = None) -> list[SequenceUpdate]:
-    """One step without overlap."""
     plan = planned(scheduler)
     return scheduler.commit(plan, result(plan, tokens))
 
 
 def run_all(scheduler: Scheduler) -> dict[str, list[int]]:
-    """Run to the end without overlap; return the tokens of each request."""
     outputs: dict[str, list[int]] = {}
     while scheduler.has_unfinished:
         for update in step(scheduler):

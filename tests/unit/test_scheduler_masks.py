@@ -210,7 +210,7 @@ class ForgettingWorker(ModelWorker):
 
 
 class LateTrace(Trace):
-    """Run at random while masks of some requests are late for a time."""
+    """A random run in which the masks of some requests are late for a time."""
 
     worker: ForgettingWorker
 

@@ -55,7 +55,6 @@ def commit(scheduler: Scheduler, plan: StepPlan) -> list[SequenceUpdate]:
 
 
 def run_until_preemption(scheduler: Scheduler) -> StepPlan:
-    """Run steps without overlap; return the first plan that preempts, uncommitted."""
     while True:
         plan = planned(scheduler)
         if scheduler.preemption_count:

@@ -81,7 +81,6 @@ class Pipeline:
         return plans
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Commit token 7 for every sample."""
         accepted = {
             row: self.rng.randint(0, num_drafts)
             for row, num_drafts in enumerate(plan.num_draft_tokens)
@@ -130,7 +129,7 @@ def test_one_request_has_its_next_step_launched_before_the_last_is_committed() -
 
 
 def test_rows_verify_what_was_guessed_in_their_own_turn() -> None:
-    """A row has drafts from its second turn on, whatever the number of plans in between."""
+    """A row has drafts from its second turn on, for any number of plans in between."""
     pipeline = Pipeline(3, drafts=2)
     for number in range(4):
         pipeline.add(f"r{number}", [number, 1], 30)

@@ -112,7 +112,6 @@ class ModelWorker:
         )
 
     def _drafts(self, row: Row, count: int) -> list[int]:
-        """Draw some accepted, some rejected and some missing tokens."""
         seed, position = row.sampling.seed, len(row.tokens)
         assert seed is not None
         rng = random.Random(f"{seed} {position}")
@@ -126,7 +125,6 @@ class ModelWorker:
     def _run(
         self, row: Row, tokens: list[int], start: int, end: int, written: set[tuple[int, int]]
     ) -> None:
-        """Check the cells before `start`, write those of the chunk."""
         assert row.sampling.logit_bias is not None
         identity = self._identity((-1, int(row.sampling.logit_bias[0])))  # the salt
         for position in range(end):
@@ -140,7 +138,6 @@ class ModelWorker:
                 self.cells[cell] = GARBAGE if row.lost else identity
 
     def _sample(self, row: Row, drafts: list[int]) -> list[int]:
-        """Return the accepted drafts, and the token after them."""
         seed = row.sampling.seed
         assert seed is not None
         sampled: list[int] = []
@@ -192,7 +189,6 @@ def request_of(seed: int, limits: SchedulerLimits) -> GenerateRequest:
 def expected_output(
     request: GenerateRequest, limits: SchedulerLimits
 ) -> tuple[list[int], str, int | None]:
-    """Return tokens, finish reason and stop reason, from the rules alone."""
     sampling, position = request.sampling, len(request.prompt_token_ids)
     assert sampling.seed is not None and sampling.max_tokens is not None
     tokens: list[int] = []
@@ -224,7 +220,7 @@ class AnyDraftLength(FixedDraftLength):
 
 
 class Trace:
-    """Run at random: requests arrive, some abort, steps and rows fail, commits lag by `depth`."""
+    """A random run: requests arrive, some abort, steps and rows fail, commits lag by `depth`."""
 
     def __init__(self, limits: SchedulerLimits, *, seed: int, depth: int, trouble: bool) -> None:
         self.limits = limits

@@ -1,4 +1,4 @@
-"""Numbers that processes share: all see what one writes, and none overwrites another's."""
+"""Numbers shared by processes: all see each write, and none overwrites another's."""
 
 from __future__ import annotations
 

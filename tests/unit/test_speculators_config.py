@@ -113,8 +113,6 @@ def test_a_tree_is_no_chain() -> None:
 
 @pytest.fixture
 def found(tmp_path: Path) -> Callable[..., ModelSource]:
-    """Locate what the engine loads for a draft with these files."""
-
     def located(config: dict[str, Any], model: str = "minimax-m2.5", **fields: Any) -> ModelSource:
         (tmp_path / "config.json").write_text(json.dumps(config))
         speculative = {"method": "eagle3", "model": str(tmp_path)} | fields
@@ -177,7 +175,7 @@ def test_a_draft_alone_stands_for_its_verifier(tmp_path: Path) -> None:
     assert source.name == "nano" and source.spec.num_layers == 5
     assert source.speculation is not None and source.speculation.num_speculative_tokens == 4
     assert source.draft is not None and source.draft.spec.aux_layers == (2, 3, 5)
-    # explicit options replace all that the files say
+    # explicit options replace the files' settings
     with pytest.raises(ConfigError, match="is a draft model: it proposes") as caught:
         of(config, speculative_config={"method": "ngram"})
     assert "serve nano, and name this one in --speculative-config" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Compressed bodies of every form, in any packets, are decompressed piece by piece."""
+"""Compressed bodies of every kind, in any packets, are decompressed piece by piece."""
 
 from __future__ import annotations
 

@@ -26,12 +26,10 @@ _SCALARS: dict[Any, list[Any]] = {str: ["text"], int: [3], float: [0.5], bool: [
 
 
 def is_object(hint: Any) -> bool:
-    """Return whether a type is a JSON object with fields."""
     return isinstance(hint, type) and extensions.is_typeddict(hint)
 
 
 def hints_of(kind: Any) -> dict[str, Any]:
-    """Return the types of an object's fields."""
     return extensions.get_type_hints(kind, include_extras=True)
 
 
@@ -44,7 +42,6 @@ def objects_in(hint: Any) -> list[Any]:
 
 
 def values_of(hint: Any, *, depth: int = 0) -> list[Any]:
-    """Return a value for each alternative of a type."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in _WRAPPERS:
         return values_of(parts[0], depth=depth)
@@ -62,7 +59,6 @@ def values_of(hint: Any, *, depth: int = 0) -> list[Any]:
 
 
 def smallest(kind: Any, *, depth: int = 0) -> dict[str, Any]:
-    """Return an object with only the required fields."""
     return {
         name: _value(name, hint, depth=depth)
         for name, hint in hints_of(kind).items()

@@ -54,7 +54,6 @@ def random_tensors(spec: ForeignSpec) -> dict[str, Tensor]:
 
 
 def save(tensors: Mapping[str, Tensor], folder: Path) -> Path:
-    """Write a checkpoint, with the embedded model's tokenizer."""
     save_file(dict(tensors), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     for name in TOKENIZER_FILES:

@@ -108,8 +108,6 @@ class SelectedStep:
 
 
 class SelectedKind:
-    """State that sparse layers share in a step."""
-
     name = "selected"
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> SelectedStep:
