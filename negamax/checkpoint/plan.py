@@ -502,6 +502,6 @@ def _misshaped(
     entry: TensorEntry, given: tuple[int, ...], expected: tuple[int, ...]
 ) -> CheckpointError:
     return CheckpointError(
-        f"tensor {entry.name} has shape {list(given)}; config.json asks for {list(expected)}",
+        f"tensor {entry.name} has shape {list(given)}; config.json requires {list(expected)}",
         hint=_OTHER_MODEL,
     )

@@ -102,7 +102,7 @@ class LLM:
     def __init__(self, options: LLMOptions) -> None:
         if options.num_replicas > 1:
             raise ConfigError(
-                f"--num-replicas is {options.num_replicas}, and this is one engine",
+                f"--num-replicas is {options.num_replicas}; LLM runs one engine",
                 hint="leave it out, or use `negamax serve`",
             )
         engine = {one.name: getattr(options, one.name) for one in fields(EngineOptions)}

@@ -35,8 +35,8 @@ class KvScales:
         k_scale, v_scale = self._stored.tolist()
         if not (0 < k_scale < float("inf") and 0 < v_scale < float("inf")):
             raise CheckpointError(
-                f"{self._names.k_scale} and {self._names.v_scale} are {k_scale} and {v_scale}, "
-                f"not above 0"
+                f"{self._names.k_scale} and {self._names.v_scale} are {k_scale} and {v_scale}; "
+                "both must be above 0"
             )
         self.values = k_scale, v_scale
 
@@ -60,4 +60,4 @@ def describe_kv_scales(layers: Iterable[object], dtype: torch.dtype) -> str:
     if count == len(scales):
         return "; FP8 keys and values have the checkpoint's scales"
     text = f"{len(scales) - count} of {len(scales)} layers"
-    return f"; FP8 keys and values of {text} have scale 1, for the checkpoint has none"
+    return f"; FP8 keys and values of {text} have scale 1, because the checkpoint has none"

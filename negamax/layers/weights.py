@@ -164,7 +164,7 @@ class WeightSlot:
     def _check_shape(self, tensor: Tensor, expected: tuple[int, ...]) -> None:
         if tuple(tensor.shape) != expected:
             raise CheckpointError(
-                f"tensor {self.name} has shape {list(tensor.shape)}; config.json asks for "
+                f"tensor {self.name} has shape {list(tensor.shape)}; config.json requires "
                 f"{list(expected)}",
                 hint="config.json and the weights are not of the same model",
             )
@@ -298,17 +298,17 @@ def choose_kernel(
     dequantized at load.
     """
     if not weights.keep_quantized:
-        return kernels[op], PLAIN, "these are held in it on every device"
+        return kernels[op], PLAIN, "this dtype is used on every device"
     source, *others = dict.fromkeys(weights.stored(name) for name in names)
     if not all(source.is_held_as(other) for other in others):
-        return kernels[op], PLAIN, "multiplied as one with weights that are stored otherwise"
+        return kernels[op], PLAIN, "fused with weights in another format"
     kernel = None
     if source.stacks and not source.permuted:
         kernel = kernels.choose(op, source, columns=columns)
     if kernel is None:
-        return kernels[op], PLAIN, "no kernel here reads them as they are stored"
+        return kernels[op], PLAIN, "no kernel here reads this format"
     if any(length % source.unit(axis) for axis, length in shares):
-        return kernels[op], PLAIN, "the shares of ranks cut blocks or groups that have one scale"
+        return kernels[op], PLAIN, "the split over ranks cuts blocks or groups with one scale"
     return kernel, source, ""
 
 

@@ -164,7 +164,9 @@ class ParallelLayout:
                 hint="ep must divide dp * cp * tp",
             )
         if self.tp % self.dcp:
-            raise ConfigError(f"{self.tp} ranks cannot share out caches in groups of {self.dcp}")
+            raise ConfigError(
+                f"{self.tp} tensor-parallel ranks cannot shard KV caches in groups of {self.dcp}"
+            )
         if self.world_size % self.nodes:
             raise ConfigError(f"{self.world_size} ranks cannot be spread over {self.nodes} nodes")
 

@@ -24,13 +24,13 @@ def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = N
     stages = layout.pp
     if gpus is not None and stages > gpus:
         raise ConfigError(
-            f"{stages} pipeline stages need {stages} GPUs, {gpus} are there",
+            f"{stages} pipeline stages need {stages} GPUs; {gpus} are available",
             hint=f"use --pipeline-parallel-size {max(1, gpus)}",
         )
     try:
         if gpus is not None and layout.world_size > gpus:
             ranks = layout.world_size
-            raise ConfigError(f"{ranks} ranks need {ranks} GPUs, {gpus} are there")
+            raise ConfigError(f"{ranks} ranks need {ranks} GPUs; {gpus} are available")
         _check(layout, spec)
     except ConfigError as error:
         most = spec.num_heads if gpus is None else gpus // stages
@@ -46,7 +46,7 @@ def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = N
         hint += " without expert parallelism" if layout.ep > 1 else ""
         if whole:
             hint += f", or {', '.join(map(str, whole))} with --enable-expert-parallel"
-        hint += f" beside --pipeline-parallel-size {stages}" if stages > 1 else ""
+        hint += f" with --pipeline-parallel-size {stages}" if stages > 1 else ""
         sizes = {"--prefill-context-parallel-size": layout.cp, "--data-parallel-size": layout.dp}
         others = [name for name, size in sizes.items() if size > 1]
         hint += f" without {' and '.join(others)}" if others else ""
@@ -81,8 +81,8 @@ def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
     if (count + redundant) % ranks or redundant > most:
         nearest = min(most, max(least, least + (redundant - least) // ranks * ranks))
         raise ConfigError(
-            f"num_redundant_experts is {redundant}: {count} experts and as many copies are dealt "
-            f"out to {ranks} ranks, the same number to each, none twice to one",
+            f"num_redundant_experts is {redundant}: {count} experts and these copies must be split "
+            f"evenly over {ranks} ranks, with no expert twice on a rank",
             hint=f"use {nearest}, or another number of 0 to {most} that leaves no remainder",
         )
 
@@ -93,8 +93,8 @@ def _check_cache_ranks(layout: ParallelLayout, spec: ModelSpec) -> None:
         return
     if not spec.supports_dcp:
         raise ConfigError(
-            f"--decode-context-parallel-size is {layout.dcp}: ranks of {spec.architecture} hold "
-            f"whole KV caches",
+            f"--decode-context-parallel-size is {layout.dcp}: the KV cache of {spec.architecture} "
+            f"cannot be sharded",
             hint="use --decode-context-parallel-size 1",
         )
     copies = layout.attention.kv_replicas(spec.num_kv_heads)
@@ -104,7 +104,7 @@ def _check_cache_ranks(layout: ParallelLayout, spec: ModelSpec) -> None:
         least = layout.dcp * spec.num_kv_heads
         raise ConfigError(
             f"--decode-context-parallel-size is {layout.dcp}: each of {spec.num_kv_heads} KV heads "
-            f"lies on {copies} of --tensor-parallel-size {layout.tp} ranks",
+            f"is on {copies} of --tensor-parallel-size {layout.tp} ranks",
             hint=f"use --decode-context-parallel-size {nearest}, or --tensor-parallel-size {least}",
         )
 

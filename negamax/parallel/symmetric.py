@@ -142,7 +142,7 @@ def connect(
             return peers, shared
     logger.warning(
         "GPUs share no memory (%s): every sum over ranks goes through NCCL",
-        problem or "so another rank says",
+        problem or "reported by another rank",
     )
     return None
 

@@ -59,7 +59,7 @@ class GroupScheduler:
         pinned = request.data_parallel_rank
         if pinned is not None and not 0 <= pinned < len(self.ranks):
             raise InvalidRequestError(
-                f"data-parallel rank {pinned} is asked for; there are 0 to {len(self.ranks) - 1}",
+                f"data_parallel_rank is {pinned}; allowed: 0 to {len(self.ranks) - 1}",
                 param="data_parallel_rank",
                 code="no_such_data_parallel_rank",
             )

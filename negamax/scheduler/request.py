@@ -119,8 +119,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _in_range("allowed_token_ids", max(token_ids), 0, vocab_size - 1)
         if self.is_constrained:
             raise InvalidRequestError(
-                "allowed_token_ids may forbid what a form, a choice of calls or a thinking "
-                "budget demands",
+                "allowed_token_ids cannot be combined with structured output, a tool choice or "
+                "a thinking budget",
                 hint="send only one of them",
                 param="allowed_token_ids",
                 code="invalid_value",

@@ -89,7 +89,7 @@ def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = 
     media = _UNSEEN.get(kind) if isinstance(kind, str) else None
     if media is not None and family is not None and media in family.sees:
         raise InvalidRequestError(
-            f"{place} has type {kind!r}; {family.title} could see it, but this version of Negamax "
+            f"{place} has type {kind!r}; {family.title} supports it, but this version of Negamax "
             f"runs its text model only",
             hint="send text only",
             param=place,
@@ -145,7 +145,7 @@ def _check_message(message: Any, i: int, family: ChatFamily | None) -> dict[str,
         if checked.pop("tool_calls", None) not in (None, []):
             _refuse(
                 i,
-                f"stands in a {role} message; only assistant messages call tools",
+                f"is in a {role} message; only assistant messages call tools",
                 field="tool_calls",
             )
         return checked

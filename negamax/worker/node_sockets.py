@@ -38,7 +38,7 @@ def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
-        raise ResourceError(f"{endpoint} cannot be listened on: {error.strerror}") from None
+        raise ResourceError(f"cannot listen on {endpoint}: {error.strerror}") from None
 
 
 def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:

@@ -86,6 +86,8 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
     kv.clear()
     torch.cuda.empty_cache()
     logger.info(
-        "a step of %d tokens takes %.2f GiB beside weights and cache", num_tokens, peak / 2**30
+        "a step of %d tokens takes %.2f GiB in addition to weights and cache",
+        num_tokens,
+        peak / 2**30,
     )
     return peak + peak // 8  # fragmentation of the allocator

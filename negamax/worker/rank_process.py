@@ -118,7 +118,7 @@ def main(endpoint: str, rank: int) -> int:
         try:
             steps.run()
         except EngineDeadError as error:
-            logger.error("rank %d cannot go on: %s", rank, error)
+            logger.error("rank %d cannot continue: %s", rank, error)
             time.sleep(LOST_SECONDS)
             return 1
         except Exception as error:

@@ -352,7 +352,8 @@ def test_scales_of_an_fp8_cache_are_read_under_every_name(tmp_path: Path, name: 
     assert report.skipped == {} and scales(model) == [(1.0, 1.0), values]
     half = describe_kv_scales(model.layers, torch.float8_e4m3fn)
     assert (
-        half == "; FP8 keys and values of 1 of 2 layers have scale 1, for the checkpoint has none"
+        half
+        == "; FP8 keys and values of 1 of 2 layers have scale 1, because the checkpoint has none"
     )
     unused = describe_kv_scales(model.layers, torch.bfloat16)
     assert "in FP8 (1 layers) are not needed for bfloat16 (--kv-cache-dtype fp8" in unused

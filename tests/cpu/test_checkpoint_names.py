@@ -166,7 +166,7 @@ STACK = "model.layers.1.block_sparse_moe.experts.w13_weight_scale_inv"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t[:3], rf"{STACK} has shape \[3, 2, 1\]; config.json asks for \[4, 2, 1\]"),
+        (lambda t: t[:3], rf"{STACK} has shape \[3, 2, 1\]; config.json requires \[4, 2, 1\]"),
         (lambda t: torch.cat([t, t]), r"has shape \[8, 2, 1\]"),
         (lambda t: t[:, :1], r"has shape \[4, 1, 1\]"),
         (lambda t: t.transpose(1, 2), r"has shape \[4, 1, 2\]"),

@@ -71,7 +71,7 @@ MISFITS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "shape": (
         lambda t: {**t, K_PROJ: torch.zeros(48, 32)},
-        r"k_proj\.weight has shape \[48, 32\]; config.json asks for \[32, 48\]",
+        r"k_proj\.weight has shape \[48, 32\]; config.json requires \[32, 48\]",
     ),
     **{
         f"dtype {dtype}": (
@@ -104,7 +104,7 @@ def test_broken_scales_are_refused_by_name(tmp_path: Path) -> None:
         ),
         (
             {name + "_scale_inv": torch.ones(2, 1)},
-            r"scale_inv has shape \[2, 1\]; config.json asks for \[1, 1\]",
+            r"scale_inv has shape \[2, 1\]; config.json requires \[1, 1\]",
         ),
         (
             {name + "_scale_inv": torch.ones(1, 1, dtype=torch.uint8)},

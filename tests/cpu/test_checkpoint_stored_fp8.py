@@ -249,7 +249,7 @@ def test_heads_smaller_than_blocks_are_dequantised(head_dim: int, kept: bool) ->
         assert (attention.activation is not None) is qkv
         for part, is_held in (("o", kept), ("q", qkv)):
             reason = slots[f"model.layers.0.self_attn.{part}_proj.weight"].reason
-            assert ("cut blocks or groups that have one scale" in reason) is not is_held
+            assert ("cuts blocks or groups with one scale" in reason) is not is_held
 
 
 # Kept and dequantized weights
@@ -275,7 +275,7 @@ def test_excluded_modules_stay_plain(tmp_path: Path, caplog: pytest.LogCaptureFi
     (line,) = [text for text in caplog.messages if "are dequantised" in text]
     assert re.fullmatch(
         r"2 weights \(fp8_e4m3_block_128x128, .* MiB\) are dequantised to the compute dtype, one "
-        "at a time: multiplied as one with weights that are stored otherwise",
+        "at a time: fused with weights in another format",
         line,
     )
     values, scale = mixed.matrices()["qkv"][0]

@@ -248,7 +248,7 @@ def damaged(folder: Path, damage: str) -> Path:
     [
         ("truncated", "truncated or damaged"),
         ("missing", "missing"),
-        ("misshaped", "config.json asks for"),
+        ("misshaped", "config.json requires"),
     ],
 )
 def test_generate_refuses_a_damaged_checkpoint(
@@ -264,7 +264,7 @@ def test_generate_refuses_a_damaged_checkpoint(
     ("damage", "words", "ranks"),
     [
         ("truncated", "truncated or damaged", "1"),
-        ("misshaped", "config.json asks for", "2"),  # detected last, by the ranks
+        ("misshaped", "config.json requires", "2"),  # detected last, by the ranks
     ],
 )
 def test_serve_refuses_a_damaged_checkpoint_in_one_line(

@@ -77,7 +77,7 @@ GOOD = [0, 1, 2, 3]
         ({"logical_count": [GOOD]}, "has 1 layers, the model has 3"),
         (
             {"logical_count": [GOOD, GOOD, [1, 2, 3]]},
-            "3 numbers in layer 2; expected are 4 experts",
+            "3 numbers in layer 2; expected: 4 experts",
         ),
         ({"logical_count": [GOOD, GOOD, [1, 2, 3, -4]]}, r"\$\.logical_count\[2\]\[3\]|>= 0"),
         ({"logical_count": [GOOD, GOOD, [1, 2, 3, 2**60]]}, "<="),
@@ -103,10 +103,10 @@ def test_no_rank_gets_an_expert_twice() -> None:
 
 def test_sharded_experts_are_refused() -> None:
     text = json.dumps({"logical_count": COUNTS})
-    with pytest.raises(ConfigError, match="a part of every one") as caught:
+    with pytest.raises(ConfigError, match="a part of every expert") as caught:
         place(ParallelLayout(tp=2), text)
     assert caught.value.hint == "add --enable-expert-parallel"
-    with pytest.raises(ConfigError, match="here are none"):
+    with pytest.raises(ConfigError, match="the model has none"):
         place(RANKS, text, Spec(experts=None))
 
 

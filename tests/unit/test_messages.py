@@ -310,7 +310,7 @@ def test_what_the_model_could_see_is_refused_in_every_message(kind: str) -> None
         ([user("x"), ai("", call())], result([text("Here:"), unseen])),
     ):
         place = rf"messages\[{len(before)}\]\.content\[1\]"
-        refusal = rf"{place} has type '{kind}'; MiniMax-M3 could see it"
+        refusal = rf"{place} has type '{kind}'; MiniMax-M3 supports it"
         with pytest.raises(InvalidRequestError, match=refusal) as caught:
             normalize_messages([*before, message], family=MINIMAX_M3_FAMILY)
         assert caught.value.code == "unsupported_content"

@@ -63,7 +63,7 @@ def test_other_requests_do_not_disturb_probes(monkeypatch: pytest.MonkeyPatch) -
 def test_a_used_port_and_a_foreign_host_are_refused() -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
-        words = f"--node-health-port is {port}, which cannot be listened on at {HOST}: .*in use"
+        words = f"--node-health-port is {port}, which cannot be used at {HOST}: .*in use"
         with pytest.raises(ResourceError, match=words):
             NodeHealth(HOST, port)
     with pytest.raises(ResourceError, match=re.escape("--host 127.0.0.1 or 0.0.0.0")):

@@ -316,7 +316,7 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert given_out(monkeypatch, "", num_replicas=3) == ["-"] * 3  # the CPU, then
     with pytest.raises(ConfigError) as refused:
         given_out(monkeypatch, "0,1,2,3,4,5,6", num_replicas=2, tensor_parallel_size=4)
-    assert "is 2, of 4 GPUs each; 7 are there" in refused.value.message
+    assert "is 2, of 4 GPUs each; 7 are available" in refused.value.message
     assert refused.value.hint == "use --num-replicas 1"
 
 
@@ -332,7 +332,7 @@ def test_replicas_on_different_devices_are_refused() -> None:
 def test_number_of_replicas_has_limits(count: int) -> None:
     with pytest.raises(ConfigError, match=f"--num-replicas is {count}; allowed: 1 to 64"):
         EngineOptions(model="nano", num_replicas=count)
-    with pytest.raises(ConfigError, match="--num-replicas is 2, and this is one engine"):
+    with pytest.raises(ConfigError, match="--num-replicas is 2; LLM runs one engine"):
         LLM("nano", num_replicas=2)
 
 

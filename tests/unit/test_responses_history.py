@@ -34,7 +34,7 @@ def test_images_are_refused_for_a_model_that_could_see_them() -> None:
         ([{"role": "assistant", "content": [image]}], "input[0].content[0]"),
     ):
         placed = [(f"input[{index}]", item) for index, item in enumerate(items)]
-        with pytest.raises(InvalidRequestError, match="MiniMax-M3 could see it") as caught:
+        with pytest.raises(InvalidRequestError, match="MiniMax-M3 supports it") as caught:
             made = build_history(
                 placed, instructions=None, thoughts=thoughts(), family=MINIMAX_M3_FAMILY
             )

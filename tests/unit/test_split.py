@@ -88,7 +88,7 @@ def test_fp8_weights_are_split_over_as_many_ranks_as_others() -> None:
     with pytest.raises(ConfigError) as caught:
         check_split(ParallelLayout(tp=8), M2, gpus=6)
     assert str(caught.value) == (
-        "8 ranks need 8 GPUs, 6 are there (use --tensor-parallel-size 1, 2, 4, or --device cpu)"
+        "8 ranks need 8 GPUs; 6 are available (use --tensor-parallel-size 1, 2, 4, or --device cpu)"
     )
     six = replace(ODD, expert_width=1536)
     for layout, words in (
@@ -136,7 +136,7 @@ def test_ranks_shard_the_tokens_of_replicated_heads(
 
 def test_model_without_dcp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(M2), "supports_dcp", False)
-    with pytest.raises(ConfigError, match=r"ranks of MiniMaxM2ForCausalLM hold whole KV caches"):
+    with pytest.raises(ConfigError, match=r"KV cache of MiniMaxM2ForCausalLM cannot be sharded"):
         check_split(ParallelLayout(tp=16, dcp=2), M2)
 
 

@@ -143,9 +143,8 @@ class Admission:
 
     def _make_share_error(self, held: str, asked: str, *, left: int, now: float) -> OverloadedError:
         return OverloadedError(
-            f"{held} of this API key wait and {asked} came, which would leave {left} to other "
-            f"keys;"
-            " a key may hold no more of the queue than it leaves free",
+            f"{held} of this API key wait and {asked} were requested, which leaves {left} to other "
+            "keys; a key may hold no more of the queue than it leaves free",
             hint="retry later",
             code="queue_share_full",
             retry_after=self.retry_after(now),

@@ -224,7 +224,7 @@ def admit(
     if low < 0 or high >= info.vocab_size:
         wrong = low if low < 0 else high
         raise InvalidRequestError(
-            f"the prompt holds token id {wrong}; allowed: 0 to {info.vocab_size - 1}",
+            f"the prompt contains token id {wrong}; allowed: 0 to {info.vocab_size - 1}",
             param="prompt",
             code="invalid_value",
         )

@@ -42,7 +42,7 @@ def _divide_gpus(options: EngineOptions) -> list[dict[str, str]]:
         devices = [str(number) for number in range(needed)]
     if len(devices) < needed:
         raise ConfigError(
-            f"--num-replicas is {count}, of {num_ranks} GPUs each; {len(devices)} are there",
+            f"--num-replicas is {count}, of {num_ranks} GPUs each; {len(devices)} are available",
             hint=f"use --num-replicas {max(1, len(devices) // num_ranks)}"
             + (", or --device cpu" if len(devices) < num_ranks else ""),
         )

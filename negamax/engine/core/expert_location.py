@@ -40,8 +40,8 @@ def place_experts(layout: ParallelLayout, spec: ModelSpec, location: str) -> Par
     sizes = spec.expert_sizes()
     if sizes is None or layout.ep == 1:
         raise ConfigError(
-            f"{_FLAG} places whole experts, but here "
-            + ("are none" if sizes is None else "each rank has a part of every one"),
+            f"{_FLAG} places whole experts, but "
+            + ("the model has none" if sizes is None else "each rank has a part of every expert"),
             hint="leave it out" if sizes is None else "add --enable-expert-parallel",
         )
     found, num_experts = _read(location), sizes[0]
@@ -59,7 +59,7 @@ def place_experts(layout: ParallelLayout, spec: ModelSpec, location: str) -> Par
     else:
         raise ConfigError(
             f"{_FLAG} has neither logical_count nor physical_to_logical_map",
-            hint="use what POST /dump_expert_distribution_record answers",
+            hint="use the answer of POST /dump_expert_distribution_record",
         )
     return replace(layout, expert_placement=tuple(map(tuple, rows)))
 
@@ -109,7 +109,7 @@ def _check_shape(
     if len(rows) != spec.num_layers:
         raise ConfigError(
             f"{_FLAG}: {name} has {len(rows)} layers, the model has {spec.num_layers}",
-            hint="use what was recorded of this model, layers without experts among them",
+            hint="use a record of this model, with its layers without experts",
         )
     length = num_experts + redundant * of_slots
     for layer, row in enumerate(rows):
@@ -121,9 +121,9 @@ def _check_shape(
             further = len(row) - num_experts
             hint = f"""use --eplb-config '{{"num_redundant_experts": {further}}}'"""
         raise ConfigError(
-            f"{_FLAG}: {name} has {len(row)} numbers in layer {layer}; expected are {num_experts} "
+            f"{_FLAG}: {name} has {len(row)} numbers in layer {layer}; expected: {num_experts} "
             f"experts{copies}",
-            hint=hint or "use what was recorded of this model",
+            hint=hint or "use a record of this model",
         )
 
 

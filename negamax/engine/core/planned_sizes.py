@@ -71,7 +71,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
         raise ConfigError(
             f"--performance-mode is {mode}: no split over {len(gpus)} x {smallest.name} holds one "
             f"request of {context_length} tokens",
-            hint="lower --max-model-len or --max-num-seqs; `negamax plan` says what fits",
+            hint="lower --max-model-len or --max-num-seqs; `negamax plan` lists valid sizes",
         )
     logger.info(
         "--performance-mode %s: %s on %d of %d GPUs, as if %s were given",

@@ -403,7 +403,7 @@ class GrammarManager:
         """Give up a dead or hung process: outputs that it follows fail, grammars that it was
         opening are opened again.
         """
-        logger.warning("a grammar process is given up: %s", message)
+        logger.warning("a grammar process is replaced: %s", message)
         if client is self._client:
             self._client = None
         else:

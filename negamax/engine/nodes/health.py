@@ -93,8 +93,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ResourceError(
-            f"--node-health-port is {port}, which cannot be listened on at {host}: "
-            f"{error.strerror}",
+            f"--node-health-port is {port}, which cannot be used at {host}: {error.strerror}",
             hint="use another one, or --host 127.0.0.1 or 0.0.0.0",
         ) from None
     return listener

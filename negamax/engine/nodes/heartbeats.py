@@ -41,7 +41,7 @@ class Datagrams:
         except OSError as error:
             self.close()
             raise ResourceError(
-                f"UDP port {port} on {address} cannot be listened on: {error.strerror}",
+                f"UDP port {port} on {address} cannot be used: {error.strerror}",
                 hint="end what uses it, or give all nodes another --master-port",
             ) from None
 

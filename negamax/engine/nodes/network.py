@@ -118,7 +118,7 @@ def check_ports(address: str, ports: Sequence[int]) -> None:
             except (OSError, OverflowError) as error:
                 why = error.strerror if isinstance(error, OSError) else "the highest port is 65535"
                 raise ResourceError(
-                    f"port {port} on {address} cannot be listened on: {why}; the nodes need "
+                    f"port {port} on {address} cannot be used: {why}; the nodes need "
                     f"{len(ports)} from --master-port {ports[0]} on",
                     hint="end what uses it, or give all nodes another --master-port",
                 ) from None
