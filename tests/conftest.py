@@ -65,7 +65,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.has_plugin("hypothesispytest"):
         from hypothesis import HealthCheck, settings
 
-        # a busy machine is slow
         patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.register_profile("any machine", patient)
         settings.load_profile("any machine")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-# first: it turns the interpreter off
+# first import: it turns the interpreter off
 from compile_kernels import META, PLATFORMS, Driver, without_memory  # isort: skip
 
 import torch

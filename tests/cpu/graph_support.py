@@ -35,7 +35,7 @@ from negamax.kernels.registry import OPS, KernelTable, resolve
 from negamax.worker import runner, worker
 from negamax.worker.device import HostTensor, Runtime
 
-# whose plans read lengths
+# attention ops whose plans read lengths
 _PLANNED = (
     DECODE, PREFILL, BLOCK_SPARSE_SELECT, BLOCK_SPARSE_SELECT_SHARD, BLOCK_SPARSE_MERGE_SHARDS,
     BLOCK_SPARSE_DECODE, BLOCK_SPARSE_PREFILL, PARTIAL_DECODE, PARTIAL_PREFILL,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-# first: it turns the interpreter off
+# first import: it turns the interpreter off
 from compile_kernels import META, PLATFORMS, Driver  # isort: skip
 
 import torch

@@ -28,7 +28,6 @@ FILES = {
     "modeling_minimax_m2.py": b"raise SystemExit('remote code')",
     "pytorch_model.bin": b"pickle",
     "original/consolidated.safetensors": b"other",
-    # Names a file in a subfolder.
     "quant_model_description.json": b'{"optional": {"quarot": {"rotation_map": '
     b'{"global_rotation": "optional/quarot.safetensors"}}}}',
     "optional/quarot.safetensors": b"rotation",

@@ -55,9 +55,6 @@ def assert_same(model: SlotModel, expected: dict[str, Tensor]) -> None:
         assert torch.equal(parameter, expected[name].to(parameter.dtype)), name
 
 
-# Loaded values
-
-
 def save_transformers_model(folder: Path, *, shard_size: str) -> dict[str, Tensor]:
     from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 

@@ -146,9 +146,6 @@ def load(model: OneLayer, stored: dict[str, Tensor], folder: Path) -> Checkpoint
     return load_weights(model.weight_slots(), model.spec, save_single(folder, stored))
 
 
-# Parts of a rank
-
-
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)])
 def test_kept_weights_dequantise_to_the_plain_ones(tmp_path: Path, tp: int, ep: int) -> None:
     stored = to_fp8(random_tensors(SPEC))
@@ -252,9 +249,6 @@ def test_heads_smaller_than_blocks_are_dequantised(head_dim: int, kept: bool) ->
             assert ("cuts blocks or groups with one scale" in reason) is not is_held
 
 
-# Kept and dequantized weights
-
-
 def test_excluded_modules_stay_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = {
         **FP8_CONFIG,
@@ -322,9 +316,6 @@ def test_kept_weights_must_be_fp8_with_finite_scales(tmp_path: Path) -> None:
     slot = matrix.slots("x.weight", (128, 128), region=region)[0]
     with pytest.raises(CheckpointError, match=r"x.weight has dtype bfloat16; fp8.* float8_e4m3fn"):
         slot.write(torch.zeros(128, 128, dtype=torch.bfloat16))
-
-
-# Synthetic weights
 
 
 def test_synthetic_fp8_weights_do_not_depend_on_the_split() -> None:

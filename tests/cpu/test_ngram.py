@@ -50,7 +50,7 @@ def test_the_search_is_that_of_plain_python(
     lengths = [rng.randint(1, WINDOW + 1) for _ in slots]
     lengths[:3] = 1, 2, WINDOW + 1
     columns = torch.tensor(slots), torch.tensor(lengths)
-    states: Any = None  # it reads none
+    states: Any = None  # a proposer that reads no residual streams
     found = proposer.propose(states, *columns, columns[1], state, 3)
     fewer = proposer.propose(states, *columns, columns[1], state, 1)
     assert torch.equal(fewer, found[:, :1])

@@ -144,7 +144,7 @@ def test_a_shared_expert_runs_with_the_others_or_by_itself(
     routed: TensorFormat, shared: TensorFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare with the same values in fp32; a dense FP8 MLP runs beside the experts."""
-    # large tiles, because the interpreter runs programs one by one
+    # large tiles: the interpreter runs programs one by one
     monkeypatch.setattr(tiles.H200, "gemv_max_m", lambda self, width: 0)
     hidden, width, num_experts, own = 128, 128, 3, names.moe(0)
     generator = torch.Generator().manual_seed(8)

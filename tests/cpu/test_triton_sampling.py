@@ -200,7 +200,7 @@ def test_ranks_exchange_their_leading_tokens_and_agree(monkeypatch: pytest.Monke
     monkeypatch.setattr(tiles, "tiles_for", lambda device: tiles.Tiles(strip_block=64))
     monkeypatch.setattr(tiles, "strip", lambda vocab: 8)
     inputs = leading_inputs(3, 300, seed=8)
-    # of equal values, the lower ids come first
+    # lower ids first among equal values
     inputs["logits"][0, 20:90] = inputs["logits"][0, 200:280] = 3.5
     expected = call(spec.draw_leading, inputs, first_id=0)
     slices = [

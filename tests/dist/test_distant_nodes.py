@@ -113,7 +113,7 @@ def cut(network: DistantMachines, ways: list[tuple[int, int]], *, seconds: float
 
 TO_NODE_1, TO_NODE_0 = [(0, 1)], [(1, 0)]
 BOTH = TO_NODE_1 + TO_NODE_0
-# Disconnected directions, and the error that node 0 reports.
+# Disconnected directions, and the error that node 0 reports
 CUTS = (
     (BOTH, "node 1 .* sends no heartbeat for 2|node 0 sent no heartbeat for 2.* on node 1"),
     (TO_NODE_1, r"node 0 sent no heartbeat for 2.* on node 1 \(.*\)"),

@@ -57,7 +57,6 @@ def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
             for path in ("/health", "/readyz", "/ping", "/metrics", "/version", "/openapi.json"):
                 error_of(http.get(path, headers=headers), 401)
             assert http.get("/livez", headers=headers).status_code == 200
-        # the second key
         assert http.get("/version", headers={"x-api-key": "open"}).status_code == 200
         assert http.get("/v1/models", headers={"x-api-key": "sesame"}).status_code == 200
         names = [model.id for model in server.openai("sesame").models.list()]

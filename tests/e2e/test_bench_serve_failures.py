@@ -232,9 +232,6 @@ def test_interrupt_shows_what_was_measured() -> None:
     assert re.search(r"interrupted: +1\n", out)
 
 
-# The command line
-
-
 def test_the_client_starts_without_torch() -> None:
     modules = (
         "negamax.cli.bench_serve, negamax.bench.serve, negamax.bench.serve_report, "

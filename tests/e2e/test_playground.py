@@ -191,7 +191,7 @@ def test_thinking_and_arguments_are_seen_while_they_are_written(
     page.press("Enter")
     page.wait("document.querySelector('.thinking .preview')?.textContent === 'First I '")
     assert page.text(".thinking .label").startswith("Thinking")
-    # it counts
+    # the label counts the seconds
     page.wait(
         "/^Thinking \\d+\\.\\d s/.test(document.querySelector('.thinking .label').textContent)"
     )
@@ -299,7 +299,7 @@ def test_the_browser_asks_for_the_key_of_a_guarded_server_once(
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"].startswith("Basic realm=")
         assert challenged.headers["www-authenticate"] == "Bearer"
-        # as entered in the browser's own dialog
+        # as entered in the browser's dialog
         page.open(server.url.replace("http://", "http://anyone:secret@") + "/")
         page.wait("document.querySelector('#model').value === name", name=MODEL)
         ask(page, "What is 47 + 38?")

@@ -159,7 +159,6 @@ def test_system_messages_of_anthropic() -> None:
         )
         for message in messages
     ]
-    # without content
     assert refused(answer_anthropic, requests) == {
         str({"role": "system", **fields})
         for fields in (

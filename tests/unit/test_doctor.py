@@ -81,7 +81,6 @@ def test_m3_fits(model: str, count: int, words: str) -> None:
         (machine(1, gib=139.8), "it takes about 2 free GPUs like these"),
         (machine(3, gib=79.1), "it takes about 4 free GPUs like these"),
         (machine(8, gib=79.1, capability=(7, 5)), "no bfloat16 arithmetic"),
-        # another process uses the GPU
         (machine(4, gib=139.8, used=100), "39.8 GiB are free per GPU"),
         (machine(0), "needs 426.1 GiB of main memory in bf16"),
         (machine(0, cpu_bfloat16=False), "needs 851.9 GiB of main memory in fp32"),

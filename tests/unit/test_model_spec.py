@@ -18,7 +18,6 @@ from negamax.models.minimax_m2.config import FAMILY
 from negamax.models.registry import bundled_names, bundled_spec, import_names, read_spec
 from negamax.quantization.detect import detect
 
-# The fields of MiniMax-M2's own config.json.
 M2_CONFIG: dict[str, Any] = {
     "architectures": ["MiniMaxM2ForCausalLM"],
     "attention_dropout": 0.0,
@@ -307,9 +306,6 @@ def test_dtype_in_both_spellings() -> None:
     assert read_spec({**bare, "dtype": None, "torch_dtype": "bfloat16"}).dtype == "bfloat16"
     unnamed = read_spec({**bare, "dtype": None})
     assert unnamed.dtype == "float32" and "float32 is assumed" in unnamed.notes[0]
-
-
-# generation_config.json
 
 
 def defaults(folder: Path, config: Any = None) -> GenerationDefaults:

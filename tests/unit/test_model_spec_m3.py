@@ -36,7 +36,6 @@ SPARSE: dict[str, Any] = {
     "sparse_local_block": 1,
     "sparse_attention_freq": PATTERN,
 }
-# The fields of MiniMax-M3's own config.json.
 TEXT: dict[str, Any] = {
     "architectures": ["MiniMaxM3SparseForCausalLM"],
     "attention_output_gate": False,

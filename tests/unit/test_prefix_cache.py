@@ -109,7 +109,7 @@ def test_match_stops_at_the_first_gap() -> None:
     assert match_prefix(pool, names, max_blocks=0) == []
 
 
-# Through the scheduler. Block size 4.
+# Tests through the scheduler, with block size 4
 
 
 def make_scheduler(
@@ -195,7 +195,7 @@ def test_prompt_of_exactly_one_block_is_cached() -> None:
 
 def test_follow_up_turn_hits_the_generated_tokens() -> None:
     scheduler = make_scheduler()
-    # 10 + 8 tokens, the last is never run: 17
+    # 10 + 8 tokens; the last never runs: 17
     admit_start(scheduler, request("a", PROMPT, max_tokens=8))
     assert admit_start(scheduler, request("b", [*PROMPT, *[7] * 8, 30])) == 16
 

@@ -89,9 +89,6 @@ def names(letters: str) -> list[int]:
     return [ord(letter) for letter in letters]
 
 
-# Refusals of `add`.
-
-
 def test_prompt_that_leaves_no_room_for_output_is_refused_with_numbers() -> None:
     scheduler = make_scheduler(window=10)
     with pytest.raises(ContextLengthError, match=r"10 tokens > 9 maximum\. .* 10 tokens"):
@@ -141,9 +138,6 @@ def test_full_queue_refuses_and_takes_again_later() -> None:
         scheduler.add(request("c"))
     step(scheduler)
     scheduler.add(request("c"))
-
-
-# Contents of a plan.
 
 
 def test_nothing_to_do_is_none() -> None:
@@ -241,9 +235,6 @@ def test_freed_slot_goes_to_the_next_request() -> None:
     assert [row.slot for row in planned(scheduler).new_rows] == [0]
 
 
-# Admission and blocks.
-
-
 def test_admission_leaves_one_block_free_while_others_run() -> None:
     scheduler = make_scheduler(blocks=6)
     scheduler.add(request("a", 8, max_tokens=2))
@@ -294,9 +285,6 @@ def test_blocked_request_is_not_looked_up_again_while_nothing_changed(
     assert lookups == [1, 4]
 
 
-# When a request ends.
-
-
 @pytest.mark.parametrize(
     ("sampling", "sampled", "reason", "stop_reason"),
     [
@@ -326,9 +314,6 @@ def test_stop_rules(
     assert (updates[-1].finish_reason, updates[-1].stop_reason) == (reason, stop_reason)
     assert not scheduler.has_unfinished
     assert scheduler.num_free_blocks == scheduler.limits.num_blocks
-
-
-# Overlap.
 
 
 def test_decode_is_planned_before_its_input_token_is_known() -> None:
@@ -396,9 +381,6 @@ def test_plans_must_be_committed_in_order() -> None:
         scheduler.commit(second, result(second))
 
 
-# Errors.
-
-
 def test_error_of_one_row_ends_only_its_request() -> None:
     scheduler = make_scheduler(budget=12)
     scheduler.add(request("a", 4))
@@ -433,9 +415,6 @@ def test_lost_step_ends_its_requests_and_no_others() -> None:
     assert (update.request_id, update.token_ids) == ("b", [22])
     assert [update.request_id for update in scheduler.fail(third, "worker lost")] == ["b", "c"]
     assert not scheduler.has_unfinished and scheduler.num_free_blocks == scheduler.limits.num_blocks
-
-
-# Log-probabilities.
 
 
 def logprob(token_id: int) -> TokenLogprobs:
@@ -498,7 +477,7 @@ def test_prompt_logprobs_start_over_after_a_preempted_prefill() -> None:
     scheduler = make_scheduler(budget=3, blocks=5)
     scheduler.add(request("a", 4, max_tokens=6))
     scheduler.add(request("b", 12, max_tokens=1, prompt_logprobs=0))
-    # in the last one "a" needs the block; 10 of the 12 prompt tokens were run by then
+    # finally "a" needs the block; 10 of the 12 prompt tokens have run
     for _ in range(7):
         commit_prompt_logprobs(scheduler, "b")
     assert scheduler.preemption_count == 1 and scheduler.num_waiting == 1
