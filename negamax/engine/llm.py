@@ -372,7 +372,6 @@ class LLM:
 
 
 def _make_results(prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
-    """Empty results of prompts."""
     return [
         Generation(
             prompt_token_ids=prompt, outputs=[Completion(index) for index in range(sampling.n)]
@@ -382,7 +381,6 @@ def _make_results(prompts: list[list[int]], params: list[SamplingParams]) -> lis
 
 
 def _collect(generation: Generation, output: RequestOutput) -> None:
-    """Add an output to its completion."""
     completion = generation.outputs[output.index]
     completion.text += output.text
     completion.pieces += output.pieces

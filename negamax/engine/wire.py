@@ -156,7 +156,6 @@ def sequence_id(request_id: str, choice: int, *, server: int) -> str:
 
 
 def server_of(sequence_id: str) -> int:
-    """The server process of a sequence."""
     return int(sequence_id[sequence_id.rfind("/") :].partition("@")[2] or 0)
 
 

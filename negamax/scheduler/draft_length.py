@@ -32,13 +32,12 @@ STEPS_PER_CHOICE = 5
 _GAIN = 1.01  # relative gain that another length must promise
 
 # Acceptance: trials, or else steps, in which older trials decay to a third; the prior and its
-# weight in trials; steps of decay for an unused length, at first and at most (each failed try
-# doubles them)
+# weight in trials.
 _TRIALS, _TRIAL_STEPS, _PRIOR, _PRIOR_TRIALS = 192, 8, 0.6, 12.0
 _FIRST_REST, _LAST_REST = 16.0, 256.0
 _UNTIMED_STEPS = 256  # steps until a length is tried without known times
-# Variances of logarithms of times, of which measured ones exclude the host: error that the longest
-# drafts have, and shorter ones in part; each length's own error; noise of one step
+# Variances of logarithms of times (measured times exclude the host). Error of the longest drafts,
+# which shorter ones have in part; each length's own error; noise of one step.
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
 _NEIGHBOUR = 0.07**2  # added for half or twice as many rows
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
@@ -128,7 +127,7 @@ class _Times:
         variance, error = expected + self._noise, found - self._means[0] - self._means[own]
         bound = 3.0 * math.sqrt(variance)
         self._outliers = self._outliers + 1 if abs(error) > bound else 0
-        if self._outliers == _OUTLIERS:  # the bound of the steps has changed for all lengths
+        if self._outliers == _OUTLIERS:  # the error is common to all lengths, so all are reset
             self._reset()
             self.correct(index, found, step=step)
             return

@@ -25,4 +25,4 @@ class SchedulerLimits:
     num_stages: int = 1
     num_shares: int = 1  # context-parallel ranks, which split the tokens of prompts
     constrained_drafts: bool = True  # whether rows with grammar masks verify drafts
-    chunk_length: ChunkLength = field(default_factory=EvenChunks)  # how prompts are cut into chunks
+    chunk_length: ChunkLength = field(default_factory=EvenChunks)  # lengths of prompt chunks

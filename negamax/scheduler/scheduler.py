@@ -33,8 +33,8 @@ from negamax.scheduler.turns import Turns
 
 by_order = attrgetter("order")
 
-# Cost of a running sequence over all its steps, in prompt tokens that take equally long: a
-# constant, and one token for each so many tokens of KV cache read.
+# Cost of a running sequence over all its steps, in prompt tokens of equal duration: a constant, and
+# one token per so many tokens of KV cache.
 ROW_COST, TOKENS_PER_COST = 128, 4
 
 
@@ -569,7 +569,7 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.slot = NO_SLOT
         sequence.block_ids = []
-        sequence.index_at = NEVER  # its rows in flight write into blocks that it no longer holds
+        sequence.index_at = NEVER  # its rows in flight write into blocks that it has released
 
     def _take_in_flight(self, plan: StepPlan) -> _UncommittedPlan:
         step = self._in_flight.popleft()

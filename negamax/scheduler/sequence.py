@@ -71,7 +71,7 @@ class Sequence:
         self.request = request
         self.request_id = request.request_id
         self.turn = turn
-        self.order = (request.priority, turn, arrival)  # lower runs first, everywhere
+        self.order = (request.priority, turn, arrival)  # lower runs first
         self.tokens = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
         self.limit = limit

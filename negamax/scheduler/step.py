@@ -2,10 +2,10 @@
 a plan for hundreds of sequences stays a handful of flat lists.
 
 A *slot* is a persistent row of the worker's request state: tokens, block table, sampling state and
-length of a sequence, from `NewRow` until another sequence gets the slot. A plan states how many
-tokens a slot runs, not where they begin: the worker counts the computed tokens of each slot. It
-writes each sampled token into the slot itself, so a plan can run before the previous step's tokens
-have reached the host.
+length of a sequence. The sequence holds it from `NewRow` until another sequence gets the slot. A
+plan states how many tokens a slot runs, not where they begin: the worker counts the computed tokens
+of each slot. It writes each sampled token into the slot itself, so a plan can run before the
+previous step's tokens have reached the host.
 
 A row may verify *draft tokens* from the worker's proposer: the row runs its last known token and
 the drafts after it, and samples after each. Drafts are accepted up to the first one that differs

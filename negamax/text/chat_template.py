@@ -140,7 +140,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """Render a conversation, which `normalize_messages` has prepared, to valid Unicode.
+        """Render a conversation from `normalize_messages` to valid Unicode.
 
         With `escaper`, control tokens in the conversation are escaped (`text.escaping`). `kwargs`
         are template variables. Errors: `InvalidRequestError` if the template refuses the

@@ -107,8 +107,8 @@ def split_inline_reasoning(content: str) -> tuple[str | None, str]:
     """Split an answer with thinking in its content into reasoning and content.
 
     A think block at the beginning is the reasoning. A later block is quoted, and so is a closer
-    without an opener after a quotation mark: the reasoning is "" then, which keeps templates from
-    cutting the content there. None: the template decides.
+    without an opener after a quotation mark. Then the reasoning is "", so that templates do not
+    split the content there. None: the template decides.
     """
     is_quoted = False
     for opener, closer in THINK_TAGS:

@@ -262,7 +262,9 @@ _BYTE_OF = _make_byte_alphabet()
 
 
 def _decode_spelling(spelling: str) -> bytes:
-    """Return the bytes of a byte-level spelling; a foreign character makes it literal."""
+    """Return the bytes of a byte-level spelling. With a character outside the byte alphabet, encode
+    it as UTF-8.
+    """
     try:
         return bytes([_BYTE_OF[char] for char in spelling])
     except KeyError:

@@ -84,7 +84,7 @@ class WorkerConfig:
     all2all_backend: str = "allgather_reducescatter"
     crash_dump_dir: str | None = None
     weight_cache: str | None = None  # folder
-    num_replicas: int = 1  # engines with the same configuration on the machine
+    num_replicas: int = 1  # engines like this one on the machine
     experts: str = FIXED  # or COUNTED, or MOVED, as plans require
     draft: DraftModel | None = None
     speculation: SpeculationConfig | None = None  # its model is a folder or a bundled name

@@ -170,7 +170,8 @@ class _ExpertLayout:
     """Places of an expert's tensors in a buffer."""
 
     def __init__(self, weights: ExpertWeights) -> None:
-        self._parts: list[tuple[int, int, torch.dtype, torch.Size]] = []  # first and last byte
+        # first byte, end, dtype, shape
+        self._parts: list[tuple[int, int, torch.dtype, torch.Size]] = []
         self.num_bytes = 0
         for tensor in weights.tensors(0):
             begin, end = self.num_bytes, self.num_bytes + tensor.numel() * tensor.element_size()

@@ -53,7 +53,7 @@ class LogprobEntries:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The result for R rows."""
+    """Sampled tokens of R rows."""
 
     token_ids: Tensor  # [R] int64, BROKEN for a row without finite logits
     # indices of the rows that asked for log-probabilities

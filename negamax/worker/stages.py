@@ -2,8 +2,8 @@
 
 The residual stream goes from stage to stage, with the streams of earlier layers that a draft model
 reads. The sampled tokens go from the last stage to the first. With speculative decoding they go to
-all stages, with the number of accepted drafts, which sets where a row continues, and with the next
-drafts.
+all stages, with the next drafts and the number of accepted drafts, which determines where a row
+continues.
 
 A stage waits for the results of a step only before it runs a later step with the same rows
 (decision 41). If a slot belongs to another sequence by then, the results for the earlier one are
@@ -144,9 +144,9 @@ class Stage:
         return Entering(out, streams)
 
     def send(self, hidden: Tensor, entered: Entering, captured: Sequence[Tensor]) -> None:
-        """Send a copy of the stream [T, width] that leaves the stage, and of the streams that a
-        draft model reads, [T, width] each: the received ones and this stage's own. The last stage
-        sends none.
+        """Send copies of the stream [T, width] that leaves the stage, and of the streams for a
+        draft model. The latter are the received ones and this stage's own, [T, width] each. The
+        last stage sends none.
         """
         if self._links.next is None:
             return
@@ -163,9 +163,10 @@ class Stage:
             self._expected.append(_Expected(plan, inputs.slots, *places))
 
     def give_back(self, plan: StepPlan, token_ids: Tensor, num_accepted: Tensor | None) -> None:
-        """On the last stage, send the results of the step `plan`: sampled tokens [S] int64,
-        accepted drafts [R] int64 of sampled rows if it has drafts, and proposed tokens [R,
-        plan.num_proposed].
+        """On the last stage, send the results of the step `plan`.
+
+        These are sampled tokens [S] int64, accepted drafts [R] int64 of sampled rows if it has
+        drafts, and proposed tokens [R, plan.num_proposed].
         """
         if not self._links.sampled:
             return

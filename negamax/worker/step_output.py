@@ -97,7 +97,7 @@ class StepOutput:
 def with_expert_counts(
     output: StepOutput | StepResult, counts: HostTensor
 ) -> StepOutput | StepResult:
-    """Add the `counts` [layers, experts] int64, for a plan that asks for them, to `output`."""
+    """Add the `counts` [layers, experts] int64 to `output`, for a plan that asks for them."""
     if isinstance(output, StepResult):
         return msgspec.structs.replace(output, expert_counts=expert_bytes(counts))
     return replace(output, expert_counts=counts)

@@ -16,8 +16,8 @@ _STEP, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
 class SyntheticAcceptance:
-    """A table of random accepted lengths with given `rates`: for each place in the draft, the share
-    of drafts that are accepted up to there.
+    """Build a table of random accepted lengths. `rates`: for each place in the draft, the share of
+    drafts that are accepted up to it.
     """
 
     def __init__(self, rates: Sequence[float]) -> None:

@@ -29,7 +29,7 @@ class Admission:
     run. `max_waiting` more may wait, with `max_waiting_tokens` prompt tokens in total. A prompt
     that would wait alone is admitted at any length. Times are monotonic seconds.
 
-    If tenants share the queue, none may hold more of it than it leaves free: one alone gets half,
+    If tenants share the queue, none may hold more of it than it leaves free. One alone gets half,
     two get a third each, and there is always room for the next one.
 
     Several server processes may share an engine. Each counts its sequences in its row of `numbers`

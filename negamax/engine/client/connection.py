@@ -188,8 +188,8 @@ class EngineConnection:
         parent: ParentPulse | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the process with `variables` in its environment. It watches this process by the
-        pulse of `parent`. Call `handshake` to wait for it.
+        """Start the process with `variables` in its environment. The new process watches this one
+        by the pulse of `parent`. Call `handshake` to wait for it.
         """
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._folder = PrivateFolder()

@@ -155,7 +155,6 @@ class AsyncEngine:
 
     @property
     def stats(self) -> wire.EngineStats:
-        """The latest statistics of all replicas together."""
         return wire.sum_stats([replica.stats for replica in self.replicas])
 
     @property
@@ -263,8 +262,7 @@ class AsyncEngine:
 
     def enter(self, request: OpenRequest) -> Replica:
         """Choose the replica that runs a request and count its sequences as open. Errors:
-        `UnavailableError`, `OverloadedError`: engines may have died, and other requests may have
-        arrived, since `generate`.
+        `UnavailableError`, `OverloadedError`, because the state may have changed since `generate`.
         """
         self.check_alive()
         first = request.requests[0]

@@ -27,7 +27,7 @@ class TextReader(Protocol):
         """Take pieces of text. `may_stop` False: stop strings that end in them do not count."""
 
     def finish(self, *, is_cut: bool) -> list[ParserEvent]:
-        """End the text; `is_cut`: not by the model's own stop."""
+        """End the text; `is_cut`: the model did not end it."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):

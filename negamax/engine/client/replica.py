@@ -174,7 +174,6 @@ class Replica:
         self.fail_open(reason)
 
     def on_engine_failed(self, reason: str) -> None:
-        """Expect no other engine."""
         self._death = reason
         self._stays_dead = True
 

@@ -210,7 +210,7 @@ class _SupervisedEngine:
             servers.listener.on_engine_failed(self._replica, reason)
 
     def _dump_crash(self, reason: str, open_requests: list[GenerateRequest]) -> None:
-        """Write a crash dump for an engine that is gone; a killed one writes none itself."""
+        """Write a crash dump for an engine that is gone, because a killed engine cannot."""
         connection, info = self._connection, self._client.info
         assert connection is not None and info is not None
 

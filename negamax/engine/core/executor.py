@@ -69,7 +69,7 @@ class Executor(Protocol):
         ...
 
     def death(self) -> str | None:
-        """How the first dead rank process ended; None: all run, or there are none."""
+        """Return how the first dead rank process ended; None if none has."""
         ...
 
     def longest_silence(self) -> tuple[int, float]:

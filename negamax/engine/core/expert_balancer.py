@@ -2,7 +2,7 @@
 
 Ranks count on their devices. Every `interval` steps a plan asks for the counts and its result
 returns them. A rebalance uses the counts of the latest steps and visits the layers, least balanced
-first: it computes a layer's placement before one step, then moves experts step by step. The tables
+first. It computes a layer's placement before one step, then moves experts step by step. The tables
 here are ahead of the ranks by the steps in flight, which run in order.
 """
 

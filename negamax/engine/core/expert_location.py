@@ -65,7 +65,6 @@ def place_experts(layout: ParallelLayout, spec: ModelSpec, location: str) -> Par
 
 
 def _read(location: str) -> _Location:
-    """Read the location from a file, or from the text itself."""
     is_file = not location.lstrip().startswith("{")
     shown = location if is_file else "the JSON"
     if is_file and location.endswith((".pt", ".pth", ".pkl")):

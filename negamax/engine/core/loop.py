@@ -248,7 +248,6 @@ class EngineLoop:
             self._refuse(request, error)
 
     def _refuse(self, request: GenerateRequest, error: Exception) -> None:
-        """End a request that cannot be queued."""
         message = str(error)
         if not isinstance(error, NegamaxError):
             logger.error("request %s cannot be queued", request.request_id, exc_info=error)

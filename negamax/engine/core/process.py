@@ -134,7 +134,6 @@ class Outbox(AbstractContextManager["Outbox"]):
             socket.close()
 
     def send_first(self, message: wire.FromEngine) -> None:
-        """Send to the server process that started this engine."""
         self._sockets[0].send(wire.encoder.encode(message))
 
     def send_all(self, message: wire.Heartbeat) -> None:

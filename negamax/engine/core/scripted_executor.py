@@ -129,7 +129,6 @@ class ScriptedExecutor:
 
 
 def _make_certain(token: int) -> TokenLogprobs:
-    """The log-probability of a token without alternatives."""
     return TokenLogprobs(token, 0.0, 1, [token], [0.0])
 
 

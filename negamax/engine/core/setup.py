@@ -155,7 +155,6 @@ def _make_worker_config(
 
 
 def _log_notes(source: ModelSource) -> None:
-    """Log the readers' notes on the model's files."""
     for part in (source.spec, source.speculation, source.draft and source.draft.spec):
         for note in part.notes if part else ():
             logger.info("%s", note)

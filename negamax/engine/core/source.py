@@ -25,7 +25,7 @@ from negamax.quantization.names import check_name, quantized
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model's parts are. A bundled spec has no files and borrows the tokenizer of its
+    """Locations of a model's parts. A bundled spec has no files and borrows the tokenizer of its
     family's embedded checkpoint.
     """
 

@@ -67,7 +67,6 @@ class GrammarClient:
             self.socket.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
     def receive(self) -> list[wire.FromGrammars]:
-        """Return all answers that have arrived."""
         answers = []
         with contextlib.suppress(zmq.Again):
             while True:
@@ -78,7 +77,6 @@ class GrammarClient:
         return answers
 
     def kill(self) -> None:
-        """End the process at once."""
         self._process.kill()
         self._process.reap()
         self._clear_away()

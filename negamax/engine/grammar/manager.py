@@ -243,7 +243,6 @@ class GrammarManager:
         self._receive()
 
     def shutdown(self) -> None:
-        """End the grammar processes."""
         for client in self._clients():
             client.kill()
         self._client, self._retired = None, []
@@ -365,7 +364,7 @@ class GrammarManager:
             and sampling.grammar.kind != "tool_calls"
             and sampling.reasoning is not None
         ):
-            # parsers read it as the start of a call even here
+            # parsers take it as the start of a call even here
             call_id = sampling.reasoning.call_opener.token_id
             kept_back |= set() if call_id is None else {call_id}
         rule.kept_back = frozenset(kept_back)

@@ -31,7 +31,7 @@ class MaskMaker:
         if mask is None:
             bits = np.ones(self._vocab_size, dtype=np.uint8)
             bits[list(token_ids)] = 0
-            if len(self._all_but) >= 64:  # requests have stop tokens of their own
+            if len(self._all_but) >= 64:  # requests add their own stop tokens
                 self._all_but.clear()
             mask = self._all_but[token_ids] = np.packbits(bits, bitorder="little")
         return mask

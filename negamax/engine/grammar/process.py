@@ -70,7 +70,6 @@ class _Job:
         return self.compiled is not None or self.problem is not None
 
     def run(self, compiler: GrammarCompiler) -> None:
-        """Compile, in a compiler thread."""
         self.started = time.monotonic()
         if not self.keys:
             self.problem = "no request waits for it"
@@ -149,7 +148,6 @@ class GrammarServer:
         return bool(self._jobs) or bool(self._given_up) or any(at_work)
 
     def serve(self) -> None:
-        """Serve until the engine stops it."""
         while True:
             if self._socket.poll(POLL_MS if self._is_busy else None):
                 frame = self._socket.recv()
@@ -312,7 +310,6 @@ class GrammarServer:
         return masks
 
     def _collect(self) -> None:
-        """Send the results of finished turns."""
         answers: list[wire.NextMask] = []
         while self._taken:
             stream, answer = self._taken.popleft()

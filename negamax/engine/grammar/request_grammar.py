@@ -33,7 +33,7 @@ class RequestGrammar:
     kept_back: frozenset[int] = frozenset()  # tokens forbidden during reasoning
     has_ended: bool = False
     error: str | None = None
-    is_lost: bool = False  # by the end of its process
+    is_lost: bool = False  # lost by the end of its process
     is_late: bool = False  # a step ran without its mask
 
     @property

@@ -13,7 +13,7 @@ class Setup(msgspec.Struct, frozen=True):
     """The first frame."""
 
     tokenizer_folder: str
-    vocab_size: int  # of the model
+    vocab_size: int  # the model's
     eos_token_ids: tuple[int, ...]
     num_threads: int
     compile_seconds: float  # for one grammar
@@ -71,7 +71,7 @@ class NextMask(msgspec.Struct, frozen=True, array_like=True):
     key: int
     mask: bytes | None  # None: the grammar has ended
     error: str | None = None  # with a mask: the grammar allows no token here
-    # after each draft token, as far as the grammar and the time allow
+    # masks after each draft token, as far as the grammar and the time allow
     after_drafts: list[bytes] = []
 
 

@@ -193,7 +193,6 @@ class Agent:
     # Messages
 
     def _receive(self) -> None:
-        """Receive and handle messages of node 0 and the other agents."""
         if self._socket is None:
             return
         self._socket.poll(_POLL_MS)

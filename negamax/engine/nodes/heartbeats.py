@@ -51,7 +51,6 @@ class Datagrams:
         return host, port
 
     def send(self, frame: bytes, to: Address) -> None:
-        """Send a frame. Failures are ignored."""
         with contextlib.suppress(OSError):
             self._socket.sendto(self._mac(frame) + frame, to)
 

@@ -26,7 +26,7 @@ class Place:
 
     address: str
     interface: str
-    reason: str  # for the choice
+    reason: str  # reason for this choice
 
     def __str__(self) -> str:
         return f"{self.address} on {self.interface} ({self.reason})"

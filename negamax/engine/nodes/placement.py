@@ -97,7 +97,6 @@ class RayPlacement:
 
     @property
     def demand(self) -> str:
-        """The requested resources as text."""
         found = []
         for count in self.counts():
             each = "" if count == 1 else f"{count} machines with "
@@ -106,7 +105,6 @@ class RayPlacement:
 
     @property
     def available(self) -> str:
-        """The available resources of each machine as text."""
         others = [str(node) for node in self.nodes if node.id != self.own.id]
         listed = [f"this machine {self.own}", *others[: _SHOWN_NODES - 1]]
         more = len(others) + 1 - len(listed)

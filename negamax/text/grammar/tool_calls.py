@@ -28,7 +28,7 @@ NAME = re.compile(r"[^\"<>\n]+")  # names that a tag can have
 _DEFINITIONS = ("$defs", "definitions")
 _REFERENCE = re.compile(r'"\$ref": ("(?:[^"\\]|\\.)*")')
 
-# Formats of unquoted strings that are enforced; others are free.
+# String formats that are enforced in unquoted strings; others are ignored.
 _STRING_FORMATS = {
     "date": r"[0-9]{4}-[01][0-9]-[0-3][0-9]",
     "time": r"[0-2][0-9]:[0-5][0-9]:[0-5][0-9](\.[0-9]+)?(Z|[+-][0-2][0-9]:[0-5][0-9])?",

@@ -83,7 +83,7 @@ class ElementArguments:
             "", None, schema, waits=False, is_collected=False, shape=_Shape.OBJECT, is_written=True
         )
         self._open = [arguments]
-        self._num_skipped = 0  # elements open beyond MAX_DEPTH
+        self._num_skipped = 0  # open elements below MAX_DEPTH, which are dropped
         # the element that the previous tag closed by a wrong name
         self._wrongly_closed: str | None = None
 

@@ -53,7 +53,7 @@ class _State(enum.Enum):
     BLOCK = "call block"
 
 
-# a look-up in the enumeration takes ten times as long
+# looking it up in the enumeration takes ten times as long
 _REASONING, _CONTENT = _State.REASONING, _State.CONTENT
 
 

@@ -2,7 +2,7 @@
 
 MiniMax's acceptance suite counts fragments of 1 to 4 and of more than 200 characters. So shorter
 text is held, and longer text is split. The end of a call's arguments often has one or two
-characters, so the last fragment of reasoning and arguments is held until the next one is complete.
+characters. So the last fragment of reasoning and arguments is held until the next one is complete.
 Content is not held that long: people wait for it.
 """
 
@@ -117,7 +117,7 @@ class PacedPackets:
         """Take the events of an output at `now` (monotonic seconds); return those to send."""
         was_holding = self._packets.is_holding
         out = self._packets.push(events)
-        if out or not was_holding:  # else the held text is still there
+        if out or not was_holding:  # otherwise the held text remains
             self._held_since = now
         is_slow = now - self._last_output >= HOLD_SECONDS
         self._last_output = now

@@ -117,7 +117,7 @@ class ValueSchema:
 
     def _view(self, schemas: list[Any]) -> ValueSchema:
         schemas = [schema for schema in schemas if isinstance(schema, Mapping)]
-        key = tuple(map(id, schemas))  # they live as long as the root
+        key = tuple(map(id, schemas))  # cached values live as long as the root
         view = self._known.get(key)
         if view is None:
             view = self._known[key] = ValueSchema(schemas, root=self._root, known=self._known)
