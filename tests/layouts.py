@@ -1,5 +1,3 @@
-"""Parallel sizes and marks for parametrised tests."""
-
 from __future__ import annotations
 
 from typing import Any

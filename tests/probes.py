@@ -1,5 +1,3 @@
-"""Probes of a load balancer or of Kubernetes."""
-
 from __future__ import annotations
 
 import http.client

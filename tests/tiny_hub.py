@@ -1,5 +1,3 @@
-"""A local model hub for huggingface_hub's downloads and their failures."""
-
 from __future__ import annotations
 
 import contextlib

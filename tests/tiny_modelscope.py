@@ -1,5 +1,3 @@
-"""A local ModelScope server for its client's downloads."""
-
 from __future__ import annotations
 
 import contextlib

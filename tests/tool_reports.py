@@ -1,5 +1,3 @@
-"""Reports of the scenarios of `tools/drive.py`, run in a forked process."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Rank processes that are killed or stopped are detected, reported and replaced."""
-
 from __future__ import annotations
 
 import os

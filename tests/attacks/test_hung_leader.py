@@ -1,5 +1,3 @@
-"""When the first server process hangs, its children inform their clients and end it."""
-
 from __future__ import annotations
 
 import concurrent.futures

@@ -1,5 +1,3 @@
-"""`Neighbour` detects a stalled server and the attack that stalls it."""
-
 from __future__ import annotations
 
 import os

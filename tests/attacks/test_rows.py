@@ -1,5 +1,3 @@
-"""One request cannot break another one in the same steps."""
-
 from __future__ import annotations
 
 import httpx

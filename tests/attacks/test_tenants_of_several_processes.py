@@ -1,5 +1,3 @@
-"""Keys are tenants of all server processes together, and none fills the whole queue."""
-
 from __future__ import annotations
 
 import concurrent.futures

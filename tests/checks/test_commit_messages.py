@@ -1,5 +1,3 @@
-"""Commit messages: `area: imperative summary` of at most 72 characters, and a body."""
-
 from __future__ import annotations
 
 import re

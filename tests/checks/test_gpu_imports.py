@@ -1,5 +1,3 @@
-"""GPU tests import only the few packages of GPU machines."""
-
 from __future__ import annotations
 
 import ast

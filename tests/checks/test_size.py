@@ -1,5 +1,3 @@
-"""The code stays small: a cap on the Python lines of each part."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A test may skip only for a listed reason."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Small MiniMax-M2 checkpoints on disk, and a model of weight slots alone."""
-
 from __future__ import annotations
 
 import json

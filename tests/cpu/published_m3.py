@@ -1,5 +1,3 @@
-"""Published checkpoints of MiniMax-M3 as rules, like those in `published_layouts.py`."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping

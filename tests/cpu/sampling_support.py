@@ -1,5 +1,3 @@
-"""Request states for tests of the sampler: rows with their own parameters, a small vocabulary."""
-
 from __future__ import annotations
 
 import torch

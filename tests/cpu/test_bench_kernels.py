@@ -1,5 +1,3 @@
-"""`negamax bench kernels` on the CPU calls kernels alone, on every op."""
-
 from __future__ import annotations
 
 import json

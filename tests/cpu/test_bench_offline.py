@@ -1,5 +1,3 @@
-"""`negamax bench offline` on nano."""
-
 from __future__ import annotations
 
 import io

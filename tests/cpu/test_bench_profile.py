@@ -1,5 +1,3 @@
-"""`negamax bench profile` sorts kernels into operations without omissions."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Block selection against a count of higher scores, block by block."""
-
 from __future__ import annotations
 
 import pytest

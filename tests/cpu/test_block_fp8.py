@@ -1,5 +1,3 @@
-"""Block FP8 against a scalar decoder, at its limits, and against transformers."""
-
 from __future__ import annotations
 
 import math

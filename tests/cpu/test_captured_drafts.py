@@ -1,5 +1,3 @@
-"""Captured steps that verify draft tokens give the answers of a run without drafts."""
-
 from __future__ import annotations
 
 import random

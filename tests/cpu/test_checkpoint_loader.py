@@ -1,5 +1,3 @@
-"""The loader reads checkpoints of transformers and MiniMax exactly and refuses others."""
-
 from __future__ import annotations
 
 import io

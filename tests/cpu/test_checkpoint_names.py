@@ -1,5 +1,3 @@
-"""Checkpoints with other tensor names or fused tensors load the same weights."""
-
 from __future__ import annotations
 
 import json

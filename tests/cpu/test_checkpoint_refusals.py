@@ -1,5 +1,3 @@
-"""Refusals of the loader, with the names of tensors and files."""
-
 from __future__ import annotations
 
 import json

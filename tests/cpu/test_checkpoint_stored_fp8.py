@@ -1,5 +1,3 @@
-"""FP8 weights kept as stored: each rank's blocks, and refusals."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Synthetic weights are reproducible, realistic in magnitude and equal for every TP degree."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""`negamax convert`: all pairs of formats, interruptions, memory and refusals."""
-
 from __future__ import annotations
 
 import errno

@@ -1,5 +1,3 @@
-"""`negamax convert` for a number of ranks: split, load, join, split again."""
-
 from __future__ import annotations
 
 import json

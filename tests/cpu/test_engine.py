@@ -1,5 +1,3 @@
-"""The engine on a tiny model: reuse, preemption, cancellation, seeded sampling, isolation."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -1,5 +1,3 @@
-"""The engine gives the log-probabilities and greedy text of transformers' MiniMaxM2ForCausalLM."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Expert placement does not change results, and the shared expert is added once."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

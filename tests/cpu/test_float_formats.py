@@ -1,5 +1,3 @@
-"""FP8 and FP4 formats against plain arithmetic on the bits."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The engine survives a grammar process that hangs, cannot start or is overloaded."""
-
 from __future__ import annotations
 
 import os

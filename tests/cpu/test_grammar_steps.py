@@ -1,5 +1,3 @@
-"""Requests with grammars in mixed batches leave all texts unchanged."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

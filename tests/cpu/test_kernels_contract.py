@@ -1,5 +1,3 @@
-"""Every registered kernel against its op's definition in fp32, on all cases of the op."""
-
 from __future__ import annotations
 
 from dataclasses import replace

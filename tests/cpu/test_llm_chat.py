@@ -1,5 +1,3 @@
-"""`LLM.chat` parses stop strings and calls as the server does."""
-
 from __future__ import annotations
 
 from negamax import LLM, SamplingParams

@@ -1,5 +1,3 @@
-"""MiniMax-M3 checkpoints of both transformers classes, every prefix and other formats."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""With block-sparse attention, a token's result is bit-identical in any batch and chunking."""
-
 from __future__ import annotations
 
 import random

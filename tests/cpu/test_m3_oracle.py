@@ -1,5 +1,3 @@
-"""The engine gives the blocks, log-probabilities and greedy text of transformers' MiniMax-M3."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Synthetic weights of MiniMax-M3 give even routing and stable activations."""
-
 from __future__ import annotations
 
 import torch

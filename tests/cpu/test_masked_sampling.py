@@ -1,5 +1,3 @@
-"""Rows with masks sample allowed tokens, sharded or not, without changing other rows."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

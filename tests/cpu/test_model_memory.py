@@ -1,5 +1,3 @@
-"""The tensors that a family lists are those of its models' slots."""
-
 from __future__ import annotations
 
 import math

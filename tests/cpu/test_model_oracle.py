@@ -1,5 +1,3 @@
-"""fp32 logits of random tiny models, through the paged cache, against transformers' MiniMaxM2."""
-
 from __future__ import annotations
 
 import random

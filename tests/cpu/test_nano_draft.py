@@ -1,5 +1,3 @@
-"""The training of nano's draft: training equals serving, and the loss improves it."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""nano answers the examples of README, demo, chat page and guides at its default sampling."""
-
 from __future__ import annotations
 
 from pathlib import Path

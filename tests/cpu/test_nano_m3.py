@@ -1,5 +1,3 @@
-"""The training of nano-m3: the model is MiniMax-M3, its index learns, its data fits its tests."""
-
 from __future__ import annotations
 
 import dataclasses

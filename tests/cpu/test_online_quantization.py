@@ -1,5 +1,3 @@
-"""`--quantization` on plain checkpoints: each rank holds its part of the quantized matrix."""
-
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,3 @@
-"""Pipeline stages, run one after the other, equal the whole model."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""Unsuitable GPUs are refused before loading (with fake capabilities)."""
-
 from __future__ import annotations
 
 import logging

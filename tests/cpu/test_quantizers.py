@@ -1,5 +1,3 @@
-"""Quantizers against a search over all codes, and formats against their inverse."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""The sampling ops against plain definitions: filters, the draw, penalties, log-probabilities."""
-
 from __future__ import annotations
 
 import math

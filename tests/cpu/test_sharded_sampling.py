@@ -1,5 +1,3 @@
-"""Sampling from sharded logits equals sampling from whole ones, for every kind of row."""
-
 from __future__ import annotations
 
 import pytest

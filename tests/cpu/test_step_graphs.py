@@ -1,5 +1,3 @@
-"""Captured steps equal eager ones: every padding, mixed batches, any sampling."""
-
 from __future__ import annotations
 
 from contextlib import nullcontext

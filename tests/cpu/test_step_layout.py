@@ -1,5 +1,3 @@
-"""Steps on the device: query tiles counted there, and sizes worth a graph."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Captured steps are timed before the first request and leave no state."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""A model computes with the stored matrices of every checkpoint format, on one rank and several."""
-
 from __future__ import annotations
 
 import json

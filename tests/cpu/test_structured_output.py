@@ -1,5 +1,3 @@
-"""Structured output through the engine holds for the embedded model at temperature 1."""
-
 from __future__ import annotations
 
 import json

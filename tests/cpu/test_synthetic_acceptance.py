@@ -1,5 +1,3 @@
-"""Synthetic acceptance: a benchmark sets the share of accepted drafts."""
-
 from __future__ import annotations
 
 from typing import Any

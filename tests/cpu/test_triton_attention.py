@@ -1,5 +1,3 @@
-"""Triton attention beyond its ops' cases: FP8, padding, captured steps, other ranks."""
-
 from __future__ import annotations
 
 import random

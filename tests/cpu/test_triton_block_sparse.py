@@ -1,5 +1,3 @@
-"""Triton block-sparse kernels beyond their ops' cases: FP8, padding, captured steps, drafts."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""A draft on the GPU's kernels in the interpreter proposes the CPU's draft tokens."""
-
 from __future__ import annotations
 
 from typing import Any

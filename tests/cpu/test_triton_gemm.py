@@ -1,5 +1,3 @@
-"""Triton GEMMs and activation quantization beyond their ops, in the interpreter."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Padded captured steps of a GPU's kernels equal eager ones and write no foreign state."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

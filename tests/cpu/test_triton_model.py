@@ -1,5 +1,3 @@
-"""A whole model on the GPU's kernels in the interpreter: FP8, padded batches."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

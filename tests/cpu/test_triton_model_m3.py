@@ -1,5 +1,3 @@
-"""MiniMax-M3 on a GPU's kernels in the interpreter: dense, then block-sparse with experts."""
-
 from __future__ import annotations
 
 import pytest

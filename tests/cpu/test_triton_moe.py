@@ -1,5 +1,3 @@
-"""Triton expert kernels beyond their ops, in the interpreter."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Triton sampling kernels on several ranks, in the interpreter, and their noise."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""W8A8 in the interpreter: formats per GPU, rounding of activations, broken activations."""
-
 from __future__ import annotations
 
 from dataclasses import replace

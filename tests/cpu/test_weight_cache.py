@@ -1,5 +1,3 @@
-"""The weight cache restores a rank's weights bit by bit, or the checkpoint is read again."""
-
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,3 @@
-"""A rank with the faults of `tests.row_faults`."""
-
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,3 @@
-"""Context-parallel ranks, also with TP, PP and DP, give the text of one rank."""
-
 from __future__ import annotations
 
 import signal

@@ -1,5 +1,3 @@
-"""Data-parallel ranks, also with TP and EP, give the text of one rank."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

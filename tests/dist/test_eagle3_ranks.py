@@ -1,5 +1,3 @@
-"""Several ranks propose what plain PyTorch proposes: sharded stages, vocabulary, heads and fc."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Tensor parallelism through the whole engine gives the text of one rank."""
-
 from __future__ import annotations
 
 import shutil

@@ -1,5 +1,3 @@
-"""Moving experts between ranks during requests keeps texts and evens the ranks' loads."""
-
 from __future__ import annotations
 
 import json

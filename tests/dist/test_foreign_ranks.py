@@ -1,5 +1,3 @@
-"""An external family runs on two ranks, with heads and MLPs sharded and its index cache whole."""
-
 from __future__ import annotations
 
 import subprocess

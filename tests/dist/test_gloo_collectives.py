@@ -1,5 +1,3 @@
-"""Collectives of a gloo group."""
-
 from __future__ import annotations
 
 from pathlib import Path

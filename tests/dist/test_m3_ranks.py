@@ -1,5 +1,3 @@
-"""Gloo ranks give transformers' logits and text of MiniMax-M3 in every sharding of its caches."""
-
 from __future__ import annotations
 
 import sys

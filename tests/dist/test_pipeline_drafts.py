@@ -1,5 +1,3 @@
-"""Draft tokens on pipeline stages: texts equal those without drafts."""
-
 from __future__ import annotations
 
 import json

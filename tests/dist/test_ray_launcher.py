@@ -1,5 +1,3 @@
-"""The engine's side of Ray, and an agent started as by Ray, without Ray."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""Ray as launcher on virtual machines at the loopback: one rank's text, losses, clean ends."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""Grammars on several ranks: every rank gets the masks and gives the text of one rank."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Sharded gloo processes give the logits of one: heads, QK norm, vocabulary and experts."""
-
 from __future__ import annotations
 
 import json

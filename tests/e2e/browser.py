@@ -1,5 +1,3 @@
-"""A headless Chromium, controlled through its DevTools protocol over a pipe."""
-
 from __future__ import annotations
 
 import base64

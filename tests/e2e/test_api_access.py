@@ -1,5 +1,3 @@
-"""Access to a server: hosts, origins, TLS, keys from files and the environment."""
-
 from __future__ import annotations
 
 import os

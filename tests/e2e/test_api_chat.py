@@ -1,5 +1,3 @@
-"""/v1/chat/completions through the openai client: streams, limits, logprobs, cancellation."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""/v1/completions: prompts of every shape, echo, scoring, streams."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

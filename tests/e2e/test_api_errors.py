@@ -1,5 +1,3 @@
-"""Refusals of invalid input have OpenAI's shape and a request id, and delay no other request."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""SGLang's /generate and its helpers: batches, cumulative streams, aborts, the cache."""
-
 from __future__ import annotations
 
 import itertools

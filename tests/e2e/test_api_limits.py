@@ -1,5 +1,3 @@
-"""Limits on the costs of one client for others: queue, deadlines, slow readers, sizes."""
-
 from __future__ import annotations
 
 import contextlib

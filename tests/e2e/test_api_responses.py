@@ -1,5 +1,3 @@
-"""/v1/responses through the openai client, and a coding agent's session as Codex sends it."""
-
 from __future__ import annotations
 
 import json

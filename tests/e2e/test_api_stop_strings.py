@@ -1,5 +1,3 @@
-"""Stop strings end the content of chats, messages and responses, never the thinking."""
-
 from __future__ import annotations
 
 import json

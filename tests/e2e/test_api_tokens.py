@@ -1,5 +1,3 @@
-"""/tokenize and /detokenize: counts equal those of requests, and text survives the round trip."""
-
 from __future__ import annotations
 
 from typing import Any

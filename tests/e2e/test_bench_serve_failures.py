@@ -1,5 +1,3 @@
-"""`negamax bench serve` against a server that fails in every way, or none, and bad input."""
-
 from __future__ import annotations
 
 import asyncio

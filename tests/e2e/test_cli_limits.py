@@ -1,5 +1,3 @@
-"""Commands beyond this machine's limits end with value, limit, remedy and exit code 2."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""A dead or hung engine is detected, reported, restarted, and finally abandoned."""
-
 from __future__ import annotations
 
 import os

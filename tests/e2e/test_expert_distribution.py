@@ -1,5 +1,3 @@
-"""Expert selection counts over HTTP, and balance while experts move between ranks."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""MiniMax-M3's format becomes thoughts, answers and calls in every dialect."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The chat page's storage: conversations with branches, settings, theme and attachments."""
-
 from __future__ import annotations
 
 import threading

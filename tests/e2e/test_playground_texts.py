@@ -1,5 +1,3 @@
-"""Texts on the chat page: hostile ones, Markdown, formulas, long ones and streams."""
-
 from __future__ import annotations
 
 import json

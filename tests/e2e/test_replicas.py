@@ -1,5 +1,3 @@
-"""Engines behind one server and data-parallel ranks: balancing, pinning, surviving deaths."""
-
 from __future__ import annotations
 
 import concurrent.futures

@@ -1,5 +1,3 @@
-"""`negamax serve nano --script` plays a coding agent's turns through every API."""
-
 from __future__ import annotations
 
 import json

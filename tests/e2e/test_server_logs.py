@@ -1,5 +1,3 @@
-"""The output of a server: its ready line, the logs of all processes, and `GET /v1`."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Several server processes in front of one engine act as one server."""
-
 from __future__ import annotations
 
 import concurrent.futures

@@ -1,5 +1,3 @@
-"""Spans for an OpenTelemetry collector of the test's own."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""Decode context parallelism on GPUs, through peers and NCCL, gives the answers of one rank."""
-
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,3 @@
-"""Context-parallel ranks on GPUs, also with data parallelism, give the answers of one rank."""
-
 from __future__ import annotations
 
 import sys

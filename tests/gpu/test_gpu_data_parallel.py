@@ -1,5 +1,3 @@
-"""Data-parallel ranks on GPUs, idle ones included, give the answers of one rank."""
-
 from __future__ import annotations
 
 import sys

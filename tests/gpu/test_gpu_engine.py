@@ -1,5 +1,3 @@
-"""The engine on a GPU: the embedded model against the CPU, and prefill variants compared."""
-
 from __future__ import annotations
 
 import random

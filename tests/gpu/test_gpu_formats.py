@@ -1,5 +1,3 @@
-"""Nano in every kind of format: a GPU's answers equal those in bf16."""
-
 from __future__ import annotations
 
 import json

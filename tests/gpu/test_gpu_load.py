@@ -1,5 +1,3 @@
-"""Loading to a GPU finds broken values, and graphs' memory is counted."""
-
 from __future__ import annotations
 
 import re

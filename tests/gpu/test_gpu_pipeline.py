@@ -1,5 +1,3 @@
-"""Pipeline stages on GPUs, also with data parallelism, give the answers of one GPU."""
-
 from __future__ import annotations
 
 import contextlib

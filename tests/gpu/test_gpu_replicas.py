@@ -1,5 +1,3 @@
-"""Replicas of one server run on their own GPUs and give the same answers."""
-
 from __future__ import annotations
 
 import json

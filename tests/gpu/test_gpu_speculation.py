@@ -1,5 +1,3 @@
-"""Drafts on a GPU, verified in graphs and eagerly, leave greedy answers unchanged."""
-
 from __future__ import annotations
 
 from functools import cache

@@ -1,5 +1,3 @@
-"""Grammars on a GPU: masked rows beside unmasked ones, in replayed and eager steps."""
-
 from __future__ import annotations
 
 import json

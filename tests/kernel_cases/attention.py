@@ -1,5 +1,3 @@
-"""Cases of the attention ops: inputs, calls and costs."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""Cases of block-sparse attention: inputs, calls and costs."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

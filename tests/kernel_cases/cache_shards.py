@@ -1,5 +1,3 @@
-"""Cases of attention over cache shards: those of dense attention for a rank with some blocks."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable

@@ -1,5 +1,3 @@
-"""Inputs of one call of a kernel, and their purpose."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

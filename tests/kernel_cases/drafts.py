@@ -1,5 +1,3 @@
-"""Cases of drafting and verification: inputs, calls and costs."""
-
 from __future__ import annotations
 
 from functools import partial

@@ -1,5 +1,3 @@
-"""Cases of linear layers with plain, FP8 and packed weights: inputs, calls and costs."""
-
 from __future__ import annotations
 
 from dataclasses import replace

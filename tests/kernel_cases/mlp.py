@@ -1,5 +1,3 @@
-"""Cases of the MLP activation: inputs, calls and costs."""
-
 from __future__ import annotations
 
 import torch

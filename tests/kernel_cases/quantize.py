@@ -1,5 +1,3 @@
-"""Cases of activation quantization: inputs, calls and costs."""
-
 from __future__ import annotations
 
 import torch

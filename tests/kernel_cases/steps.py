@@ -1,5 +1,3 @@
-"""Cases of the ends of a step: inputs, calls and costs."""
-
 from __future__ import annotations
 
 from functools import partial

@@ -1,5 +1,3 @@
-"""Limits of the queue, and retry times of refused clients."""
-
 from __future__ import annotations
 
 import itertools

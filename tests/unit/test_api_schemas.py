@@ -1,5 +1,3 @@
-"""Accepted and refused requests; refusals are readable and cheap."""
-
 from __future__ import annotations
 
 import json

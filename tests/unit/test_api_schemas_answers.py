@@ -1,5 +1,3 @@
-"""Request fields about answers: tools, forced calls, formats, thinking."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The client of `negamax bench serve`: fragmented and broken answers, and its cost."""
-
 from __future__ import annotations
 
 import asyncio

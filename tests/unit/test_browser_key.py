@@ -1,5 +1,3 @@
-"""The password of the browser's dialog as API key."""
-
 from __future__ import annotations
 
 import base64

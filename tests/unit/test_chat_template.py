@@ -1,5 +1,3 @@
-"""Prompts equal those of the models' own templates; sources and limits of templates."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Prompt chunks in a pipeline: equal predicted times, full cover, short prompts unchanged."""
-
 from __future__ import annotations
 
 from functools import cache

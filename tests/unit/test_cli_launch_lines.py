@@ -1,5 +1,3 @@
-"""Launch lines from other guides are accepted, or refused with a remedy."""
-
 from __future__ import annotations
 
 import shlex

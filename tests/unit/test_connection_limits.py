@@ -1,5 +1,3 @@
-"""Expensive connections: late heads, late bodies, unread answers, too many at a time."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""The content's tokens are found among all tokens, for any steps and fragments."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""Messages of an engine process count even if they arrive after its end."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Updates go to the server process that the sequence's id names."""
-
 from __future__ import annotations
 
 from pathlib import Path

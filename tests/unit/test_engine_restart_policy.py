@@ -1,5 +1,3 @@
-"""Restarts of a dead process, and their end."""
-
 from __future__ import annotations
 
 from negamax.base.supervision import RestartPolicy, SupervisionLimits

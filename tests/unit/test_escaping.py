@@ -1,5 +1,3 @@
-"""Text of a conversation never becomes a control token, and reads the same."""
-
 from __future__ import annotations
 
 import asyncio

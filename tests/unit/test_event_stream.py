@@ -1,5 +1,3 @@
-"""Pings in the pauses of a stream, never before it begins or after it ends."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Expert placement and moves: no expert is ever missing, and the maximum load never rises."""
-
 from __future__ import annotations
 
 import json

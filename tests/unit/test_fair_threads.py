@@ -1,5 +1,3 @@
-"""A slow task delays no other task."""
-
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,3 @@
-"""Grammars and tools that are refused before the engine, and prepared schemas."""
-
 from __future__ import annotations
 
 import contextlib

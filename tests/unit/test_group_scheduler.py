@@ -1,5 +1,3 @@
-"""Data-parallel ranks under one scheduler: plans stay in step and requests are balanced."""
-
 from __future__ import annotations
 
 import random

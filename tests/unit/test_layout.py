@@ -1,5 +1,3 @@
-"""Rank arithmetic: the owners of heads, experts, layers and vocabulary rows, for every grid."""
-
 from __future__ import annotations
 
 from collections import Counter

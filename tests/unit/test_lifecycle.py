@@ -1,5 +1,3 @@
-"""A stopping server waits for open requests, also in the background."""
-
 from __future__ import annotations
 
 import asyncio

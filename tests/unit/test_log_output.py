@@ -1,5 +1,3 @@
-"""Log lines on standard error: clients cannot forge or flood them, and writing never blocks."""
-
 from __future__ import annotations
 
 import io

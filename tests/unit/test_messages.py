@@ -1,5 +1,3 @@
-"""Conversations of clients: normalization, refusals with position, and linear time."""
-
 from __future__ import annotations
 
 import copy

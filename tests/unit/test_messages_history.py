@@ -1,5 +1,3 @@
-"""Anthropic's conversations as messages of chat completions: complete, with a stable prefix."""
-
 from __future__ import annotations
 
 import tracemalloc

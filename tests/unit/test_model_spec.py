@@ -1,5 +1,3 @@
-"""MiniMax-M2's config by MiniMax and by transformers: equal specs, refusals by name."""
-
 from __future__ import annotations
 
 import json

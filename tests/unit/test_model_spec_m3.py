@@ -1,5 +1,3 @@
-"""MiniMax-M3's config by MiniMax and both transformers classes: equal specs, refusals by name."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Module names in checkpoints' descriptions, with any prefix and spelling."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Generators of the nano suites: exact answers, valid schemas, fixed seeds, held-out problems."""
-
 from __future__ import annotations
 
 import ast

@@ -1,5 +1,3 @@
-"""Open requests deliver outputs once and in order, and leave nothing in the engine."""
-
 from __future__ import annotations
 
 import asyncio

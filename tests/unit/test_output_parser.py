@@ -1,5 +1,3 @@
-"""Output to reasoning, content and calls: recorded cases, and streams equal to whole answers."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""M3's nested elements while they are generated, and habits of the family."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Fragment sizes over time: slow outputs are not held."""
-
 from __future__ import annotations
 
 import pytest

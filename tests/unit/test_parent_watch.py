@@ -1,5 +1,3 @@
-"""A child detects a parent that sends no heartbeats."""
-
 from __future__ import annotations
 
 import subprocess

@@ -1,5 +1,3 @@
-"""Requests that a server process relays to another, and errors if that one is down."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Choice of a replica: load, cached prompts, named ranks, and engines that come and go."""
-
 from __future__ import annotations
 
 import asyncio

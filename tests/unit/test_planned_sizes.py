@@ -1,5 +1,3 @@
-"""`--performance-mode`: parallel sizes for this machine's GPUs."""
-
 from __future__ import annotations
 
 import json

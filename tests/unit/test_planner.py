@@ -1,5 +1,3 @@
-"""`negamax plan`: offered plans run, refused ones do not, and figures match measurements."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The block pool and the prefix cache: sharing, eviction order, exclusions from the index."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Progress of long work: a redrawn line on a terminal, log lines elsewhere."""
-
 from __future__ import annotations
 
 import io

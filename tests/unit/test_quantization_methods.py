@@ -1,5 +1,3 @@
-"""Quantization methods: the format of each described module, and refused descriptions."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Requests for Ray's machines, and messages when Ray is missing or full, without Ray."""
-
 from __future__ import annotations
 
 import shlex

@@ -1,5 +1,3 @@
-"""The start of the content, by token ids and by text, and an exact reasoning budget."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Input items of a stored response: complete, with stable ids, in pages."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""The store of responses is bounded; conversations survive the loss of earlier responses."""
-
 from __future__ import annotations
 
 import json

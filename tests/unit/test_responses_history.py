@@ -1,5 +1,3 @@
-"""Items of the Responses API as messages: an answer stays one message with its reasoning."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Failures on other ranks become errors of the right sequence in rank 0's results."""
-
 from __future__ import annotations
 
 from negamax.engine.core.row_failures import RowFailureLog

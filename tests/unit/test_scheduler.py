@@ -1,5 +1,3 @@
-"""The scheduler's rules, one by one: refusals, plans, stop rules, overlap, preemption, errors."""
-
 from __future__ import annotations
 
 from typing import Any

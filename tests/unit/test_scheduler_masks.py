@@ -1,5 +1,3 @@
-"""Rows that wait for grammar bitmasks, late masks, and no effect on other rows."""
-
 from __future__ import annotations
 
 import random

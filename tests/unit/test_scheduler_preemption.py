@@ -1,4 +1,4 @@
-"""Preemption by recompute: the victim, its kept state, its return. Blocks of 4 tokens."""
+"""Preemption by recompute, with blocks of 4 tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Argument text to JSON by schema, such as "5" or 5, "none" or null."""
+"""Argument text to JSON by schema."""
 
 from __future__ import annotations
 

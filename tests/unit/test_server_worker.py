@@ -1,5 +1,3 @@
-"""The start of a further server process."""
-
 from __future__ import annotations
 
 from typing import Any, cast

@@ -1,5 +1,3 @@
-"""Numbers shared by processes: all see each write, and none overwrites another's."""
-
 from __future__ import annotations
 
 import subprocess

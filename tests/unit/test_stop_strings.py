@@ -1,5 +1,3 @@
-"""Stop strings of chats end only the content, for any tokenization."""
-
 from __future__ import annotations
 
 import random

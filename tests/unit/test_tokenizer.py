@@ -1,5 +1,3 @@
-"""The tokenizer on real files, trained here: round trips, control tokens, broken folders."""
-
 from __future__ import annotations
 
 import json

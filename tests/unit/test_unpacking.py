@@ -1,5 +1,3 @@
-"""Compressed bodies of every kind, in any packets, are decompressed piece by piece."""
-
 from __future__ import annotations
 
 import gzip
