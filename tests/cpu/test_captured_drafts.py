@@ -83,12 +83,14 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> graph_support.RepeatedSteps:
 
 @pytest.fixture(scope="module")
 def expected() -> list[Any]:
-    """(Without a native kernel, several queries of a sequence round differently from one.)"""
+    """Answers without drafts. Log-probabilities may differ by bf16 rounding, because prompt chunks
+    and decodes are two implementations: 1.8e-3 was seen on a processor with AMX.
+    """
     with pytest.MonkeyPatch.context() as patch:
         captured(patch)
         with engine() as llm:
             found = answers(llm)
-    return [(ids, end, pytest.approx(logprobs, abs=1e-3)) for ids, end, logprobs in found]
+    return [(ids, end, pytest.approx(logprobs, abs=3e-3)) for ids, end, logprobs in found]
 
 
 def known(expected: list[Any]) -> dict[Key, list[int]]:
