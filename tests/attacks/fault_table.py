@@ -95,7 +95,6 @@ class Client:
             connection.hang_up()
 
     def outcome(self, since: float) -> str:
-        """Return "told", "goes on" (tokens half a second after `since`, or all) or "waits"."""
         if self.ended is not None:
             return "told" if self.error else "goes on"
         return "goes on" if self.events and self.events[-1] > since + 0.5 else "waits"
@@ -237,7 +236,6 @@ async def first_red(server: Server, since: float, limit: float) -> float | None:
 
 
 async def first_answer(server: Server, part: str, since: float, limit: float) -> float | None:
-    """Return the seconds until a request sent after the fault is answered."""
     messages = [{"role": "user", "content": "Hi"}]
     body = {"messages": messages, "max_tokens": 1, "routed_dp_rank": replica_of(part)}
     if part == "grammar process":
@@ -324,7 +322,6 @@ def all_settled(clients: list[Client], since: float) -> Callable[[], bool]:
 
 
 def text_of(cell: Cell, part: str, *, fault: str, restart: float) -> tuple[str, bool]:
-    """Return the text of a cell, and whether each number is within its limit."""
     is_front = part in ("server process", "leader")
     # Other server processes, grammar processes and replicas keep answering.
     is_replica = replica_of(part) is not None

@@ -35,12 +35,10 @@ def listed(element: str, count: int) -> str:
 
 
 def body(listed_field: str, value: str, **fields: Any) -> bytes:
-    """Return a request with a field whose value is JSON text."""
     return f'{json.dumps(fields)[:-1]}{", " if fields else ""}"{listed_field}": {value}}}'.encode()
 
 
 def wrong_lists(count: int) -> dict[str, tuple[str, bytes]]:
-    """Return lists of wrong elements: path and body, by name."""
     wrong = listed("true", count)
     chat: dict[str, Any] = {"model": "nano", "messages": HELLO, "max_tokens": 1}
     return {
@@ -65,7 +63,6 @@ def members(count: int) -> str:
 
 
 def question(content: str) -> str:
-    """Return JSON text of messages with one whose text is `content`."""
     return f'[{{"role": "user", "content": "{content}"}}]'
 
 

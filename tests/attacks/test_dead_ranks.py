@@ -14,7 +14,6 @@ from tests.e2e.test_engine_restarts import CHAT, LONG, last_lines_after, ranks_o
 
 @pytest.fixture(scope="module")
 def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the file that delays the engine's restart while it exists."""
     return tmp_path_factory.mktemp("held") / "file"
 
 

@@ -45,7 +45,6 @@ def children_of(server: Server) -> list[int]:
 
 @contextlib.contextmanager
 def member_of(server: Server) -> Iterator[httpx.Client]:
-    """Return a client whose connection goes to the second process."""
     for _ in range(100):
         with server.http() as http:
             answer = http.post("/v1/responses", json={"input": "Hello", "max_output_tokens": 1})

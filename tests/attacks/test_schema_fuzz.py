@@ -41,7 +41,6 @@ class BodyDrawer:
         self._wrong = wrong
 
     def value(self, schema: Any, depth: int = 0) -> Any:
-        """Return a value of `schema`; below `MAX_DEPTH` the simplest."""
         draw = self._draw
         if not isinstance(schema, dict) or (self._wrong and draw(st.integers(0, 9)) == 9):
             return draw(ANY)
@@ -99,7 +98,6 @@ def _integers(schema: dict[str, Any]) -> st.SearchStrategy[int]:
 
 
 def routes_of(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of the body of each route that takes JSON."""
     routes = {}
     for path, operations in document["paths"].items():
         content = operations.get("post", {}).get("requestBody", {}).get("content", {})

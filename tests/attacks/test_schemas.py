@@ -12,7 +12,6 @@ from tests.e2e.conftest import Server
 
 
 def unlisted(levels: int) -> dict[str, Any]:
-    """Return 20 required names after `additionalProperties` with 20 more inside, and so on."""
     inner: dict[str, Any] = {"type": "string"} if levels == 1 else unlisted(levels - 1)
     return {
         "type": "object",

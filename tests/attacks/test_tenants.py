@@ -35,7 +35,6 @@ def as_holder(server: Server, key: str) -> httpx.Client:
 
 
 def begin(http: httpx.Client, **fields: Any) -> Iterator[str]:
-    """Run a chat until the block ends; yield the lines of its stream."""
     with http.stream("POST", CHAT, json={"messages": MESSAGES, **FOREVER, **fields}) as answer:
         assert answer.status_code == 200, answer.read()
         yield from (line for line in answer.iter_lines() if line.startswith("data:"))

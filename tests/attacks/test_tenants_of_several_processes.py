@@ -33,7 +33,6 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def holder(server: Server, key: str, index: int) -> Iterator[httpx.Client]:
-    """Return a client with a key, whose first connection goes to process `index`."""
     for _ in range(100):
         with as_holder(server, key) as http:
             answer = http.post(RESPONSES, json={"input": "Hello", "max_output_tokens": 1})

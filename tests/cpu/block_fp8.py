@@ -16,7 +16,6 @@ def quantize_block(
     block: tuple[int, int] = (128, 128),
     # [N, K] float8_e4m3fn, [ceil(N / block rows), ceil(K / block columns)] fp32
 ) -> tuple[Tensor, Tensor]:
-    """Return values and scales; a scale is the block's largest magnitude / 448 (1 for zeros)."""
     rows, columns = weight.shape
     grid = scale_shape(rows, columns, block=block)
     padding = (0, grid[1] * block[1] - columns, 0, grid[0] * block[0] - rows)

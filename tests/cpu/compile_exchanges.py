@@ -47,8 +47,6 @@ def int64(*shape: int) -> Tensor:
 
 
 def group_of(world: int) -> Any:
-    """Return rank 0 of `world`, with room for all exchanges."""
-
     def region(words: int) -> PeerRegion:
         return PeerRegion(int64(world + 1), empty(256, dtype=torch.int32), 256, words)
 
@@ -58,7 +56,6 @@ def group_of(world: int) -> Any:
 
 
 def exchange_rows(group: Any, num_tokens: int) -> None:
-    """Exchange sums, rows for experts and back, and results of shards of the cache."""
     for width in (3072, 6144):
         norm = prepare(empty(width), 1e-6, quantize=True)
         all_reduce_add_rms(empty(num_tokens, width), empty(num_tokens, width), norm, group)
@@ -79,7 +76,6 @@ def exchange_rows(group: Any, num_tokens: int) -> None:
 
 
 def exchange_choices(group: Any, num_tokens: int) -> None:
-    """Exchange sampled tokens and the blocks that index heads selected."""
     shared: dict[str, Any] = {
         "first_id": 0,
         "filters": empty(65, 4, dtype=torch.float32),

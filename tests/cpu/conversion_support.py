@@ -62,7 +62,6 @@ def loaded(
     sharded_index: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """Return a rank's parameters by the first slot that fills each."""
     one = SingleRank()
     spec = read_spec(read_json_object(folder / "config.json"), folder)
     if sharded_index:

@@ -58,7 +58,6 @@ def nearest(numbers: Tensor, table: Callable[[int], float], count: int) -> Tenso
 
 
 def groups(weight: Tensor, columns: int) -> Tensor:
-    """Return the largest magnitude of each row's groups of columns."""
     return weight.abs().unflatten(1, (-1, columns)).amax(2).double()
 
 
@@ -67,7 +66,6 @@ def spread(scale: Tensor, columns: int) -> Tensor:
 
 
 def nibbles(codes: Tensor) -> Tensor:
-    """Pack two codes in a byte, the even column in the low nibble."""
     return codes[:, 0::2] + 16 * codes[:, 1::2]
 
 

@@ -88,7 +88,6 @@ def plan_on_device(
 
 
 def check_runs(queries: AttentionMetadata, runs: DecodeRuns) -> None:
-    """Runs equal the same decodes one by one; the rest is padding."""
     lengths, tables = queries.seq_lens.tolist(), queries.block_table_indices.tolist()
     table, end, starts = (
         column.tolist() for column in (runs.block_table_indices, runs.seq_lens, runs.query_starts)

@@ -24,7 +24,6 @@ def contract_id(kernel: AnyKernel, dtype: torch.dtype) -> str:
 
 
 def cases(kernel: AnyKernel, dtype: torch.dtype) -> list[Case]:
-    """Return the cases of the kernel's op whose weights it reads."""
     found = CASES[kernel.op].small(dtype, torch.Generator().manual_seed(0))
     return [case for case in found if kernel.reads(case.stored)]
 

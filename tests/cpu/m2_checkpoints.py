@@ -123,7 +123,6 @@ def random_tensors(
 
 
 def to_fp8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Quantize attention and expert matrices to block FP8 with scales, as MiniMax stores them."""
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("_proj.weight") or ".experts." in name:
@@ -141,7 +140,6 @@ def save_single(folder: Path, tensors: dict[str, Tensor]) -> Path:
 def save_sharded(
     folder: Path, tensors: dict[str, Tensor], *, names: list[str], with_index: bool = True
 ) -> Path:
-    """Distribute the tensors over the files `names`, in no useful order."""
     parts: dict[str, dict[str, Tensor]] = {file: {} for file in names}
     weight_map = {}
     for number, (name, tensor) in enumerate(sorted(tensors.items())):

@@ -64,7 +64,6 @@ TOKENS = [token % 89 for token in range(3, 203)]
 
 
 def run_in_chunks(run: PagedRun, tokens: list[int]) -> torch.Tensor:
-    """Return logits of all tokens, run in chunks; the last tokens run one by one."""
     ends = [0, 5, 48, 101, 150, *range(len(tokens) - 6, len(tokens) + 1)]
     steps = [tokens[first:end] for first, end in pairwise(ends)]
     return torch.cat([run.step([("a", chunk)])["a"] for chunk in steps])

@@ -44,8 +44,6 @@ def _fp8_channels(n: int, k: int) -> dict[str, Tensor]:
 
 
 def packed(bits: int, group: int, *, symmetric: bool = True) -> Stored:
-    """compressed-tensors: words along the columns, zero points in words along the rows."""
-
     def stored(n: int, k: int) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {
             "weight_packed": ("I32", (n, k * bits // 32)),
@@ -71,7 +69,6 @@ def _awq(group: int) -> Stored:
 
 
 def gptq(group: int) -> Stored:
-    """Transposed; words along the columns, zero points in words along the rows; no g_idx."""
     return lambda n, k: {
         "qweight": ("I32", (k // 8, n)), "qzeros": ("I32", (k // group, n // 8)),
         "scales": ("F16", (k // group, n)),
@@ -150,7 +147,6 @@ class Published:
                     yield f"{moe}experts.{expert}.{name}.{suffix}", tensor
 
     def write(self, folder: Path, layers: int) -> int:
-        """Write files with true headers and sparse data; return the number of tensors."""
         tensors = sorted(self.tensors(layers))
         headers: dict[str, dict[str, Any]] = {}
         sizes: dict[str, int] = {}
@@ -182,7 +178,6 @@ class Published:
 
 
 def _of_first(content: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Keep the entries of the first layers and those of no layer."""
     return {
         name: said
         for name, said in content.items()

@@ -43,8 +43,6 @@ def _mx(values: str, dtype: str, per_byte: int, scale: str) -> Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedM3(Published):
-    """Checkpoints of one layout, with the vision tower."""
-
     index: Stored
     dense: Stored
     shared: Stored
@@ -159,7 +157,6 @@ _GATES += ["re:.*patch_merge.*"]
 
 
 def _mx_groups() -> dict[str, Any]:
-    """Routed experts in MXFP4, other linear layers in MXFP8."""
     groups = {}
     for name, bits, target in (
         ("mxfp4-pack-quantized", 4, "re:.*\\.experts\\..*"),

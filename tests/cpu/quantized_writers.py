@@ -49,7 +49,6 @@ def is_matrix(name: str) -> bool:
 def write(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], writer: Writer
 ) -> dict[str, Tensor]:
-    """Write a checkpoint of `tensors`; return the plain fp32 tensors that it represents."""
     stored, plain, modules = {}, dict(tensors), []
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")

@@ -21,7 +21,6 @@ from negamax.kernels.weight_only.layout import PackedWeight, pack
 
 
 def unpacked(packed: PackedWeight) -> Tensor:
-    """Read a packed weight by its described layout: [rows, columns] fp32."""
     own, rows = packed.packing, packed.num_rows
     qweight = packed.qweight.transpose(0, 1) if own.CODES == 2 else packed.qweight
     words = qweight.reshape(rows, -1, 4, 4, 4)  # spans, threads, their words, bytes
@@ -86,8 +85,6 @@ def dequantized(weight: StoredWeight) -> Tensor:
 
 
 def keeping_stored(table: KernelTable) -> KernelTable:
-    """Add kernels to `table` that take every format as it is stored."""
-
     def stored(kernel: AnyKernel) -> AnyKernel:
         def prepare(*weights: StoredWeight, **numbers: object) -> object:
             return kernel.prepare(*(plain(dequantized(weight)) for weight in weights), **numbers)
@@ -99,7 +96,6 @@ def keeping_stored(table: KernelTable) -> KernelTable:
 
 
 def random_stored(stored: TensorFormat, shape: tuple[int, int], *, seed: int) -> dict[str, Tensor]:
-    """Draw the tensors of a matrix: random numbers, or random codes and scales around 1."""
     generator = torch.Generator().manual_seed(seed)
     if stored.rounding is not None:
         return dict(encode(stored, torch.randn(shape, generator=generator)))

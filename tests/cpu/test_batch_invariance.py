@@ -76,7 +76,6 @@ def test_decode_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prefill_chunks_and_decode_agree(dtype: torch.dtype) -> None:
-    """One prefill, chunks beside a decode row, and single tokens give the same logits."""
     spec, whole, pieces = models(dtype, attention__decode="bucketed")
     rng = random.Random(1)
     tokens = [rng.randrange(spec.vocab_size) for _ in range(300)]

@@ -70,8 +70,6 @@ FORMATS: Mapping[str, Writer] = {
 
 @dataclass
 class Checkpoint:
-    """A valid checkpoint to which a fault is added."""
-
     spec: ModelSpec
     config: dict[str, Any]
     side_files: dict[str, str]
@@ -260,7 +258,6 @@ COMMON_FORMATS = ("plain", "fp8", "modelslim-dynamic")
 
 
 def header_faults() -> Iterator[Any]:
-    """Yield every format with its own faults, and with the common ones."""
     for name in FORMATS:
         own = [fault for fault in HEADER_FAULTS if fault not in COMMON_FAULTS]
         yield pytest.param(name, own, id=name)
@@ -269,7 +266,6 @@ def header_faults() -> Iterator[Any]:
 
 
 def refusal(check: Callable[[], object]) -> str:
-    """Return the error text of `check`, or "" if it succeeds."""
     try:
         check()
     except CheckpointError as error:

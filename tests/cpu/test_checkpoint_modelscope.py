@@ -53,7 +53,6 @@ def server() -> Iterator[TinyModelScope]:
 
 
 def resolve_all(environment: Mapping[str, str], cache: Path, *models: str) -> tuple[list[str], str]:
-    """Return one line per model (the folder or the error), and the log."""
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE, *models],
         env={**os.environ, "MODELSCOPE_CACHE": str(cache), **environment},

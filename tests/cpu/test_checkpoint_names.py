@@ -58,8 +58,6 @@ def respelled(pattern: str, replacement: str) -> Callable[[Tensors], Tensors]:
 
 
 def fused_experts(name: str) -> Callable[[Tensors], Tensors]:
-    """Fuse gate and up of each expert, gate rows first."""
-
     def change(tensors: Tensors) -> Tensors:
         changed = {}
         for key, tensor in tensors.items():

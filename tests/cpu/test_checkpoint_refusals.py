@@ -269,7 +269,6 @@ def test_nothing_is_read_before_every_name_and_shape_is_checked(tmp_path: Path) 
 
 
 def check(folder: Path) -> None:
-    """Check files and headers, before any data is read."""
     plan_load(SlotModel(SPEC).weight_slots(), SPEC, folder)
 
 

@@ -82,7 +82,6 @@ def test_weights_in_any_format_have_the_magnitude_of_plain_ones(name: str) -> No
 
 
 def routed_model() -> tuple[ModelSpec, Decoder, torch.Tensor]:
-    """Return a deep, narrow synthetic model, and its selected experts [layers, tokens, top_k]."""
     sizes = {
         "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4,
         "num_key_value_heads": 1,

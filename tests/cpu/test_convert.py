@@ -496,7 +496,6 @@ def test_two_conversions_do_not_share_a_folder(bf16: Path, tmp_path: Path) -> No
 
 
 def peak(sources: list[Path], results: Any) -> None:
-    """Return the memory that the second conversion and comparison need beyond the first."""
     used = []
     for number, source in enumerate(sources):
         out = source.parent / f"out{number}"

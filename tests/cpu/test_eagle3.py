@@ -172,7 +172,6 @@ def test_captured_steps_guess_the_same(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU, results are read two steps later."""
     config, tensors, draft = make_draft("plain", tmp_path)
     pool = graph_support.RepeatedSteps()
     graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))

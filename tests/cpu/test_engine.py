@@ -411,7 +411,6 @@ def test_a_model_larger_than_the_memory_is_refused() -> None:
 
 
 def test_a_small_cache_lowers_the_context_length(folder: Path) -> None:
-    """8 blocks of 4 tokens, plus a last token that never runs."""
     with LLM(str(folder), dtype="float32", block_size=4, num_kv_blocks=8, num_threads=1) as engine:
         with pytest.raises(ContextLengthError, match="33"):
             engine.generate([prompt(1, 60)], GREEDY)

@@ -81,7 +81,6 @@ MIXED = compressed(
 
 
 def store_int4(matrix: Matrix) -> Stored:
-    """Store 4-bit numbers in a byte each, with a scale per 32 columns."""
     made = rounded(matrix, 4, 32, symmetric=True, dtype=torch.bfloat16)
     values = torch.from_numpy(made.codes - made.zeros[:, made.group_of]).to(torch.int8)
     return {"weight": values, "weight_scale": made.scale}, made.matrix
@@ -175,8 +174,6 @@ def store_whole(matrix: Matrix) -> Stored:
 
 
 def store(name: str, **activations: float) -> Any:
-    """Store in the float layout `name`, with scales in BF16."""
-
     def stored(matrix: Matrix) -> Stored:
         parts, plain = store_float(FLOATS[name], matrix)
         for part, tensor in parts.items():
@@ -189,7 +186,6 @@ def store(name: str, **activations: float) -> Any:
 
 
 def _grown(factors: Tensor, matrix: Matrix) -> Matrix:
-    """Expand factors of 128-blocks, of rows or of a matrix to each element."""
     found = factors.reshape(-1, 1) if factors.dim() < 2 else factors
     if found.shape[0] not in (1, len(matrix)):
         found = found.repeat_interleave(128, 0)[: len(matrix)]

@@ -61,7 +61,6 @@ def test_every_element_matches_its_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.unit(Axis.ROWS) == 1])
 def test_fused_matrices_dequantise_like_single_ones(name: str) -> None:
-    """Gate and up of each of two experts keep their own scales."""
     layout, stored = LAYOUTS[name], FORMATS[name]
     weights = WeightFormat(torch.float32, CPU, Scheme((stored,), lambda module: stored))
     rows, columns = 8, 64

@@ -44,7 +44,6 @@ def llm() -> Iterator[LLM]:
 
 
 def load(llm: LLM) -> list[Any]:
-    """Return requests with calls after reasoning, schemas, regular expressions, free text."""
     asked = [llm.render([{"role": "user", "content": f"What is {n} + 8?"}]) for n in range(18)]
     thought = {"reasoning": reasoning(llm), "thinking_token_budget": 12}
     kinds: list[dict[str, Any]] = [

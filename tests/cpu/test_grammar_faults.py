@@ -48,7 +48,6 @@ def test_invalid_grammars_are_refused_and_others_run(llm: LLM) -> None:
 
 
 def test_a_dead_end_in_a_grammar_ends_its_request_alone(llm: LLM) -> None:
-    """The grammar starts validly and then allows no token, which only the vocabulary shows."""
     vocabulary = range(llm._loop._grammars._setup.vocab_size)
     none = {"type": "exclude_token", "exclude_tokens": list(vocabulary)}
     steps = [{"type": "const_string", "value": "ab"}, none]

@@ -75,7 +75,6 @@ def ids(mask: Mask) -> set[int]:
 
 
 def takes(grammar: Grammar, text: str, reasoning: Reasoning | None = None) -> bool:
-    """Return whether the mask allows `text`, token by token, as a whole output."""
     following = matcher(grammar, reasoning)
     for token_id in TOKENIZER.encode(text):
         if token_id not in allowed(following) or not following.take(token_id):
@@ -502,7 +501,6 @@ HALF_CHARACTERS = {i for i in range(VOCAB_SIZE) if "\ufffd" in TOKENIZER.token_t
 
 
 def walk(grammar: Grammar, seed: int, *, closer: str) -> str:
-    """Draw a random output of the grammar; in free text, `closer` follows after a while."""
     rng = np.random.default_rng(seed)
     following, taken = matcher(grammar), []
     for _ in range(4000):

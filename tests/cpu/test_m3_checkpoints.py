@@ -109,7 +109,6 @@ def test_names_load_with_every_prefix(tmp_path: Path, prefix: str) -> None:
 
 
 def renamed(folder: Path) -> None:
-    """Rename the tensors in `folder` as MiniMax does, and add vision tensors."""
     tensors = load_file(folder / "model.safetensors")
     more = {name: torch.ones(2) for name in VISION}
     whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}

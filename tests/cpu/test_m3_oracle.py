@@ -233,7 +233,6 @@ def test_the_engine_keeps_index_keys_in_their_own_dtype(deep: tuple[Any, Path]) 
 def test_the_text_model_alone_loads_from_its_own_file(
     deep: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    """transformers stores it under other names, with experts stacked."""
     from transformers import MiniMaxM3VLForCausalLM
 
     model, _ = deep

@@ -27,7 +27,6 @@ SPEC = read_spec(
 
 
 def test_magnitudes_are_those_of_a_trained_model() -> None:
-    """Norms multiply by 1 + w; routed experts are scaled after the sum."""
     assert isinstance(SPEC, MiniMaxM3Spec)
     model = build(SPEC, loaded=False)
     slots = model.weight_slots()

@@ -149,7 +149,6 @@ def test_numbers_that_break_are_reported_under_a_mask_too() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_each_rank_masks_its_own_share_of_the_vocabulary(ranks: int) -> None:
-    """Shards begin at any bit of a byte."""
     logits = some_logits(40, 12)
     members = [0, 3, 4, 39, *range(10, 38)]  # more than one tile, in pieces
     masks = masks_for(members, *ALLOWED)

@@ -27,7 +27,6 @@ SPEC = read_spec(
 
 
 def m3(shared_width: int) -> ModelSpec:
-    """Cover dense and sparse layers, and a shared expert among the experts or beside them."""
     sizes = tiny_m3.random_sizes(
         4,
         num_hidden_layers=2,
@@ -95,7 +94,6 @@ def test_bytes_of_a_rank_are_those_of_its_slots(
 def test_experts_that_no_kernel_takes_together_count_as_they_are_held(
     bits: int, expert: str
 ) -> None:
-    """AutoRound's recipes give single matrices other bits."""
     name = rf".*layers\.0\.mlp\.experts\.{expert}\.down_proj"
     if expert == "3":
         name = "model.layers.0.mlp.experts.3.down_proj"

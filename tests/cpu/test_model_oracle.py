@@ -16,7 +16,6 @@ NUM_CONFIGS = 24
 
 
 def oracle(config: dict[str, object], seed: int, *, router_bias: float) -> MiniMaxM2ForCausalLM:
-    """Return transformers' model with our random weights, norms and router bias included."""
     rotary = config["rotary_dim"] / config["head_dim"]  # type: ignore[operator]
     fields = {
         name: value
@@ -126,7 +125,6 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(seed: int) -> None:
 
 
 def test_reference_kernels_alone_give_the_same_logits() -> None:
-    """The references alone are a complete model: any provider can be replaced by one."""
     spec = read_spec(tiny_config(5))
     weights = random_weights(spec, 5)
     chosen, defined = (

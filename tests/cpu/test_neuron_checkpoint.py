@@ -76,7 +76,6 @@ def write_preprocessed(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 
 def test_neuron_checkpoint_is_split_joined_and_converted(tmp_path: Path) -> None:
-    """The result's config.json describes the format implied by the source's tensor names."""
     source = tmp_path / "source"
     write_preprocessed(source)
     for name, first, to, tp in (

@@ -22,7 +22,6 @@ E2M1_NUMBERS = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
 
 
 def matrix(rows: int, columns: int) -> Tensor:
-    """Build rows of different magnitudes, of zeros, of a single number and of ties."""
     values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
     values *= torch.logspace(-6, 3, rows).unsqueeze(1)
     values[1] = 0.0

@@ -46,7 +46,6 @@ def describe(folder: Path, file: str) -> None:
 
 
 def rotated(name: str, tensor: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-    """Rotate tensor `name` for a residual stream h Q; norms are folded into matrices."""
     layer = name.split(".self_attn.")[0].split(".block_sparse_moe.")[0].split(".mlp.")[0]
     norms = {
         ".q_proj.": "input_layernorm", ".k_proj.": "input_layernorm",

@@ -33,7 +33,6 @@ def draw(
 
 
 def possible(logits: Tensor, **filters: float) -> set[int]:
-    """Return every token that some uniform number samples."""
     return {draw(logits, u / 4000, **filters) for u in range(4000)}
 
 

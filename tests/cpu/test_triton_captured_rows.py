@@ -108,7 +108,6 @@ class Unchanging(Proposer):
 
 
 def rows(spec: ModelSpec) -> RequestState:
-    """Make the requests, whose last known tokens have not run, followed by drafts."""
     draw = torch.Generator().manual_seed(1)
     requests = RequestState(
         len(LENGTHS), BLOCK_SIZE * ROW_BLOCKS, max_blocks=ROW_BLOCKS, eos_token_ids=(), device=HERE,
@@ -217,7 +216,6 @@ def eager(
     *,
     capture: Sequence[int] = (),
 ) -> tuple[Tensor, TokenStates]:
-    """Return the logits of the step's tokens at their places, and the captured streams."""
     requests.place_drafts(plan_of(step))
     token_ids, metadata = batch.build(layout_of(step, requests), requests)
     hidden, residuals = model.forward(token_ids, metadata, kv, capture=capture)
@@ -237,7 +235,6 @@ def expected(case: Case, weights: dict[str, Tensor]) -> list[Tensor]:
 
 @torch.inference_mode()
 def captured(case: Case, weights: dict[str, Tensor], context: ParallelContext) -> list[Tensor]:
-    """Return the same from captured steps, for one rank's vocabulary."""
     model = gpu_model(weights, keep_quantized=True, spec=case.spec, context=context)
     # Padding alone runs with plain caches; here it follows the rows of each step.
     requests, pool = rows(case.spec), RepeatedSteps(runs_captured=case.steps is STEPS)
@@ -308,7 +305,6 @@ def test_captured_rows_are_those_of_the_definition(
 
 
 def draft_of(target: Decoder, kernels: KernelTable) -> Eagle3Proposer:
-    """Make a draft model that reads inputs and outputs of `target`'s layers."""
     layers = tuple(range(target.spec.num_layers + 1))
     draft = DraftModel(replace(draft_spec(), aux_layers=layers), None)
     speculation = SpeculationConfig(method="eagle3", num_speculative_tokens=NUM_DRAFTS)

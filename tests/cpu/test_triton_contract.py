@@ -52,7 +52,6 @@ CONTRACTS = [
 
 @pytest.fixture(autouse=True)
 def small_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Treat few tokens and logits as many, and give all work to few programs."""
     monkeypatch.setattr(moe_tiles, "SMALL_M_MAX_M", 24)
     few_programs = moe_tiles.ExpertTiles(
         Tile(1, 64, 256, num_warps=4), Tile(1, 64, 128, num_warps=4), choices=2

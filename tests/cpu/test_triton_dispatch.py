@@ -18,8 +18,6 @@ NUM_ROWS = 4
 
 
 class Model:
-    """Words that every rank sends, and the results of its experts."""
-
     def __init__(self, world: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.world, count = world, EXPERTS // world
@@ -102,7 +100,6 @@ def test_a_row_goes_to_its_chosen_ranks_and_their_sums_return(world: int, rank: 
 
 
 def check_pushed(ranks: Ranks, model: Model, rank: int, *, epoch: int) -> None:
-    """Check that ids are in every copy, and columns only at the ranks that a row selected."""
     for other, copy in enumerate(ranks.copies):
         for row, ids in enumerate(model.ids[rank]):
             arrived = copy[epoch & 1, row, rank]

@@ -52,8 +52,6 @@ def worker_config(draft: DraftModel) -> WorkerConfig:
 
 
 class DraftRun:
-    """A draft, and a step of two requests that verifies drafts."""
-
     def __init__(self, kernels: KernelTable, **fields: Any) -> None:
         draft = DraftModel(draft_spec(**fields), None)
         config = worker_config(draft)

@@ -67,7 +67,6 @@ class Counting(Proposer):
 
 
 def side(num_draft_tokens: int = 0) -> Side:
-    """Make three requests, the last with known tokens after its prompt."""
     requests = RequestState(
         4,
         64,
@@ -95,7 +94,6 @@ def step(slots: list[int], counts: list[int]) -> StepPlan:
 
 
 def eager(model: Decoder, side: Side, plan: StepPlan) -> tuple[batch.BatchLayout, Tensor]:
-    """Return the positions of the tokens of `plan`, and their hidden states."""
     layout = batch.build_batch_layout(plan, side.requests, generated_apart=False)
     hidden, _ = model.forward(*batch.build(layout, side.requests), side.kv)
     return layout, hidden

@@ -57,7 +57,6 @@ def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernel_table() -> KernelTable:
-    """Return a GPU's kernels, without checking for a GPU."""
     return KernelTable.of(gpu_kernels(), platform=CPU, dtype=torch.bfloat16)
 
 

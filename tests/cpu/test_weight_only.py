@@ -183,7 +183,6 @@ def test_many_tokens_are_multiplied_as_the_weight_reads(
 
 
 def _run_ptx(code: str, inputs: dict[int, int]) -> dict[str, int]:
-    """Return the registers after `code`, given its operands `inputs`."""
     registers: dict[str, int] = {f"${number}": value for number, value in inputs.items()}
 
     def read(unpack_operand: str) -> int:

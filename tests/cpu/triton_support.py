@@ -296,7 +296,6 @@ class Threads:
             self._turn.acquire()
 
     def say(self, rank: int, what: Any) -> list[Any]:
-        """Return every rank's value, in rank order."""
         self._said[rank] = what
         self.barrier()
         heard = list(self._said)
@@ -340,7 +339,6 @@ class ThreadGroup:
     def memory(
         world: int, *, rows: int, words: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Every rank's copies of the two parts of a `ShardRegion`."""
         shard = -(-rows // world)
         parts = [torch.full((world, shard, words), -1, dtype=torch.int32) for _ in range(world)]
         return parts, [torch.full((rows, words), -1, dtype=torch.int32) for _ in range(world)]
@@ -383,7 +381,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def words_of(values: torch.Tensor) -> torch.Tensor:
-    """Return `values` as 4-byte words, the form in which ranks exchange them."""
     return values.contiguous().view(torch.int32)
 
 

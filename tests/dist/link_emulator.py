@@ -82,7 +82,6 @@ class Link:
         return first <= int.from_bytes(packet[head + 2 : head + 4], "big") <= last
 
     def deliver(self, now: float) -> float | None:
-        """Deliver the due packets; return when the next one is due."""
         while self._waiting and self._waiting[0][0] <= now:
             _, packet = self._waiting.popleft()
             self.num_carried += 1
@@ -155,7 +154,6 @@ class Emulator:
 
 
 def open_device(name: str, namespace: str, address: str) -> int:
-    """Open a TUN device, which exists until its descriptor is closed."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, _SET_DEVICE, struct.pack("16sH22x", name.encode(), _TUN | _NO_INFO))
     space = []

@@ -26,7 +26,6 @@ LAYOUTS = [
 
 
 def one_rank(rank: int, tp: int, folder: str) -> None:
-    """Write logits and selected blocks of every layout of this world size into `folder`."""
     torch.set_num_threads(1)
     for case, (world, kv_heads, ep, block_size, holders) in enumerate(LAYOUTS):
         if world != tp:
@@ -48,7 +47,6 @@ def one_rank(rank: int, tp: int, folder: str) -> None:
 
 
 def recorded(run: PagedRun) -> list[torch.Tensor]:
-    """Record the blocks and pages that the sparse layers of `run` select in each step."""
     choices: list[torch.Tensor] = []
     for layer in run.model.layers:
         if isinstance(layer.attention, BlockSparseAttention):

@@ -115,7 +115,6 @@ class DistantMachines(Machines):
         return counts
 
     def set_link(self, machine: int, state: str) -> None:
-        """Open ("up") or cut ("down") both directions of a machine's links."""
         self.set_links(source=machine, cut=state == "down")
         self.set_links(target=machine, cut=state == "down")
 
@@ -168,8 +167,6 @@ class NoMachinesError(Exception):
 
 
 class Agent:
-    """`negamax serve` as a node other than 0; `log` holds its output."""
-
     def __init__(
         self, network: Machines | OneMachine, node: int, *options: str, **variables: str
     ) -> None:
@@ -212,7 +209,6 @@ class Agent:
             os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
-        """Kill the agent; its ranks end with it."""
         self.process.kill()
         self.process.wait()
 

@@ -12,8 +12,6 @@ from negamax.worker.config import WorkerConfig, WorkerReady
 
 
 class RecordingWorker:
-    """The part of a worker that a rank process uses."""
-
     poll_control = None
 
     def __init__(self, config: WorkerConfig) -> None:

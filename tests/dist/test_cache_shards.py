@@ -36,7 +36,6 @@ SIZES: dict[str, Any] = {
     ids=str,
 )
 def test_m3_equals_transformers(kv_heads: int, ranks: dict[str, Any], tmp_path: Path) -> None:
-    """Cover long contexts, chunks that end inside blocks, cached prefixes and preemption."""
     sizes = sizes_of(kv_heads)
     model, prompts = tiny_m3.make_model(11, **sizes), prompts_of(11, sizes)
     engine = LLM(

@@ -63,7 +63,6 @@ def ranks(counted: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 
 def test_ranks_give_the_text_of_one(ranks: LLM, of_one_rank: list[Answer]) -> None:
-    """Cover chunks, odd lengths, grammars, log-probabilities and prefixes that end in a shard."""
     for expected_cached in (0, 300):
         made = ranks.generate(PROMPTS, PARAMS)
         assert_same(said(made), of_one_rank)
@@ -228,7 +227,6 @@ def test_nano_m3_gives_the_same_text(
 
 @pytest.fixture(scope="module")
 def nano_m3() -> tuple[list[int], list[list[int]]]:
-    """Return a prompt four times the attended context, and one rank's answers."""
     (long,) = retrieval.problems("2k", 1, 5)
     with LLM("nano-m3", **COMMON, script="agents") as llm:
         text = llm.render(list(long.messages), tools=list(long.tools) or None)
@@ -237,7 +235,6 @@ def nano_m3() -> tuple[list[int], list[list[int]]]:
 
 
 def answers_of_m3(prompt: list[int], **ranks: Any) -> list[list[int]]:
-    """Return answers, also after a cached prefix plus one token."""
     options = {"max_num_batched_tokens": 600, "index_cache_dtype": "fp8"}
     params = SamplingParams(temperature=0.0, max_tokens=24)
     with LLM("nano-m3", **COMMON, **options, **ranks) as llm:

@@ -116,7 +116,6 @@ def tiny_m2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokens_of(
     folder: Path, prompts: list[list[int]], params: SamplingParams, **options: Any
 ) -> tuple[list[list[int]], Any, int]:
-    """Return tokens of all answers, the statistics, and cached tokens of the last prompt."""
     with LLM(str(folder), **COMMON, **{"block_size": 4} | options) as llm:
         made = [*llm.generate(prompts[:-1], params), *llm.generate(prompts[-1:], params)]
         return [each.outputs[0].token_ids for each in made], llm.stats(), (
@@ -186,7 +185,6 @@ def test_nano_m3_says_the_same_with_data_parallel_ranks(
 
 @pytest.fixture(scope="module")
 def nano_m3() -> tuple[list[list[int]], list[list[int]]]:
-    """Return prompts, one of them four times the attended context, and one rank's answers."""
     (long,) = retrieval.problems("2k", 1, 5)
     with LLM("nano-m3", **COMMON, script="agents") as llm:
         prompts = [llm.render(list(long.messages), tools=list(long.tools) or None)]

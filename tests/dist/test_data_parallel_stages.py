@@ -72,7 +72,6 @@ def ranks() -> Iterator[LLM]:
 
 
 def test_texts_equal_those_of_one_rank(ranks: LLM, expected: list[Generation]) -> None:
-    """Cover sampled and greedy tokens, masks and log-probabilities, then cached prefixes."""
     for cached in (False, True):
         made = ranks.generate(PROMPTS, PARAMS)
         assert tokens(made) == tokens(expected)
@@ -107,7 +106,6 @@ def test_aborts_do_not_change_other_requests(ranks: LLM, expected: list[Generati
 
 
 def test_benchmarks_read_selected_experts_of_every_rank(ranks: LLM) -> None:
-    """Run one row per step, on one data-parallel rank, in the layers of both stages."""
     loop = ranks._loop
     spec = locate(EngineOptions("nano")).spec
     loop.run_debug_command(OBSERVE_ROUTING, 1)

@@ -260,7 +260,6 @@ def test_other_splits_give_the_text_of_one_rank(
 def test_three_distant_machines_in_any_order(
     network: DistantMachines, expected: list[list[int]]
 ) -> None:
-    """Stop node 2; disconnect node 0 from node 1, then from node 2; then disconnect all briefly."""
     network.set_links(**NEAR)
     options = (*FLOAT32, "-pp", "3", "--nnodes", "3")
     agents = {2: Agent(network, 2, *options)}

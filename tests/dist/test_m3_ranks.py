@@ -29,7 +29,6 @@ def sizes_of(kv_heads: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_every_rank_has_the_logits_of_transformers(tp: int, tmp_path: Path) -> None:
-    """Shards of the index keys select the same blocks as all of them."""
     expected = {}
     for kv_heads in {layout[1] for layout in LAYOUTS if layout[0] == tp}:
         model = tiny_m3.make_model(kv_heads, **sizes_of(kv_heads))
@@ -63,7 +62,6 @@ def test_every_rank_has_the_logits_of_transformers(tp: int, tmp_path: Path) -> N
 def test_the_engine_equals_transformers_on_several_ranks(
     tp: int, sharding: str, tmp_path: Path
 ) -> None:
-    """Cover chunks that end inside blocks, found prefixes and preempted requests."""
     sizes = sizes_of(2)
     model = tiny_m3.make_model(11, **sizes)
     prompts = prompts_of(11, sizes)

@@ -68,8 +68,6 @@ class Peer:
 
 
 class Setting:
-    """Node 0 of two on the loopback, and its agents."""
-
     def __init__(self) -> None:
         self.port = free_port()
         self.group = NodeGroup(options(self.port), ParallelLayout(pp=2, nodes=2), facts=FACTS)

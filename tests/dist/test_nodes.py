@@ -80,7 +80,6 @@ def test_data_parallel_ranks_on_two_machines_notice_a_stopped_one(
 def test_agents_wait_for_the_next_engine_and_end_with_the_last(
     network: Machines | OneMachine, expected: list[list[int]]
 ) -> None:
-    """Start agents before node 0; one is lost, returns, and detects that the other is killed."""
     host = network.address(1)
     probes = ("--host", host, "--node-health-port", "0")
     second, first = (

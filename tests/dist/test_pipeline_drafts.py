@@ -84,7 +84,6 @@ def test_prompt_lookup_keeps_the_text(expected: list[Generation]) -> None:
 def test_three_stages_learn_accepted_counts(
     expected: list[Generation], knowing: Callable[[str], None]
 ) -> None:
-    """Cover preemption and a grammar, then aborted requests whose slots are reused."""
     knowing(known(PARAMS, expected))
     with LLM("nano", **COMMON, **TIGHT, pipeline_parallel_size=3) as llm:
         assert words(llm.generate(PROMPTS, PARAMS)) == words(expected)

@@ -76,7 +76,6 @@ def expected() -> list[tuple[object, ...]]:
 def test_two_stages_give_the_text_of_one_rank(
     two_stages: LLM, expected: list[tuple[object, ...]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Cover greedy and sampled tokens, log-probabilities and masks, then cached prefixes."""
     log.setup("warning")
     for cached in (False, True):
         made = two_stages.generate(PROMPTS, PARAMS)
@@ -90,7 +89,6 @@ def test_two_stages_give_the_text_of_one_rank(
 def test_chunks_of_equal_time_keep_the_text(
     two_stages: LLM, expected: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each prompt token costs more than the one before it."""
     (rank,) = two_stages._loop._scheduler.ranks
     length = EvenTimes(16, 16, (1.0, 1.5, 2.0, 3.0))
     monkeypatch.setattr(rank, "limits", replace(rank.limits, chunk_length=length))
@@ -185,7 +183,6 @@ def m3(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_stages_of_any_size_give_the_text_of_one_rank(
     family: str, layout: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """The first stage (five layers) holds no head, the last one (four) no embedding."""
     folder = request.getfixturevalue(family)
     prompts = [[5, 6, 7] * length for length in (1, 6, 14, 20)]
     params = [

@@ -225,7 +225,6 @@ def serving(cluster: VirtualCluster, *options: str) -> Iterator[Server]:
 def test_three_machines_and_what_may_happen_to_them(
     cluster: VirtualCluster, expected: list[str]
 ) -> None:
-    """Of two agents, one is killed; then one machine is lost and another replaces it."""
     with serving(cluster, "-pp", "3", "--max-engine-restarts", "10") as server:
         before = cluster.agents()
         assert len(before) == 3
@@ -320,7 +319,6 @@ def test_agents_see_the_gpus_that_ray_gives_them(
 
 
 def test_a_cluster_of_its_own(cluster: VirtualCluster, expected: list[str]) -> None:
-    """Start a local cluster at the loopback, which ends with the server."""
     variables = VARIABLES | {"RAY_ADDRESS": "local"}
     del variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]
     server = Server(cluster.folder / "log", "-tp", "2", **variables)

@@ -66,7 +66,6 @@ def logits(spec: ModelSpec, context: ParallelContext) -> torch.Tensor:
 
 
 def head_and_embedding(spec: ModelSpec, context: ParallelContext) -> dict[str, torch.Tensor]:
-    """Return a rank's share of logits and embeddings, and its vocabulary range."""
     model = build(spec, random_weights(spec, 7), context=context)
     hidden = torch.randn(5, spec.hidden_size, generator=torch.Generator().manual_seed(1))
     assert isinstance(model, Decoder)
@@ -79,7 +78,6 @@ def head_and_embedding(spec: ModelSpec, context: ParallelContext) -> dict[str, t
 
 
 def checkpoint_and_synthetic(context: ParallelContext, cache: Path) -> dict[str, torch.Tensor]:
-    """Return logits of the FP8 checkpoint, of its weight cache, and of synthetic weights."""
     spec, results = read_spec(json.loads((NANO / "config.json").read_text())), {}
     for source in ("checkpoint", "cache", "synthetic"):
         model = build(spec, context=context, loaded=False)
@@ -112,7 +110,6 @@ def padded_spec() -> ModelSpec:
 
 
 def padded(context: ParallelContext, checkpoint: Path) -> torch.Tensor:
-    """Return logits of FP8 experts that are kept as stored, as on GPUs."""
     model = build_model(
         padded_spec(),
         context=context,
@@ -127,7 +124,6 @@ def padded(context: ParallelContext, checkpoint: Path) -> torch.Tensor:
 
 
 def one_rank(rank: int, tp: int, folder: str) -> None:
-    """Write results of every layout of this world size into `folder`."""
     torch.set_num_threads(1)
     for case, (size, kv_heads, ep) in enumerate(LAYOUTS):
         if size != tp:

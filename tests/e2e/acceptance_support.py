@@ -37,7 +37,6 @@ def answered(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 def refused(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """Return the error of a request, which must be a 400, streamed or not."""
     body = {**SHORT, "messages": QUESTION, **fields}
     assert error_of(http.post(CHAT, json={**body, "stream": True}), 400)
     return error_of(http.post(CHAT, json=body), 400)

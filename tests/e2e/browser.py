@@ -148,7 +148,6 @@ class Browser:
         return re.sub(r"\n{2,}", "\n", shown)
 
     def click(self, selector: str) -> None:
-        """Click in the middle of the first such element, again if it moves before the press."""
         deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
             place = self.wait(AIM, selector=selector)
@@ -197,7 +196,6 @@ class Browser:
 
 
 def chromium() -> str:
-    """Return the browser's program; skip the test if there is none."""
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
         pytest.skip(f"no Chromium here: none of {', '.join(NAMES)} is on the PATH")

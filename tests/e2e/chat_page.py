@@ -10,7 +10,6 @@ ANSWERS = "document.querySelectorAll('.assistant .foot .actions:not([hidden])').
 
 
 def begin(page: Browser, url: str, model: str) -> None:
-    """Open the page of a server as a new visitor, with its settings visible."""
     page.call("Storage.clearDataForOrigin", origin=url, storageTypes="all")
     page.open(f"{url}/")
     page.wait("document.querySelector('#model').value === model", model=model)

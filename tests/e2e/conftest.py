@@ -59,8 +59,6 @@ _READY = re.compile(r"ready: (https?://\S+)/v1")
 
 @dataclass
 class Server:
-    """A running `negamax serve`: its process, its address and its log."""
-
     process: subprocess.Popen[str]
     url: str
     log_file: Path
@@ -78,7 +76,6 @@ class Server:
         return httpx.Client(base_url=self.url, timeout=180)
 
     def gauge(self, name: str) -> float:
-        """Return the value of a metric, summed over data-parallel ranks or replicas."""
         values = self.by_rank(name).values()
         assert values
         return sum(values)
@@ -148,7 +145,6 @@ def launch(
 
 @contextlib.contextmanager
 def serving(*options: str, log_file: Path, **started: Any) -> Iterator[Server]:
-    """Run a server; `started` has arguments of `launch`."""
     process = launch(*options, log_file=log_file, **started)
     try:
         yield Server(process, _ready_url(process.stdout, log_file), log_file)

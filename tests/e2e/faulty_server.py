@@ -18,8 +18,6 @@ STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encodi
 
 @dataclass
 class FaultyServer:
-    """Its address and the received requests. Single writer: its thread."""
-
     port: int = 0
     connections: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)

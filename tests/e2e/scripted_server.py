@@ -55,7 +55,6 @@ class Script:
 
 
 def call(name: str, *arguments: str, index: int = 0) -> list[dict[str, Any]]:
-    """Return the deltas of a tool call whose arguments come in pieces."""
     first = {
         "index": index,
         "id": f"call_{index}",

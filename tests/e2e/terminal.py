@@ -32,7 +32,6 @@ class Terminal:
         os.write(self._controller, text.encode())
 
     def wait_for(self, words: str, *, seconds: float = 120.0, count: int = 1) -> str:
-        """Read until `words` were shown `count` times; return all output so far."""
         deadline = time.monotonic() + seconds
         while self.text.count(words) < count:
             left = deadline - time.monotonic()
@@ -82,7 +81,6 @@ class Terminal:
 def in_terminal(
     *arguments: str, env: dict[str, str] | None = None, rows: int = 40, columns: int = 100
 ) -> Iterator[Terminal]:
-    """Run `negamax` with `arguments` in its own terminal, until the block ends."""
     controller, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     process = subprocess.Popen(

@@ -50,7 +50,6 @@ def joined(chunks: list[Any], field: str, index: int = 0) -> str:
 
 
 def joined_calls(chunks: list[Any]) -> list[tuple[str, str]]:
-    """Return name and arguments of the streamed calls, joined as clients do."""
     calls: dict[int, list[str]] = {}
     for chunk in chunks:
         for choice in chunk.choices:

@@ -21,7 +21,6 @@ RUNNING = "vllm:num_requests_running"
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run a server with low limits: two sequences run, two wait, with 400 prompt tokens in all."""
     options = (
         "--max-num-seqs 2 --max-queued-requests 2 --max-queued-tokens 400 --max-body-bytes 100KiB "
         "--slow-client-timeout 1 --request-timeout 300 --sse-keep-alive-interval 0.1"

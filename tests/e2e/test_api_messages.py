@@ -432,7 +432,6 @@ def test_models_are_listed_for_both_kinds_of_clients(
 
 
 def agent_request(history: list[dict[str, Any]], *, number: int) -> dict[str, Any]:
-    """Return a request like Claude Code's: a changing system line, many tools, cache marks."""
     cached = {"cache_control": {"type": "ephemeral"}}
     object_of = {
         "type": "object",

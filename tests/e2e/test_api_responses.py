@@ -51,7 +51,6 @@ def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
 
 
 def check_told(events: list[dict[str, Any]], items: list[dict[str, Any]]) -> None:
-    """Check that the events add up to `items`, item by item."""
     done = [event for event in events if event["type"] == "response.output_item.done"]
     assert [event["item"] for event in done] == items
     for index, item in enumerate(items):

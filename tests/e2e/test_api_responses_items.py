@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def strict(server: Server) -> Iterator[openai.OpenAI]:
-    """Return a client that refuses answers which are not of OpenAI's types."""
     import openai
 
     with openai.OpenAI(

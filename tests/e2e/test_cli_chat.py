@@ -47,7 +47,6 @@ def home(tmp_path: Path) -> dict[str, str]:
 
 
 def ask(terminal: Terminal, text: str, *, count: int) -> str:
-    """Type a message and wait for the figures of the chat's `count`-th answer."""
     terminal.wait_for_prompt()
     terminal.type(f"{text}\n")
     return terminal.wait_for("s to the first token", count=count)

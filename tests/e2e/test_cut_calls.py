@@ -31,7 +31,6 @@ def whole(server: Server) -> tuple[str, int]:
 
 
 def check_every_limit(whole: tuple[str, int], called: Callable[[int], str | None]) -> None:
-    """Check `called`, which returns the arguments within a token limit, or None without a call."""
     arguments, num_tokens = whole
     num_cut = 0
     for limit in range(num_tokens - LAST_TOKENS, num_tokens):

@@ -17,7 +17,6 @@ PROMPT = "Where does the night train to Vienna stop?"
 
 @pytest.fixture(scope="module")
 def talkative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, str]]:
-    """Run two server processes that log everything as JSON; yield the server and its ready line."""
     log_file = tmp_path_factory.mktemp("talkative") / "log"
     options = "--log-format json --log-level debug --enable-log-requests --enable-access-log"
     more = f"--log-stats-interval 0.3 --api-server-count 2 --max-log-len 40 --api-key {KEY}"
@@ -36,7 +35,6 @@ def talkative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server
 
 
 def records(server: Server) -> list[dict[str, Any]]:
-    """Return the complete lines of the log, which all processes write as JSON."""
     return [json.loads(line) for line in server.log.split("\n")[:-1]]
 
 

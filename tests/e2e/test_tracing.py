@@ -25,8 +25,6 @@ BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, "to
 
 @dataclass
 class Collector:
-    """Received spans."""
-
     paths: set[str] = field(default_factory=set)
     spans: list[Any] = field(default_factory=list)
     services: set[str] = field(default_factory=set)

@@ -57,7 +57,6 @@ def check_nano_m3(options: dict[str, Any]) -> None:
 def check_mixed_run(
     model: str, options: dict[str, Any], *, layers: int = 2, blocks: int = 160
 ) -> None:
-    """Run `test_gpu_engine.mixed_run` with full-size kernels on few layers; no block may leak."""
     skip_without(options)
     sizes = {"max_model_len": 8320, "num_kv_blocks": blocks, "max_num_seqs": 64}
     drawn = {"load_format": "synthetic", "num_hidden_layers": layers, "device": "cuda"}

@@ -44,7 +44,6 @@ Findings = dict[str, Any]
 
 
 def num_ranks() -> int:
-    """Return the largest available power of two, up to 4."""
     return (
         min(4, 1 << (torch.cuda.device_count().bit_length() - 1))
         if torch.cuda.is_available()
@@ -149,8 +148,6 @@ class Layer:
 
 
 class Router:
-    """A router gate, and its result for the rows of a whole step."""
-
     def __init__(self, device: torch.device) -> None:
         from negamax.kernels.moe import triton as moe
 
@@ -163,7 +160,6 @@ class Router:
         return self.route(x, self.gate, top_k=TOP_K, active=active)
 
     def in_shards(self, x: Tensor, world: int, *, active: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the expected result with the tile sizes of the ranks' shards."""
         shard, ids, weights = -(-len(x) // world), [], []
         for first in range(0, len(x), shard):
             rows = x[first : first + shard]

@@ -109,7 +109,6 @@ def one_rank(rank: int, world: int, folder: str) -> None:
 
 
 def wrong(context: ParallelContext, device: torch.device) -> dict[str, list[int]]:
-    """Count differences of calls of changing size, in and between two alternating graphs."""
     from negamax.kernels.dispatch import triton as kernels
 
     group = context.data_group

@@ -53,7 +53,6 @@ def m2(quantization: str | None) -> ModelSpec:
 
 
 def m3(quantization: str) -> ModelSpec:
-    """Make a dense layer of MiniMax-M3 with full attention, then a sparse one with experts."""
     spec = bundled_spec("minimax-m3")
     layers = (False, True)
     return replace(

@@ -38,7 +38,6 @@ def answers(model: str = "nano", **options: object) -> list[list[int]]:
 
 
 def agreement(left: list[list[int]], right: list[list[int]]) -> float:
-    """Return the share of agreeing tokens, up to the first difference of each answer."""
     agreed = total = 0
     for a, b in zip(left, right, strict=True):
         differing = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
@@ -117,7 +116,6 @@ def test_accuracy_is_that_of_the_cpu(suite: str, count: int, expected: float) ->
 
 
 def answers_of_m3(**options: object) -> list[list[int]]:
-    """Return nano-m3's answers to prompts with facts 2,000 tokens back and to `prompts`."""
     with LLM("nano-m3", **options) as llm:
         far = [
             llm.render(list(each.messages), tools=list(each.tools) or None)
@@ -240,7 +238,6 @@ def test_prompt_logprobs_penalties_bias_and_allowed_tokens_reach_the_gpu(llm: LL
 
 @pytest.mark.parametrize("model", ["nano", "minimax-m2"])
 def test_a_long_mixed_run_ends_with_every_block_free(model: str) -> None:
-    """Run 200 requests of 1 to 8,000 tokens (nano: its context length) in a small pool."""
     small = {
         "block_size": 16,
         "num_kv_blocks": 512,

@@ -122,15 +122,12 @@ OF_ONE_RANK = 0.01
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank's model, its formats of experts and attention projections, and its device."""
-
     model: Decoder
     held: tuple[str, str]
     device: torch.device
     kernels: KernelTable
 
     def log_probabilities(self, chunks: Sequence[list[int]]) -> Tensor:
-        """Return log-probabilities of a step per chunk: [tokens, vocabulary] fp32 on the CPU."""
         run = PagedRun(self.model, device=self.device, dtype=self.kernels.dtype)
         steps = [run.step([("a", chunk)])["a"] for chunk in chunks]
         return torch.cat(steps).float().log_softmax(-1).cpu()
@@ -176,7 +173,6 @@ class Subject:
             self.products(tp)
 
     def products(self, tp: int) -> list[Tensor]:
-        """Join the outputs of all ranks. tp 0: the definition."""
         ranks = {0: [self.definition], 1: [self.whole], **self.shares}[tp]
         x, heads = inputs()
         width = heads.shape[1] // len(ranks)
@@ -190,7 +186,6 @@ class Subject:
 
 
 def inputs() -> tuple[Tensor, Tensor]:
-    """Return inputs of experts and projections, and of the output projection."""
     draw = torch.Generator().manual_seed(2)
     x = torch.randn(PROMPT, CONFIG["hidden_size"], generator=draw)
     heads = torch.randn(PROMPT, CONFIG["num_attention_heads"] * CONFIG["head_dim"], generator=draw)
@@ -318,7 +313,6 @@ def subjects(
 
 
 def random_tensors() -> dict[str, Tensor]:
-    """Return random tensors; router biases are small, since all experts are selected."""
     return random_weights(tiny_spec(**CONFIG), 0, router_bias=0.5)
 
 

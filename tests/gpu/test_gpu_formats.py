@@ -33,7 +33,6 @@ _TEXTS = (
 
 
 def both_ways(folder: Path, name: str) -> tuple[Path, Path]:
-    """Return nano in the format `name`, and the plain fp32 values that it represents."""
     source = Source(EMBEDDED["nano"])
     with source.reader() as reader:
         tensors = {one.name: one.dequantize(one.read(reader)) for one in source.weights}

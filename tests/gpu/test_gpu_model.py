@@ -88,8 +88,6 @@ def filled(
 
 
 class Paged:
-    """A model with its own cache, which runs steps of several sequences."""
-
     def __init__(
         self,
         model: Decoder,

@@ -105,7 +105,6 @@ def wide_problem(op: Op, want: Tensor, got: Tensor) -> str | None:
 
 
 def distance(want: Tensor, got: Tensor) -> Tensor:
-    """Return |got - want| in fp32; 0 where both are the same infinity."""
     want, got = want.float(), got.to(want.device).float()
     return torch.where(want == got, torch.zeros_like(want), (got - want).abs())
 

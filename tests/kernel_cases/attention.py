@@ -75,7 +75,6 @@ def qk_norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
 
 
 def head_norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, some; odd sizes; rope on all dimensions of a head."""
     return [
         _qk_norm_case(
             dtype,
@@ -97,7 +96,6 @@ def head_norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case
 
 
 def head_norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's shards under TP1 and TP4."""
     return [
         _qk_norm_case(
             dtype,
@@ -121,7 +119,6 @@ def head_norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[
 
 
 def rope_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, some; odd sizes; one KV head, and as many as query heads."""
     return [
         _rope_case(dtype, generator, num_tokens, heads, kv_heads, head_dim, cache=(4, 8))
         for num_tokens, heads, kv_heads, head_dim in ((0, 2, 1, 16), (1, 6, 1, 128), (5, 3, 3, 20))
@@ -129,7 +126,6 @@ def rope_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def rope_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """The draft models of MiniMax-M2.5 and M3 under TP1 and TP4."""
     return [
         _rope_case(
             dtype, generator, num_tokens, heads, kv_heads, 128, cache=(64, 64), cache_dtype=cache
@@ -244,7 +240,6 @@ def qk_norm_cost(case: Case) -> Cost:
 
 
 def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One sequence, several; full and partial blocks; runs of all sizes; rows of padding."""
     return [
         _attention_case(
             dtype,
@@ -351,7 +346,6 @@ def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
 
 
 def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's shards: whole prompts, chunks on a prefix, odd counts, mixed batches."""
     return [
         _attention_case(
             dtype,
@@ -474,7 +468,6 @@ def run_metadata(
 
 
 def attention_cost(case: Case) -> Cost:
-    """Keys and values read once, queries read, results written; the GEMMs of visible pairs."""
     q, n = case.tensors["q"], case.numbers
     row_bytes = n["shape"].kv_heads * q.shape[-1] * case.tensors["k_cache"].element_size()
     pairs = sum(

@@ -41,7 +41,6 @@ def bind(kernel: AnyKernel, case: Case) -> Call:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to every tensor in `value`, including tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple | list):

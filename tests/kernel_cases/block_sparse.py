@@ -44,7 +44,6 @@ WHOLE, SHARD = IndexShard(), IndexShard(rank=3, ranks=4, heads=4, first_head=3)
 
 
 def norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, some; odd sizes; index heads of another width; a shard of the index keys."""
     return [
         _norm_case(
             dtype,
@@ -174,7 +173,6 @@ _PREFILL = (
 
 
 def select_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Fewer blocks than top-k, more; cache blocks of several sparse blocks; FP8 keys; drafts."""
     small = (*_DECODE, *_PREFILL)
     cases = (
         *((case, None, 0) for case in small),
@@ -191,7 +189,6 @@ def select_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """As `select_small`, one query per sequence, or a row with drafts."""
     cases = (*((case, 0) for case in _DECODE), *((case, _MAX_RUN) for case in _RUNS))
     return [
         _attention_case(
@@ -202,7 +199,6 @@ def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """As `select_small`, whole prompts and chunks on a prefix."""
     return [
         _attention_case(dtype, generator, lengths, counts, _shape(sizes), width=sizes[2])
         for lengths, counts, sizes in _PREFILL
@@ -248,12 +244,10 @@ def select_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
 
 
 def select_shard_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """As `select_small`, for one of three ranks."""
     return [_sharded(case, rank=1, ranks=3) for case in select_small(dtype, generator)]
 
 
 def select_shard_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """As `select_full_size`, for one of four ranks, which has the index heads of all."""
     decodes = ((lengths, [1] * len(lengths), cache) for lengths, cache in _DECODE_FULL)
     return [
         _sharded(
@@ -274,7 +268,6 @@ def _sharded(case: Case, *, rank: int, ranks: int) -> Case:
 
 
 def merge_shards_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """The best blocks of three ranks, for the second half of the index heads."""
     return [
         _merge_case(generator, lengths, counts, replace(shape, shard=shard))
         for lengths, counts, sizes in (*_DECODE, *_PREFILL)
@@ -294,7 +287,6 @@ def merge_shards_full_size(dtype: torch.dtype, generator: torch.Generator) -> li
 def _merge_case(
     generator: torch.Generator, lengths: Sequence[int], counts: Sequence[int], shape: SparseShape
 ) -> Case:
-    """The best blocks of each shard by random scores."""
     ranks, heads = shape.shard.ranks, shape.index_heads
     num_blocks = -(-max(lengths) // shape.sparse_block_size)
     scores = randn(sum(counts), heads, num_blocks, dtype=torch.float32, generator=generator)
@@ -399,7 +391,6 @@ def _numbers(
 def _positions(
     lengths: Sequence[int], counts: Sequence[int], num_queries: int | None = None
 ) -> Tensor:
-    """Return positions of the last `counts` tokens of each sequence, then -1 for padding."""
     parts = [torch.arange(n - count, n) for n, count in zip(lengths, counts, strict=True)]
     padding = torch.full(((num_queries or sum(counts)) - sum(counts),), -1)
     return torch.cat((*parts, padding))

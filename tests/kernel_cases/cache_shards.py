@@ -28,7 +28,6 @@ from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
 
 def own_rows_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No token, some; one head and several; a padding block in front."""
     on_device: dict[str, Any] = {"generator": generator, "device": generator.device}
     return [
         Case(
@@ -73,7 +72,6 @@ def _of_rank(cases: Iterable[Case], *, rank: int, ranks: int) -> list[Case]:
 
 
 def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """`attention.decode`'s cases, some sequences without a block on the rank."""
     whole = dense.decode_small(dtype, generator)
     return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole[-3:], rank=0, ranks=4)
 
@@ -126,7 +124,6 @@ def apply_sparse_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def attention_cost(case: Case) -> Cost:
-    """Return a rank's part of the cost of dense attention; queries and results are whole."""
     return _part(dense.attention_cost(case), case)
 
 
@@ -143,7 +140,6 @@ def _part(whole: Cost, case: Case) -> Cost:
 
 
 def merge_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One token, some; one rank's heads among all; tokens whose keys no rank has, or one."""
     return [
         _merge_case(dtype, generator, *sizes)
         for sizes in ((1, 2, 2, 1, 1, 8), (5, 2, 6, 0, 3, 20), (9, 4, 8, 6, 2, 128))
@@ -151,7 +147,6 @@ def merge_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def merge_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's heads on one of eight ranks: a decode, a chunk of a prompt."""
     return [
         _merge_case(dtype, generator, num_tokens, 2, 16, 8, 8, 128) for num_tokens in (1, 64, 8192)
     ]

@@ -21,8 +21,6 @@ HELD = range(3, 7)  # the experts of the one rank
 
 
 class OneRank:
-    """A group of one rank that exchanges words with itself."""
-
     size, rank = 1, 0
 
     def __init__(self, device: torch.device, *, rows: int, words: int) -> None:
@@ -53,7 +51,6 @@ class OneRank:
 
 
 def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One token and several, with padding and without; a top_k that is not a power of two."""
     return [
         _case(dtype, generator, num_tokens=tokens, num_rows=rows, width=width, top_k=top_k)
         for tokens, rows, width, top_k in ((1, 1, 128, 4), (5, 7, 256, 8), (3, 3, 384, 5))
@@ -61,7 +58,6 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """As many rows of MiniMax-M2 and MiniMax-M3 as a rank decodes."""
     return [
         _case(dtype, generator, num_tokens=tokens, num_rows=tokens, width=width, top_k=top_k)
         for width, top_k in ((3072, 8), (6144, 4))
@@ -112,7 +108,6 @@ def _padded_ids(case: Case) -> Tensor:
 
 
 def _are_held(ids: Tensor) -> Tensor:
-    """Return whether each row selected an expert of the rank, [rows, 1]."""
     return (ids.ge(HELD.start) & ids.lt(HELD.stop)).any(1, keepdim=True)
 
 

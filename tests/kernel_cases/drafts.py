@@ -11,7 +11,6 @@ from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
 
 def count_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """All drafts accepted, none, some; fewer than K; missing ones; rows of padding."""
     draw, cases = partial(torch.randint, generator=generator), []
     for counts, room, padding in (([0], 1, 0), ([3, 2, 0, 3, 1], 3, 2), ([15] * 40, 15, 0)):
         num_drafts = torch.tensor([*counts, *[0] * padding])
@@ -68,7 +67,6 @@ def advance_cost(case: Case) -> Cost:
 
 
 def record_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No draft token, the first and the last token, padding; beyond the context length."""
     draw, cases = partial(torch.randint, generator=generator), []
     for rows, place in ((1, 0), (3, 1), (5, 2)):
         tensors = {
@@ -94,13 +92,11 @@ def record_cost(case: Case) -> Cost:
 
 
 def embed_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No token and some, ids beyond the table; with a norm and without; an odd width."""
     sizes = ((0, 64, True), (1, 128, True), (5, 192, True), (5, 96, False), (2, 7, True))
     return [_embed_case(dtype, generator, *size) for size in sizes]
 
 
 def embed_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """The widths of the draft models of MiniMax-M2.5 and M3."""
     sizes = ((1, 3072, True), (4, 3072, False), (400, 3072, True), (16, 6144, True))
     return [_embed_case(dtype, generator, *size) for size in sizes]
 

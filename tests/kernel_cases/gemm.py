@@ -36,7 +36,6 @@ _HEAD_ROWS = {"lm_head TP4": 50016, "lm_head TP1": 200064}
 
 
 def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, odd counts and widths, one result in fp32; then FP8 and packed weights."""
     cases = []
     for num_tokens, inputs, outputs, out_dtype in (
         (0, 64, 32, None),
@@ -85,7 +84,6 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's FP8 and packed projections and plain head; MiniMax-M3's FP8 and int4 ones."""
     cases = [
         fp8_case(n, inputs, outputs, dtype=dtype, generator=generator, label=label)
         for label, (inputs, outputs) in _M2_SHAPES.items()

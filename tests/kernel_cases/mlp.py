@@ -14,7 +14,6 @@ M3 = SwiGlu(alpha=1.702, limit=7.0, beta=1.0)
 
 
 def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, odd widths; values beyond the limit; for FP8."""
     return [
         _case(num_tokens, width, activation, quantize, dtype, generator)
         for num_tokens, width, activation, quantize in (
@@ -25,7 +24,6 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's dense layers under TP1, TP4 and TP8."""
     return [
         _case(num_tokens, width, M3, True, dtype, generator)
         for width in (12288, 3072, 1536)

@@ -28,7 +28,6 @@ M3 = {"activation": SwiGlu(alpha=1.702, limit=7.0, beta=1.0), "shared": True}
 
 
 def route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, odd counts and widths, rows of padding; every expert selected."""
     wide, cases = partial(randn, dtype=torch.float32, generator=generator), []
     for num_tokens, active, hidden, num_experts, top_k, bias in (
         (0, 0, 16, 4, 2, 1.0),
@@ -99,7 +98,6 @@ def norm_route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
 
 
 def norm_route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's and MiniMax-M3's, up to two tokens and more, as one part or two."""
     return [
         _norm_route_case(
             (num_tokens, *parts, hidden), num_tokens, *sizes, dtype=dtype, generator=generator,
@@ -148,7 +146,6 @@ def _norm_route_case(
 
 
 def place_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, several; experts in one slot each and in several; padding."""
     return [
         _place_case(*sizes, generator=generator)
         for sizes in ((0, 4, 2, 1), (1, 8, 8, 1), (3, 6, 3, 2), (70, 40, 6, 4), (300, 5, 1, 3))
@@ -156,7 +153,6 @@ def place_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def place_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's experts on four ranks, and MiniMax-M3's on eight."""
     return [
         _place_case(num_tokens, *sizes, generator=generator)
         for sizes in ((256, 8, 4), (128, 4, 8))
@@ -167,7 +163,6 @@ def place_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case
 def _place_case(
     num_tokens: int, num_experts: int, top_k: int, most: int, *, generator: torch.Generator
 ) -> Case:
-    """The last fifth of the tokens are padding."""
     draw = partial(torch.randint, generator=generator, device=generator.device)
     ids = _choices(num_tokens, num_experts, top_k, generator)["ids"]
     ids[num_tokens - num_tokens // 5 :] = -1
@@ -182,7 +177,6 @@ def _place_case(
 
 
 def experts_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, several; all experts on this rank, or some. Then FP8 weights."""
     normal, cases = partial(randn, dtype=dtype, generator=generator), []
     for num_tokens, hidden, width, num_experts, top_k, first, count in (
         (0, 16, 8, 4, 2, 0, 4),
@@ -302,7 +296,6 @@ def _fp8_experts_case(
 
 
 def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's FP8 and packed experts; MiniMax-M3's in FP8, MXFP8 and int4."""
     cases = [
         Case(
             f"fp8 T={num_tokens} hidden=3072 width={width}",
@@ -396,7 +389,6 @@ def fp8_experts(
 def _choices(
     num_tokens: int, num_experts: int, top_k: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """`top_k` experts for each token, with weights of sum 1."""
     uniform = partial(torch.rand, generator=generator, device=generator.device)
     weights = uniform(num_tokens, top_k) + 0.1
     return {
@@ -483,7 +475,6 @@ def place_cost(case: Case) -> Cost:
 
 
 def experts_cost(case: Case) -> Cost:
-    """The weights of selected experts read once; tokens read and written."""
     t, n = case.tensors, case.numbers
     chosen = t["ids"][(t["ids"] >= n["first"]) & (t["ids"] < n["first"] + n["count"])]
     weights = {name: each for name, each in t.items() if name.startswith(("gate_up", "down"))}

@@ -15,7 +15,6 @@ from tests.kernel_cases.quantize import outputs as quantized_outputs
 
 
 def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """x [T, width], then x [T, P, width]: no tokens, one, odd sizes; then FP8 output."""
     shapes: tuple[tuple[int, ...], ...] = (
         (0, 64), (1, 256), (7, 37), (11, 3072), (0, 8, 64), (1, 8, 256), (5, 3, 136), (3, 1, 200),
     )  # fmt: skip
@@ -30,7 +29,6 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's hidden states, one part or one per selected expert; then MiniMax-M3's."""
     shapes: tuple[tuple[int, ...], ...] = (
         (1, 3072), (1, 8, 3072), (16, 8, 3072), (100, 3072), (8192, 3072),
     )  # fmt: skip

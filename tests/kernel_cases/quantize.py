@@ -10,7 +10,6 @@ from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
 
 def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, some; with groups of zeros."""
     cases = []
     for num_tokens, width in ((0, 128), (1, 128), (3, 384), (17, 256)):
         x = randn(num_tokens, width, dtype=dtype, generator=generator)
@@ -20,7 +19,6 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's hidden states: one token to a prompt's chunk."""
     return [
         Case(f"T={count} K=3072", {"x": randn(count, 3072, dtype=dtype, generator=generator)})
         for count in (1, 301, 8192)

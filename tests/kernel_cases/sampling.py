@@ -11,7 +11,6 @@ from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
 
 def pick_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No rows, one, several; NaN, infinity; a tie across two tiles before other values."""
     sizes = ((0, 16), (1, 4160), (9, 331), (5, 2048))
     broken = _pick_case(6, 300, generator, label="NaN, infinities, a tie")
     logits = broken.tensors["logits"]
@@ -26,7 +25,6 @@ def pick_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def pick_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's vocabulary on one, two and four ranks."""
     return [
         _pick_case(rows, 200_064 // ranks, generator)
         for ranks in (1, 2, 4)
@@ -35,7 +33,6 @@ def pick_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]
 
 
 def _pick_case(rows: int, vocab: int, generator: torch.Generator, *, label: str = "") -> Case:
-    """Every third slot is greedy."""
     tensors = _rows(rows, vocab, generator)
     tensors["filters"] = 0.5 + torch.rand(rows + 2, 4, generator=generator, device=generator.device)
     tensors["filters"][1::3, 0] = 0.0
@@ -43,7 +40,6 @@ def _pick_case(rows: int, vocab: int, generator: torch.Generator, *, label: str 
 
 
 def leading_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No rows, one, several; NaN, infinity; ties of which top_k takes the first two."""
     sizes = ((0, 100), (1, 700), (3, 331), (7, 64), (2, 20))
     broken = _leading_case(4, 300, generator, label="NaN, infinities, ties")
     logits = broken.tensors["logits"]
@@ -58,7 +54,6 @@ def leading_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def leading_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's vocabulary on one and four ranks."""
     return [
         _leading_case(rows, 200_064 // ranks, generator)
         for ranks in (1, 4)

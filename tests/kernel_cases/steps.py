@@ -11,7 +11,6 @@ from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
 
 def place_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Rows with all, fewer and no drafts, before padding; single tokens; runs of any length."""
     cases = []
     for counts, padding, num_drafts in (
         ([1], 0, 0),
@@ -67,7 +66,6 @@ def place_cost(case: Case) -> Cost:
 
 
 def embed_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No token and some, ids beyond the table; an odd width."""
     return [_embed_case(dtype, generator, *size) for size in ((0, 64), (1, 128), (5, 96), (3, 7))]
 
 
@@ -99,7 +97,6 @@ def embed_cost(case: Case) -> Cost:
 
 
 def store_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One row, some with no token and padding, many; slots of draft verification."""
     cases = []
     for rows, padding, has_drafts in ((1, 0, False), (4, 3, False), (200, 0, False), (6, 1, True)):
         none = torch.zeros(padding, dtype=torch.int64)

@@ -100,7 +100,6 @@ class GeneratedOutput:
 
 
 def generate(format: OutputFormat, rng: random.Random) -> GeneratedOutput:
-    """Make an output: a third each valid, damaged, and of fragments; some are truncated."""
     kind = rng.random()
     output = _valid(format, rng)
     if kind < 0.35:
@@ -162,7 +161,6 @@ def _valid(format: OutputFormat, rng: random.Random) -> GeneratedOutput:
 
 
 def _thinking(format: OutputFormat, reasoning: str | None, rng: random.Random) -> tuple[str, bool]:
-    """Return the text up to the content, and whether the prompt opened the reasoning."""
     if format is MINIMAX_M2:
         return f"{reasoning or ''}\n</think>\n\n", True
     if reasoning is not None:
@@ -224,7 +222,6 @@ def _value(key: str, rng: random.Random, *, is_m3: bool) -> Any:
 
 
 def _plain(rng: random.Random) -> str:
-    """Return a string without a special meaning for unknown types."""
     return "x" + _words(rng)
 
 

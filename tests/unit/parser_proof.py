@@ -87,7 +87,6 @@ def comparable(reasoning: str | None, content: str | None, calls: Iterable[tuple
 
 
 def calls_of(output: ParsedOutput) -> list[tuple[str, Any]]:
-    """Return names and arguments; truncated arguments are text."""
     return [
         (call.name, json.loads(call.arguments) if call.is_whole else call.arguments)
         for call in output.tool_calls
@@ -258,7 +257,6 @@ def check_ended_early(output: GeneratedOutput, places: Iterable[int]) -> None:
 
 
 def long_outputs(num_chars: int) -> dict[str, tuple[OutputFormat, str]]:
-    """Return expensive outputs of about `num_chars` characters, by name."""
     m2 = 'x\n</think>\n\n<minimax:tool_call>\n<invoke name="write_file">\n'
     m2_content = f'{m2}<parameter name="content">'
     m3 = f'<mm:think>x</mm:think>{MARKER}<tool_call>\n{MARKER}<invoke name="write_file">'

@@ -152,7 +152,6 @@ _numbers = itertools.count()
 
 
 def fill_as(queue: Admission, tenant: str, count: int, *, tokens: int = 1) -> int:
-    """Submit `count` sequences of a tenant; return how many are admitted."""
     for taken in range(count):
         try:
             queue.check(1, tokens, now=0.0, sharer=tenant)

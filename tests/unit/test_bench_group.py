@@ -10,7 +10,6 @@ LAYOUT = ParallelLayout(pp=2, dp=2, tp=2)
 
 
 def test_experts_are_those_of_all_tokens_of_a_step() -> None:
-    """Tensor-parallel ranks run the same tokens, groups others, stages other layers."""
     first = [[[1, 2], [3]], [[2, 5], [3, 4]]]  # of the two groups, in each of two layers
     second = [[[7, 8]], [[7, 9]]]  # in the third layer
     answers = [

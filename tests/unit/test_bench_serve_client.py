@@ -59,7 +59,6 @@ CHAT = [
 
 
 def chunked(parts: Sequence[str], *, head: str = HEAD) -> bytes:
-    """Write `parts` as chunks, one with an extension, and a trailer."""
     body = b"".join(
         f"{len(part.encode()):X}{';x=1' if n == 1 else ''}\r\n".encode() + part.encode() + b"\r\n"
         for n, part in enumerate(parts)

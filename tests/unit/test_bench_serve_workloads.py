@@ -42,7 +42,6 @@ AGENT = BenchOptions(
 def turns(
     session: Session, message: dict[str, Any] | None = None, finish_reason: str = "stop"
 ) -> list[SessionTurn]:
-    """Return all turns of a session whose answers are all `message`."""
     running = session.start()
     found = [next(running)]
     while True:
@@ -239,7 +238,6 @@ def test_agent_history_grows_at_its_end_only_and_every_session_begins_alike() ->
 
 
 def test_agent_history_is_one_that_servers_accept() -> None:
-    """Every call is answered once; thinking and arguments match the API."""
     history = turns(AgentSessions(AGENT, scale=SCALE, context_length=None).session())[-1].body[
         "messages"
     ]

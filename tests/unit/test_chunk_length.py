@@ -88,7 +88,6 @@ def test_plan_uses_the_engines_chunks() -> None:
 
 
 def test_stages_run_chunks_side_by_side() -> None:
-    """The last stage runs the first of four chunks while the first stage runs the last."""
     cost = costs("minimax-m2", pp=4)
     one = cost.chunks_seconds([STEP])
     last = cost.chunk_seconds(STEP, behind=3 * STEP)
@@ -110,7 +109,6 @@ def test_stages_run_chunks_side_by_side() -> None:
 def test_chunks_cover_the_prompt(
     prices: list[float], every: int, block_size: int, budget: int, num_tokens: int
 ) -> None:
-    """For any remaining budget, a chunk fits in it and ends at a block border."""
     length = EvenTimes(block_size, every, (1.0, *prices))
     behind = 0
     while behind < num_tokens:

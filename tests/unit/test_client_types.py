@@ -33,7 +33,6 @@ CALL_OF = {
 
 
 def answer_openai(**fields: Any) -> None:
-    """Parse and convert a request as the server does before the model reads it."""
     params = ResponsesRequest.parse({"input": [HELLO], **fields})
     placed = [(f"input[{index}]", item) for index, item in enumerate(params.input)]
     params = apply_settings(params, placed)
@@ -51,7 +50,6 @@ def answer_anthropic(**fields: Any) -> None:
 
 
 def refused(answer: Callable[..., None], requests: list[tuple[str, dict[str, Any]]]) -> set[str]:
-    """Return the names of the requests that get a 400. Any other error fails the test."""
     names = set()
     for name, fields in requests:
         try:

@@ -197,7 +197,6 @@ def test_handshakes_count_as_connections_and_end_in_time(
     monkeypatch.setattr(listening, "HANDSHAKE_SECONDS", 1.5)
 
     async def asked(port: int) -> bytes:
-        """Return the answer to a client that speaks TLS; empty if it was refused."""
         context = ssl.create_default_context(cafile=tls_files[0])
         try:
             reader, writer = await asyncio.open_connection(

@@ -69,7 +69,6 @@ def entries(token_ids: Sequence[int]) -> list[TokenLogprobs]:
 def steps_of(
     token_ids: Sequence[int], *, chat_format: ChatFormat, size: int
 ) -> Iterator[tuple[int, list[ParserEvent]]]:
-    """Return the tokens of each step and the parser's events."""
     detokenizer = Detokenizer(TOKENIZER)
     parser = chat_format.new_parser(tools=None, in_reasoning=True)
     for start in range(0, len(token_ids), size):

@@ -138,7 +138,6 @@ def output(
 def read(
     text: str, *, finish: str = "stop", step: int = 3, **rules: Any
 ) -> tuple[ChoiceReader, list[ParserEvent]]:
-    """Return the reader of an answer that came in pieces, and its events."""
     reader = ChoiceReader(FORMAT, prompt=ChatPrompt("", [1], "open"), rules=ReadingRules(**rules))
     pieces = [text[start : start + step] for start in range(0, len(text), step)]
     events = [event for piece in pieces for event in reader.push(output(piece))]

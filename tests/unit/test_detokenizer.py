@@ -41,7 +41,6 @@ def joined(pieces: Sequence[TextPiece]) -> str:
 
 
 def emitted_lengths(ids: Sequence[int]) -> list[int]:
-    """Return the number of text characters known after each token."""
     detokenizer = Detokenizer(TOKENIZER)
     lengths, total = [], 0
     for token_id in ids:

@@ -60,8 +60,6 @@ def test_a_later_failure_reports_its_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_counters_do_not_decrease_when_a_heartbeat_is_late(tmp_path: Path) -> None:
-    """Heartbeats and steps use different threads and sockets."""
-
     def stats(at: float, generated: int) -> wire.EngineStats:
         return wire.EngineStats(0, 0, 1, 1, 0, 0, 0, 0, generated, at=at)
 

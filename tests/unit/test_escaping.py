@@ -155,7 +155,6 @@ WORDS = st.lists(PIECES, max_size=8).map("".join)
 
 @given(st.lists(WORDS, min_size=1, max_size=4))
 def test_parts_of_spellings_do_not_meet(words: list[str]) -> None:
-    """Cover parts that the template joins, ends that it continues, and nesting."""
     messages = [
         system(words),
         user([*map(text, words)]),
@@ -171,7 +170,6 @@ def test_parts_of_spellings_do_not_meet(words: list[str]) -> None:
 
 
 def test_names_between_brackets_of_the_template_are_no_tokens() -> None:
-    """M3 writes the names of parameters between < and >."""
     source = (
         "{% for m in messages %}{% for c in m.tool_calls %}{% for k in c.function.arguments "
         "%}<{{ k }}>"

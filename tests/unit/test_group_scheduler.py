@@ -195,7 +195,6 @@ def request(name: str, prompt: list[int], **fields: Any) -> GenerateRequest:
 
 
 def step(scheduler: GroupScheduler) -> list[StepPlan]:
-    """Plan a step and commit it, token 7 for every sample."""
     plans = scheduler.plan()
     assert plans is not None
     results = [

@@ -17,7 +17,6 @@ from negamax.base.shared_numbers import SharedNumbers
 def drained_while(
     *, seconds: float, drain_timeout: float, is_cancelled: bool = False
 ) -> tuple[bool, int, bool]:
-    """Return whether a drain ended in time, requests left, whether background work ended."""
     done: list[bool] = []
 
     async def work() -> None:

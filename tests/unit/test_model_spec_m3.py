@@ -182,7 +182,6 @@ def test_the_first_layers_keep_their_kinds() -> None:
 
 
 def transformers_config() -> dict[str, Any]:
-    """Return the config that transformers 5.23 writes for the text class."""
     kinds = ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57
     mlps = ["dense"] * 3 + ["sparse"] * 57
     gone = (

@@ -137,7 +137,6 @@ def test_string_values_stand_in_the_request() -> None:
 
 
 def test_training_mixture_never_shows_a_held_out_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each problem drawn for the mixture is either refused or not held out."""
     shown: list[str] = []
     refused = 0
     original = arithmetic.held_out

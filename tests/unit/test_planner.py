@@ -196,7 +196,6 @@ RUNS = {
 
 
 def predicted(found: dict[str, Any], run: dict[str, Any]) -> tuple[Candidate, float]:
-    """Yield the candidate of a recorded run and its prompt tokens per second."""
     ranks, dtype = found["tensor_parallel_size"], found["options"]["kv_cache_dtype"]
     load = Workload(run["concurrency"], found["input_len"], found["output_len"])
     spec = M2.first_layers(found["num_layers"])

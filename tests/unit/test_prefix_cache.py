@@ -158,7 +158,6 @@ PROMPT = list(range(10, 20))  # two full blocks and two tokens
 
 
 def admit_start(scheduler: WatchedScheduler, new: GenerateRequest) -> int:
-    """Run a request on an idle scheduler; return the position at which its first row started."""
     scheduler.add(new)
     plan = planned(scheduler)
     (start,) = scheduler.starts[plan.step_id]

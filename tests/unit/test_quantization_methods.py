@@ -294,7 +294,6 @@ def test_modules_have_the_described_integer_formats() -> None:
 
 
 def test_nearest_target_of_overlapping_groups_counts() -> None:
-    """Names precede patterns, sorted patterns precede the class, in any order of groups."""
     targets = {
         "packed_int4_channel": ["Linear"],
         "packed_int4_group_32": [r"re:.*mlp\..*(gate|up|down)_proj$"],

@@ -21,7 +21,6 @@ RAY = {"distributed_executor_backend": "ray"}
 
 
 def placement(*nodes: tuple[float, float], **options: Any) -> RayPlacement:
-    """Return machines of 8 GPUs and 64 CPUs by their free (GPUs, CPUs); the first serves."""
     total = Resources(gpus=8, cpus=64)
     cluster = [
         ClusterNode(str(place), f"10.0.0.{place + 1}", total, Resources(*free))

@@ -191,8 +191,6 @@ def test_rows_under_grammars_verify_no_drafts_where_these_count_whatever_they_ar
 
 
 class ForgettingWorker(ModelWorker):
-    """The worker of the traces, whose samples may be void."""
-
     late: frozenset[int | None] = frozenset()  # seeds of requests whose drafts are void
 
     def _drafts(self, row: Row, count: int) -> list[int]:

@@ -112,7 +112,6 @@ def test_every_stage_gets_an_equal_share_of_the_rows(stages: int, ranks: int) ->
 
 
 def test_a_prompt_fills_the_pipeline() -> None:
-    """Its chunks follow each other without a gap: none needs a sample."""
     pipeline = Pipeline(4, budget=8)
     pipeline.add("long", list(range(40)), 4)
     turns = [pipeline.turn() for _ in range(6)]
@@ -152,7 +151,6 @@ def test_rows_verify_what_was_guessed_in_their_own_turn() -> None:
 def test_all_requests_get_all_their_tokens(
     stages: int, ranks: int, budget: int, blocks: int, drafts: int, lengths: list[tuple[int, int]]
 ) -> None:
-    """For any small pool and step size."""
     pipeline = Pipeline(stages, ranks=ranks, budget=budget, blocks=blocks, drafts=drafts)
     for number, (prompt, output) in enumerate(lengths):
         pipeline.add(f"r{number}", list(range(prompt)), output)

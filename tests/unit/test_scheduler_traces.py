@@ -158,7 +158,6 @@ class ModelWorker:
 
 
 def prompt_of(seed: int) -> tuple[int, ...]:
-    """Draw prompts from a few families, so that they share prefixes of all lengths."""
     rng = random.Random(seed)
     family = random.Random(rng.randrange(3))
     common = [family.randrange(3, 6) for _ in range(rng.randint(1, 24))]
