@@ -6,7 +6,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # To raise a cap, name in the commit's body the code that was removed instead.
-CAPS = {"negamax": 87_700, "tests": 65_600, "tools": 16_100, "nano": 10_000}
+CAPS = {"negamax": 77_900, "tests": 68_200, "tools": 5_300, "nano": 9_600}
 
 
 def count_lines(folder: Path) -> int:
