@@ -13,7 +13,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class TinyHub(http.server.ThreadingHTTPServer):
-    """Serves `files` as `lab/model` and `lab/MiniMax-M2.7`; other `lab` names fail as named.
+    """Serves `files` as `lab/model` and `lab/MiniMax-M2.7`; other `lab` models fail by name.
 
     `lab/gated` requires accepted terms, `lab/token` refuses the token, `lab/ill` is an internal
     error. `lab/cut` truncates its first `cuts` answers longer than `cut_at` bytes.

@@ -141,7 +141,7 @@ def _differences(known: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator
 
 
 class Group:
-    """Rank 0 of `size` ranks, of which the others do not exist."""
+    """Rank 0 of `size` ranks; the others do not exist."""
 
     rank = 0
 

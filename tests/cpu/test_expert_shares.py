@@ -1,4 +1,4 @@
-"""Stored-format experts whose shards would split blocks, groups and words add up exactly."""
+"""Stored-format experts whose shards would split blocks, groups and words add up."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_the_next_start_reads_the_cache_and_writes_nothing(
 
 
 class Fused:
-    """Eight slots write into one parameter, with gaps; an optional slot has no tensor."""
+    """A model whose eight slots write into one parameter, with gaps; one slot has no tensor."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.parameters: dict[str, Tensor] = {}

@@ -26,7 +26,7 @@ PROMPT = ("--prompt", "What is 47 + 38?", "--temperature", "0", "--max-tokens", 
 
 @dataclass(frozen=True)
 class Installation:
-    """Create an environment with the wheel and its dependencies."""
+    """An environment with the wheel and its dependencies."""
 
     bin: Path
     folder: Path  # current folder of commands: no source is near

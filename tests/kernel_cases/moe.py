@@ -70,8 +70,7 @@ def route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case
 
 
 def norm_route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One token and more, one part and several, odd widths, padding; FP8, Gemma's norm, shared
-    experts.
+    """Cover few and many tokens, parts, odd widths, padding, FP8, Gemma's norm, shared experts.
 
     The bias is so large that rounding selects no other expert.
     """

@@ -196,11 +196,10 @@ def check_readings(
 
 
 def reads_otherwise_by_token(format: OutputFormat, text: str, whole: ParsedOutput) -> bool:
-    """Return whether tokens determine the reading beyond the text.
+    """Return whether tokens change the reading beyond the text.
 
-    Cases: the text ends in the beginning of a tag with a token; the content has a think closer,
-    which is a quotation only if it is no token; M3's marker precedes a think tag, which is an
-    element of that name only if it is no token.
+    Cases: the text ends in the beginning of a tag with a token; a think closer in the content or a
+    think tag after M3's marker is text only if it is no token.
     """
     ends_in_tag = any(
         text.endswith(tag[:length]) for tag in format.literals for length in range(1, len(tag))

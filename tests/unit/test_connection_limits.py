@@ -43,7 +43,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Client:
-    """A raw connection; `buffer`: bytes that its kernel buffers."""
+    """A raw connection; `buffer`: size of the kernel's buffer in bytes."""
 
     def __init__(self, port: int, *, buffer: int | None = None) -> None:
         self._socket = socket.socket()

@@ -27,9 +27,7 @@ from tests.unit.test_scheduler_traces import (
 
 
 class GroupTrace:
-    """Run at random: requests arrive, some abort or name a rank, steps fail, commits lag by
-    `depth`.
-    """
+    """A random run: requests arrive, abort or name a rank, steps fail, commits lag by `depth`."""
 
     def __init__(
         self, limits: SchedulerLimits, num_ranks: int, *, seed: int, depth: int, trouble: bool,

@@ -25,7 +25,7 @@ from negamax.quantization.scheme import WeightFormat
 
 
 class SelectedAttention:
-    """Each query attends to the `index_top_k` keys with the highest index scores."""
+    """Attention of each query to the `index_top_k` keys with the highest index scores."""
 
     def __init__(
         self,
