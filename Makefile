@@ -21,12 +21,13 @@ demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a to
 serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
 	$(BIN)/negamax serve nano $(ARGS)
 
-# Three workers keep two cores busy: now and then one of them waits. What fails is run once more by
-# itself, without company: a test that fails only once is named in the first report and is a defect
-# all the same.
-test: $(VENV)/.dev    ## everything that runs without a GPU
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder || \
-	  $(PYTEST) --last-failed --last-failed-no-failures none
+# Three workers keep two cores busy, because tests also wait. Failed tests run once more alone; those
+# that pass only then are defects all the same, and build/second-run.json lists them.
+test: $(VENV)/.dev    ## run the tests that need no GPU
+	@rm -f build/second-run.json
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder || { mkdir -p build; \
+	  cp .pytest_cache/v/cache/lastfailed build/second-run.json; \
+	  $(PYTEST) --last-failed --last-failed-no-failures none; }
 
 test-full: $(VENV)/.ray  ## what the gate leaves out: more splits over ranks, attacks at full size
 	$(BIN)/python -m pytest -m full -n 3
