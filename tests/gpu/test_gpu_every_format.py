@@ -220,9 +220,11 @@ def held_as(model: Decoder, op: Op[Any, Any], module: str, kernels: KernelTable)
     slots = [slot for name, slot in model.weight_slots().items() if name.startswith(module)]
     if all(slot.stored is None for slot in slots):
         return READ if all(slot.source is PLAIN for slot in slots) else DEQUANTISED
-    (source,) = {slot.source for slot in slots}
-    kernel = kernels.choose(op, source, columns=CONFIG["hidden_size"])
-    assert kernel is not None and all(slot.stored is not None for slot in slots)
+    assert all(slot.stored is not None for slot in slots)
+    width = CONFIG["hidden_size"]
+    # the matrices of an expert may differ in format, but not in kernel
+    (kernel,) = {kernels.choose(op, slot.source, columns=width) for slot in slots}
+    assert kernel is not None
     return {WEIGHT_ONLY: PACKED, W8A8: ROUNDED, "triton": BLOCKS}[kernel.provider]
 
 
