@@ -168,7 +168,7 @@ def _hardware(
         raise ConfigError(f"--gpus is {gpus}; allowed: 1 to {_MOST_GPUS}")
     if nodes < 1 or gpus % nodes:
         raise ConfigError(
-            f"--nodes is {nodes}; allowed: a number of machines that {gpus} GPUs are shared out "
+            f"--nodes is {nodes}; allowed: a number of machines that {gpus} GPUs can be split "
             "over evenly"
         )
     gpu = find_gpu(name) if name is not None else here[0] if here else MEASURED

@@ -79,7 +79,7 @@ class ParallelOptions:
         if holders > 1 < self.prefill_context_parallel_size:
             raise ConfigError(
                 f"--decode-context-parallel-size is {holders} and --prefill-context-parallel-size "
-                f"is {self.prefill_context_parallel_size}: ranks that share out prompts each hold "
+                f"is {self.prefill_context_parallel_size}: ranks that split prompts each hold "
                 f"the whole KV cache",
                 hint="use one of them, with --tensor-parallel-size",
             )

@@ -1,9 +1,12 @@
-"""Replaced names of code do not return: `words.toml` lists them with their successors."""
+"""Replaced words do not return: `words.toml` lists names of code, and words of prose."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import subprocess
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -15,6 +18,9 @@ ROOT = Path(__file__).parents[2]
 WORDS: dict[str, dict[str, str]] = tomllib.loads(
     (Path(__file__).parent / "words.toml").read_text(encoding="utf-8")
 )
+PROSE = WORDS.pop("prose")
+# Dated pages keep their words; the table of words names the old ones.
+UNCHECKED = ("docs/log/", "CONTRIBUTING.md", "tests/checks/")
 
 
 def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -64,3 +70,34 @@ def test_the_check_finds_every_kind_of_name() -> None:
     found = {name for name, _ in names(ast.parse(code))}
     assert found >= set("abcdefGhijkmnopqrs"), "abcdefGhijkmnopqrs"
     assert all(re.fullmatch(r"[A-Za-z]\w*", word) for place in WORDS.values() for word in place)
+
+
+def find_prose(path: Path) -> str:
+    """The sentences of a file: a page as it is; of code docstrings and comments, and all texts
+    where these are shown to users.
+    """
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return text
+    found = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        is_text = token.type == tokenize.STRING and (
+            token.string.startswith(('"""', 'r"""')) or path.parent.name in ("options", "cli")
+        )
+        if is_text or token.type == tokenize.COMMENT:
+            found.append(token.string.lstrip("#"))
+    return "\n".join(found)
+
+
+def test_replaced_words_stay_out_of_prose() -> None:
+    old = re.compile("|".join(rf"\b{word}\b".replace(" ", r"\s+") for word in PROSE), re.IGNORECASE)
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = [
+        f"{name}: {match[0]!r}, say {PROSE[' '.join(match[0].lower().split())]}"
+        for name in listed.stdout.splitlines()
+        if not name.startswith(UNCHECKED) and (ROOT / name).is_file()
+        for match in old.finditer(find_prose(ROOT / name))
+    ]
+    assert found == []

@@ -315,7 +315,7 @@ class GrammarServer:
             stream, answer = self._taken.popleft()
             self._given_up.discard(stream)
             if self._streams.get(stream.key) is not stream:
-                continue  # closed or given up
+                continue  # closed or abandoned
             stream.has_turn = False
             if stream.is_open:
                 answers.append(answer)

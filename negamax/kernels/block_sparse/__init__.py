@@ -1,1 +1,1 @@
-"""Attention to chosen blocks of earlier tokens."""
+"""Attention to selected blocks of earlier tokens."""
