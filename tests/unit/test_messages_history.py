@@ -183,7 +183,7 @@ def test_tabs_of_a_browser_are_text() -> None:
 def test_images_are_refused_for_a_model_that_could_see_them(
     message: dict[str, Any], place: str
 ) -> None:
-    with pytest.raises(InvalidRequestError, match=f"{place} has type 'image'; MiniMax-M3 could"):
+    with pytest.raises(InvalidRequestError, match=f"{place} has type 'image'; MiniMax-M3 supports"):
         build_history([message], system=None, thoughts=thoughts(), family=MINIMAX_M3_FAMILY)
     history(message)
 
