@@ -21,8 +21,8 @@ demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a to
 serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
 	$(BIN)/negamax serve nano $(ARGS)
 
-# Three workers keep two cores busy, because tests also wait. Failed tests run once more alone; those
-# that pass only then are defects all the same, and build/second-run.json lists them.
+# Three workers keep two cores busy, because tests also wait. Failed tests run once more alone.
+# Those that pass only then are defects all the same, and build/second-run.json lists them.
 test: $(VENV)/.dev    ## run the tests that need no GPU
 	@rm -f build/second-run.json
 	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder || { mkdir -p build; \
