@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 
 _REQUEST = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext"

@@ -1,7 +1,5 @@
 """Markers by folder, settings of Triton and PyTorch, and permitted reasons to skip."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """Proposers with known outputs, for tests that drafts do not change the text."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A tool whose servers are forked: `python -m tests.forked_tool MODULE ARGUMENTS`."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -5,8 +5,6 @@ python -m tests.large_checkpoint FOLDER --convert DST --to int4    # print time 
 python -m tests.large_checkpoint FOLDER --convert DST --tp 4       # split for ranks, as stored
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

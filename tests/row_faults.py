@@ -1,7 +1,5 @@
 """Faults in the worker for one row, which a request selects by logit bias: `asking(fault)`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

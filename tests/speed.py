@@ -1,7 +1,5 @@
 """Speed checks for machines of any speed and load, relative to other work."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -8,8 +8,6 @@ between two steps (0: none). STUB_LOG is a file for the monotonic time (float64)
 it is sent. While the file STUB_HOLD exists, no answer continues after its first step.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import struct

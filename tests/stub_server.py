@@ -1,7 +1,5 @@
 """The real server with a stub engine on a free port: `python -m tests.stub_server`."""
 
-from __future__ import annotations
-
 import argparse
 
 from negamax.api import server

@@ -155,9 +155,7 @@ def handle_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         hint = suggest_nearest(request.url.path, request.app.state.paths)
         answer = build_error(
-            f"there is no route {where}.{hint}",
-            error_type="not_found_error",
-            code="unknown_route",
+            f"there is no route {where}.{hint}", error_type="not_found_error", code="unknown_route"
         )
     elif error.status_code == 405:
         message = f"{where} is not allowed; allowed: {headers.get('Allow', 'another method')}"

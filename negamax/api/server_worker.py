@@ -84,8 +84,7 @@ async def _serve() -> None:
     server = HttpServer(context, stop_engine=worker.stop)
     loop = asyncio.get_running_loop()
     watch_parent(
-        begin.parent,
-        report=lambda reason: loop.call_soon_threadsafe(worker.leave, server, reason),
+        begin.parent, report=lambda reason: loop.call_soon_threadsafe(worker.leave, server, reason)
     )
     following = asyncio.create_task(worker.follow(reader, server))
     settle_garbage_collection()

@@ -19,12 +19,10 @@ def command(
         list[Path], typer.Argument(metavar="RESULT.json...", help="Files of --save-result.")
     ],
     plot: Annotated[
-        Path | None,
-        picture("Draw throughput against latency into this file (png, svg, pdf)."),
+        Path | None, picture("Draw throughput against latency into this file (png, svg, pdf).")
     ] = None,
     title: Annotated[
-        str | None,
-        setting("Set the title of the picture. Default: the model.", panel=OUTPUT),
+        str | None, setting("Set the title of the picture. Default: the model.", panel=OUTPUT)
     ] = None,
 ) -> None:
     """Runs with the same label (else backend) make one line, by rising concurrency or rate."""

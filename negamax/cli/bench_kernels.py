@@ -26,8 +26,7 @@ def command(
         setting("Time this op, such as norm.add_rms; may be repeated. Default: all."),
     ] = None,
     provider: Annotated[
-        str | None,
-        setting("Time only this provider; 'reference' is timed only when named here."),
+        str | None, setting("Time only this provider; 'reference' is timed only when named here.")
     ] = None,
     dtype: Annotated[
         str, setting("Compute in bfloat16, float16 or float32.", choices=DTYPES[1:])

@@ -33,9 +33,7 @@ class EngineBackend:
             engine.info.architecture, tokenizer=engine.tokenizer, template=engine.chat_template
         )
         self._prompts = PromptBuilder(
-            engine.tokenizer,
-            self._chat_format,
-            max_model_len=engine.info.max_model_len,
+            engine.tokenizer, self._chat_format, max_model_len=engine.info.max_model_len
         )
 
     @classmethod

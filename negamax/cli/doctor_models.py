@@ -10,13 +10,7 @@ from negamax.config.embedded import EMBEDDED
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.platform import Platform, nvidia
 from negamax.formats.readable import is_kept
-from negamax.models.memory import (
-    ModelWeights,
-    as_stored,
-    dequantized,
-    expert_padding,
-    weight_bytes,
-)
+from negamax.models.memory import ModelWeights, as_stored, dequantized, expert_padding, weight_bytes
 from negamax.models.registry import bundled_names, bundled_spec, format_hub_id
 from negamax.options.engine import EngineOptions
 from negamax.options.parallel import ParallelOptions

@@ -34,8 +34,7 @@ def command(
         Path | None, setting("Read the declared tools from this JSON file: a list.")
     ] = None,
     thinking_mode: Annotated[
-        str,
-        setting("Set enabled, disabled or adaptive; M2 always thinks.", choices=THINKING_MODES),
+        str, setting("Set enabled, disabled or adaptive; M2 always thinks.", choices=THINKING_MODES)
     ] = "adaptive",
     stream: Annotated[
         int | None, setting("Feed pieces of this many characters and merge the result.", min=1)

@@ -93,8 +93,7 @@ def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
 
 
 def find_command(
-    root: TyperGroup,
-    words: Sequence[str],
+    root: TyperGroup, words: Sequence[str]
 ) -> tuple[TyperCommand | TyperGroup, list[str], list[str]]:
     """Return the innermost command in `words`, the words up to it, and the rest."""
     command: Any = root
@@ -207,10 +206,7 @@ def _misspelled_variables(options: Sequence[Option]) -> list[str]:
 
 
 def _translated(
-    levels: Sequence[Sequence[Given]],
-    names: OptionNames,
-    model: str | None,
-    notes: list[str],
+    levels: Sequence[Sequence[Given]], names: OptionNames, model: str | None, notes: list[str]
 ) -> list[list[Given]]:
     """Replace other servers' options by ours and add to `notes`.
 

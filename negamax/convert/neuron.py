@@ -29,10 +29,7 @@ _STACKED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 _RENAMED = (
     (re.compile(r"^model\."), ""),
     (re.compile(r"(\.block_sparse_moe\.)gate\.weight$"), r"\1router.linear_router.weight"),
-    (
-        re.compile(r"(\.block_sparse_moe\.)(e_score_correction_bias)$"),
-        r"\1router.\2",
-    ),
+    (re.compile(r"(\.block_sparse_moe\.)(e_score_correction_bias)$"), r"\1router.\2"),
 )
 
 

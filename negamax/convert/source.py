@@ -13,12 +13,7 @@ from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint.plan import Move, plan_tensors
-from negamax.checkpoint.reader import (
-    SAFETENSORS_NAMES,
-    CheckpointReader,
-    TensorEntry,
-    read_entries,
-)
+from negamax.checkpoint.reader import SAFETENSORS_NAMES, CheckpointReader, TensorEntry, read_entries
 from negamax.checkpoint.split import read_ranks
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec

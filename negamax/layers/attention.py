@@ -144,10 +144,7 @@ class Attention:
         q_total, kv_total = heads * head_dim, kv_heads * head_dim
         group = context.attention_group
         self._group = group if group.size > 1 else None
-        self._decode, self._prefill = (
-            kernels[DECODE].run,
-            kernels[PREFILL].run,
-        )
+        self._decode, self._prefill = (kernels[DECODE].run, kernels[PREFILL].run)
         qkv = (
             Part(names.q, q_total, q_rows),
             Part(names.k, kv_total, kv_rows),

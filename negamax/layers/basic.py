@@ -67,12 +67,7 @@ class RmsNorm:
         return self._sum_add_rms(part.x, residual, self._sum_norm, part.group)
 
     def complete(
-        self,
-        residual: Tensor,
-        group: Collective,
-        *,
-        copy: bool = True,
-        out: Tensor | None = None,
+        self, residual: Tensor, group: Collective, *, copy: bool = True, out: Tensor | None = None
     ) -> Tensor:
         """Return a copy of the complete residual stream [T, width] on every rank, after this norm's
         sum over `group`; in `out` if given. Without `copy` it may be the stream itself.

@@ -137,11 +137,7 @@ class ExpertDispatch(Protocol):
         """Look experts up in this map from the next call on."""
 
     def dispatch(
-        self,
-        x: Tensor | QuantizedActivations,
-        ids: Tensor,
-        weights: Tensor,
-        tokens: StepTokens,
+        self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
     ) -> Dispatched:
         """x [T, hidden], selected experts (-1: none) and weights [T, top_k] -> input of this rank's
         experts.
@@ -181,11 +177,7 @@ class ReplicatedTokens:
         self._map = experts
 
     def dispatch(
-        self,
-        x: Tensor | QuantizedActivations,
-        ids: Tensor,
-        weights: Tensor,
-        tokens: StepTokens,
+        self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
     ) -> Dispatched:
         return Dispatched(x, self._slots_of(ids, tokens.positions), weights)
 
@@ -231,11 +223,7 @@ class DataParallelTokens(ReplicatedTokens):
         )
 
     def dispatch(
-        self,
-        x: Tensor | QuantizedActivations,
-        ids: Tensor,
-        weights: Tensor,
-        tokens: StepTokens,
+        self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
     ) -> Dispatched:
         own = super().dispatch(x, ids, weights, tokens)
         return self._exchange.send(own, tokens.most_tokens or len(ids))
@@ -276,11 +264,7 @@ class ContextParallelTokens(DataParallelTokens):
             )
 
     def dispatch(
-        self,
-        x: Tensor | QuantizedActivations,
-        ids: Tensor,
-        weights: Tensor,
-        tokens: StepTokens,
+        self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
     ) -> Dispatched:
         if tokens.is_share:
             return super().dispatch(x, ids, weights, tokens)

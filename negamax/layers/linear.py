@@ -74,10 +74,7 @@ class ColumnParallel(_Linear):
         self.slots, first = [], 0
         for part in parts:
             self.slots += self._matrix.slots(
-                part.name,
-                (part.total_rows, inputs),
-                region=(part.rows, range(inputs)),
-                at=(first,),
+                part.name, (part.total_rows, inputs), region=(part.rows, range(inputs)), at=(first,)
             )
             first += len(part.rows)
 

@@ -199,9 +199,7 @@ class SparseMoe:
         self._observed = ids
 
     def __call__(
-        self,
-        x: Tensor | QuantizedActivations,
-        tokens: StepTokens = ALL_TOKENS,
+        self, x: Tensor | QuantizedActivations, tokens: StepTokens = ALL_TOKENS
     ) -> Partial:
         """x [T, hidden] -> [T, P, hidden], P parts of its sum. Padding reaches no expert."""
         active = tokens.num_actual_tokens
@@ -221,11 +219,7 @@ class SparseMoe:
         return self._run_experts(x, ids, weights, tokens)
 
     def _run_experts(
-        self,
-        x: Tensor | QuantizedActivations,
-        ids: Tensor,
-        weights: Tensor,
-        tokens: StepTokens,
+        self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
     ) -> Partial:
         if self._observed is not None:
             count = min(len(ids), len(self._observed))

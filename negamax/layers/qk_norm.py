@@ -35,11 +35,7 @@ class FullWidthNorm:
         weight = torch.empty(len(q) + len(kv), dtype=torch.float32, device=device)
         q_weight, k_weight = weight.split([len(q), len(kv)])
         self.norm = spec.prepare_qk_norm(
-            weight,
-            heads=len(q) // head_dim,
-            kv_heads=len(kv) // head_dim,
-            eps=eps,
-            ranks=view.size,
+            weight, heads=len(q) // head_dim, kv_heads=len(kv) // head_dim, eps=eps, ranks=view.size
         )
         self.slots = [
             WeightSlot(names.q_norm, (heads * head_dim,), target=q_weight, region=(q,)),

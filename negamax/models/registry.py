@@ -22,10 +22,7 @@ from negamax.models.minimax_m3 import config as minimax_m3
 from negamax.text.chat_family import ChatFamily
 
 # One line per family.
-_ALL = (
-    *minimax_m2.FAMILIES,
-    *minimax_m3.FAMILIES,
-)
+_ALL = (*minimax_m2.FAMILIES, *minimax_m3.FAMILIES)
 FAMILIES = {family.architecture: family for family in _ALL}
 DRAFTS = {eagle3.FAMILY.architecture: eagle3.FAMILY}  # draft models
 # The chat formats by their short names ("m2", "m3").

@@ -64,9 +64,7 @@ class EngineOptions:
         None, MODEL, "Download models to this folder. Default: the hub's cache."
     )
     script: str | None = option(
-        None,
-        MODEL,
-        "Answer by the rules of this TOML file, without weights; 'agents' is bundled.",
+        None, MODEL, "Answer by the rules of this TOML file, without weights; 'agents' is bundled."
     )
     dtype: str = option(
         "auto",

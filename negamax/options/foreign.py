@@ -15,12 +15,7 @@ from negamax.options.flags import Kind
 
 # values that ask for nothing, in any case
 _NOTHING = ("", "none", "null", "{}", "[]", "false", "disabled", "auto")
-_KINDS = {
-    "switches": Kind.SWITCH,
-    "values": Kind.VALUE,
-    "lists": Kind.LIST,
-    "json": Kind.JSON,
-}
+_KINDS = {"switches": Kind.SWITCH, "values": Kind.VALUE, "lists": Kind.LIST, "json": Kind.JSON}
 _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
 _DATA_SIZES = ("attn_dp_size", "attention_data_parallel_size")
 _CONTEXT_SIZES = ("attn_cp_size", "attention_context_parallel_size")

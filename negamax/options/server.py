@@ -121,11 +121,7 @@ class ServerOptions:
         choices=SCHEDULING_POLICIES,
     )
     max_body_bytes: int = option(
-        32 * 2**20,
-        LIMITS,
-        "Refuse larger request bodies; such as 32MiB.",
-        least=1024,
-        is_size=True,
+        32 * 2**20, LIMITS, "Refuse larger request bodies; such as 32MiB.", least=1024, is_size=True
     )
     max_connections_per_address: int | None = option(
         None,

@@ -42,9 +42,7 @@ class AttentionView:
         `num_heads`.
         """
         if num_heads % self.size:
-            raise ConfigError(
-                f"{num_heads} attention heads cannot be split over {self.size} ranks",
-            )
+            raise ConfigError(f"{num_heads} attention heads cannot be split over {self.size} ranks")
         per_rank = num_heads // self.size
         return range(self.rank * per_rank, (self.rank + 1) * per_rank)
 

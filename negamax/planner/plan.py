@@ -253,10 +253,7 @@ def _prompt_seconds(costs: Costs, topology: Topology, num_tokens: int) -> float:
     if topology.pp == 1 or num_tokens <= most:
         return costs.prefill_seconds(num_tokens, chunk=most)
     length = plan_even_times(
-        costs,
-        max_num_batched_tokens=most,
-        block_size=LIMITS.block_size,
-        max_model_len=num_tokens,
+        costs, max_num_batched_tokens=most, block_size=LIMITS.block_size, max_model_len=num_tokens
     )
     return costs.chunks_seconds(chunks(length, num_tokens, budget=most))
 

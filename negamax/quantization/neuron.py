@@ -64,10 +64,7 @@ NEURON_EXPERT_ROWS = TensorFormat(
 def read(spec: QuantizationSpec) -> Scheme:
     check_fields(
         spec,
-        {
-            "weight_block_size": ([E4M3_GROUP, E4M3_GROUP],),
-            "expert_scales": (None, "per_row"),
-        },
+        {"weight_block_size": ([E4M3_GROUP, E4M3_GROUP],), "expert_scales": (None, "per_row")},
         beside=("modules_to_not_convert", "quant_method"),
     )
     plain = read_modules(spec, "modules_to_not_convert")

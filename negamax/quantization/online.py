@@ -11,13 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.formats.floats import (
-    E4M3_BLOCKS,
-    PLAIN,
-    mxfp4,
-    nvfp4,
-    with_rounded_activations,
-)
+from negamax.formats.floats import E4M3_BLOCKS, PLAIN, mxfp4, nvfp4, with_rounded_activations
 from negamax.formats.tensor_format import Rounding, TensorFormat
 from negamax.quantization.compressed_tensors import INT8_CHANNEL, STRATEGIES, packed
 from negamax.quantization.mxfp8 import MXFP8

@@ -205,9 +205,7 @@ class Scheduler:
         if not builder.sequences and not builder.chunks:
             return None
         plan = builder.finish(
-            self._step_count,
-            has_constrained=self._num_constrained > 0,
-            num_proposed=num_drafts,
+            self._step_count, has_constrained=self._num_constrained > 0, num_proposed=num_drafts
         )
         self._turns.planned(builder.sequences, plan.needs_sampling)
         self._in_flight.append(_UncommittedPlan(self._step_count, builder.sequences, set()))

@@ -144,9 +144,7 @@ def _check_message(message: Any, i: int, family: ChatFamily | None) -> dict[str,
         )
         if checked.pop("tool_calls", None) not in (None, []):
             _refuse(
-                i,
-                f"is in a {role} message; only assistant messages call tools",
-                field="tool_calls",
+                i, f"is in a {role} message; only assistant messages call tools", field="tool_calls"
             )
         return checked
     thoughts: list[str] = []

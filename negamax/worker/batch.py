@@ -128,11 +128,7 @@ def is_decode(plan: StepPlan, requests: RequestState) -> bool:
 
 
 def build_batch_layout(
-    plan: StepPlan,
-    requests: RequestState,
-    *,
-    generated_apart: bool,
-    drafts_apart: bool = True,
+    plan: StepPlan, requests: RequestState, *, generated_apart: bool, drafts_apart: bool = True
 ) -> BatchLayout:
     """Split `plan` into single generated tokens and runs of prompt tokens.
 
@@ -169,12 +165,7 @@ def build_batch_layout(
     query_starts = np.concatenate(([0], ends))
     samples = [
         # row, slot, offset, token
-        (
-            row,
-            plan.slots[row],
-            plan.num_scheduled[row] - place,
-            num_decodes * in_run + last - place,
-        )
+        (row, plan.slots[row], plan.num_scheduled[row] - place, num_decodes * in_run + last - place)
         for row, is_sampled in enumerate(plan.needs_sampling)
         if is_sampled
         for in_run, last in [last_tokens[row]]

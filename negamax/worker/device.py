@@ -98,10 +98,7 @@ def _cache_dtype(name: str, option: str, *, dtype: torch.dtype, has_fp8: bool) -
 
 
 def check_platform(
-    platform: Platform,
-    *,
-    cache_dtypes: Collection[torch.dtype],
-    rank: int = 0,
+    platform: Platform, *, cache_dtypes: Collection[torch.dtype], rank: int = 0
 ) -> None:
     """Refuse a GPU that cannot run the model, before anything is loaded. Rank 0 warns of an
     untested GPU. Errors: `ConfigError`.

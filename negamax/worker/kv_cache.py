@@ -182,10 +182,7 @@ def choose_num_blocks(
 def bytes_of_blocks(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> int:
     """Bytes of `num_blocks` on this rank; `dtype`: of caches that specify none."""
     return num_blocks * block_bytes(
-        config.kv_caches,
-        config.block_size,
-        dtype=_name(dtype),
-        ranks=config.layout.attention.size,
+        config.kv_caches, config.block_size, dtype=_name(dtype), ranks=config.layout.attention.size
     )
 
 

@@ -17,13 +17,7 @@ from negamax.parallel.context import ParallelContext
 from negamax.quantization.detect import detect
 from negamax.worker import kv_cache
 from negamax.worker.config import WorkerConfig, WorkerReady
-from negamax.worker.device import (
-    check_platform,
-    choose_dtype,
-    index_dtype,
-    kv_dtype,
-    runtime_of,
-)
+from negamax.worker.device import check_platform, choose_dtype, index_dtype, kv_dtype, runtime_of
 from negamax.worker.eager_steps import compile_eager_steps
 from negamax.worker.expert_weights import load_recorder
 from negamax.worker.graphs import StepGraphs

@@ -122,11 +122,7 @@ class Sampler:
         return {"first_id": self._first_id, "group": self._group, **drawn_by}
 
     def _choose_on_shards(
-        self,
-        logits: Tensor,
-        inputs: SampleInputs,
-        *,
-        masks: RowBitmasks | None,
+        self, logits: Tensor, inputs: SampleInputs, *, masks: RowBitmasks | None
     ) -> Tensor:
         requests = self._requests
         early = None

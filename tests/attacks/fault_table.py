@@ -11,8 +11,6 @@ until a request was answered again. Clients "go on" if they only waited. With tw
 of the healthy one must go on, and /readyz must stay 200. Exit code 1: a number is above its limit.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

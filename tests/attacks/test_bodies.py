@@ -1,7 +1,5 @@
 """Bodies that are cheap to send and costly to read are refused at once or read concurrently."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clients' text never becomes a control token, on any route."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """Crash dumps suffice for diagnosis and contain nothing that clients wrote."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Nonsensical requests are client errors: never a 500 or a log line."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

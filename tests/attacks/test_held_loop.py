@@ -3,8 +3,6 @@
 The tests measure this process's CPU time between two turns of the loop, independent of other load.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """Thoughts within signatures: a small body cannot become a large prompt."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A server whose output is not read, and clients that try to fill it."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """deploy/nginx.conf before a server: one address's excess requests do not affect others."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import shutil

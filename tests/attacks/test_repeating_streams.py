@@ -1,7 +1,5 @@
 """Streams of /generate, whose every event repeats the answer so far."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import httpx
 
 from tests.attacks.neighbour import unnoticed

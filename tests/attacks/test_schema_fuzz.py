@@ -1,7 +1,5 @@
 """Bodies drawn from the OpenAPI document, valid or not, get 200 or 4xx; the engine survives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Schemas that are small on the wire and large when expanded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx
@@ -85,11 +83,7 @@ SAID = {"messages": [{"role": "user", "content": "Hi"}]}
         ("/v1/chat/completions", {**SAID, "guided_json": ITSELF, "stream": True}),
         (
             "/v1/chat/completions",
-            {
-                **SAID,
-                "tools": [{"type": "function", "function": TOOL}],
-                "tool_choice": "required",
-            },
+            {**SAID, "tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"},
         ),
         ("/v1/completions", {"prompt": "Hi", "guided_json": ITSELF}),
         ("/v1/responses", {"input": "Hi", "text": {"format": TYPED}}),

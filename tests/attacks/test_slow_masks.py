@@ -1,7 +1,5 @@
 """Grammars with increasingly slow masks, beside an output with a simple one."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

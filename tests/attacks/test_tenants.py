@@ -1,7 +1,5 @@
 """Clients with different keys cannot reach each other's requests, responses and caches."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -147,11 +145,7 @@ def test_responses_belong_to_their_key(keyed: Server) -> None:
                 assert other.post(RESPONSES, json=body).status_code == 404
                 assert other.post(f"{RESPONSES}/input_tokens", json=body).status_code == 404
         assert anna.get(place).json()["id"] == kept["id"]
-        going_on = {
-            "input": "And?",
-            "previous_response_id": kept["id"],
-            "max_output_tokens": 4,
-        }
+        going_on = {"input": "And?", "previous_response_id": kept["id"], "max_output_tokens": 4}
         assert anna.post(RESPONSES, json=going_on).status_code == 200
         assert anna.delete(place).status_code == 200
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import itertools

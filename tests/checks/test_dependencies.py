@@ -1,7 +1,5 @@
 """Imports are declared, dependencies are bounded, and one tested set is installed everywhere."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """Links lead to existing files and headings; commands, code and data on pages are valid."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json

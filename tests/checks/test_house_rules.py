@@ -1,7 +1,5 @@
 """House rules beyond linters: single entry points, forbidden means, file and function sizes."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

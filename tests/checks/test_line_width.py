@@ -1,7 +1,5 @@
 """Files that ruff does not check also have at most 100 columns."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

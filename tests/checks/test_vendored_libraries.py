@@ -1,7 +1,5 @@
 """The chat page's libraries are small, licensed, and comply with the page's policy."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

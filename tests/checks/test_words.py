@@ -1,7 +1,5 @@
 """Replaced words do not return: `words.toml` lists names of code, and words of prose."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

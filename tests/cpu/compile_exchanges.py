@@ -4,8 +4,6 @@
 `compile_kernels.py`, whose ops have one rank.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -8,8 +8,6 @@ The ops' full-size cases are applied to "meta" tensors. The code that selects ti
 runs as on the GPU, but a launch only compiles: to PTX and through ptxas, or to AMD code.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Published FP8 and FP4 layouts in plain arithmetic, without the engine's packers and dtypes."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Requests with grammars on the embedded model, and checks that they leave no state."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ engine runs alone on "meta" tensors. A launch records its specialization's key; 
 one that has run. Every token is 0.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

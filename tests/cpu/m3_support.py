@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -22,9 +20,7 @@ PARAMS = msgspec.structs.replace(GREEDY, prompt_logprobs=3)
 
 
 def check(
-    model: torch.nn.Module,
-    prompts: Sequence[list[int]],
-    generations: Sequence[Generation],
+    model: torch.nn.Module, prompts: Sequence[list[int]], generations: Sequence[Generation]
 ) -> None:
     for prompt, generation in zip(prompts, generations, strict=True):
         completion = generation.outputs[0]

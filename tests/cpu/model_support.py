@@ -1,7 +1,5 @@
 """Tiny MiniMax-M2 models: random specs, random weights, paged caches with shuffled blocks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Written from the documentation of the checkpoints and tools, not from Negamax's formats.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ They follow the layouts' documentation and use no packer of the product. `WRITER
 writer stores a matrix as tensors and returns the matrix that these represent.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -269,8 +267,7 @@ def store_int8(matrix: Matrix, dtype: torch.dtype) -> Stored:
 
 def int_quantized() -> Writer:
     description = compressed(
-        "int-quantized",
-        {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+        "int-quantized", {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
     )
     tokens = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     description["config_groups"]["group_0"]["input_activations"] = tokens
@@ -439,9 +436,7 @@ FLOATS = {
         file="hf_quant_config.json",
     ),
     "modelopt-mixed": floats(
-        "modelopt-nvfp4",
-        lambda modules, _: float_layouts.mixed(modules),
-        others="modelopt-mxfp8",
+        "modelopt-nvfp4", lambda modules, _: float_layouts.mixed(modules), others="modelopt-mxfp8"
     ),
 }
 

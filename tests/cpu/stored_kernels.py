@@ -1,7 +1,5 @@
 """CPU kernels that take any stored format and dequantize it in `prepare`, for GPU layouts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

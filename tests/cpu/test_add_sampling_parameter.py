@@ -1,7 +1,5 @@
 """How to add a sampling parameter: a field of `SamplingParams` and one sampler stage."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import pytest

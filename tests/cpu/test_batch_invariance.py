@@ -3,8 +3,6 @@
 Comparisons are bit for bit, except native decode against prefill.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

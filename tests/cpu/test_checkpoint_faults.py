@@ -5,8 +5,6 @@ are applied to the values. Exchanged tensors of one shape load: neither headers 
 that.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence

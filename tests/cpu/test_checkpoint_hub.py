@@ -1,7 +1,5 @@
 """Model lookup: folders, nano and hub ids. Downloads use the real client and a local hub."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

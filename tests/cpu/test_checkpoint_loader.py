@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -131,9 +129,7 @@ def test_quantised_checkpoint_may_hold_some_layers_in_bf16(tmp_path: Path) -> No
     assert torch.equal(model.parameters[name], stored[name].float())
 
 
-def test_weight_and_scale_in_different_files_load(
-    tmp_path: Path,
-) -> None:
+def test_weight_and_scale_in_different_files_load(tmp_path: Path) -> None:
     stored = to_fp8(random_tensors(SPEC))
     save_sharded(
         tmp_path, stored, names=[f"model-{number:05}-of-00130.safetensors" for number in range(3)]

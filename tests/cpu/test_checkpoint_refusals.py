@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -252,10 +250,7 @@ def test_values_that_the_compute_dtype_cannot_hold_are_refused(tmp_path: Path) -
     tensors["model.norm.weight"][3] = 1e5
     save_single(tmp_path, tensors)
     load(tmp_path)
-    with pytest.raises(
-        CheckpointError,
-        match=r"model\.norm\.weight: its values are too large",
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: its values are too large"):
         load_weights(SlotModel(SPEC, dtype=torch.float16).weight_slots(), SPEC, tmp_path)
 
 

@@ -1,7 +1,5 @@
 """The selected kernels compile for absent GPUs at M2's sizes, or are refused in words."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

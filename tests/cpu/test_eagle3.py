@@ -167,10 +167,7 @@ def test_layers_that_are_off_by_one_are_seen(
 
 
 def test_captured_steps_guess_the_same(
-    folder: Path,
-    target: MiniMaxM2ForCausalLM,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, target: MiniMaxM2ForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, tensors, draft = make_draft("plain", tmp_path)
     pool = graph_support.RepeatedSteps()

@@ -1,7 +1,5 @@
 """Stored-format experts whose shards would split blocks, groups and words add up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Names, descriptions and scales are those of files exported from transformers 5.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

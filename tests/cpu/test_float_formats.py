@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from float_layouts import LAYOUTS, e4m3_fnuz

@@ -1,7 +1,5 @@
 """A new model family, one folder and one registry line, is served exactly as in plain PyTorch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The output parser reads the enforced calls back.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

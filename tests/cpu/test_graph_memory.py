@@ -1,7 +1,5 @@
 """CUDA graphs' memory is counted in their own pool; the allocator's total may shrink meanwhile."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

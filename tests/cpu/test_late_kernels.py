@@ -1,7 +1,5 @@
 """A ready engine has compiled every specialization that it launches while serving."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

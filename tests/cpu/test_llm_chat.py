@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from negamax import LLM, SamplingParams
 
 QUESTION = [{"role": "user", "content": "What is 47 + 38?"}]

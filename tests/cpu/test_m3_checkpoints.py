@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -147,9 +145,7 @@ def test_a_model_computes_with_the_matrices_that_were_stored(name: str, tmp_path
     assert len(set(expected)) > 2
 
 
-def test_plain_indexer_does_not_dequantise_the_attention(
-    tmp_path: Path,
-) -> None:
+def test_plain_indexer_does_not_dequantise_the_attention(tmp_path: Path) -> None:
     tensors = random_tensors(SPEC)
     plain = write(tmp_path, CONFIG, tensors, WRITERS["modelslim-dynamic"])
     file = tmp_path / "quant_model_description.json"

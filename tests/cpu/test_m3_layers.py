@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -91,21 +89,14 @@ def tokens() -> Tensor:
 def test_a_mixture_of_experts(shared_width: int) -> None:
     block = oracle().MiniMaxM3VLSparseMoeBlock(config(shared_intermediate_size=shared_width))
     t, its = randomize(block), names.moe(0)
-    tensors = {
-        its.router: t["gate.weight"],
-        its.router_bias: t["gate.e_score_correction_bias"],
-    }
+    tensors = {its.router: t["gate.weight"], its.router_bias: t["gate.e_score_correction_bias"]}
     assert its.shared is not None
     tensors |= mlp_tensors(
-        its.shared,
-        t["shared_experts.gate_up_proj.weight"],
-        t["shared_experts.down_proj.weight"],
+        its.shared, t["shared_experts.gate_up_proj.weight"], t["shared_experts.down_proj.weight"]
     )
     for number in range(EXPERTS):
         tensors |= mlp_tensors(
-            its.expert(number),
-            t["experts.gate_up_proj"][number],
-            t["experts.down_proj"][number],
+            its.expert(number), t["experts.gate_up_proj"][number], t["experts.down_proj"][number]
         )
     moe = SparseMoe(
         its,

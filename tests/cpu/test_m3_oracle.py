@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -257,9 +255,7 @@ def test_caches_in_fp8_give_what_transformers_does_with_rounded_ones(
     """
     model, folder = deep
     from transformers.cache_utils import DynamicLayer
-    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
-        MiniMaxM3VLSparseCacheLayer,
-    )
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseCacheLayer
 
     keep, keep_index = DynamicLayer.update, MiniMaxM3VLSparseCacheLayer.update_index
     fp8 = torch.float8_e4m3fn

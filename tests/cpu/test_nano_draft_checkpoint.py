@@ -1,7 +1,5 @@
 """The embedded drafts of nano and nano-m3 propose accepted tokens and keep the output."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompt lookup against a search in plain Python, and texts with it."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """The oneDNN linear pads to few row counts, since every count keeps a kernel in memory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

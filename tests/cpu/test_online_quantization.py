@@ -1,19 +1,10 @@
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from m2_checkpoints import (
-    FP8_CONFIG,
-    SlotModel,
-    random_tensors,
-    save_single,
-    tiny_spec,
-    to_fp8,
-)
+from m2_checkpoints import FP8_CONFIG, SlotModel, random_tensors, save_single, tiny_spec, to_fp8
 from safetensors.torch import save_file
 from torch import Tensor
 

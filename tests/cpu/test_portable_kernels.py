@@ -1,7 +1,5 @@
 """Kernels of AMD GPUs: no spin waits, no PTX, and e4m3fnuz on MI300."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from triton_support import MI300X

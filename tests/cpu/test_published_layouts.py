@@ -3,8 +3,6 @@
 No tensor is missing or surplus, and a rank holds the planned bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from sampling_support import REFERENCES, VOCAB, rows_of

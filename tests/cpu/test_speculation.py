@@ -1,7 +1,5 @@
 """Draft tokens change only the number of steps: texts, log-probabilities and caching stay."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace

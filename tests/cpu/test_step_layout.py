@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -86,13 +84,7 @@ def test_steps_with_drafts_take_no_more_tokens_than_others() -> None:
 
 
 SAMPLING = SamplingParams(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    seed=0,
-    max_tokens=9,
+    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=0, max_tokens=9
 )
 
 

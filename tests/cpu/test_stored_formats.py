@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -103,9 +101,7 @@ def test_bf16_layer_described_as_fp4_loads_or_is_refused(
         load(tmp_path, layout)
 
 
-def test_rank_keeps_experts_if_another_rank_has_one_in_bf16(
-    tmp_path: Path,
-) -> None:
+def test_rank_keeps_experts_if_another_rank_has_one_in_bf16(tmp_path: Path) -> None:
     plain = write(tmp_path, CONFIG, TENSORS, WRITERS["modelopt-nvfp4"])
     expert, file = "model.layers.0.block_sparse_moe.experts.0", tmp_path / "model.safetensors"
     stored = {k: t for k, t in load_file(file).items() if not k.startswith(f"{expert}.")}

@@ -1,7 +1,5 @@
 """Attention parts of two ranks with every other block each merge to the whole attention."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

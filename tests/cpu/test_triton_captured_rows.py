@@ -1,7 +1,5 @@
 """A GPU's captured steps in the interpreter against eager definitions: drafts, padding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

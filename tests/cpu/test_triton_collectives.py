@@ -1,7 +1,5 @@
 """Exchange of rows in the interpreter: one rank runs; its memory holds the others' words."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Every Triton kernel in the interpreter, as on H200 and MI300X, against its op's definition."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dispatch and combine in the interpreter: one rank runs; its memory holds the others' words."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -32,11 +30,7 @@ SHAPES = {
     DRAFTS: [StepShape.of_decodes(3, 2)],
     TOKENS: [StepShape.of_mix(8, 4)],
 }
-SAMPLING = (
-    {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 1.0, "top_k": 3},
-)
+SAMPLING = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3})
 
 
 class Side(NamedTuple):
@@ -68,12 +62,7 @@ class Counting(Proposer):
 
 def side(num_draft_tokens: int = 0) -> Side:
     requests = RequestState(
-        4,
-        64,
-        max_blocks=4,
-        eos_token_ids=(1,),
-        device=CPU,
-        num_draft_tokens=num_draft_tokens,
+        4, 64, max_blocks=4, eos_token_ids=(1,), device=CPU, num_draft_tokens=num_draft_tokens
     )
     requests.set_padding_block(16)
     defaults = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 9}

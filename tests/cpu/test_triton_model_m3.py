@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from m2_checkpoints import FP8_CONFIG, to_fp8

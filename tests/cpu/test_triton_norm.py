@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 import triton_support  # noqa: F401  before the kernels

@@ -1,7 +1,5 @@
 """Rows sharded over ranks in the interpreter; the ranks are threads that take turns."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -258,11 +256,7 @@ def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(
             context = ParallelContext(ParallelLayout(rank=rank, tp=2), group, group, group)
             device = torch.device("cpu")
             model = build_model(
-                spec,
-                context=context,
-                dtype=torch.float16,
-                device=device,
-                kernels=table,
+                spec, context=context, dtype=torch.float16, device=device, kernels=table
             )
             for name, slot in model.weight_slots().items():
                 if slot.needed and not slot.optional:

@@ -1,7 +1,5 @@
 """Packed weights: their layout, and the PTX that converts codes to bf16, emulated here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A static check of compiled kernels for words that several threads poll."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

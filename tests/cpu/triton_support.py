@@ -3,8 +3,6 @@
 It prepares the interpreter, which `tests/conftest.py` enables, or skips the test module.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

@@ -1,7 +1,5 @@
 """A rank with captured steps, for `python -m`; it exits with code 3 if it replays none."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

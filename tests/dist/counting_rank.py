@@ -1,7 +1,5 @@
 """A rank that writes the number of tokens of each step into the folder COUNTED_TOKENS."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rank that records its proposed draft tokens: ENDPOINT RANK FOLDER, one file per rank."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

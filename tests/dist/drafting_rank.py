@@ -1,7 +1,5 @@
 """A rank with a proposer of `tests.drafts`: ENDPOINT RANK FILE, where FILE holds the texts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

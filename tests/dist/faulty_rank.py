@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import sys
 
 from negamax.worker import rank_process

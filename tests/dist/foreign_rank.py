@@ -1,7 +1,5 @@
 """A rank that registers the family of `tests/cpu/foreign_family`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Rank 1 dies if the file KILLED_IN_MOVE is empty, and writes the time in seconds into it.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

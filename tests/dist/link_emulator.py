@@ -9,8 +9,6 @@ line and after startup, print the packets carried and dropped per link: {"0-1": 
 Linux, root and the standard library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

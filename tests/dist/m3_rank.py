@@ -1,7 +1,5 @@
 """A rank of MiniMax-M3 for `test_m3_ranks`, without the slow import of transformers."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Network namespaces as machines, joined by a bridge or by emulated links, and agents on them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

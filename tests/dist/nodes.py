@@ -1,7 +1,5 @@
 """Helpers for tests of several nodes: an engine, requests, seconds until a fault is noticed."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Fork the ranks of a test from a process that has already imported torch and the model."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from typing import Any

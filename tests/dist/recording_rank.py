@@ -1,7 +1,5 @@
 """A rank without a model: it answers every plan with its own rank and the plan's number."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

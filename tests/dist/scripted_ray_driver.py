@@ -1,7 +1,5 @@
 """A stand-in for `negamax.engine.nodes.ray_driver` whose behaviour the model's name selects."""
 
-from __future__ import annotations
-
 import os
 import sys
 

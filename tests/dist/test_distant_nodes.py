@@ -1,7 +1,5 @@
 """Machines on slow, lossy or broken networks: no false alarm, and losses are noticed."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal

@@ -1,7 +1,5 @@
 """Data- and context-parallel ranks get the results of one rank with all experts."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

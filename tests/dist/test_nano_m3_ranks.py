@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 from nano.suites import retrieval, tool_calls

@@ -1,7 +1,5 @@
 """Node 0's answers to agents, which are bare sockets here."""
 
-from __future__ import annotations
-
 import os
 import re
 import select

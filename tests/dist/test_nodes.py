@@ -1,7 +1,5 @@
 """Ranks on several machines (network namespaces): one machine's text, any start order, losses."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Deployments of docs/parallelism.md, with fewer ranks, give the text of one rank."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -58,9 +56,7 @@ SMALL: tuple[dict[str, str], ...] = (
     {"DEP8 (vLLM)": "M2.5 --data-parallel-size 4 --enable-expert-parallel"},
     {"DEP8 (SGLang)": "M2.5 --tp 4 --attn-dp-size 4 --ep 4"},
     {"two copies of TP4 on one machine (SGLang)": "M2.5 --tp 2 --dp-size 2"},
-    {
-        "DEP4, groups of two for attention (SGLang)": "M3 --tp 4 --attn-dp-size 2 --ep 4",
-    },
+    {"DEP4, groups of two for attention (SGLang)": "M3 --tp 4 --attn-dp-size 2 --ep 4"},
 )
 
 

@@ -4,8 +4,6 @@
 `api/dialects/shout/` with `schema.py` and `routes.py`, and its router a line of `server.ROUTERS`.
 """
 
-from __future__ import annotations
-
 import secrets
 import sys
 

@@ -1,7 +1,5 @@
 """A small server that answers incorrectly, in its own thread."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

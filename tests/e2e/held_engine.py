@@ -1,7 +1,5 @@
 """An engine for `tests.e2e.stub_serve` that starts once the file HELD_ENGINE is gone."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

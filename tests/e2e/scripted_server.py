@@ -1,7 +1,5 @@
 """A server with the real chat page and scripted answers: hostile text, errors, pauses."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

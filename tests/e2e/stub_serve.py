@@ -1,7 +1,5 @@
 """`negamax serve` with the stub engine, or with the engine module in ENGINE_MODULE."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -385,9 +385,7 @@ def test_unmatched_think_closer_is_not_text(client: openai.OpenAI, streamed: boo
     assert text == "One `</think>` two."
 
 
-def test_server_options_set_parser_template_defaults_and_stream_interval(
-    tmp_path: Path,
-) -> None:
+def test_server_options_set_parser_template_defaults_and_stream_interval(tmp_path: Path) -> None:
     options = ["--reasoning-parser", "minimax-append-think", "--stream-interval", "1000"]
     options += ("--default-chat-template-kwargs", '{"enable_thinking": false}')
     with serving(*options, log_file=tmp_path / "log") as running, running.http() as http:

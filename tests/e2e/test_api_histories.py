@@ -1,7 +1,5 @@
 """Content that every route must accept in a history, since agents resend it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import resource
 import shutil
@@ -28,10 +26,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            ("generate", MODEL, "--seed", str(10**30)),
-            "000; allowed: -9223372036854775808 to 92",
-        ),
+        (("generate", MODEL, "--seed", str(10**30)), "000; allowed: -9223372036854775808 to 92"),
         (
             ("generate", MODEL, "--num-threads", "10000"),
             "--num-threads is 10000; allowed: 1 to 1024",

@@ -38,10 +38,7 @@ NESTED = {
     "required": ["title", "steps", "done"],
     "additionalProperties": False,
 }
-PLAN = {
-    "type": "function",
-    "function": {"name": "make_plan", "strict": True, "parameters": NESTED},
-}
+PLAN = {"type": "function", "function": {"name": "make_plan", "strict": True, "parameters": NESTED}}
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The chat page in a headless Chromium, with the real server on nano and with scripted answers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import time
 
@@ -39,11 +37,7 @@ def test_hostile_text_does_nothing(page: Browser, script: Script) -> None:
     time.sleep(0.3)  # for any element that would load or run
     assert page.run(
         "return [window.hit, document.title, getComputedStyle(document.body).display]"
-    ) == [
-        None,
-        "scripted · Negamax",
-        "grid",
-    ]
+    ) == [None, "scripted · Negamax", "grid"]
     tags = page.run(
         "return [...new Set([...document.querySelectorAll('#messages *')].map((e) => "
         "e.tagName.toLowerCase()))]"

@@ -83,9 +83,7 @@ def test_concurrent_requests_get_their_own_answers(scripted_client: openai.OpenA
     assert found == [(number, bool(number % 2)) for number in range(16)]
 
 
-def test_grammar_holds_where_the_script_says_something_else(
-    scripted_client: openai.OpenAI,
-) -> None:
+def test_grammar_holds_where_the_script_says_something_else(scripted_client: openai.OpenAI) -> None:
     answer = scripted_client.chat.completions.create(
         model="nano",
         messages=[{"role": "user", "content": "Yes or no?"}],
@@ -104,9 +102,7 @@ def test_prompts_are_scored_as_certain(scripted_client: openai.OpenAI) -> None:
     assert all(entry["logprob"] == 0.0 for score in scores[1:] for entry in score.values())
 
 
-def test_missing_script_is_one_line_and_exit_code_two(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_missing_script_is_one_line_and_exit_code_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "nano", "--prompt", "Hi", "--script", "nowhere.toml"]) == 2
     error = capsys.readouterr().err
     assert "--script is 'nowhere.toml', which cannot be read" in error

@@ -1,7 +1,5 @@
 """The status page in a headless Chromium, and an accessibility check of both pages."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

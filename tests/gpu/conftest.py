@@ -1,7 +1,5 @@
 """Tests that need a GPU: `pytest -m gpu tests/gpu`; kernel tests need no serving packages."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

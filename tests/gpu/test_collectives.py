@@ -4,8 +4,6 @@
 prints microseconds per call beside NCCL's and torch's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Ahead-of-time compilation does not run kernels, and running does not compile them again."""
 
-from __future__ import annotations
-
 import torch
 
 from negamax.kernels.norm import triton as kernels

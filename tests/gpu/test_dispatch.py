@@ -3,8 +3,6 @@
 `python3 tests/gpu/test_dispatch.py [file.json]` prints microseconds beside NCCL's.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -4,8 +4,6 @@ State that kernels keep between launches must not affect later steps. No kernel 
 time-dependent order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random

@@ -5,8 +5,6 @@ divide blocks and groups as MiniMax-M2's do over 8 and 16 ranks. Each token goes
 rounding cannot change the routing. The shards run on one GPU in turn.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -329,9 +327,7 @@ def test_gpu_holds_and_computes_each_format(
     assert tuple(dict.fromkeys(subject.whole.held)) == HELD[name]
 
 
-def test_fnuz_known_only_from_files_is_refused_with_a_remedy(
-    tmp_path: Path,
-) -> None:
+def test_fnuz_known_only_from_files_is_refused_with_a_remedy(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     kernels = resolve(platform=platform_of(device), dtype=torch.bfloat16)
     write_checkpoint("fp8-fnuz-dtype", tmp_path / "fnuz", random_tensors())

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -59,8 +57,7 @@ def test_format_answers_like_its_values_in_bf16(
     stored, plain = both_ways(tmp_path, name)
     options = {"device": device, "enforce_eager": True, "max_num_batched_tokens": 2048}
     share = agreement(
-        answers(str(plain), **options),
-        answers(str(stored), tensor_parallel_size=ranks, **options),
+        answers(str(plain), **options), answers(str(stored), tensor_parallel_size=ranks, **options)
     )
     print(f"agreement of {name} on {ranks} ranks with its values in bf16: {share:.4f}")
     assert share >= (0.95 if name in ROUNDED else 0.97)

@@ -1,7 +1,5 @@
 """Two full-width layers of MiniMax-M2 on a GPU against the fp32 definitions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ A second call runs after the allocator's free memory is filled with NaN, which r
 outputs and reads of uninitialized memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Kernels that wait for another GPU stop on request, on timeout, or when its process ends."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

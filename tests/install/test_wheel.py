@@ -1,7 +1,5 @@
 """The wheel alone in an empty environment, without the tests' own packages."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

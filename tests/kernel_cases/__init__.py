@@ -4,8 +4,6 @@ An op is listed by its family's `CASES`. The contract test, the benchmark (`tool
 and the ahead-of-time compilation read this table.
 """
 
-from __future__ import annotations
-
 from tests.kernel_cases import (
     attention,
     block_sparse,

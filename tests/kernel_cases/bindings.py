@@ -4,8 +4,6 @@
 alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any

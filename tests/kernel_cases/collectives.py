@@ -3,8 +3,6 @@
 tests/gpu and tests/dist run several ranks.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from negamax.kernels.collectives.op import ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL

@@ -3,8 +3,6 @@
 tests/gpu and tests/dist run several ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -201,6 +199,4 @@ def cost(case: Case) -> Cost:
     )
 
 
-CASES = {
-    LINEAR: OpCases(small, apply, cost, full_size),
-}
+CASES = {LINEAR: OpCases(small, apply, cost, full_size)}

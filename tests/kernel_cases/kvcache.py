@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -43,6 +41,4 @@ def cost(case: Case) -> Cost:
     return Cost(num_bytes=read + t["positions"].shape[0] * per_token, flops=0)
 
 
-CASES = {
-    LOCATE: OpCases(small, apply, cost),
-}
+CASES = {LOCATE: OpCases(small, apply, cost)}

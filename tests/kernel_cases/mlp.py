@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -61,6 +59,4 @@ def cost(case: Case) -> Cost:
     return Cost(num_bytes=num_bytes(gate_up) * 3 // 2 + in_fp8, flops=8 * count)
 
 
-CASES = {
-    SWIGLU: OpCases(small, apply, cost, full_size),
-}
+CASES = {SWIGLU: OpCases(small, apply, cost, full_size)}

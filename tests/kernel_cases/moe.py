@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -360,10 +358,7 @@ def _weight_only_experts(
     stored: TensorFormat, count: int, hidden: int, width: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
     make = partial(weight_only.tensors_of, stored, generator=generator)
-    return {
-        **make("gate_up", count, 2 * width, hidden),
-        **make("down", count, hidden, width),
-    }
+    return {**make("gate_up", count, 2 * width, hidden), **make("down", count, hidden, width)}
 
 
 def _stored_experts(

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -99,6 +97,4 @@ def cost(case: Case) -> Cost:
     return Cost(num_bytes=moved, flops=x.numel() + 5 * residual.numel())
 
 
-CASES = {
-    ADD_RMS: OpCases(small, apply_add_rms, cost, full_size),
-}
+CASES = {ADD_RMS: OpCases(small, apply_add_rms, cost, full_size)}

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -47,6 +45,4 @@ def cost(case: Case) -> Cost:
     return Cost(num_bytes=num_bytes(x) + x.numel() + 4 * x.numel() // GROUP, flops=2 * x.numel())
 
 
-CASES = {
-    QUANTIZE: OpCases(small, apply, cost, full_size),
-}
+CASES = {QUANTIZE: OpCases(small, apply, cost, full_size)}

@@ -3,8 +3,6 @@
 Checkpoints store integers in other orders; `Codes` are common to all.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Generated texts for the output parser: valid, malformed and truncated ones, from a seed."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Properties of the output parser: any splitting gives the same answer, with valid events."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -11,15 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parser_outputs import (
-    TAG_IDS,
-    TOOLS,
-    GeneratedOutput,
-    cut_at_random,
-    generate,
-    parse,
-    pieces,
-)
+from parser_outputs import TAG_IDS, TOOLS, GeneratedOutput, cut_at_random, generate, parse, pieces
 
 from negamax.models.minimax_m2.chat import MINIMAX_M2
 from negamax.models.minimax_m3.chat import MARKER, MINIMAX_M3
@@ -46,9 +36,7 @@ FORMATS = {"m2": MINIMAX_M2, "m3": MINIMAX_M3}
 _MARKED_THINK_TAG = re.compile(rf"{re.escape(MARKER)}\s*</?mm:think>")
 
 # Policy cases with another choice of ours, and why; see docs/parsing.md.
-OTHER_CHOICE = {
-    "m3-045": "arguments that are cut off stay cut, so that nobody runs half a call",
-}
+OTHER_CHOICE = {"m3-045": "arguments that are cut off stay cut, so that nobody runs half a call"}
 
 
 @dataclass(frozen=True)

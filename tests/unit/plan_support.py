@@ -1,7 +1,5 @@
 """A scheduler whose plans are read as a worker does: the tokens that each row runs."""
 
-from __future__ import annotations
-
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import StepPlan

@@ -1,7 +1,5 @@
 """Chat templates, and recorded renderings of the models' own (tools/record_golden.py)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

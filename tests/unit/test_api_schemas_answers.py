@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -201,10 +199,7 @@ def _defined(tool: object) -> dict[str, Any]:
         ([_defined(_message_tool("c")), _change("removal", name="c")], ["a", "b"]),
         ([_defined({"type": "web_search_20250305", "name": "web_search"})], ["a", "b"]),
         ([_change("addition", name="unknown"), _change("removal", name="unknown")], ["a", "b"]),
-        (
-            [_change("removal", type="mcp_toolset_reference", mcp_server_name="home")],
-            ["a", "b"],
-        ),
+        ([_change("removal", type="mcp_toolset_reference", mcp_server_name="home")], ["a", "b"]),
     ],
     ids=["added", "removed", "back", "added and removed", "of a server", "unknown", "of MCP"],
 )

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from negamax.bench.group import Group, label, sizes
 from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from negamax.models.chat_format import REASONING_PARSERS, TOOL_CALL_PARSERS, ChatFormat

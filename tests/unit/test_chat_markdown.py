@@ -1,7 +1,5 @@
 """Split of streamed Markdown into a final part and one that may change."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any
@@ -314,10 +312,7 @@ def test_values_and_names_of_other_servers(
         ("-dp 4 --data-parallel-start-rank 3 -dpl 2", "no multiple of the data-parallel ranks"),
         ("--dist-init-addr node0", "it must be HOST:PORT"),
         ("--headless", "node 0 has the API, and this is node 0"),
-        (
-            "--headless --node-rank 0 --nnodes 2 --master-addr a -pp 2",
-            "another node with --node",
-        ),
+        ("--headless --node-rank 0 --nnodes 2 --master-addr a -pp 2", "another node with --node"),
         ("--headless --node-rank 1 -pp 2", "say with --nnodes how many there are"),
         ("--headless -dpr 1 -dp 2 -dpl 1", "--master-addr is missing"),
         ("-pp 2 --nnodes 2 --node-rank 1 --headless", "--master-addr is missing"),

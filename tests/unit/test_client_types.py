@@ -3,8 +3,6 @@
 The tables list refusals, with the reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Streamed text equals decoded text, with stop strings at any token boundaries, without delay."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The adaptive draft length in a simulated engine is as fast as the best fixed one."""
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """The encoding cache returns the tokenizer's ids for any history, in bounded memory."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

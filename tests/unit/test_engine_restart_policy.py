@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from negamax.base.supervision import RestartPolicy, SupervisionLimits
 
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass
@@ -75,10 +73,7 @@ GOOD = [0, 1, 2, 3]
         ("{}", "neither logical_count nor.*POST /dump_expert"),
         ({"logical_count": []}, "is invalid"),
         ({"logical_count": [GOOD]}, "has 1 layers, the model has 3"),
-        (
-            {"logical_count": [GOOD, GOOD, [1, 2, 3]]},
-            "3 numbers in layer 2; expected: 4 experts",
-        ),
+        ({"logical_count": [GOOD, GOOD, [1, 2, 3]]}, "3 numbers in layer 2; expected: 4 experts"),
         ({"logical_count": [GOOD, GOOD, [1, 2, 3, -4]]}, r"\$\.logical_count\[2\]\[3\]|>= 0"),
         ({"logical_count": [GOOD, GOOD, [1, 2, 3, 2**60]]}, "<="),
         ({"logical_count": [GOOD, GOOD, [1, 2, 3, 1.5]]}, "got `float`"),

@@ -1,7 +1,5 @@
 """Cumulative streams: each list is encoded once, and longer events are sent less often."""
 
-from __future__ import annotations
-
 import msgspec
 
 from negamax.api.dialects.generate.growing_json import BYTES_PER_SECOND, GrowingList, RepeatPacing

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -97,11 +95,7 @@ def test_real_m2_shards() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        ({"tp": 0}, "tp is 0"),
-        ({"rank": 2, "tp": 2}, "rank is 2"),
-        ({"tp": 4, "ep": 3}, "3"),
-    ],
+    [({"tp": 0}, "tp is 0"), ({"rank": 2, "tp": 2}, "rank is 2"), ({"tp": 4, "ep": 3}, "3")],
 )
 def test_impossible_layouts_are_refused(arguments: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

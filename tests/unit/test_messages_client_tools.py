@@ -1,7 +1,5 @@
 """Tools that Anthropic's clients run and whose schema their requests omit."""
 
-from __future__ import annotations
-
 import typing
 from typing import Any
 

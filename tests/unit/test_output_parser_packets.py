@@ -1,7 +1,5 @@
 """Fragment sizes within the limits of MiniMax's acceptance suite; holding loses no text."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +17,7 @@ from negamax.parallel.layout import ParallelLayout
         ({"tensor_parallel_size": 4, "enable_expert_parallel": True}, (4, 4)),
         ({"tensor_parallel_size": 4, "expert_parallel_size": 2}, (4, 2)),
         (
-            {
-                "tensor_parallel_size": 4,
-                "enable_expert_parallel": True,
-                "expert_parallel_size": 2,
-            },
+            {"tensor_parallel_size": 4, "enable_expert_parallel": True, "expert_parallel_size": 2},
             (4, 2),
         ),
         ({"enable_expert_parallel": True}, (1, 1)),
@@ -54,11 +48,7 @@ def test_experts_are_split_over_the_given_ranks(
         ({"tensor_parallel_size": 6, "expert_parallel_size": 4}, "1, 2, 4 with --t.*-size 4"),
         ({"expert_parallel_size": 2}, r"which is 1 \(use one of 1\)"),
         (
-            {
-                "tensor_parallel_size": 2,
-                "enable_expert_parallel": True,
-                "expert_parallel_size": 1,
-            },
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True, "expert_parallel_size": 1},
             "give one of them",
         ),
         ({"data_parallel_size": 0}, "--data-parallel-size is 0; allowed: 1 or more"),

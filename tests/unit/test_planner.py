@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -371,9 +369,7 @@ def test_the_table_fits_into_80_columns(capsys: pytest.CaptureFixture[str]) -> N
     assert max(map(len, table.splitlines())) <= 80
 
 
-def test_table_names_the_two_best_and_reasons(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_table_names_the_two_best_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "minimax-m2", "--gpus", "4", "--gpu", "B200"]) == 0
     said = capsys.readouterr().out
     assert "Best for latency: " in said and "Best for throughput: " in said

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 
 from negamax.api.dialects.responses.store import ResponseStore, StoredResponse, StoredTurn

@@ -1,7 +1,5 @@
 """Shell and patch tools of the Responses API: shown as functions, called by their own items."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from negamax.engine.core.row_failures import RowFailureLog
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, RowFailures, StepPlan, StepResult

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -164,12 +162,7 @@ def test_prompt_is_chunked_under_the_budget_and_samples_at_its_end_only() -> Non
     plans = [planned(scheduler) for _ in range(4)]
     assert [
         (scheduler.starts[plan.step_id], plan.num_scheduled, plan.needs_sampling) for plan in plans
-    ] == [
-        ([0], [4], [False]),
-        ([4], [4], [False]),
-        ([8], [2], [True]),
-        ([10], [1], [True]),
-    ]
+    ] == [([0], [4], [False]), ([4], [4], [False]), ([8], [2], [True]), ([10], [1], [True])]
     assert [len(plan.new_rows) for plan in plans] == [1, 0, 0, 0]
     assert scheduler.commit(plans[0], result(plans[0])) == []
 
@@ -391,11 +384,7 @@ def test_error_of_one_row_ends_only_its_request() -> None:
     assert [
         (update.request_id, update.token_ids, update.finish_reason, update.error)
         for update in updates
-    ] == [
-        ("a", [21], None, None),
-        ("b", [], "error", "not a number"),
-        ("c", [23], None, None),
-    ]
+    ] == [("a", [21], None, None), ("b", [], "error", "not a number"), ("c", [23], None, None)]
     assert sorted(run_all(scheduler)) == ["a", "c", "d"]
 
 

@@ -1,7 +1,5 @@
 """Preemption by recompute, with blocks of 4 tokens."""
 
-from __future__ import annotations
-
 import pytest
 
 from negamax.scheduler.limits import SchedulerLimits
@@ -207,10 +205,7 @@ def test_preempted_request_leaves_shared_blocks_to_the_other_holder() -> None:
     assert (
         scheduler.starts[plan.step_id],
         [scheduler._pool.ref_count(block_id) for block_id in shared],
-    ) == (
-        [9, 8],
-        [2, 2],
-    )
+    ) == ([9, 8], [2, 2])
     run_until_preemption(scheduler)
     assert [scheduler._pool.ref_count(block_id) for block_id in shared] == [1, 1]
     assert scheduler.num_free_blocks == 7 - 6  # a's six blocks, the shared ones among them

@@ -3,8 +3,6 @@
 No plan needs a token that one after the oldest will sample.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 

@@ -1,7 +1,5 @@
 """Argument text to JSON by schema."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

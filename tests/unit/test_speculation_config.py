@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -55,8 +53,7 @@ def test_sglang_counts_the_token_in_front_of_the_drafts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "rates"),
-    [(1, (0, 0, 0)), (1.25, (0.25, 0, 0)), (2.5, (1, 0.5, 0)), (4, (1, 1, 1))],
+    ("length", "rates"), [(1, (0, 0, 0)), (1.25, (0.25, 0, 0)), (2.5, (1, 0.5, 0)), (4, (1, 1, 1))]
 )
 def test_a_synthetic_length_is_the_schedule_with_the_least_variance(
     length: float, rates: tuple[float, ...]

@@ -1,7 +1,5 @@
 """A small byte-level BPE with MiniMax's special tokens, trained here."""
 
-from __future__ import annotations
-
 import functools
 import json
 

@@ -1,7 +1,5 @@
 """Plausible values for the request types of the OpenAI and Anthropic packages."""
 
-from __future__ import annotations
-
 import types
 import typing
 from collections.abc import Iterator

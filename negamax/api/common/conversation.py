@@ -147,9 +147,7 @@ class PromptBuilder:
         if thinking.mode_for(template) is None:
             thinking = dataclasses.replace(thinking, mode=self._default_mode)
         messages = normalize_messages(
-            conversation.messages,
-            has_root=template.has_root_role,
-            family=self._chat_format.family,
+            conversation.messages, has_root=template.has_root_role, family=self._chat_format.family
         )
         mark = _Mark.put(messages) if conversation.continue_final_message else None
         variables: dict[str, Any] = {

@@ -29,12 +29,7 @@ def all_reduce_add_rms(
 
 
 def complete_residual(
-    residual: Tensor,
-    group: Collective | None,
-    /,
-    *,
-    copy: bool = True,
-    out: Tensor | None = None,
+    residual: Tensor, group: Collective | None, /, *, copy: bool = True, out: Tensor | None = None
 ) -> Tensor:
     """Copy the residual [T, width] of `all_reduce_add_rms`, with all rows on every rank.
 

@@ -88,13 +88,7 @@ def kernel(linear: AnyKernel) -> AnyKernel:
         )
 
     def run(
-        x: Hidden,
-        ids: Tensor,
-        weights: Tensor,
-        experts: PreparedExperts,
-        *,
-        first: int,
-        count: int,
+        x: Hidden, ids: Tensor, weights: Tensor, experts: PreparedExperts, *, first: int, count: int
     ) -> Tensor:
         x = unquantized(x)
         if x.shape[0] == 1:

@@ -176,14 +176,7 @@ def _values(weight: StoredWeight) -> Tensor:
 
 
 def experts(
-    x: Hidden,
-    ids: Tensor,
-    weights: Tensor,
-    stacked: Prepared,
-    /,
-    *,
-    first: int,
-    count: int,
+    x: Hidden, ids: Tensor, weights: Tensor, stacked: Prepared, /, *, first: int, count: int
 ) -> Tensor:
     """Compute the selected experts of x [T, hidden]: [T, hidden], or [T, P, hidden] to be summed
     over P.

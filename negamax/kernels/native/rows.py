@@ -330,13 +330,7 @@ def experts_kernel(linear: AnyKernel) -> AnyKernel:
     product = linear.run
 
     def run(
-        x: Hidden,
-        ids: Tensor,
-        weights: Tensor,
-        experts: PreparedExperts,
-        *,
-        first: int,
-        count: int,
+        x: Hidden, ids: Tensor, weights: Tensor, experts: PreparedExperts, *, first: int, count: int
     ) -> Tensor:
         gate_up, down, activation = experts.gate_up, experts.down, experts.activation
         x = unquantized(x)

@@ -61,8 +61,7 @@ ADD_RMS = op(
     prepare,
     summary="residual += x, then RMS norm of the residual",
     tolerance=rounding_tolerance(
-        scale=2.0,
-        reason="x-hat and the product are rounded to the dtype once each; |y| up to 5",
+        scale=2.0, reason="x-hat and the product are rounded to the dtype once each; |y| up to 5"
     ),
     wide_error=WIDE_ERROR,
 )

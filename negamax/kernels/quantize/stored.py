@@ -93,10 +93,7 @@ def encode(stored: TensorFormat, matrix: Tensor) -> dict[str, Tensor]:
         scale = scale.float()
     height, width = matrix.shape
     scale = scale.T.contiguous() if _is_transposed(spec) else scale
-    made = {
-        stored.values.name: values,
-        spec.name: scale.reshape(spec.shape((height, width))),
-    }
+    made = {stored.values.name: values, spec.name: scale.reshape(spec.shape((height, width)))}
     if whole is not None:
         assert codes.global_scale is not None
         divides = stored.global_scale is GlobalScale.DIVIDES

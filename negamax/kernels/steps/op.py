@@ -73,16 +73,10 @@ def store(
 _EXACT = dict.fromkeys(FLOAT_DTYPES, Tolerance(0.0, 0.0, "nothing is computed"))
 
 PLACE_TOKENS = op(
-    "steps.place",
-    place,
-    summary="tokens, positions and lengths of a step",
-    tolerance=_EXACT,
+    "steps.place", place, summary="tokens, positions and lengths of a step", tolerance=_EXACT
 )
 EMBED_TOKENS = op(
-    "steps.embed",
-    embed,
-    summary="embeddings, and an empty residual",
-    tolerance=_EXACT,
+    "steps.embed", embed, summary="embeddings, and an empty residual", tolerance=_EXACT
 )
 STORE_TOKENS = op(
     "steps.store",

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from foreign_family.config import ForeignSpec
 from negamax.models.family import Initializer
 

@@ -19,11 +19,7 @@ from negamax.api.schemas.request_model import (
 )
 from negamax.api.schemas.sampled_request import StopStrings, TurnRequest, check_messages
 from negamax.api.schemas.structure import build_grammar
-from negamax.api.schemas.thinking import (
-    EFFORTS,
-    ThinkingChoice,
-    read_template_switch,
-)
+from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice, read_template_switch
 from negamax.api.schemas.tools import (
     CallChoice,
     build_function_tool,
@@ -208,9 +204,7 @@ class CountRequest(TurnRequest):
         return build_grammar("json_schema", form.get("schema"), param="output_config.format.schema")
 
 
-def _find_tool_changes(
-    messages: list[dict[str, Any]],
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _find_tool_changes(messages: list[dict[str, Any]]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield the changes of tools in system messages: place, type of the block, and tool."""
     for index, message in enumerate(messages):
         content = message.get("content") if message.get("role") == "system" else None

@@ -248,10 +248,7 @@ def _read_tool(tool: dict[str, Any], *, where: str, namespace: str | None) -> li
     if isinstance(kind, str) and is_run_by_client(tool):
         tool_shown = CLIENT_TOOLS[kind]
         function = build_function_tool(
-            kind,
-            description=tool_shown.description,
-            parameters=tool_shown.schema,
-            is_strict=False,
+            kind, description=tool_shown.description, parameters=tool_shown.schema, is_strict=False
         )
         return [DeclaredTool(kind, None, kind, function)]
     if kind not in ("function", "custom"):

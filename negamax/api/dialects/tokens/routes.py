@@ -88,16 +88,10 @@ def make_tokens_router(context: ApiContext) -> APIRouter:
 
     for prefix in ("", "/v1"):
         router.add_api_route(
-            f"{prefix}/tokenize",
-            tokenize,
-            methods=["POST"],
-            openapi_extra=tokenize_schema,
+            f"{prefix}/tokenize", tokenize, methods=["POST"], openapi_extra=tokenize_schema
         )
         router.add_api_route(
-            f"{prefix}/detokenize",
-            detokenize,
-            methods=["POST"],
-            openapi_extra=detokenize_schema,
+            f"{prefix}/detokenize", detokenize, methods=["POST"], openapi_extra=detokenize_schema
         )
     return router
 
