@@ -1,7 +1,5 @@
 """API keys, their tenants, administrators, and requests from pages of other sites."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from collections.abc import Iterable, Sequence
@@ -32,9 +30,7 @@ class Access:
         self.has_keys = bool(self._keys)
 
     def reload(self) -> None:
-        """Read the key file again and replace the keys. Errors: `ConfigError`; the earlier keys
-        stay.
-        """
+        """Read the key file again. Errors: `ConfigError`; the earlier keys stay."""
         keys = (*self._options.api_keys, *keys_of_file(self._options.api_key_file))
         if self._options.admin_api_key in keys:
             raise ConfigError(
@@ -44,8 +40,7 @@ class Access:
         self._keys = [key.encode() for key in keys]
 
     def identify(self, scope: Scope) -> None:
-        """Store in the request's state its tenant, whether it is an administrator, and whether
-        there are other tenants.
+        """Store the tenant, its role and whether there are others in the request's state.
 
         Errors: `AuthenticationError` for a missing or wrong key.
         """
@@ -70,10 +65,9 @@ class Access:
         state["tenant"] = hashlib.blake2b(given, digest_size=16).hexdigest()
 
     def check_site(self, scope: Scope) -> None:
-        """Refuse a request that a page of another site made a browser send.
+        """Refuse a request that a page of another site made a browser send: `ForbiddenError`.
 
-        Such a page cannot set the header of a key, so requests with a key in a header pass. Errors:
-        `ForbiddenError`.
+        Such a page cannot set the header of a key, so requests with a key in a header pass.
         """
         fields = dict(scope["headers"])
         origin = fields.get(b"origin", b"").decode("latin-1")
@@ -120,16 +114,12 @@ def list_ids(answer_id: str) -> list[str]:
 
 
 def is_admin(request: Request) -> bool:
-    """Return whether the sender may act on all requests: it has the admin key, or there are no
-    keys.
-    """
+    """Return whether the sender has the admin key, or there are no keys at all."""
     return bool(request.scope["state"]["is_admin"])
 
 
 def check_admin(request: Request) -> None:
-    """Refuse an operation that concerns all tenants, except to administrators. Errors:
-    `ForbiddenError`.
-    """
+    """Refuse an operation on all tenants, except to administrators. Errors: `ForbiddenError`."""
     if not is_admin(request):
         raise ForbiddenError(
             f"{request.url.path} is for administrators, because it affects all clients",

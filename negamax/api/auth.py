@@ -3,8 +3,6 @@
 It decides before the body is read, so that a refusal costs next to nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import time
@@ -36,8 +34,7 @@ MAX_HEADER_BYTES = 32 * 1024
 BODY_SECONDS = 120.0  # time limit for a body to arrive
 BODIES_IN_FLIGHT = 8  # bodies of the largest size that may be in memory at a time
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-# wrong once the body is unpacked
-_PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})
+_PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # of the packed body
 _ALL = "*"
 _Headers = list[tuple[bytes, bytes]]
 
@@ -69,8 +66,7 @@ class AuthMiddleware:
             await handle_error(Request(scope), error)(scope, receive, send)
             return
         if scope["method"] in _SAFE_METHODS:
-            # routes answer as for GET; the connection drops the body
-            if scope["method"] == "HEAD":
+            if scope["method"] == "HEAD":  # routes answer as for GET; the connection drops the body
                 scope = {**scope, "method": "GET"}
             await self._app(scope, receive, send)
             return
@@ -91,9 +87,7 @@ class AuthMiddleware:
             self._body_budget += body.num_bytes
 
     def take_bytes(self, count: int) -> None:
-        """Reserve memory for `count` bytes. Errors: `OverloadedError` if open bodies fill the
-        memory.
-        """
+        """Reserve memory for `count` bytes. Errors: `OverloadedError` if there is too little."""
         if count > self._body_budget:
             raise OverloadedError(
                 "the bodies of open requests fill the memory reserved for them",
@@ -200,9 +194,7 @@ def _check_size(headers: _Headers, *, url_bytes: int) -> None:
 
 
 def _check_host(headers: _Headers, allowed: set[str]) -> None:
-    """Refuse host names that are not this machine's: a foreign page may resolve its own name to
-    this address (DNS rebinding).
-    """
+    """Refuse names of other machines: a foreign page may resolve its own name to this address."""
     for name, value in headers:
         if name == b"host":
             host = _parse_host(value.decode("latin-1"))

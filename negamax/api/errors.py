@@ -1,7 +1,5 @@
 """The outermost layer of the server: request ids, the access log, and one shape for all errors."""
 
-from __future__ import annotations
-
 import math
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Probes and metrics: /livez, /readyz, /health, /ping, /version, /metrics."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import choose_encoder
 
@@ -21,9 +19,7 @@ def make_health_router(context: ApiContext) -> APIRouter:
 
     @router.get("/readyz")
     async def readyz() -> Response:
-        """Return 200 while the server accepts requests and the engine, its ranks and the first
-        server process have heartbeats.
-        """
+        """Return 200 while the server accepts requests and all its processes have heartbeats."""
         context.lifecycle.check_accepting()
         context.lifecycle.check_leader()
         context.engine.check_responsive()
@@ -41,8 +37,7 @@ def make_health_router(context: ApiContext) -> APIRouter:
         return build_json_response(HealthAnswer("ok" if is_whole else "degraded", replicas))
 
     router.add_api_route("/health", health, methods=["GET"])
-    # two routes: an operation of the OpenAPI document has one method
-    for method in ("GET", "POST"):
+    for method in ("GET", "POST"):  # two routes: OpenAPI's operations have one method
         router.add_api_route("/ping", health, methods=[method])
 
     @router.get("/version")
@@ -52,9 +47,7 @@ def make_health_router(context: ApiContext) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Return Prometheus text, or OpenMetrics if the scraper accepts it. The first server
-        process answers for all.
-        """
+        """Return the metrics of all server processes as Prometheus text or OpenMetrics."""
         if context.server_rank.index:
             return await context.peers.relay(request, to=0)
         encoder, content_type = choose_encoder(request.headers.get("accept", ""))

@@ -1,7 +1,5 @@
 """The log line about the load of a busy server."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """Counts and histograms of requests. Each server process counts in a row of shared numbers."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
@@ -45,11 +43,7 @@ _EVENTS = ("requests", "tool_calls")
 
 
 class Histogram:
-    """Counts of values by bucket, and their sum, of all server processes.
-
-    A value costs a binary search; each token brings two values. Single writer of a row: its event
-    loop.
-    """
+    """Counts of values by bucket, and their sum. Single writer of a row: its event loop."""
 
     __slots__ = ("_bounds", "_numbers", "_row", "_start")
 

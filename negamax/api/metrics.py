@@ -4,8 +4,6 @@ Counters and gauges are read from the engine's statistics at each scrape, the re
 `Measurements` of all server processes. The first process answers for all.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """/v1 and /v1/models: the server, and the model names that it serves."""
 
-from __future__ import annotations
-
 import datetime
 
 from fastapi import APIRouter, Request, Response

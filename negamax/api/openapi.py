@@ -1,7 +1,5 @@
 """The OpenAPI document, with the bodies that routes read themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import FastAPI

@@ -1,7 +1,5 @@
 """The record of one request to the engine, from which metrics, request log and traces are made."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +36,7 @@ class RequestRecord:
     arrival: float
     sampling: SamplingParams  # as requested; once the engine has the request, as it runs
     measured: Measurements
-    takers: Sequence[Callable[[RequestRecord], None]] = ()
+    takers: Sequence[Callable[["RequestRecord"], None]] = ()
     start: float | None = None  # of its first step
     first_token: float | None = None
     end: float = 0.0

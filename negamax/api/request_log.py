@@ -3,8 +3,6 @@
 They have no headers and no queries of URLs, because either may contain a key.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The server: its app, its listening socket, and its life from start to stop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -153,8 +151,7 @@ def open_listener(options: ServerOptions) -> socket.socket:
 def _share_listener(listener: socket.socket) -> socket.socket:
     """Replace `listener` by a socket beside which others can be bound.
 
-    Such a socket could not show whether the port was free: any process of this user can listen
-    beside it.
+    Such a socket alone could not show whether the port was free.
     """
     address = listener.getsockname()
     listener.close()
@@ -185,8 +182,7 @@ def make_event_loop() -> asyncio.Runner:
         from uvloop import Loop as loop_factory
     except ImportError:
         loop_factory = None
-    # its pool of threads is for many texts at once
-    env.set_default("TOKENIZERS_PARALLELISM", "false")
+    env.set_default("TOKENIZERS_PARALLELISM", "false")  # for many texts
     return asyncio.Runner(loop_factory=loop_factory)
 
 
@@ -297,11 +293,7 @@ async def _start_engine(
 
 
 def settle_garbage_collection() -> None:
-    """Exempt what the start allocated from garbage collection, and collect rarely.
-
-    Objects of the start live as long as the process; those of a token are freed by their
-    references.
-    """
+    """Exempt what the start allocated from garbage collection, and collect rarely."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD, 20, 20)
@@ -414,9 +406,7 @@ class HttpServer(uvicorn.Server):
             logger.info("the files were reloaded")
 
     async def abort(self) -> None:
-        """End now: stopping the engine ends open streams with an error event, then connections
-        close.
-        """
+        """End now: stopping the engine ends open streams with an error event."""
         self._context.lifecycle.begin_drain()
         ends = [self._stop_engine()]
         if self._servers is not None:

@@ -1,12 +1,8 @@
-"""A server process beside the first: `python -m negamax.api.server_worker`, started by
-`ServerSupervisor`.
+"""A server process beside the first, which starts it: `python -m negamax.api.server_worker`.
 
-It serves like the first one. It reads the state of the engines, and when to end, from its standard
-input; the end of the input means that the first process is gone. A thread watches the heartbeat of
-the first process.
+It reads the state of the engines, and when to end, from its standard input; the end of the input
+means that the first process is gone. A thread watches the heartbeat of the first process.
 """
-
-from __future__ import annotations
 
 import asyncio
 import os
@@ -33,16 +29,11 @@ logger = get_logger(__name__)
 _MAX_LINE_BYTES = 1 << 20
 _POLL_SECONDS = 0.01
 _END_SECONDS = 2.0  # to end open requests with an error after the first process is gone
-# for an engine to reach this process; it keeps trying unless it has died again
-_CONNECT_SECONDS = 5.0
+_CONNECT_SECONDS = 5.0  # for an engine to reach this process; it keeps trying unless it died again
 
 
 def main() -> None:
-    """Serve until the first process orders the end.
-
-    Only the first process handles signals to end or to reload, see
-    `base.supervision.exit_with_parent`.
-    """
+    """Serve until the first process orders the end; that process alone handles signals."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     log.setup_as_parent()
@@ -97,8 +88,7 @@ async def _serve() -> None:
 def can_serve(messages: Mapping[int, wire.EngineMessage], *, num_replicas: int) -> bool:
     """Return whether an engine runs and the state of every other engine is known.
 
-    Otherwise a request pinned to an unknown engine would be refused as if the engine were
-    restarting.
+    Otherwise a request pinned to an unknown engine would be refused.
     """
     runs = any(isinstance(message, wire.UseEngine) for message in messages.values())
     return runs and len(messages) == num_replicas
@@ -128,9 +118,7 @@ class ServerWorker:
         self.leave(server, "the first server process is gone")
 
     def leave(self, server: HttpServer, reason: str) -> None:
-        """End open requests with `reason`, and this process within 2 s, because the first process
-        is gone.
-        """
+        """End open requests with `reason`, and this process within 2 s."""
         end = threading.Timer(_END_SECONDS, exit_now, (1,))
         end.daemon = True
         end.start()

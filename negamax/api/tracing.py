@@ -4,8 +4,6 @@ Each request to the engine is one span. A thread of the SDK sends spans in batch
 cannot send. OpenTelemetry is imported only here, if the option is set.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

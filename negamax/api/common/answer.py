@@ -1,7 +1,5 @@
 """From the engine's outputs to a response, whole or as a stream."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -91,11 +89,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     @property
     def usage(self) -> Usage:
-        """The token counts so far.
-
-        The choices of a prompt share it. The cached tokens are those of the choice that found the
-        fewest.
-        """
+        """The token counts so far; a prompt's cached tokens are the fewest that a choice found."""
         prompts: dict[int, tuple[int, int]] = {}  # tokens, cached tokens
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices:

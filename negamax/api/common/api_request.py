@@ -1,7 +1,5 @@
 """A client's request on its way to the engine: read, checked and handed over."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterable, Sequence

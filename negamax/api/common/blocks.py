@@ -1,8 +1,4 @@
-"""Answers as blocks in the order of generation: reasoning, content, calls. Messages and Responses
-use them.
-"""
-
-from __future__ import annotations
+"""Answers of Messages and Responses as blocks: reasoning, content and calls as generated."""
 
 import enum
 from collections.abc import Iterable, Iterator
@@ -89,9 +85,7 @@ class BlockWriter:
                     yield from self._close(is_whole=True)
 
     def finish(self, *, is_cut: bool) -> Iterator[BlockEvent]:
-        """End the answer; `is_cut`: by the token limit. A call that is still open is truncated in
-        any case.
-        """
+        """End the answer, truncated if `is_cut`. A call that is still open is always truncated."""
         is_call = self._open is not None and self._open.kind is BlockKind.CALL
         yield from self._close(is_whole=not (is_cut or is_call))
 

@@ -1,7 +1,5 @@
 """From a choice's outputs to reasoning, content and calls, by the `ReadingRules` of a request."""
 
-from __future__ import annotations
-
 import dataclasses
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -88,8 +86,7 @@ class ReadingRules:
     tools: Sequence[Mapping[str, Any]] | None = None
     may_call: bool = True  # False: text that looks like a call is content
     parallel_calls: bool = True  # False: only the first call is reported
-    # a call is the answer then and ends with "stop", as in OpenAI's API
-    is_call_forced_by_name: bool = False
+    is_call_forced_by_name: bool = False  # such a call ends with "stop", as at OpenAI
     reasoning: ReasoningPlace | None = None  # None: as the server's parser decides
     stream_reasoning: bool = True  # False: reasoning comes in one piece when it is complete
     stop: tuple[str, ...] = ()  # strings that end the answer when they occur in its content
@@ -187,9 +184,7 @@ class ChoiceReader:
         return self._parser.matched_stop
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Read the next pieces. If tags are not single tokens, the parser decides what counts as
-        reasoning.
-        """
+        """Read the next pieces; the parser counts reasoning if tags are not single tokens."""
         if self._counter.knows_tags:
             return self._parser.feed(pieces, may_stop=may_stop)
         events = []

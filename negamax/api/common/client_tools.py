@@ -3,8 +3,6 @@
 `client_tools.json` has the description and the schema by which the model is shown them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Log-probabilities of the tokens that make up an answer's content."""
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections import deque
@@ -20,8 +18,7 @@ _SPACE = re.compile(r"\s*")
 
 
 class ContentLogprobs:
-    """Matches the text of blocks with the text of the tokens, as both grow. Single writer: the
-    request's handler.
+    """Matches growing text of blocks with text of tokens. Single writer: the request's handler.
 
     Reasoning and content occur in the generated text in order. Tags, calls and white space between
     them are skipped. A token that two stretches of content share belongs to the first.
@@ -60,9 +57,7 @@ class ContentLogprobs:
             self._tokens.append((first, self._end + self._is_mid_character, entry))
 
     def take(self, block: Block, text: str) -> list[ChatLogprob]:
-        """Return the tokens of the block's next part, whose text is `text`; none unless it is
-        content.
-        """
+        """Return the tokens of the block's next part `text`; none unless it is content."""
         self._num_parts[block.index] = self._num_parts.get(block.index, 0) + 1
         if block.kind is BlockKind.CALL:
             return []
@@ -75,9 +70,7 @@ class ContentLogprobs:
         return entries
 
     def of(self, block: Block) -> list[ChatLogprob]:
-        """Return the tokens of a block so far. Ask for blocks in order unless `take` was called for
-        them.
-        """
+        """Return the tokens of a block so far. Blocks that `take` did not read come in order."""
         for part in block.parts[self._num_parts.get(block.index, 0) :]:
             self.take(block, part)
         return self._of_block.get(block.index, [])
@@ -112,9 +105,7 @@ class ContentLogprobs:
         return found
 
     def _place(self, text: str, *, is_begun: bool) -> int:
-        """Return the position of `text`: at the end of the last stretch, else after white space or
-        a tag; -1: not found.
-        """
+        """Return where `text` begins: at once, or after white space or a tag; -1: nowhere."""
         if is_begun and self._text.startswith(text, self._at):
             return self._at
         start = self._at

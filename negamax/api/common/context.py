@@ -1,10 +1,9 @@
 """The parts of a server that its routes use."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 from negamax import __version__
 from negamax.api.access import Access
@@ -54,9 +53,7 @@ class ApiContext:
         return [taker.ended for taker in takers if taker is not None]
 
     @classmethod
-    def create(
-        cls, engine: AsyncEngine, options: ServerOptions, server_rank: ServerRank
-    ) -> ApiContext:
+    def create(cls, engine: AsyncEngine, options: ServerOptions, server_rank: ServerRank) -> Self:
         """Build the context of a started engine in the process with `server_rank`."""
         names = options.served_model_name or (engine.info.served_model_name,)
         chat_format = ChatFormat.of_model(
@@ -109,9 +106,7 @@ class ApiContext:
         )
 
     def model_name(self, requested: str | None) -> str:
-        """Return the model name for the answer. Errors: `NotFoundError` for a model that is not
-        served.
-        """
+        """Return the model name for the answer. Errors: `NotFoundError` for an unknown one."""
         if requested is None:
             return self.model_names[0]
         if requested not in self.model_names:

@@ -1,14 +1,12 @@
 """From messages to prompt tokens, for all dialects."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from negamax.api.http.request_body import compute_max_chars
 from negamax.api.schemas.thinking import (
@@ -26,10 +24,8 @@ from negamax.text.messages import is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
 _INLINE_BYTES = 8192  # larger requests are processed in a thread
-# longer text, in characters per token of the context, is probed before it is tokenised
-_PROBE_CHARS_PER_TOKEN = 8
-# allowed however short the context is: the client may want only the tokens
-_LEAST_TOKENS = 2**18
+_PROBE_CHARS_PER_TOKEN = 8  # longer text is probed before it is tokenised
+_LEAST_TOKENS = 2**18  # allowed however short the context is: the client may want only the tokens
 
 T = TypeVar("T")
 
@@ -53,8 +49,7 @@ async def run_off_loop(work: Callable[[], T], *, num_bytes: int) -> T:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered conversation. `continued` is the content that the answer continues
-    (continue_final_message).
+    """A rendered conversation; the answer continues the content `continued`.
 
     `reasoning`: the answer begins within its reasoning, may begin with it, or has none.
     """
@@ -134,9 +129,7 @@ class PromptBuilder:
         )
 
     def _render(self, conversation: Conversation) -> tuple[str, ReasoningState, str]:
-        """Return the prompt's text, escaped, the state of its reasoning, and the content that it
-        continues.
-        """
+        """Return the escaped text of the prompt, its reasoning state, and what it continues."""
         template = self._chat_format.template
         if template is None:
             raise InvalidRequestError(
@@ -198,7 +191,7 @@ class _Mark:
     continued: str  # content before the mark
 
     @classmethod
-    def put(cls, messages: list[dict[str, Any]]) -> _Mark:
+    def put(cls, messages: list[dict[str, Any]]) -> Self:
         """Append a mark to the last message's text; `cut` removes what follows it."""
         last = messages[-1]
         if last["role"] != "assistant" or "tool_calls" in last:

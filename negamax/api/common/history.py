@@ -1,8 +1,4 @@
-"""A conversation being built from what a client sends, with the place of each message in the
-request.
-"""
-
-from __future__ import annotations
+"""A conversation built from a client's request, with the place of each message in it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,37 +12,6 @@ class HiddenThought:
 
     signature: str
     otherwise: str = ""
-
-
-@dataclass(slots=True)
-class History:
-    """Messages in the shape of chat completions and their places in the request. Single writer: its
-    maker.
-    """
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
-    # with the index of the message
-    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)
-
-    def add(self, message: dict[str, Any], *, place: str) -> None:
-        self.messages.append(message)
-        self.places.append(place)
-
-    def add_assistant(self, parts: AssistantParts, *, place: str) -> None:
-        if any(isinstance(thought, HiddenThought) for thought in parts.reasoning):
-            self._hidden.append((len(self.messages), parts))
-        self.add(parts.message(), place=place)
-
-    def reveal(self, thoughts: HiddenThoughts) -> None:
-        """Unpack the hidden thoughts that the prompt will show. Errors: those of
-        `HiddenThoughts.unpack`.
-        """
-        users = (index for index, message in enumerate(self.messages) if message["role"] == "user")
-        last_user = max(users, default=-1)
-        for index, parts in self._hidden:
-            if index > last_user or thoughts.shows_earlier:
-                self.messages[index] = parts.message(thoughts, place=self.places[index])
 
 
 @dataclass(slots=True)
@@ -78,9 +43,7 @@ class AssistantParts:
         )
 
     def message(self, thoughts: HiddenThoughts | None = None, *, place: str = "") -> dict[str, Any]:
-        """Build the message, with hidden thoughts if `thoughts` can read them; `place` is its place
-        in the request.
-        """
+        """Build the message at `place`, with the hidden thoughts that `thoughts` can read."""
         texts: list[str] = []
         for thought in self.reasoning:
             if not isinstance(thought, HiddenThought):
@@ -94,6 +57,32 @@ class AssistantParts:
         if self.calls:
             message["tool_calls"] = self.calls
         return message
+
+
+@dataclass(slots=True)
+class History:
+    """Messages of chat completions and their places in the request. Single writer: its maker."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)  # by message
+
+    def add(self, message: dict[str, Any], *, place: str) -> None:
+        self.messages.append(message)
+        self.places.append(place)
+
+    def add_assistant(self, parts: AssistantParts, *, place: str) -> None:
+        if any(isinstance(thought, HiddenThought) for thought in parts.reasoning):
+            self._hidden.append((len(self.messages), parts))
+        self.add(parts.message(), place=place)
+
+    def reveal(self, thoughts: HiddenThoughts) -> None:
+        """Unpack the hidden thoughts that the prompt shows. Errors: as `HiddenThoughts.unpack`."""
+        users = (index for index, message in enumerate(self.messages) if message["role"] == "user")
+        last_user = max(users, default=-1)
+        for index, parts in self._hidden:
+            if index > last_user or thoughts.shows_earlier:
+                self.messages[index] = parts.message(thoughts, place=self.places[index])
 
 
 def collect_texts(parts: object) -> list[str]:

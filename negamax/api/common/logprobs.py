@@ -1,7 +1,5 @@
 """Token log-probabilities in the shapes of chat completions, plain completions and vLLM."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Sequence
 
@@ -15,8 +13,7 @@ from negamax.api.schemas.answers import (
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.tokenizer import Tokenizer
 
-# JSON has no infinity; vLLM sends this for a token that cannot be chosen
-LEAST_LOGPROB = -9999.0
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM sends this for a token that cannot be chosen
 
 
 def _get_text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
@@ -75,11 +72,7 @@ class TextLogprobWriter:
         self._taken = TextLogprobs([], [], [], [])
 
     def push(self, entry: TokenLogprobs) -> None:
-        """Add a token with its alternatives.
-
-        Of several tokens with the same text (parts of a character), the chosen one counts, or the
-        likeliest.
-        """
+        """Add a token with its alternatives. Of equal texts the chosen or likeliest counts."""
         chosen, texts = max(entry.logprob, LEAST_LOGPROB), dict[str, float]()
         for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
             texts.setdefault(self._text(token_id), max(logprob, LEAST_LOGPROB))

@@ -6,8 +6,6 @@ This is no secret: anyone with the text can make its signature, and a thought wi
 is accepted too.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hashlib
@@ -18,8 +16,7 @@ from negamax.base.errors import ContextLengthError
 
 _SHOWN, _HIDDEN = "nm1s.", "nm1h."  # prefixes of signatures
 _MAC_BYTES = 24
-# limit of the unpacked hidden thoughts of a request, per token of the context
-_BYTES_PER_TOKEN = 16
+_BYTES_PER_TOKEN = 16  # of a request's unpacked hidden thoughts, per token of the context
 
 
 class ThoughtSigner:
@@ -57,9 +54,7 @@ class ThoughtSigner:
 
 
 class HiddenThoughts:
-    """Unpacks the thoughts of one request, as many bytes as fit into the context. Single writer:
-    the request's history.
-    """
+    """Unpacks the thoughts of one request within a limit. Single writer: its history."""
 
     def __init__(self, signer: ThoughtSigner, *, context_length: int, shows_earlier: bool) -> None:
         """`shows_earlier`: the prompt also shows thoughts from before the last user message."""

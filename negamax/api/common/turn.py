@@ -1,7 +1,5 @@
 """Conversations and plain prompts of all dialects: checked, tokenised and started."""
 
-from __future__ import annotations
-
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -37,10 +35,7 @@ _MESSAGE_PLACE = re.compile(r"messages\[(\d+)\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A request for an answer to a conversation, in any dialect.
-
-    `places` has the place of each message in the request; empty: `messages[i]`.
-    """
+    """A request for an answer to a conversation, in any dialect."""
 
     conversation: Conversation
     places: Sequence[str] = ()
@@ -220,8 +215,7 @@ def build_answer_grammar(
     choice: CallChoice,
     content: Grammar | None,
 ) -> Grammar | None:
-    """Build the grammar of an answer that may or must call `tools` and whose content has the form
-    `content`.
+    """Build the grammar of an answer that may or must call `tools`, with content of form `content`.
 
     Errors: `InvalidRequestError` for a forced call that is impossible.
     """

@@ -1,8 +1,4 @@
-"""Readiness of a server process: open requests, draining, signals and the heartbeat of the event
-loop.
-"""
-
-from __future__ import annotations
+"""Readiness of a server process: open requests, draining, signals and the loop's heartbeat."""
 
 import asyncio
 import contextlib
@@ -40,9 +36,7 @@ class Lifecycle:
         pulses: SharedNumbers | None = None,
         index: int = 0,
     ) -> None:
-        """This process writes row `index` of `numbers` (`NUM_COLUMNS` columns or more) and of
-        `pulses`.
-        """
+        """This process writes row `index` of `numbers` and of `pulses`."""
         self.is_draining = False
         self._numbers = numbers or SharedNumbers(self.NUM_COLUMNS)
         self._row = self._numbers.row(index)
@@ -80,9 +74,7 @@ class Lifecycle:
             )
 
     def check_leader(self) -> None:
-        """Refuse while another process is the first one and has no heartbeat. Errors:
-        `UnavailableError`.
-        """
+        """Refuse while the first process has no heartbeat. Errors: `UnavailableError`."""
         pulse = self._pulses.row(0)[0]
         if self._index and pulse and time.monotonic() - pulse > _SILENT_SECONDS:
             message = "the first server process sends no heartbeat"

@@ -1,7 +1,5 @@
 """Accepts connections, TLS handshakes included, within a limit in all and per address."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import ipaddress
@@ -12,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from negamax.api.http.protocol import LimitedProtocol
 from negamax.base.errors import ConfigError
@@ -37,10 +36,8 @@ class ConnectionLimits:
     per_address: int
 
     @classmethod
-    def of(cls, *, max_files: int, per_address: int | None) -> ConnectionLimits:
-        """Return the limits of a process that may open `max_files` files; by default an address
-        gets half.
-        """
+    def of(cls, *, max_files: int, per_address: int | None) -> Self:
+        """Return the limits of a process with `max_files` files; an address gets half."""
         in_all = max(16, min(_MAX_CONNECTIONS, max_files - _SPARE_FILES))
         return cls(in_all, per_address or in_all // 2)
 
@@ -71,11 +68,9 @@ class TlsFiles:
 
 
 class Acceptor:
-    """Accepts the connections of a listening socket, as a server of uvicorn. Single writer: the
-    event loop.
+    """Accepts connections, as a server of uvicorn. Single writer: the event loop.
 
-    A connection counts from the moment it is accepted. asyncio's own servers count it only after
-    its TLS handshake.
+    A connection counts from the moment it is accepted, not from the end of its TLS handshake.
     """
 
     def __init__(

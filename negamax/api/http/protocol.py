@@ -4,8 +4,6 @@ They apply to the head of a request, to the framing of its body, to a body after
 clients that read slowly. A `BodyChannel` writes a response's body without awaiting.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import weakref
@@ -21,8 +19,7 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# request line and headers while they arrive; `AuthMiddleware` checks the exact limits
-MAX_HEAD_BYTES = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024  # while it arrives; `AuthMiddleware` checks the exact limits
 HEAD_SECONDS = 30.0  # from the connection, or from the head's first byte
 MAX_FRAMING_BYTES = 64 * 1024  # chunk extensions and trailers
 # of a body received after the answer: many clients read only when they have sent everything
@@ -32,19 +29,7 @@ _CHUNK_BYTES = 32  # framing of a chunk that does not count: its size and line e
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 # what timers wait for: the head, the rest of a body, a client that reads
 _HEAD, _BODY, _READER = "head", "body", "reader"
-# extension of a request's scope with its `BodyChannel`
-BODY_CHANNEL = "negamax.body_channel"
-
-
-def make_protocol_class(*, slow_client_timeout: float) -> type[LimitedProtocol]:
-    """Make the class of the server's connections, which abort a client that reads nothing for
-    `slow_client_timeout` seconds.
-    """
-
-    class Connection(LimitedProtocol):
-        SLOW_CLIENT_SECONDS = slow_client_timeout
-
-    return Connection
+BODY_CHANNEL = "negamax.body_channel"  # extension of a request's scope with its `BodyChannel`
 
 
 class Pausable(Protocol):
@@ -54,18 +39,16 @@ class Pausable(Protocol):
 
 
 class BodyChannel:
-    """Writes pieces of a response's body at once, without waking a task for each as ASGI's `send`
-    does.
+    """Writes a response's body in pieces at once, without waking a task as ASGI's `send` does.
 
     `send` starts and ends the response. Single user: the response's handler.
     """
 
     __slots__ = ("_is_chunked", "_protocol", "_response", "_transport")
 
-    def __init__(self, protocol: LimitedProtocol, response: Any) -> None:
+    def __init__(self, protocol: "LimitedProtocol", response: Any) -> None:
         """`response` is uvicorn's cycle of request and response."""
-        # weak references free requests at their end, not at a garbage collection
-        self._protocol = weakref.ref(protocol)
+        self._protocol = weakref.ref(protocol)  # weak: requests are freed at their end
         self._response = weakref.ref(response)
         self._transport: asyncio.Transport | None = None  # only while there is a body to write
         self._is_chunked = False
@@ -81,9 +64,7 @@ class BodyChannel:
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._is_chunked else part)
 
     def feed(self, source: Pausable | None) -> None:
-        """Set the source of the next parts, which pauses while the client is behind; None: no more
-        parts.
-        """
+        """Set the source of the next parts, which pauses for a slow client; None: no more."""
         protocol, response = self._protocol(), self._response()
         self._transport = None
         if source is not None and response is not None:
@@ -109,9 +90,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._has_begun = False  # a body began within the bytes being read
         self._unwanted_bytes = 0
         self.source: Pausable | None = None  # of the body being sent
-        self.ended: Callable[[LimitedProtocol], None] | None = (
-            None  # called when the connection ends
-        )
+        self.ended: Callable[[LimitedProtocol], None] | None = None  # called at its end
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -215,10 +194,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer(_BODY, LINGER_SECONDS, self._hang_up)
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser. A message that offers another protocol is parsed again without the
-        offer, because the parser would skip its body.
+        """Feed the parser; parse a message that offers another protocol again without the offer.
 
-        Errors: `HttpParserError`, also for CONNECT.
+        Otherwise the parser would skip its body. Errors: `HttpParserError`, also for CONNECT.
         """
         rest = memoryview(data)
         while rest:
@@ -313,6 +291,15 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._in_body:
             return not self.cycle.response_started
         return self.cycle is None or self.cycle.response_complete
+
+
+def make_protocol_class(*, slow_client_timeout: float) -> type[LimitedProtocol]:
+    """Make the class of connections, which abort clients that read nothing for so many seconds."""
+
+    class Connection(LimitedProtocol):
+        SLOW_CLIENT_SECONDS = slow_client_timeout
+
+    return Connection
 
 
 def _send_without_chunks(response: Any) -> None:

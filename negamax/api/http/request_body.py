@@ -1,17 +1,15 @@
-"""Request bodies: received within limits, and decoded only as far as the request's model reads
-them.
+"""Request bodies, received within limits and decoded as far as the request's model reads them.
 
 Decoding holds Python's lock in any thread. Therefore the elements of lists and objects, which cost
 more than their bytes, are limited before decoding. A large body is decoded in a thread, piece by
 piece, so that the event loop gets its turns.
 """
 
-from __future__ import annotations
-
 import asyncio
 import codecs
 import re
 from dataclasses import dataclass
+from typing import Self
 
 import msgspec
 from starlette.requests import Request
@@ -51,7 +49,7 @@ class BodyLimits:
     openers: int  # '[', '{' and ':', because lists, objects and members cost more than numbers
 
     @classmethod
-    def of(cls, *, max_bytes: int, max_model_len: int) -> BodyLimits:
+    def of(cls, *, max_bytes: int, max_model_len: int) -> Self:
         return cls(
             max_bytes,
             context_length=max_model_len,
@@ -62,29 +60,20 @@ class BodyLimits:
 
 
 def compute_max_chars(max_model_len: int) -> int:
-    """Return the most characters of a conversation or a prompt for a context of `max_model_len`
-    tokens.
-    """
+    """Return the most characters of a conversation for a context of `max_model_len` tokens."""
     return max(_LEAST_CHARS, _CHARS_PER_TOKEN * max_model_len)
 
 
 async def read_request(
     request: Request, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
-    """Read a JSON body as a request of type `model`; return it and the size of the body in bytes.
-
-    Errors: those of `receive` and `decode_request`.
-    """
+    """Read a JSON body as a `model`, and return its size, too. Errors: as `decode_request`."""
     body = await receive(request, limits)
     return await decode_request(body, model, limits), len(body)
 
 
 async def receive(request: Request, limits: BodyLimits) -> bytes:
-    """Receive the body.
-
-    Errors: `InvalidRequestError` for another content type, invalid UTF-8 or too many elements;
-    `PayloadTooLargeError`.
-    """
+    """Receive the body. Errors: `InvalidRequestError`, `PayloadTooLargeError`."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise InvalidRequestError(
@@ -220,9 +209,7 @@ def _decode_text(literal: memoryview, limits: BodyLimits) -> str:
 
 
 def _find_cut(piece: bytes) -> int:
-    """Return the last position within `_PIECE_BYTES` of `piece` at which a character of the JSON
-    string begins.
-    """
+    """Return the last position within `_PIECE_BYTES` at which a character begins."""
     start = _PIECE_BYTES - _LONGEST_CHARACTER
     while piece[start] & 0xC0 == 0x80:  # within a character
         start -= 1

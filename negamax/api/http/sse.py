@@ -1,7 +1,5 @@
 """Server-sent events, and work that ends when the client closes its connection."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -73,8 +71,7 @@ async def _hang_up(receive: Receive) -> None:
 async def wait_for_first_output(
     receive: Receive, source: OutputSource, *, seconds: float | None = FIRST_OUTPUT_SECONDS
 ) -> None:
-    """Start `source` and wait for its first output, so that an earlier error gets its own status
-    line.
+    """Start `source` and wait for its first output: an earlier error gets its own status line.
 
     After `seconds` without an output (None: no limit) the stream begins, and errors come in it.
     """

@@ -1,7 +1,5 @@
 """Decompresses request bodies in pieces, so that the size limits apply to the decompressed body."""
 
-from __future__ import annotations
-
 import zlib
 
 from negamax.base.errors import InvalidRequestError, UnsupportedMediaTypeError
@@ -46,9 +44,7 @@ class Unpacker:
         self._packed += packed
 
     def take(self) -> bytes:
-        """Return up to `PIECE_BYTES` of the body; b"" until more is fed. Errors:
-        `InvalidRequestError`.
-        """
+        """Return the next piece; b"" until more is fed. Errors: `InvalidRequestError`."""
         if not self._has_begun and not self._begin():
             return b""
         while self._packed or self._holds_more:

@@ -1,7 +1,5 @@
 """The chat page at `/` and the status page: static files that may load nothing else."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import gzip
@@ -10,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 from fastapi import APIRouter, Request, Response
 
@@ -71,7 +70,7 @@ class _File:
     headers: dict[str, str]
 
     @classmethod
-    def read(cls, path: Path) -> _File:
+    def read(cls, path: Path) -> Self:
         body = path.read_bytes()
         headers = {
             "content-type": _TYPES[path.suffix],

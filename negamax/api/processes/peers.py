@@ -1,10 +1,8 @@
 """Requests between server processes, in HTTP on Unix sockets."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Self
 
 import httptools
 import msgspec
@@ -101,9 +99,7 @@ class PeerClient:
         return answered
 
     def owner_route(self, parameter: str) -> type[APIRoute]:
-        """Make the class of routes that the owner of the path parameter answers. Bodies are not
-        relayed.
-        """
+        """Make the class of routes without a body that the owner of the parameter answers."""
         peers = self
 
         class OwnerRoute(APIRoute):
@@ -145,7 +141,7 @@ class _Exchange:
         *,
         headers: Headers,
         body: bytes,
-    ) -> _Exchange:
+    ) -> Self:
         """Send a request and wait for the head of the answer. Errors: `UnavailableError`."""
         try:
             reader, writer = await asyncio.open_unix_connection(str(rank.socket_of(to)))

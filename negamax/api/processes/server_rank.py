@@ -1,11 +1,10 @@
 """The rank of a server process, and what all processes share."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from negamax.api.http.lifecycle import Lifecycle
 from negamax.api.measurements import NUM_COLUMNS as METRIC_COLUMNS
@@ -26,16 +25,15 @@ class ServerRank:
     folder: Path  # of shared files; only this user can enter it
     queue: SharedQueue  # what waits for the engines
     metrics: SharedNumbers
-    # when each event loop last ran, in monotonic seconds; 0: not yet
-    pulses: SharedNumbers
+    pulses: SharedNumbers  # when each event loop last ran, in monotonic seconds; 0: not yet
 
     @classmethod
-    def first_of(cls, count: int, *, num_replicas: int = 1) -> ServerRank:
+    def first_of(cls, count: int, *, num_replicas: int = 1) -> Self:
         """Create the shared files as the first process. `num_replicas` is the number of engines."""
         return cls.of(0, count, Path(PrivateFolder().path), num_replicas=num_replicas)
 
     @classmethod
-    def of(cls, index: int, count: int, folder: Path, *, num_replicas: int = 1) -> ServerRank:
+    def of(cls, index: int, count: int, folder: Path, *, num_replicas: int = 1) -> Self:
         return cls(
             index=index,
             count=count,

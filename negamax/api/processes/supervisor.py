@@ -1,7 +1,5 @@
 """Supervision of the other server processes by the first: start, engine messages, restart."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
@@ -46,10 +44,8 @@ class ServerSupervisor:
         listener: socket.socket,
     ) -> None:
         """Start the processes, which wait for the engine and listen where `listener` does."""
-        # why a process is not restarted
-        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        # called with the index of a process that has ended
-        self.on_death: Callable[[int], None] | None = None
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
+        self.on_death: Callable[[int], None] | None = None  # called with a process's index
         self._rank = rank
         self._engine_options = engine_options
         self._server_options = server_options
@@ -100,9 +96,7 @@ class ServerSupervisor:
         self._send_all(wire.Drain())
 
     async def end(self) -> None:
-        """Have all processes abort their open requests and end; kill those that do not. Later calls
-        wait for the first.
-        """
+        """Abort the requests of all processes and end them. Later calls wait for the first."""
         if self._end is None:
             self._end = asyncio.create_task(self._end_all())
         await asyncio.shield(self._end)

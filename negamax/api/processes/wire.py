@@ -1,7 +1,5 @@
 """Messages of the first process to another server process: lines of JSON on its standard input."""
 
-from __future__ import annotations
-
 import msgspec
 
 from negamax.base.supervision import ParentPulse

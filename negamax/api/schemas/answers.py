@@ -3,8 +3,6 @@
 A field at UNSET is absent from the JSON, None is `null`.
 """
 
-from __future__ import annotations
-
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
@@ -62,8 +60,7 @@ class TextLogprobs(Struct, frozen=True):
 
     tokens: list[str]  # their texts
     token_logprobs: list[float | None]  # of the tokens above
-    # the likeliest tokens at each place and the token itself, by their texts
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: list[dict[str, float] | None]  # of alternatives and the token itself
     text_offset: list[int]  # characters from the start of the choice's text
 
 
@@ -73,8 +70,7 @@ class PromptLogprob(Struct, frozen=True):
     decoded_token: str  # text of the token
 
 
-# one entry per prompt token, by token id; the first is null
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; the first is null
 
 
 class CompletionAnswer(Struct, frozen=True, kw_only=True):

@@ -11,8 +11,6 @@ These rules apply to every object inside a request:
 `SamplingParams.check` checks ranges, so that the server and the embedded `LLM` refuse alike.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import re
@@ -45,14 +43,12 @@ FOREIGN_FIELDS = frozenset(
         "reasoning_format", "return_tokens", "speed",
     }
 )  # fmt: skip
-# unknown fields of one object to compare with known names, which takes time
-_MAX_CHECKED_FIELDS = 32
+_MAX_CHECKED_FIELDS = 32  # unknown fields of one object that are compared with known names
 
 _JSON_TYPES: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|list\[.*|dict\[.*|constrained-.*|function-.*)$")
 _SHOWN_CHARS = 60  # of a wrong value in a message
-# likeness of two names (equal: 1.0) from which a field was probably misspelt
-_SLIP_LIKENESS = 0.85
+_SLIP_LIKENESS = 0.85  # likeness of two names (equal: 1.0) from which a field was probably misspelt
 
 
 def refuse(param: str, message: str) -> NoReturn:
@@ -81,9 +77,7 @@ def check_type(value: object, kind: type[ValueT], param: str, what: str = "") ->
 def validate_at_most(
     field: str, limit: int, what: str, *, of: type[Sized] = list
 ) -> BeforeValidator:
-    """Validate that a list or object has at most `limit` elements, named `what`, before they are
-    checked.
-    """
+    """Validate that a list or object has at most `limit` elements before they are checked."""
 
     def check(value: object) -> object:
         if isinstance(value, of) and len(value) > limit:
@@ -145,8 +139,7 @@ class RequestModel(BaseModel):
     unsupported_fields: ClassVar[Mapping[str, str]] = {}
     # values of unsupported fields that ask for nothing, in addition to false, 0, "" and []
     neutral_values: ClassVar[Mapping[str, object]] = {}
-    # other names of a field
-    synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # other names of a field
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -1,7 +1,5 @@
 """Fields that requests for generated text share."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
@@ -113,17 +111,13 @@ class StreamOptions(RequestModel):
 class SamplingFields(RequestModel):
     """Sampling parameters, by the names that all dialects use."""
 
-    # tokens of a stream to send together; default: the server's
-    stream_interval: int | None = Field(default=None, ge=1)
+    stream_interval: int | None = Field(default=None, ge=1)  # tokens per event of a stream
     temperature: float | None = None  # 0 is greedy
     top_p: float | None = None  # the likeliest tokens that have this probability together
     top_k: int | None = None  # only this many of the likeliest tokens; 0 and -1: all
-    # excludes tokens with less than this share of the likeliest one's probability
-    min_p: float | None = None
-    # above 1: tokens of prompt and answer become less likely
-    repetition_penalty: float | None = None
-    # subtracted from a token's logit for each time the answer has it
-    frequency_penalty: float = 0.0
+    min_p: float | None = None  # least share of the likeliest token's probability
+    repetition_penalty: float | None = None  # above 1: tokens so far become less likely
+    frequency_penalty: float = 0.0  # subtracted from a logit for each such token so far
     presence_penalty: float = 0.0  # subtracted from a token's logit once the answer has it
     logit_bias: LogitBias | None = None  # added to logits, by token id
     stop_token_ids: StopTokenIds = Field(default_factory=list)  # tokens that end the answer
@@ -150,8 +144,7 @@ class EngineRequest(RequestModel):
     # lower numbers run earlier
     priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
     timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
-    # requests share cached prefixes only within one salt
-    cache_salt: str = Field(default="", max_length=256)
+    cache_salt: str = Field(default="", max_length=256)  # cached prefixes are shared within it
     # the data-parallel rank that answers; the header X-data-parallel-rank takes precedence
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None  # SGLang's older name for routed_dp_rank
@@ -209,17 +202,13 @@ class GenerationRequest(SampledRequest):
     # the only tokens to sample; not together with a form, enforced calls or a thinking budget
     allowed_token_ids: list[int] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
-    # texts that end the answer and are left out of it
-    stop: StopStrings = Field(default_factory=list)
+    stop: StopStrings = Field(default_factory=list)  # texts that end the answer
     include_stop_str_in_output: bool = False  # keep the stop string or token in the answer
     no_stop_trim: bool = False  # SGLang's name for include_stop_str_in_output
     skip_special_tokens: bool = True  # special tokens have no text in the answer
-    # of each prompt token after the first, with this many alternatives; not in streams
-    prompt_logprobs: int | None = None
-    # most tokens of reasoning
-    thinking_token_budget: int | None = Field(default=None, ge=0)
-    # SGLang's name for thinking_token_budget
-    max_thinking_tokens: int | None = Field(default=None, ge=0)
+    prompt_logprobs: int | None = None  # alternatives per prompt token; not in streams
+    thinking_token_budget: int | None = Field(default=None, ge=0)  # most tokens of reasoning
+    max_thinking_tokens: int | None = Field(default=None, ge=0)  # SGLang's name for it
     return_tokens_as_token_ids: bool = False  # token texts in logprobs read "token_id:123"
     return_token_ids: bool = False  # the answer has the token ids of prompt and answer
     request_id: RequestId | None = None  # becomes part of the answer's id

@@ -1,7 +1,5 @@
 """The form of an answer: one `Grammar` from the many fields that clients have for it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -51,16 +49,11 @@ class StructuredRequest(GenerationRequest):
     json_schema: dict[str, Any] | str | bool | None = None  # SGLang's name for guided_json
     regex: str | None = None  # SGLang's name for guided_regex
     ebnf: str | None = None  # SGLang's name for guided_grammar
-    # forms of parts of the content, between tags
-    structural_tag: dict[str, Any] | str | None = None
+    structural_tag: dict[str, Any] | str | None = None  # forms of parts between tags
 
     @functools.cached_property
     def grammar(self) -> Grammar | None:
-        """The grammar of the content; None: any content.
-
-        Errors: `InvalidRequestError` for a value that describes no form, and for more than one
-        form.
-        """
+        """The grammar of the content; None: any. Errors: `InvalidRequestError`."""
         found: dict[str, Grammar] = {}
         if self.response_format is not None:
             form = build_format_grammar(

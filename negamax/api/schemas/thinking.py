@@ -4,8 +4,6 @@ The template of the M3 family writes one of three modes into the prompt. The M2 
 thinks: "disabled" closes the think block in the prompt, and the other modes change nothing.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +15,7 @@ from negamax.text.chat_template import ChatTemplate
 MODES = ("enabled", "disabled", "adaptive")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-# names of the mode in chat_template_kwargs
-_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")
+_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")  # names in template kwargs
 
 
 class ReasoningPlace(enum.Enum):

@@ -1,7 +1,5 @@
 """Checks of declared functions and of `tool_choice` that all dialects share."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -26,8 +24,7 @@ def check_function(
 ) -> None:
     """Refuse a function whose name, description or schema the prompt or the parser could not use.
 
-    `where` is its place in the request, `schema_field` the field of its schema. The rest of it goes
-    to the template as the client wrote it.
+    `where` is its place in the request, `schema_field` the field of its schema.
     """
     name = function.get("name")
     if (

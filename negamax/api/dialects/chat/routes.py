@@ -1,7 +1,5 @@
 """/v1/chat/completions. A whole answer collects the same events as a stream."""
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,10 +121,8 @@ class _ChatChoice(Choice):
     reader: ChoiceReader
     events: list[ParserEvent] = field(default_factory=list)  # of a whole answer
     role_sent: bool = False
-    # not sent yet (stream) or all (whole answer)
-    logprobs: list[ChatLogprob] = field(default_factory=list)
-    # the same; only with return_token_ids
-    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[ChatLogprob] = field(default_factory=list)  # unsent, or of the whole answer
+    token_ids: list[int] = field(default_factory=list)  # the same; only with return_token_ids
 
 
 class _ChatWriter(AnswerWriter[_ChatChoice, schema.ChatAnswer]):

@@ -1,7 +1,5 @@
 """Requests and answers of /v1/chat/completions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeGuard
 
@@ -78,8 +76,7 @@ class Thinking(RequestModel):
     type: Annotated[str, validate_one_of("thinking.type", MODES)] = (
         "enabled"  # adaptive: the model decides
     )
-    # most tokens of reasoning; 0: none
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # most tokens of reasoning; 0: none
 
 
 class ChatRequest(StructuredRequest):
@@ -108,13 +105,10 @@ class ChatRequest(StructuredRequest):
 
     # the conversation, the latest message last; at most 16,384
     messages: Annotated[list[dict[str, Any]], AfterValidator(check_messages)]
-    # 0: read the prompt into the cache, answer nothing
-    max_tokens: int | None = Field(default=None, ge=0)
-    # takes precedence over max_tokens
-    max_completion_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=0)  # 0: only cache the prompt
+    max_completion_tokens: int | None = Field(default=None, ge=0)  # precedes max_tokens
     logprobs: bool = False  # the answer has the log-probability of each of its tokens
-    # the number of likeliest tokens at each place to report; needs logprobs
-    top_logprobs: int | None = Field(default=None, ge=0)
+    top_logprobs: int | None = Field(default=None, ge=0)  # alternatives per token; needs logprobs
     tools: Tools | None = None  # functions that the model may call; at most 1,024
     # whether the model may or must call, and which tools
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
@@ -126,10 +120,8 @@ class ChatRequest(StructuredRequest):
         Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None
     ) = None
     add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
-    # the answer continues the last message; needs add_generation_prompt=false
-    continue_final_message: bool = False
-    # with continue_final_message: the answer begins with the text of that message
-    echo: bool = False
+    continue_final_message: bool = False  # needs add_generation_prompt=false
+    echo: bool = False  # with continue_final_message: the answer begins with its text
     thinking: Thinking | None = None  # whether the model thinks, and how long
     # whether the model thinks, as in M3's template
     thinking_mode: Annotated[str, validate_one_of("thinking_mode", MODES)] | None = None
@@ -137,12 +129,9 @@ class ChatRequest(StructuredRequest):
     # how much the model thinks, if the template supports efforts; "none" is the mode disabled
     reasoning_effort: Annotated[str, validate_one_of("reasoning_effort", EFFORTS)] | None = None
     include_reasoning: bool = True  # false: the answer omits its reasoning
-    # SGLang's; false: reasoning stays in the content, between think tags
-    separate_reasoning: bool | None = None
-    # MiniMax's; false: the same; true: also in reasoning_details
-    reasoning_split: bool | None = None
-    # SGLang's; false: reasoning comes in one piece when it is complete
-    stream_reasoning: bool = True
+    separate_reasoning: bool | None = None  # SGLang's; false: reasoning stays in the content
+    reasoning_split: bool | None = None  # MiniMax's; the same; true: also in reasoning_details
+    stream_reasoning: bool = True  # SGLang's; false: reasoning comes whole at its end
 
     @property
     def token_limit(self) -> int | None:
@@ -160,9 +149,7 @@ class ChatRequest(StructuredRequest):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools shown to the model, with those that instruction messages add; None with
-        tool_choice 'none'.
-        """
+        """The tools of the request and of its instructions; None with tool_choice 'none'."""
         if self.tool_choice == "none":
             return None
         tools = list(self.tools or ())
@@ -176,9 +163,7 @@ class ChatRequest(StructuredRequest):
         return tools or None
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
-        """Return which of the offered tools may and must be called. Errors: `InvalidRequestError`
-        for a tool that is not offered.
-        """
+        """Return which tools may and must be called. Errors: `InvalidRequestError`."""
         choice, parallel = self.tool_choice, self.parallel_tool_calls
         if _allows_some(choice):
             mode, names = read_allowed_tools(choice)
@@ -230,8 +215,7 @@ class ToolCall(Struct, frozen=True):
     """A call in a message, or in a stream a piece of one, where only `index` is always present."""
 
     index: int | UnsetType = UNSET  # of the call in the message; in a stream
-    # id to use as tool_call_id; in a stream only in the first piece
-    id: str | UnsetType = UNSET
+    id: str | UnsetType = UNSET  # id to use as tool_call_id; in a stream only in the first piece
     type: str | UnsetType = UNSET  # `function`; in a stream only in the first piece
     function: FunctionCall = FunctionCall()  # the called function and its arguments
 
@@ -248,12 +232,10 @@ class ReasoningDetail(Struct, frozen=True):
 
 class Message(Struct, frozen=True):
     role: str  # `assistant`
-    # the text without reasoning and calls; null where there are calls and nothing else
-    content: str | None
+    content: str | None  # the text without reasoning and calls; null beside calls alone
     reasoning_content: str | None  # the reasoning, apart from the content
     reasoning: str | None  # the same by vLLM's and OpenRouter's name
-    # the same in MiniMax's form, with reasoning_split
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # with reasoning_split, as MiniMax
     tool_calls: list[ToolCall] | UnsetType = UNSET  # in the order in which the model wrote them
 
 
@@ -281,8 +263,7 @@ class Delta(Struct, frozen=True):
     content: str | UnsetType = UNSET  # the next text without reasoning and calls
     reasoning_content: str | UnsetType = UNSET  # the next reasoning, never beside content
     reasoning: str | UnsetType = UNSET  # the same by vLLM's and OpenRouter's name
-    # the same in MiniMax's form, with reasoning_split
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # with reasoning_split
     tool_calls: list[ToolCall] | UnsetType = UNSET  # the next pieces of calls
 
 
@@ -291,18 +272,15 @@ class ChatChunkChoice(Struct, frozen=True):
     delta: Delta  # the new part
     logprobs: ChatLogprobs | None = None  # of the tokens since the last chunk, with logprobs
     finish_reason: str | None = None  # stop, length, tool_calls or abort, in its last chunk
-    # the stop string or the id of the stop token that ended it, in its last chunk
-    stop_reason: int | str | UnsetType | None = UNSET
-    # generated since the last chunk, with return_token_ids
-    token_ids: list[int] | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET  # what ended it, in its last chunk
+    token_ids: list[int] | UnsetType = UNSET  # new ones, with return_token_ids
 
 
 class ChatChunk(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion.chunk"
     choices: list[ChatChunkChoice]  # one, or none in the chunk with the counts
     system_fingerprint: str  # the server's version
-    # token counts, with include_usage; null where they are not due
-    usage: Usage | UnsetType | None = UNSET
+    usage: Usage | UnsetType | None = UNSET  # counts, with include_usage; null elsewhere
     prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk, with return_token_ids
 
 

@@ -1,7 +1,5 @@
 """/v1/completions: continue one or several plain prompts."""
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import dataclass, field
 
@@ -72,9 +70,7 @@ def make_completions_router(context: ApiContext) -> APIRouter:
 
 
 def _build_sampling(params: CompletionRequest) -> SamplingParams:
-    """Build the parameters. An echoed prompt has logprobs too; scoring a prompt runs one hidden
-    step.
-    """
+    """Build the parameters. An echoed prompt has logprobs; scoring it runs one hidden step."""
     sampling = params.sampling_params(
         max_tokens=1 if params.scores_only else params.max_tokens, logprobs=params.logprobs
     )

@@ -1,7 +1,5 @@
 """Requests and answers of /v1/completions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
@@ -27,9 +25,7 @@ _PROMPT_SCHEMA = {
 
 
 def _convert_prompts(value: object) -> list[Prompt]:
-    """Return a list of prompts from a string, a list of strings, token ids or a list of token id
-    lists.
-    """
+    """Return prompts from a string, strings, token ids or lists of token ids."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -72,8 +68,7 @@ class CompletionRequest(StructuredRequest):
         list[Prompt], PlainValidator(_convert_prompts), WithJsonSchema(_PROMPT_SCHEMA)
     ]
     max_tokens: int | None = Field(default=16, ge=0)  # 0 only with echo: score the prompt
-    # of each token, and the number of alternatives
-    logprobs: int | None = Field(default=None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0)  # alternatives per token
     echo: bool = False  # the prompt comes first in the text, and in the logprobs
 
     @property
@@ -90,10 +85,8 @@ class TextChoice(Struct, frozen=True):
     index: int  # the prompt's number times n, and the choice's
     text: str  # the answer, or what is new of it
     logprobs: TextLogprobs | None  # with logprobs
-    # stop, length or abort; null in a stream before the last chunk of the choice
-    finish_reason: str | None
-    # the stop string or the id of the stop token that ended it
-    stop_reason: int | str | UnsetType | None = UNSET
+    finish_reason: str | None  # stop, length or abort; null before a choice's last chunk
+    stop_reason: int | str | UnsetType | None = UNSET  # the stop string or token that ended it
     token_ids: list[int] | UnsetType = UNSET  # of the text, with return_token_ids
     # an object by token id for each prompt token, null for the first; with prompt_logprobs
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET

@@ -1,7 +1,5 @@
 """SGLang's routes to record how often the router selects each expert."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter, Request, Response
 
 from negamax.api.access import check_admin

@@ -1,7 +1,5 @@
 """Streams whose every event repeats the earlier ones, without encoding them again each time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,9 +32,7 @@ class GrowingList:
 
 
 class RepeatPacing:
-    """Sends longer events less often, so that the rate of a stream is bounded. Single writer: its
-    stream.
-    """
+    """Sends longer events less often, to bound a stream's rate. Single writer: its stream."""
 
     __slots__ = ("_next", "_rate")
 

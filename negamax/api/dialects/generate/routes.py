@@ -1,8 +1,4 @@
-"""SGLang's native API: /generate, and routes to abort, to empty the cache and to describe the
-server.
-"""
-
-from __future__ import annotations
+"""SGLang's native API: /generate, and routes to abort, flush the cache and describe the server."""
 
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Requests and answers of SGLang's native API."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -38,8 +36,7 @@ class NativeSampling(SamplingFields):
     min_new_tokens: int = 0  # before so many, no end token is sampled and no stop counts
     n: int = 1  # answers to the same prompt
     sampling_seed: int | None = None  # the same seed gives the same draws
-    # texts that end the answer and are left out of it
-    stop: StopStrings = Field(default_factory=list)
+    stop: StopStrings = Field(default_factory=list)  # texts that end the answer
     no_stop_trim: bool = False  # the stop string or token stays in the answer
     skip_special_tokens: bool = True  # special tokens have no text in the answer
     json_schema: dict[str, Any] | str | bool | None = None  # a JSON schema for the text
@@ -91,20 +88,15 @@ class NativeRequest(EngineRequest):
     }
 
     text: str | list[str] | None = None  # a prompt or up to 128, instead of input_ids
-    # the token ids of a prompt or of up to 128, instead of text
-    input_ids: list[int] | list[list[int]] | None = None
+    input_ids: list[int] | list[list[int]] | None = None  # token ids, instead of text
     # the same for every prompt, or one for each
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
-    # an id for /abort_request, or one for each prompt
-    rid: RequestId | list[RequestId] | None = None
+    rid: RequestId | list[RequestId] | None = None  # for /abort_request, or one per prompt
     return_logprob: bool = False  # meta_info has the log-probability of each token
-    # first prompt token with a log-probability; -1: only those of the answer
-    logprob_start_len: int = Field(default=-1, ge=-1)
-    # the number of likeliest tokens at each place to report
-    top_logprobs_num: int = Field(default=0, ge=0)
+    logprob_start_len: int = Field(default=-1, ge=-1)  # first prompt token with logprobs; -1: none
+    top_logprobs_num: int = Field(default=0, ge=0)  # alternatives per token
     return_text_in_logprobs: bool = False  # logprobs have the texts of their tokens
-    # most tokens of reasoning
-    max_thinking_tokens: int | None = Field(default=None, ge=0)
+    max_thinking_tokens: int | None = Field(default=None, ge=0)  # most tokens of reasoning
 
     @property
     def is_batch(self) -> bool:
@@ -160,8 +152,7 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     """Facts about an answer; logprobs only if they were requested."""
 
     id: str  # the client's rid, or a random one
-    # `type` (stop, length, abort) and what matched; null while it goes on
-    finish_reason: dict[str, Any] | None
+    finish_reason: dict[str, Any] | None  # `type` (stop, length, abort), what matched; null before
     prompt_tokens: int  # of the prompt, cached ones included
     completion_tokens: int  # generated
     cached_tokens: int  # of the prompt, found in the cache
@@ -238,8 +229,7 @@ class ExpertPlaces(Struct, frozen=True):
 
     # by layer and slot: the expert in it; slots are in the order of the ranks
     physical_to_logical_map: list[list[int]]
-    # mean load of the ranks over the busiest rank's; 1: balanced
-    balancedness: float
+    balancedness: float  # mean load of the ranks over the busiest rank's; 1: balanced
 
 
 class ExpertDistribution(Struct, frozen=True):

@@ -3,8 +3,6 @@
 A conversation that grows keeps its prefix, so that the prefix cache applies.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,8 +24,7 @@ _PASSED_OVER = (
     "mcp_tool_listing",
     "fallback",
 )
-# Claude Code begins its system prompt with a line that differs in every request, so that no prefix
-# could be cached.
+# Claude Code's first line, which differs in every request, so that no prefix could be cached
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)
 

@@ -1,7 +1,5 @@
 """/v1/messages and /v1/messages/count_tokens of Anthropic's API."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator
 
@@ -39,8 +37,7 @@ from negamax.api.openapi import describe_body
 from negamax.api.schemas.answers import build_message_error
 
 _PING = encode_named_event("ping", schema.Ping())
-# no proxy closes the connection while the model reads a long prompt
-PING_SECONDS = 10.0
+PING_SECONDS = 10.0  # no proxy closes the connection while the model reads a long prompt
 
 
 def make_messages_router(context: ApiContext) -> APIRouter:
@@ -137,9 +134,7 @@ class _MessageWriter(BlockAnswerWriter[schema.MessageAnswer]):
         self._has_started = False
 
     def response(self) -> schema.MessageAnswer:
-        """Build the message without truncated calls: clients run calls, and their input must be an
-        object.
-        """
+        """Build the message without truncated calls, because clients run calls."""
         blocks = [
             block for block in self.blocks if block.is_whole or block.kind is not BlockKind.CALL
         ]

@@ -1,7 +1,5 @@
 """Requests, answers and stream events of Anthropic's messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, NoReturn
 
@@ -61,8 +59,7 @@ class ThinkingConfig(RequestModel):
 
     # adaptive and between_tools: the model decides
     type: Annotated[str, validate_one_of("thinking.type", tuple(_THINKING))]
-    # most tokens of thinking; 0: none
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # most tokens of thinking; 0: none
     # omitted: only within the signature; otherwise in full, because this server never summarises
     display: Annotated[str, validate_one_of("thinking.display", _DISPLAYS)] = "summarized"
 
@@ -122,10 +119,9 @@ class CountRequest(TurnRequest):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools shown to the model, as in chat completions, after all changes within the
-        conversation.
+        """The tools shown to the model after all changes within the conversation.
 
-        Tools that clients run and that have no schema get that of their type. Tools that run on
+        Tools that clients run get the schema of their type if they have none. Tools that run on
         Anthropic's servers are omitted.
         """
         tools = self._tools_in_effect()
@@ -256,8 +252,7 @@ class MessagesRequest(CountRequest):
     """A conversation to answer."""
 
     max_tokens: int = Field(ge=0)  # 0: read the prompt into the cache, answer nothing
-    # texts that end the answer and are left out of it
-    stop_sequences: StopStrings = Field(default_factory=list)
+    stop_sequences: StopStrings = Field(default_factory=list)  # texts that end the answer
 
 
 class ThinkingTokens(Struct, frozen=True):
@@ -281,8 +276,7 @@ class TextBlock(Struct, frozen=True, tag="text", tag_field="type"):
 
 class ThinkingBlock(Struct, frozen=True, tag="thinking", tag_field="type"):
     thinking: str  # the reasoning; empty where the block starts, and with display omitted
-    # signs the reasoning, and contains it with display omitted
-    signature: str
+    signature: str  # signs the reasoning, and contains it with display omitted
 
 
 class ToolUseBlock(Struct, frozen=True, tag="tool_use", tag_field="type"):

@@ -3,8 +3,6 @@
 Clients run them. The model calls them as functions with the name of their type.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Writes answers of the Responses API: items, and the events by which they grow."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -48,11 +46,9 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         keep: Callable[[items.ResponseAnswer], None],
         request_id: str,
     ) -> None:
-        """`blank` is the response before anything is answered; `new_id` makes an item's id from its
-        prefix.
+        """`blank` is the response without an answer; `new_id` makes an item's id from its prefix.
 
-        `keep` takes the last state of a streamed response before it is sent, so that the client can
-        continue it at once.
+        `keep` takes the last state of a streamed response before it is sent.
         """
         super().__init__(blank.id, started)
         self._blank = blank

@@ -1,7 +1,5 @@
 """Items of the Responses API as messages of chat completions, without losing anything."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

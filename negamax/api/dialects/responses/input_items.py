@@ -1,7 +1,5 @@
 """The input items of a stored response as OpenAI lists them: complete, with ids, in pages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Items that change the settings of later answers: more tools, and the configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Answers, items and stream events of the Responses API."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
@@ -22,8 +20,7 @@ class SummaryText(Struct, frozen=True, tag="summary_text", tag_field="type"):
 class OutputText(Struct, frozen=True, tag="output_text", tag_field="type"):
     text: str  # the text
     annotations: tuple[()] = ()  # always empty
-    # one entry per token of the text, with include message.output_text.logprobs
-    logprobs: list[ChatLogprob] = []
+    logprobs: list[ChatLogprob] = []  # per token, with include message.output_text.logprobs
 
 
 class Item(Struct, frozen=True, tag_field="type"):
@@ -36,8 +33,7 @@ class Item(Struct, frozen=True, tag_field="type"):
 class ReasoningItem(Item, frozen=True, tag="reasoning"):
     summary: list[SummaryText]  # one part, with reasoning.summary
     content: list[ReasoningText]  # one part
-    # the packed reasoning, with include reasoning.encrypted_content
-    encrypted_content: str | UnsetType | None = UNSET
+    encrypted_content: str | UnsetType | None = UNSET  # with include reasoning.encrypted_content
 
 
 class MessageItem(Item, frozen=True, tag="message"):
@@ -174,8 +170,7 @@ class ItemList(Struct, frozen=True, kw_only=True):
     """A page of the input items of a response."""
 
     object: str = "list"  # type of the object
-    # the items, each with a stable `id`, and texts as lists of parts
-    data: list[JsonObject]
+    data: list[JsonObject]  # the items, each with a stable `id`, and texts as lists of parts
     first_id: str | None  # the id of the first; null where there are none
     last_id: str | None  # the id of the last, for `after` of the next page
     has_more: bool  # whether there are items after the last

@@ -1,7 +1,5 @@
 """/v1/responses of OpenAI's API. Answers are items that the server stores."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable
@@ -50,8 +48,7 @@ from negamax.base.log import get_logger
 logger = get_logger(__name__)
 
 _ITEMS = "items"  # question of server processes: items by their ids
-# a stopping server waits for a client to fetch a background response
-_FETCH_SECONDS = 5.0
+_FETCH_SECONDS = 5.0  # a stopping server waits for a client to fetch its response
 
 
 def make_responses_router(context: ApiContext) -> APIRouter:
@@ -128,10 +125,7 @@ class _Prepared:
 
 
 class _Responses:
-    """The stored responses of one server and those that run in the background.
-
-    Single writer: the event loop.
-    """
+    """Responses stored and those in the background. Single writer: the event loop."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -309,10 +303,8 @@ class _Responses:
     async def _given(
         self, params: ResponsesRequest, tenant: str, *, num_bytes: int
     ) -> tuple[list[Item], int]:
-        """Return the input as items with references resolved, and the request's size with these in
+        """Return the input with references resolved, and the size of the request with these in
         bytes.
-
-        Errors: `PayloadTooLargeError`.
         """
         if isinstance(params.input, str):
             return [{"type": "message", "role": "user", "content": params.input}], num_bytes

@@ -1,7 +1,5 @@
 """Requests of the Responses API."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,8 +91,7 @@ class ReasoningConfig(RequestModel):
 class TextConfig(RequestModel):
     """`text`: the form of the answer."""
 
-    # `type` text, json_object or json_schema (then with a `schema`)
-    format: dict[str, Any] | None = None
+    format: dict[str, Any] | None = None  # `type` text, json_object or json_schema with a `schema`
     verbosity: str | None = None  # no effect
 
 
@@ -120,21 +117,17 @@ class ResponsesRequest(TurnRequest):
     }
     # a text, or items from the conversation; at most 65,536
     input: Annotated[str | list[dict[str, Any]], AfterValidator(_check_input)]
-    # the system message; those of the previous response do not apply
-    instructions: str | None = None
+    instructions: str | None = None  # the system message, instead of the previous one
     previous_response_id: str | None = None  # a stored response to continue
     store: bool = True  # store the response on the server
     background: bool = False  # answer at once, to be fetched later; needs store
-    # includes reasoning; left out: the rest of the context
-    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_output_tokens: int | None = Field(default=None, ge=1)  # default: the rest of the context
     stop: StopStrings = Field(default_factory=list)  # an extension
-    # functions and custom tools, also in namespaces, shell, local_shell, apply_patch; other types
-    # have no effect; at most 1,024
+    # functions, custom tools, namespaces of them, shell, local_shell, apply_patch; at most 1,024
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] = "auto"  # auto, none, required, a tool, or allowed_tools
     parallel_tool_calls: bool = True  # false: at most one call
-    # effort, and whether there is a summary
-    reasoning: ReasoningConfig = ReasoningConfig()
+    reasoning: ReasoningConfig = ReasoningConfig()  # effort, and whether there is a summary
     text: TextConfig = TextConfig()  # the form of the answer
     # reasoning.encrypted_content and message.output_text.logprobs have an effect
     include: list[str] = Field(default_factory=list)
@@ -157,9 +150,7 @@ class ResponsesRequest(TurnRequest):
         )
 
     def choice(self) -> tuple[list[dict[str, Any]] | None, CallChoice]:
-        """Return the tools shown to the model, as in chat completions, and which may and must be
-        called.
-        """
+        """Return the tools shown to the model, and which of them may and must be called."""
         declared, mode, name = self.declared_tools, self.tool_choice, None
         allowed: dict[str, str] | None = None
         if isinstance(mode, dict):

@@ -1,7 +1,5 @@
 """Stored responses, in memory and within a limit, so that clients can fetch and continue them."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -16,12 +14,10 @@ Item = dict[str, Any]
 
 
 class StoredTurn:
-    """The items of one response as JSON, on top of the turn that it continues. Single writer: the
-    store.
-    """
+    """One response's items as JSON, on top of the turn before. Single writer: the store."""
 
     def __init__(
-        self, parent: StoredTurn | None, *, input_items: bytes, output_items: bytes
+        self, parent: "StoredTurn | None", *, input_items: bytes, output_items: bytes
     ) -> None:
         self.parent = parent
         self.input_items = input_items
@@ -112,9 +108,7 @@ class ResponseStore:
 
 
 def _change_users(turn: StoredTurn, change: int, *, store: ResponseStore) -> None:
-    """Add `change` to the users of `turn`; a turn that becomes used or unused changes the turn
-    below.
-    """
+    """Add `change` to the users of `turn` and of the turns that it begins or ends to use."""
     below: StoredTurn | None = turn
     while below is not None:
         num_before = below.num_users

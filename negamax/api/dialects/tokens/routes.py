@@ -1,7 +1,5 @@
 """/tokenize, /detokenize and /tokenizer_info."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

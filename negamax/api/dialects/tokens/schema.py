@@ -1,7 +1,5 @@
 """Requests and answers of /tokenize and /detokenize, with the fields of vLLM and SGLang."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -65,8 +63,7 @@ class TokenizeRequest(RequestModel):
     messages: Annotated[list[dict[str, Any]], AfterValidator(check_messages)] | None = None
     tools: Tools | None = None  # shown to the model with the messages
     add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
-    # the prompt ends within the last message; needs add_generation_prompt=false
-    continue_final_message: bool = False
+    continue_final_message: bool = False  # needs add_generation_prompt=false
     # variables of the chat template
     chat_template_kwargs: (
         Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None
@@ -92,8 +89,7 @@ class TokenizeAnswer(Struct, frozen=True):
     count: int | list[int]  # tokens
     max_model_len: int  # tokens of the context, answer included
     tokens: list[int] | list[list[int]]  # their ids
-    # their texts, with return_token_strs
-    token_strs: list[str] | list[list[str]] | UnsetType | None = UNSET
+    token_strs: list[str] | list[list[str]] | UnsetType | None = UNSET  # with return_token_strs
 
 
 class TokenizerInfo(Struct, frozen=True, kw_only=True):
