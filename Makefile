@@ -8,7 +8,7 @@ TORCH  ?= torch==2.13.0
 OLDEST_TRITON ?= triton==3.6.0
 # The tests of `make test`, which need no GPU.
 GATE   := not gpu and not install and not full
-PYTEST := $(BIN)/python -m pytest -m "$(GATE)"
+PYTEST := $(BIN)/python -m pytest -m "$(GATE)" --ignore tests/gpu
 # Everything else in the versions that were tested together.
 INSTALL := $(BIN)/python tools/install.py -c constraints.txt
 
@@ -21,16 +21,16 @@ demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a to
 serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
 	$(BIN)/negamax serve nano $(ARGS)
 
-# Three workers keep two cores busy, because tests also wait. Failed tests run once more alone.
+# Four workers keep two cores busy, because tests also wait. Failed tests run once more alone.
 # Those that pass only then are defects all the same, and build/second-run.json lists them.
 test: $(VENV)/.dev    ## run the tests that need no GPU
 	@rm -f build/second-run.json
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder || { mkdir -p build; \
+	$(PYTEST) --workers 4 || { mkdir -p build; \
 	  cp .pytest_cache/v/cache/lastfailed build/second-run.json; \
 	  $(PYTEST) --last-failed --last-failed-no-failures none; }
 
 test-full: $(VENV)/.ray  ## what the gate leaves out: more splits over ranks, attacks at full size
-	$(BIN)/python -m pytest -m full -n 3
+	$(BIN)/python -m pytest -m full --workers 4
 
 fault-table: $(VENV)/.dev  ## kill and stop each part of a server, and measure what clients see
 	$(BIN)/python tests/attacks/fault_table.py

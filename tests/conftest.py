@@ -27,7 +27,7 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 TESTS = Path(__file__).parent
 WAITING = ("dist", "attacks", "e2e", "install", "gpu")  # mostly for their processes
-COMPUTING = ("cpu", "checks", "unit")
+COMPUTING = ("cpu", "nano", "checks", "unit")
 # What a machine may lack; a test that skips for another reason fails.
 MAY_SKIP = re.compile(
     "PyTorch finds no GPU here|needs two GPUs|needs . GPUs"
@@ -36,6 +36,13 @@ MAY_SKIP = re.compile(
     "|no Chromium here|no nginx here|no oneDNN linear here|no network namespaces here"
     "|has no wide cases|its plan depends on lengths that only the host knows"  # of tests/gpu
 )
+
+
+pytest_plugins = ("tests.forked_workers",)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--workers", type=int, default=1, help="run test files in N processes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -116,7 +123,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def _folder(path: Path) -> str:
-    return path.relative_to(TESTS).parts[0]
+    return path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else "nano"
 
 
 @pytest.hookimpl(wrapper=True)
