@@ -247,7 +247,7 @@ def _pick(scores: Tensor, config: M3Config) -> Tensor:
 
 @dataclass
 class Chooser:
-    """Selects the blocks of a sparse layer. `mode`: "all", "index" or, as a control, "random"."""
+    """Selects the blocks of a sparse layer. `mode`: "all" or "index"."""
 
     config: M3Config
     mode: str = "index"
@@ -259,10 +259,7 @@ class Chooser:
         assert heads.index_q is not None and heads.index_k is not None
         rows, config = [], self.config
         for q, k, documents in zip(heads.index_q, heads.index_k, layout.documents, strict=True):
-            scores = self.scores(q, k, documents, config.block_size)
-            if self.mode == "random":
-                scores = torch.where(scores > -torch.inf, torch.rand_like(scores), scores)
-            rows.append(_pick(scores, config))
+            rows.append(_pick(self.scores(q, k, documents, config.block_size), config))
         chosen = torch.stack(rows) | layout.is_short[:, None, :, None]
         return torch.ones_like(chosen) if self.mode == "all" else chosen
 
@@ -295,9 +292,9 @@ def index_loss(
     scores = (asking @ index_k[:, None].mT).float() * dim**-0.5
     scores = scores.masked_fill(~visible, -torch.inf).unflatten(-1, (-1, block)).amax(-1)
     seen = scores > -torch.inf
-    guess = torch.log_softmax(scores, -1).masked_fill(~seen, 0.0)
+    predicted = torch.log_softmax(scores, -1).masked_fill(~seen, 0.0)
     entropy = torch.xlogy(mass, mass)
-    divergence = (entropy - mass * guess).sum(-1).mean(1)  # [B, M]
+    divergence = (entropy - mass * predicted).sum(-1).mean(1)  # [B, M]
     return (divergence * weight).sum() / weight.sum().clamp(min=1)
 
 

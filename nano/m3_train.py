@@ -335,18 +335,13 @@ class Trainer:
         steps = WARMUP_STEPS if self.step_count == self.steps_here else WARMUP_STEPS // 4
         return float(min(decay, (self.steps_here + 1) / steps))
 
-    def attention(self, batch: Batch, mode: str, *, teaches: bool = False) -> PackedAttention:
-        """The attention of one forward pass over the batch."""
-        chooser = Chooser(self.config, mode)
-        if self.tools is not None:
-            chooser.scores = self.tools.block_scores
-        sample = (batch.sample, batch.weight) if teaches else None
-        return PackedAttention(self.config, batch.layout, chooser, self.tools, sample)
-
     def step(self, batch: Batch) -> Tensor:
         """Run one update; returns losses [3]: of all text, of long documents, of the index."""
-        mode = "index" if self.is_past(CHOOSE_AFTER) else "all"
-        attend = self.attention(batch, mode, teaches=True)
+        chooser = Chooser(self.config, "index" if self.is_past(CHOOSE_AFTER) else "all")
+        if self.tools is not None:
+            chooser.scores = self.tools.block_scores
+        sample = (batch.sample, batch.weight)
+        attend = PackedAttention(self.config, batch.layout, chooser, self.tools, sample)
         hidden, loads = self.model(batch.tokens, attend, dtype=torch.bfloat16, use=self.use)
         logits = self.model.logits(hidden.flatten(0, 1)[batch.inputs])
         each = F.cross_entropy(logits.float(), batch.targets, ignore_index=-100, reduction="none")
@@ -482,9 +477,8 @@ def run(arguments: argparse.Namespace) -> None:
     )
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The options of a trainer."""
-    options = argparse.ArgumentParser(description=description)
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--state", type=Path, required=True, help="folder; continued if it exists")
     options.add_argument(
         "--total-seconds", type=float, default=780, help="of the schedule, over all runs"
@@ -500,11 +494,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--bias-rate", type=float, default=1e-3)
     options.add_argument("--activation-fp8", action="store_true")
     options.add_argument("--seed", type=int, default=0)
-    return options
-
-
-def main() -> None:
-    options = parser(__doc__.splitlines()[0])
     options.add_argument("--data", type=Path, required=True)
     options.add_argument(
         "--seconds", type=float, default=540, help="of this run, compilation included"

@@ -48,8 +48,6 @@ nano-m3)
   sleep 1 # tee writes the log
   if grep -q "100.0% of the schedule" "$out/log"; then
     "$python" -m nano.m3_export --state "$out/state" --out "$out/nano-m3"
-    # shellcheck disable=SC2086
-    "$python" -m nano.m3_evaluate --state "$out/state" --activation-fp8 ${EVAL_OPTIONS:-}
   fi
   ;;
 *-draft)

@@ -9,41 +9,28 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
-from nano import m3_data, m3_export, m3_model, m3_toy, m3_train, model
+from nano import m3_data, m3_export, m3_model, m3_train, model
 from nano.suites import common
 from negamax import LLM, SamplingParams
 
-FLOAT32 = torch.float32
+USE = model.precision(torch.float32, weights=False, activations=False)
 
 
-RECIPE = SimpleNamespace(
-    data=m3_data, export=m3_export, model=m3_model, toy=m3_toy, train=m3_train,
-    use=model.precision(FLOAT32, weights=False, activations=False),
-)  # fmt: skip
-
-
-@pytest.fixture
-def recipe() -> SimpleNamespace:
-    return RECIPE
-
-
-def _layout(recipe: SimpleNamespace, documents: torch.Tensor, choice: int) -> object:
+def _layout(documents: torch.Tensor, choice: int) -> object:
     """Return a layout whose documents of at most `choice` tokens attend to all of themselves."""
     sizes = torch.stack([torch.bincount(row, minlength=9)[row] for row in documents])
     windows = torch.full((len(documents),), 10**6, dtype=torch.int32)
-    return recipe.model.Layout(documents.int(), sizes <= choice, windows)
+    return m3_model.Layout(documents.int(), sizes <= choice, windows)
 
 
-def test_the_engine_continues_as_the_training_model_does(
-    recipe: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_engine_continues_as_the_training_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = dataclasses.replace(
-        recipe.model.M3Config(), hidden_size=64, num_attention_heads=4, head_dim=32, rotary_dim=16,
+        m3_model.M3Config(), hidden_size=64, num_attention_heads=4, head_dim=32, rotary_dim=16,
         dense_intermediate_size=96, intermediate_size=32, index_dim=32, block_size=16,
         topk_blocks=2, max_position_embeddings=256,
     )  # fmt: skip
-    net = recipe.model.M3Model(config)
+    net = m3_model.M3Model(config)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
             if "norm" in name:
@@ -53,7 +40,7 @@ def test_the_engine_continues_as_the_training_model_does(
         for layer in net.layers:
             layer.expert_bias.normal_(0, 0.3)
         net.head.normal_(0, 0.3)
-    recipe.export.write(net.state_dict(), tmp_path, config, fp8=False)
+    m3_export.write(net.state_dict(), tmp_path, config, fp8=False)
     prompt = torch.randint(4000, (1, 150))
     with LLM(str(tmp_path), dtype="float32") as llm:
         sampling = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0)
@@ -61,13 +48,13 @@ def test_the_engine_continues_as_the_training_model_does(
     tokens = made.outputs[0].token_ids
     whole = torch.cat((prompt, torch.tensor([tokens])), 1)[:, :-1]
     whole = torch.nn.functional.pad(whole, (0, 160 - whole.shape[1]))
-    layout = _layout(recipe, torch.zeros_like(whole), 32)
+    layout = _layout(torch.zeros_like(whole), 32)
     scores = {}
     for mode in ("index", "all"):
-        chooser = recipe.model.Chooser(config, mode)
-        attend = recipe.train.PackedAttention(config, layout, chooser, None)
+        chooser = m3_model.Chooser(config, mode)
+        attend = m3_train.PackedAttention(config, layout, chooser, None)
         with torch.no_grad():
-            hidden, _ = net(whole, attend, dtype=FLOAT32, use=recipe.use)
+            hidden, _ = net(whole, attend, dtype=torch.float32, use=USE)
             logits = net.logits(hidden[0, 149:159])
         scores[mode] = torch.log_softmax(logits, -1)
     assert scores["index"].argmax(-1).tolist() == tokens
@@ -78,11 +65,9 @@ def test_the_engine_continues_as_the_training_model_does(
     assert found != pytest.approx(scores["all"].max(-1).values.tolist(), abs=1e-2)
 
 
-def test_masks_of_the_gpu_show_what_the_index_chose_within_a_document(
-    recipe: SimpleNamespace,
-) -> None:
+def test_block_masks_show_the_selected_blocks_of_a_document() -> None:
     config = dataclasses.replace(
-        recipe.model.M3Config(), num_attention_heads=4, head_dim=16, index_dim=16, block_size=16,
+        m3_model.M3Config(), num_attention_heads=4, head_dim=16, index_dim=16, block_size=16,
         topk_blocks=2,
     )  # fmt: skip
     size = 192
@@ -91,20 +76,20 @@ def test_masks_of_the_gpu_show_what_the_index_chose_within_a_document(
     documents[1, 20:] = 1
     documents[1, 32:] = 2
     layout = dataclasses.replace(
-        _layout(recipe, documents, 42), window=torch.tensor([40, 10**6], dtype=torch.int32)
+        _layout(documents, 42), window=torch.tensor([40, 10**6], dtype=torch.int32)
     )
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    heads = recipe.model.Heads(
+    heads = m3_model.Heads(
         draw(2, 4, size, 16), draw(2, 2, size, 16), draw(2, 2, size, 16),
         draw(2, 2, size, 16), draw(2, size, 16),
     )  # fmt: skip
-    chooser = recipe.model.Chooser(config, "index")
-    explicit = recipe.train.PackedAttention(config, layout, chooser, None)
-    tiled = recipe.train.PackedAttention(config, layout, chooser, SimpleNamespace())
+    chooser = m3_model.Chooser(config, "index")
+    explicit = m3_train.PackedAttention(config, layout, chooser, None)
+    tiled = m3_train.PackedAttention(config, layout, chooser, SimpleNamespace())
     chosen = chooser.choose(heads, layout)
     pairs = (
         (explicit.dense, tiled.dense),
@@ -122,18 +107,11 @@ def test_masks_of_the_gpu_show_what_the_index_chose_within_a_document(
     assert chosen[0, :, torch.arange(150), torch.arange(150) // 16].all()
 
 
-def test_an_index_that_was_trained_finds_what_random_blocks_miss(recipe: SimpleNamespace) -> None:
-    toy = recipe.toy.Toy(pairs=9, block=4, topk=2)
-    toy.train(190)
-    assert toy.accuracy("index") > 0.9
-    assert toy.accuracy("random") < 0.5
-
-
-def test_what_is_trained_is_what_follows_the_prompt_of_its_mode(recipe: SimpleNamespace) -> None:
-    rng, renderer = random.Random(3), recipe.data.Renderer()
+def test_trained_tokens_follow_the_prompt_of_their_thinking_mode() -> None:
+    rng, renderer = random.Random(3), m3_data.Renderer()
     modes, longest = set(), 0
     for _ in range(150):
-        chat, mode = recipe.data.draw(rng)
+        chat, mode = m3_data.draw(rng)
         tokens, mask = renderer.encode(chat, mode)
         longest = max(longest, len(tokens))
         modes.add(mode)
@@ -151,8 +129,8 @@ def test_what_is_trained_is_what_follows_the_prompt_of_its_mode(recipe: SimpleNa
     assert longest > 4096
 
 
-def test_turns_are_written_as_the_models_own_template_writes_them(recipe: SimpleNamespace) -> None:
-    template, compared = recipe.data.Renderer().template, 0
+def test_turns_are_rendered_as_by_the_published_template() -> None:
+    template, compared = m3_data.Renderer().template, 0
     golden = Path(__file__).parents[1] / "golden" / "minimax_m3_renders.jsonl"
     for line in golden.read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
@@ -172,20 +150,18 @@ def test_turns_are_written_as_the_models_own_template_writes_them(recipe: Simple
     assert compared > 80
 
 
-def test_packing_starts_long_documents_at_blocks_and_asks_queries_with_a_choice(
-    recipe: SimpleNamespace,
-) -> None:
-    config = recipe.model.M3Config()
+def test_packing_starts_long_documents_at_blocks_and_samples_late_queries() -> None:
+    config = m3_model.M3Config()
     lengths = np.array([700, 130, 600, 40, 513, 300], dtype=np.int32)
     shard = {
         "tokens": np.arange(lengths.sum()) % 4000,
         "mask": np.arange(lengths.sum()) % 7 == 3,
         "lengths": lengths,
     }
-    placed, left = recipe.train.pack(lengths, 2, 1536, config)
+    placed, left = m3_train.pack(lengths, 2, 1536, config)
     assert sorted(index for row in placed for index, _ in row) + left == [0, 1, 2, 3, 4, 5]
     assert all(at % 128 == 0 for row in placed for index, at in row if lengths[index] > 512)
-    arrays = recipe.train.assemble(
+    arrays = m3_train.assemble(
         placed, shard, row_tokens=1536, capacity=600, config=config,
         random=np.random.default_rng(0),
     )  # fmt: skip
@@ -201,10 +177,10 @@ def test_packing_starts_long_documents_at_blocks_and_asks_queries_with_a_choice(
     assert (seen == arrays["targets"])[arrays["targets"] >= 0].all()
 
 
-def test_nothing_held_out_is_asked_in_training(recipe: SimpleNamespace) -> None:
+def test_training_asks_nothing_that_is_held_out() -> None:
     rng, asked = random.Random(0), 0
     for _ in range(40):
-        for message in recipe.data.draw_long(rng).messages:
+        for message in m3_data.draw_long(rng).messages:
             thought = message.get("reasoning_content") or ""
             if thought.startswith("The text says: "):
                 line = thought.removeprefix("The text says: ").removesuffix(".")

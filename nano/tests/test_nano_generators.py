@@ -1,9 +1,6 @@
-import ast
 import itertools
 import json
-import operator
 import random
-from fractions import Fraction
 
 import pytest
 
@@ -11,20 +8,7 @@ from nano import data, dialogue, reasoning
 from nano.suites import arithmetic, common, freeze, retrieval, tool_calls
 from negamax.evals import suites
 
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
 TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list}
-
-
-def _calculate(node: ast.AST) -> Fraction:
-    if isinstance(node, ast.BinOp):
-        return OPERATORS[type(node.op)](_calculate(node.left), _calculate(node.right))
-    assert isinstance(node, ast.Constant)
-    return Fraction(node.value)
 
 
 def test_steps_lead_to_the_answer_and_use_earlier_results() -> None:
@@ -35,9 +19,7 @@ def test_steps_lead_to_the_answer_and_use_earlier_results() -> None:
             exact = (
                 abs(step.left - step.right)
                 if step.operator == "~"
-                else _calculate(
-                    ast.parse(f"{step.left}{step.operator}{step.right}", mode="eval").body
-                )
+                else eval(f"{step.left}{step.operator}{step.right}")
             )
             assert exact == step.result > 0
             results.append(step.result)
@@ -54,7 +36,7 @@ def test_bare_calculations_agree_with_python_arithmetic() -> None:
         problem = arithmetic.generate(seed)
         expression = problem.text.removeprefix("What is ").removeprefix("Calculate ").rstrip("?=. ")
         if set(expression) <= set("0123456789+-*/() "):
-            assert _calculate(ast.parse(expression, mode="eval").body) == problem.answer
+            assert eval(expression) == problem.answer
             checked += 1
     assert checked > 100
 
@@ -62,38 +44,18 @@ def test_bare_calculations_agree_with_python_arithmetic() -> None:
 def test_numbers_of_the_question_are_the_operands_of_the_steps() -> None:
     for seed in range(300):
         problem = arithmetic.generate(seed)
-        written = {
-            int("".join(c for c in word if c.isdigit()))
-            for word in problem.text.replace("+", " ").split()
-            if any(c.isdigit() for c in word) and word.strip("$.,?!").isdigit()
-        }
-        known = {number for step in problem.steps for number in (step.left, step.right)} | {
-            step.result for step in problem.steps
-        }
-        unused = written - known
-        assert len(unused) <= 1, problem.text  # a distractor
-
-
-def test_seeds_are_reproducible_and_pinned() -> None:
-    assert arithmetic.generate(7) == arithmetic.generate(7)
-    assert tool_calls.generate(7) == tool_calls.generate(7)
-    assert (
-        arithmetic.generate(1).text
-        == "A zoo has 45 seats and 38 are taken. How many seats are free?"
-    )
-    assert tool_calls.generate(3).calls == (
-        tool_calls.Call("shell", {"line": "tail -n 66 process_branch61.pdf"}),
-    )
+        words = (word.strip("$.,?!") for word in problem.text.replace("+", " ").split())
+        written = {int(word) for word in words if word.isdigit()}
+        steps = problem.steps
+        used = {number for step in steps for number in (step.left, step.right, step.result)}
+        assert len(written - used) <= 1, problem.text  # a distractor
 
 
 def test_suites_are_distinct_and_held_out() -> None:
     math, tools = arithmetic.problems(60, seed=3), tool_calls.problems(40, seed=3)
-    assert (
-        len({common.normalise(problem.text) for problem in math})
-        == 60
-        == sum(map(arithmetic.held_out, math))
-    )
-    assert len(tools) == 40 == sum(map(tool_calls.held_out, tools))
+    assert len({common.normalise(problem.text) for problem in math}) == 60
+    assert all(map(arithmetic.held_out, math))
+    assert len(tools) == 40 and all(map(tool_calls.held_out, tools))
 
 
 def test_one_sixteenth_is_held_out() -> None:
@@ -108,30 +70,18 @@ def test_schemas_fit_the_expected_arguments() -> None:
         assert len(functions) == len(problem.tools) <= 4
         for call in problem.calls:
             parameters = functions[call.name]["parameters"]
-            assert (
-                set(parameters.get("required", ()))
-                <= set(call.arguments)
-                <= set(parameters["properties"])
-            )
+            required = set(parameters.get("required", ()))
+            assert required <= set(call.arguments) <= set(parameters["properties"])
             for name, value in call.arguments.items():
                 schema = parameters["properties"][name]
-                assert isinstance(value, TYPES[schema["type"]])
                 assert isinstance(value, bool) == (schema["type"] == "boolean")
                 assert value in schema.get("enum", [value])
-                if schema["type"] == "array":
-                    assert value and all(
-                        isinstance(item, TYPES[schema["items"]["type"]]) for item in value
-                    )
+                items = value if schema["type"] == "array" else [value]
+                kind = schema["items"]["type"] if schema["type"] == "array" else schema["type"]
+                assert items and all(isinstance(item, TYPES[kind]) for item in items)
+                # values of strings are in the request
+                assert all(isinstance(item, bool) or str(item) in problem.text for item in items)
         assert json.loads(json.dumps(problem.tools)) == list(problem.tools)
-
-
-def test_string_values_stand_in_the_request() -> None:
-    for seed in range(300):
-        problem = tool_calls.generate(seed)
-        for call in problem.calls:
-            for value in call.arguments.values():
-                for item in value if isinstance(value, list) else [value]:
-                    assert isinstance(item, bool) or str(item) in problem.text
 
 
 def test_training_mixture_never_shows_a_held_out_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,9 +118,7 @@ def test_reasoning_shows_only_true_arithmetic() -> None:
             if len(parts) > 1 and parts[0] and set(word) <= set("0123456789+-*="):
                 # in 4*6=24+4=28 the first product is before the plus
                 for left, right in itertools.pairwise(parts):
-                    assert _calculate(ast.parse(left, mode="eval").body) == int(
-                        right.partition("+")[0]
-                    ), word
+                    assert eval(left) == int(right.partition("+")[0]), word
                     checked += 1
     assert checked > 500
 
