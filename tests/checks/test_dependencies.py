@@ -4,13 +4,12 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parents[2]
+from tests.checks.sources import ROOT, SOURCES, nodes, room
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 REQUIRED = [Requirement(line) for line in PROJECT["dependencies"]]
 EXTRAS = {
@@ -26,24 +25,15 @@ def import_name(requirement: Requirement) -> str:
     return IMPORTED_AS.get(requirement.name, requirement.name.replace("-", "_"))
 
 
-def third_party_imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """Return top-level names of imported modules, and whether importing `path` imports them."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    within_functions = {
-        node
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
-        modules = []
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            modules = [node.module]
-        for name in {module.split(".")[0] for module in modules}:
-            if name != "negamax" and name not in sys.stdlib_module_names:
-                yield name, node not in within_functions
+def imported_packages(body: list[ast.AST]) -> set[str]:
+    """Return the third-party packages that these statements import."""
+    modules = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    modules += [
+        node.module
+        for node in body
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+    ]
+    return {name.split(".")[0] for name in modules} - {"negamax", *sys.stdlib_module_names}
 
 
 def test_every_import_is_declared() -> None:
@@ -55,12 +45,21 @@ def test_every_import_is_declared() -> None:
         if name not in DEVELOPMENT
         for requirement in extra
     }
-    undeclared = {
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in (ROOT / "negamax").rglob("*.py")
-        for name, at_once in third_party_imports(path)
-        if name not in (required if at_once else required | optional)
-    }
+    undeclared = set()
+    for path in SOURCES:
+        functions = ast.FunctionDef | ast.AsyncFunctionDef
+        found = [node for node in nodes(path) if isinstance(node, ast.Import | ast.ImportFrom)]
+        late = {
+            id(node)
+            for function in nodes(path)
+            if isinstance(function, functions)
+            for node in ast.walk(function)
+        }
+        at_once = imported_packages([node for node in found if id(node) not in late])
+        undeclared |= {f"{room(path)}: {name}" for name in at_once - required}
+        undeclared |= {
+            f"{room(path)}: {name}" for name in imported_packages(found) - required - optional
+        }
     assert not undeclared, "declare in pyproject.toml, or import otherwise"
 
 

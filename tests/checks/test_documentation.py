@@ -20,6 +20,7 @@ from negamax.models.registry import bundled_names
 from tools import api_reference, cli_reference
 
 ROOT = Path(__file__).parents[2]
+ROOT_COMMAND = typer.main.get_command(app)
 PAGES = sorted(
     page
     for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md"),
@@ -104,9 +105,8 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 def understand(words: list[str]) -> None:
     """Raises any refusal of the command line."""
-    root = typer.main.get_command(app)
-    resolved = resolve(root, words)  # type: ignore[arg-type]
-    command, path, rest = find_command(root, resolved.words)  # type: ignore[arg-type]
+    resolved = resolve(ROOT_COMMAND, words)  # type: ignore[arg-type]
+    command, path, rest = find_command(ROOT_COMMAND, resolved.words)  # type: ignore[arg-type]
     assert path, f"no command: {words}"
     with contextlib.suppress(typer.Exit):  # --help
         command.make_context(path[-1], list(rest))

@@ -1,7 +1,7 @@
-import ast
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+
+from tests.checks.sources import imports
 
 TESTS = Path(__file__).parents[1]
 FOLDERS = (TESTS / "gpu", TESTS / "cpu")  # of modules that tests import by their bare names
@@ -9,16 +9,6 @@ ALLOWED = {
     "negamax", "nano", "numpy", "pytest", "safetensors", "tokenizers", "torch", "transformers",
     "triton",
 }  # fmt: skip
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Return the modules that importing `path` imports."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def find_module(name: str) -> Path | None:
@@ -39,7 +29,7 @@ def test_gpu_tests_import_only_packages_of_the_gpu_machine() -> None:
         if path in seen:
             continue
         seen.add(path)
-        for name in imported(path):
+        for name in imports(path):
             found, package = find_module(name), name.split(".")[0]
             if found is not None:
                 to_read.append(found)
