@@ -17,9 +17,9 @@ from collections import deque
 from dataclasses import replace
 from time import perf_counter
 
+from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import StepPlan, StepResult
 
 VOCAB_SIZE = 200_000
@@ -48,41 +48,44 @@ def make_request(
 ) -> GenerateRequest:
     body = [rng.randrange(1, VOCAB_SIZE) for _ in range(prompt_len - len(prefix))]
     sampling = SamplingParams(max_tokens=max_tokens)
-    return GenerateRequest(f"request {index}", (*prefix, *body), sampling=sampling)
+    return GenerateRequest(
+        request_id=f"request {index}", prompt_token_ids=(*prefix, *body), sampling=sampling
+    )
 
 
 class Loop:
     """The engine's overlap with an instant worker; `microseconds` has one entry per step."""
 
-    def __init__(self, scheduler: Scheduler, rng: random.Random) -> None:
+    def __init__(self, scheduler: GroupScheduler, rng: random.Random) -> None:
         self.scheduler = scheduler
         self.microseconds: list[float] = []
         self.tokens: list[int] = []
-        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self._in_flight: deque[tuple[list[StepPlan], list[StepResult]]] = deque()
         self._sampled = [rng.randrange(1, VOCAB_SIZE) for _ in range(4096)]
 
     def step(self) -> None:
         start = perf_counter()
-        plan = self.scheduler.plan()
+        plans = self.scheduler.plan()
         planned = perf_counter()
-        if plan is not None:
+        for plan in plans or ():
             sampled = self._sampled[plan.step_id % 1024 :][: sum(plan.needs_sampling)]
-            self._in_flight.append((plan, StepResult(plan.step_id, sampled, {}, {}, {})))
+            self._in_flight.append(([plan], [StepResult(plan.step_id, sampled, {}, {}, {})]))
         commit_start = perf_counter()
-        if len(self._in_flight) > 1 or (plan is None and self._in_flight):
+        if len(self._in_flight) > 1 or (plans is None and self._in_flight):
             self.scheduler.commit(*self._in_flight.popleft())
         committed = perf_counter()
         self.microseconds.append((planned - start + committed - commit_start) * 1e6)
-        self.tokens.append(plan.num_tokens if plan is not None else 0)
+        self.tokens.append(plans[0].num_tokens if plans else 0)
 
 
 def bench_decode(num_running: int, *, steps: int) -> Loop:
     rng = random.Random(num_running)
     num_blocks = num_running * (steps + 2000) // 16 + 1
-    scheduler = Scheduler(replace(LIMITS, max_num_seqs=num_running, num_blocks=num_blocks))
+    scheduler = GroupScheduler(replace(LIMITS, max_num_seqs=num_running, num_blocks=num_blocks))
     for index in range(num_running):
         prompt_len = rng.randint(500, 1000)
-        scheduler.add(make_request(rng, index, prompt_len, steps + 1000))
+        request = make_request(rng, index, prompt_len=prompt_len, max_tokens=steps + 1000)
+        scheduler.add(request)
     loop = Loop(scheduler, rng)
     while not loop.tokens or loop.tokens[-1] != num_running:
         loop.step()
@@ -98,7 +101,7 @@ def bench_decode(num_running: int, *, steps: int) -> Loop:
 
 def bench_mixed(*, steps: int) -> Loop:
     rng = random.Random(0)
-    scheduler = Scheduler(LIMITS)
+    scheduler = GroupScheduler(LIMITS)
     shared = tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(256))
     requests = [
         make_request(
@@ -112,7 +115,7 @@ def bench_mixed(*, steps: int) -> Loop:
     ]
     loop = Loop(scheduler, rng)
     for _ in range(steps):
-        while scheduler.num_running + scheduler.num_waiting < 100:
+        while len(scheduler.sequences()) < 100:
             scheduler.add(requests.pop())
         loop.step()
     return loop

@@ -2,8 +2,6 @@
 group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -23,7 +21,7 @@ from negamax.kernels.registry import KernelTable
 from negamax.kernels.rotary import half_split
 from negamax.layers.context_exchange import KeyExchange, key_exchange
 from negamax.layers.kv_scales import KvScales
-from negamax.layers.linear import ColumnParallel, Part, RowParallel
+from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
 from negamax.layers.names import AttentionNames
 from negamax.layers.partial import Partial
 from negamax.layers.qk_norm import FullWidthNorm, PerHeadNorm
@@ -118,7 +116,7 @@ class Attention:
 
     The norms cover all heads together, or each head alone (`norm_per_head`); with `gemma_norm` they
     scale by 1 + the checkpoint's weights. A rank holds `heads / tp` query heads and `kv_heads / tp`
-    KV heads. With more ranks than KV heads, neighbouring ranks hold copies of one KV head and of
+    KV heads. With more ranks than KV heads, adjacent ranks hold copies of one KV head and of
     its slice of the K-norm weight. If these ranks shard its cache by blocks (DCP), each projects
     the query heads of all of them.
     """
@@ -146,9 +144,9 @@ class Attention:
         self._group = group if group.size > 1 else None
         self._decode, self._prefill = (kernels[DECODE].run, kernels[PREFILL].run)
         qkv = (
-            Part(names.q, q_total, q_rows),
-            Part(names.k, kv_total, kv_rows),
-            Part(names.v, kv_total, kv_rows),
+            ProjectionPart(names.q, q_total, q_rows),
+            ProjectionPart(names.k, kv_total, kv_rows),
+            ProjectionPart(names.v, kv_total, kv_rows),
         )
         self._qkv = ColumnParallel(qkv, hidden_size, kernels=kernels, weights=weights)
         self._out = RowParallel(

@@ -17,7 +17,7 @@ from negamax.kernels.collectives.op import ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL
 from negamax.kernels.norm.op import ADD_RMS
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
-from negamax.layers.linear import ColumnParallel, Part
+from negamax.layers.linear import ColumnParallel, ProjectionPart
 from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot
 from negamax.parallel.collectives import SingleRank
@@ -137,7 +137,7 @@ class VocabHead:
     ) -> None:
         self._group = group
         self._linear = ColumnParallel(
-            [Part(name, shape[0], rows)],
+            [ProjectionPart(name, shape[0], rows)],
             shape[1],
             kernels=kernels,
             weights=replace(weights, keep_quantized=False),

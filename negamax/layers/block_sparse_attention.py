@@ -5,8 +5,6 @@ that its index head selects. Heads are split over the attention group. All index
 index keys, which are replicated or sharded by blocks (`choice.IndexShard`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +28,7 @@ from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches, head_rows
 from negamax.layers.context_exchange import KeyExchange, key_exchange
 from negamax.layers.kv_scales import KvScales
-from negamax.layers.linear import ColumnParallels, Part, RowParallel
+from negamax.layers.linear import ColumnParallels, ProjectionPart, RowParallel
 from negamax.layers.names import AttentionNames, IndexerNames
 from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot
@@ -121,7 +119,7 @@ class BlockSparseAttention:
     selection; attention; output projection.
 
     A rank holds `heads / tp` query heads, `kv_heads / tp` KV heads and their index heads. With more
-    ranks than KV heads, neighbouring ranks hold copies of one. If these ranks shard its cache by
+    ranks than KV heads, adjacent ranks hold copies of one. If these ranks shard its cache by
     blocks (DCP), each projects the query heads of all of them. `gemma_norm`: norms scale by 1 + the
     checkpoint's weights. With a shard of the index keys, a rank has the index queries of all heads.
     """
@@ -151,11 +149,11 @@ class BlockSparseAttention:
         self._group = group
         self._projection = ColumnParallels(
             (
-                Part(names.q, q_total, q_rows),
-                Part(names.k, kv_total, kv_rows),
-                Part(names.v, kv_total, kv_rows),
-                Part(index.q, kv_heads * index_dim, head_rows(index_heads, index_dim)),
-                Part(index.k, index_dim, range(index_dim)),
+                ProjectionPart(names.q, q_total, q_rows),
+                ProjectionPart(names.k, kv_total, kv_rows),
+                ProjectionPart(names.v, kv_total, kv_rows),
+                ProjectionPart(index.q, kv_heads * index_dim, head_rows(index_heads, index_dim)),
+                ProjectionPart(index.k, index_dim, range(index_dim)),
             ),
             hidden_size,
             kernels=kernels,

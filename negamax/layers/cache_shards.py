@@ -7,8 +7,6 @@ results for its own heads.
 Layers are unaware of it: their kernel table has attention ops that do this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

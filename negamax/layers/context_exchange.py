@@ -2,8 +2,6 @@
 of the new tokens to all, so every cache holds every token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The checkpoint's scales of the keys and values of an FP8 cache."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

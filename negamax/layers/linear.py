@@ -2,8 +2,6 @@
 columns (row parallel).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,7 +21,7 @@ from negamax.quantization.scheme import WeightFormat
 
 
 @dataclass(frozen=True)
-class Part:
+class ProjectionPart:
     """One checkpoint tensor in a fused weight: its name, total rows and this rank's rows."""
 
     name: str
@@ -60,7 +58,12 @@ class ColumnParallel(_Linear):
     """y = x W^T. W stacks this rank's rows of one or more checkpoint tensors; no communication."""
 
     def __init__(
-        self, parts: Sequence[Part], inputs: int, *, kernels: KernelTable, weights: WeightFormat
+        self,
+        parts: Sequence[ProjectionPart],
+        inputs: int,
+        *,
+        kernels: KernelTable,
+        weights: WeightFormat,
     ) -> None:
         shape = (sum(len(part.rows) for part in parts), inputs)
         is_cut = len(parts) > 1 or len(parts[0].rows) < parts[0].total_rows
@@ -97,7 +100,12 @@ class ColumnParallels:
     """
 
     def __init__(
-        self, parts: Sequence[Part], inputs: int, *, kernels: KernelTable, weights: WeightFormat
+        self,
+        parts: Sequence[ProjectionPart],
+        inputs: int,
+        *,
+        kernels: KernelTable,
+        weights: WeightFormat,
     ) -> None:
         self._products = [
             ColumnParallel(list(run), inputs, kernels=kernels, weights=weights)

@@ -1,14 +1,12 @@
 """A gated dense MLP, split by width over the attention group."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from negamax.formats.floats import E4M3_GROUPS
 from negamax.kernels.activations import QuantizedActivations, SwiGlu
 from negamax.kernels.mlp.op import SWIGLU
 from negamax.kernels.registry import KernelTable
-from negamax.layers.linear import ColumnParallel, Part, RowParallel
+from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
 from negamax.layers.names import MlpNames
 from negamax.layers.partial import Partial
 from negamax.parallel.context import ParallelContext
@@ -36,7 +34,7 @@ class Mlp:
         rows = shard(width, rank=view.rank, size=view.size, what="MLP intermediate size")
         self._swiglu, self._between = kernels[SWIGLU].run, activation
         self._gate_up = ColumnParallel(
-            [Part(name, width, rows) for name in (names.gate, names.up)],
+            [ProjectionPart(name, width, rows) for name in (names.gate, names.up)],
             hidden_size,
             kernels=kernels,
             weights=weights,

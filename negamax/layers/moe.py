@@ -2,8 +2,6 @@
 experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -62,7 +60,7 @@ class SparseMoe:
         """
         experts = [names.expert(number) for number in range(num_experts)]
         table = table or context.layout.expert_slots(num_experts, layer)
-        self._beside: Mlp | None = None
+        self._shared_mlp: Mlp | None = None
         if shared_width:
             shared = names.shared
             assert shared is not None
@@ -71,7 +69,7 @@ class SparseMoe:
                 table = (*table, num_experts)
                 experts.append(shared)
             else:
-                self._beside = Mlp(
+                self._shared_mlp = Mlp(
                     shared,
                     hidden_size=hidden_size,
                     width=shared_width,
@@ -98,11 +96,11 @@ class SparseMoe:
                 kernels=kernels,
                 weights=weights,
             ),
-            *(() if self._beside is None else self._beside.slots),
+            *(() if self._shared_mlp is None else self._shared_mlp.slots),
         ]
         self.activation = wanted = self._experts_kernel.activation
         self._quantize: Any = None
-        if self._beside is not None and self._beside.activation != wanted:
+        if self._shared_mlp is not None and self._shared_mlp.activation != wanted:
             # the norm returns plain activations, which FP8 GEMMs quantize themselves
             self.activation = None
             self._quantize = None if wanted is None else kernels[QUANTIZE].run
@@ -168,8 +166,8 @@ class SparseMoe:
             activation=self._between,
             shared=self._is_shared,
         )
-        if self._beside is not None:
-            self._beside.finish_loading()
+        if self._shared_mlp is not None:
+            self._shared_mlp.finish_loading()
         del self._gate, self._bias, self._gate_up, self._down
 
     @property
@@ -206,7 +204,7 @@ class SparseMoe:
         ids, weights = self._route_kernel.run(x, self._router, top_k=self.top_k, active=active)
         return self._run_experts(x, ids, weights, tokens)
 
-    def behind(
+    def run_after(
         self, norm: RmsNorm, part: Partial, residual: Tensor, tokens: StepTokens = ALL_TOKENS
     ) -> Partial:
         """Run on the output of `norm`, which adds `part` to the residual [T, hidden]."""
@@ -224,7 +222,7 @@ class SparseMoe:
         if self._observed is not None:
             count = min(len(ids), len(self._observed))
             self._observed[:count].copy_(ids[:count, : self.top_k])
-        shared = None if self._beside is None else self._beside(x)
+        shared = None if self._shared_mlp is None else self._shared_mlp(x)
         if self._quantize is not None:
             x = self._quantize(x)
         given = self._dispatch.dispatch(x, ids, weights, tokens)

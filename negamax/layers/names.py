@@ -1,7 +1,5 @@
 """Tensor names of a layer in checkpoints, as its model family defines them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """The result of a block split over ranks: a part of a sum that the next norm completes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Norms of queries and keys: over all heads together, or over each head alone."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

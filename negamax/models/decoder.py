@@ -120,7 +120,7 @@ class DecoderLayer:
     ) -> Partial:
         x = self.attention(hidden, metadata, kv)
         if isinstance(self.mlp, SparseMoe):
-            return self.mlp.behind(self._post_norm, x, residual, metadata.step_tokens)
+            return self.mlp.run_after(self._post_norm, x, residual, metadata.step_tokens)
         return self.mlp(self._post_norm(x, residual))
 
 

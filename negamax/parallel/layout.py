@@ -18,7 +18,7 @@ from negamax.options.parallel import ParallelOptions
 @dataclass(frozen=True)
 class AttentionView:
     """The attention group of one rank: its position among `size` ranks that split the heads of a
-    replica. `cache_size` neighbours with copies of one KV head split the blocks of its cache.
+    replica. `cache_size` adjacent ranks with copies of one KV head split the blocks of its cache.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class AttentionView:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """A rank's part of rows or columns, and the padded size common to all ranks. Padding is
     zeros.
     """
@@ -120,7 +120,7 @@ class ExpertView:
         per_rank = num_experts // self.ep
         return range(self.ep_rank * per_rank, (self.ep_rank + 1) * per_rank)
 
-    def width(self, intermediate_size: int, *, unit: int = 1) -> Share:
+    def width(self, intermediate_size: int, *, unit: int = 1) -> RankShare:
         """Return this rank's rows of each expert's gate and up projection (columns of down), split
         at multiples of `unit`.
         """
@@ -141,7 +141,7 @@ class ParallelLayout:
     dp: int = 1
     pp: int = 1
     cp: int = 1
-    dcp: int = 1  # neighbours among the tp ranks that split the KV cache of one head
+    dcp: int = 1  # adjacent ranks among the tp ranks that split the KV cache of one head
     partition: tuple[int, ...] = ()  # layers of each pipeline stage; empty: split evenly
     # slots for extra copies of experts, on all ranks of a stage together
     redundant_experts: int = 0
@@ -334,10 +334,10 @@ def shard(total: int, *, rank: int, size: int, what: str) -> range:
     return range(rank * per_rank, (rank + 1) * per_rank)
 
 
-def share(total: int, *, rank: int, size: int, unit: int) -> Share:
+def share(total: int, *, rank: int, size: int, unit: int) -> RankShare:
     """Return the `rank`-th of `size` slices of `total` that begin at multiples of `unit`. They
-    differ by at most one `unit`, which minimises the largest slice.
+    differ by at most one `unit`, which minimizes the largest slice.
     """
     units = -(-total // unit)
     first, stop = (min(units * edge // size * unit, total) for edge in (rank, rank + 1))
-    return Share(range(first, stop), -(-units // size) * unit)
+    return RankShare(range(first, stop), -(-units // size) * unit)

@@ -1,7 +1,5 @@
 """Limits how long kernels poll for words that other ranks write to this rank's memory."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

@@ -1,7 +1,5 @@
 """The store through which the ranks of one engine meet."""
 
-from __future__ import annotations
-
 import socket
 import time
 from datetime import timedelta

@@ -5,8 +5,6 @@ The weight format does not matter: if a split would cut a quantization group, ra
 and zeros as padding (`layout.share`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from negamax.base.errors import ConfigError

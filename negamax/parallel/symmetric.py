@@ -4,8 +4,6 @@ a buffer in which tensors of medium size are summed.
 It uses plain peer-to-peer mappings, not NVLink multicast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

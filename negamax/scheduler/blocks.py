@@ -1,7 +1,5 @@
 """The pool of KV blocks: reference counts, cached content and the order of reuse."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 

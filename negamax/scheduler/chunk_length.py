@@ -4,8 +4,6 @@ A token attends to all earlier tokens, so chunks of equal length take ever longe
 later stages wait for the last chunk of a prompt, which takes longest.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,10 +11,10 @@ from typing import Protocol
 class ChunkLength(Protocol):
     """Chooses the length of each chunk, from the arguments alone."""
 
-    def fit(self, behind: int, left: int, budget: int) -> tuple[int, int]:
+    def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
         """Return (tokens to run, budget that they use), both at least 1.
 
-        `left`: remaining tokens of the sequence, at least 1; `behind`: tokens before them;
+        `left`: remaining tokens of the sequence, at least 1; `computed`: tokens before them;
         `budget`: room in the step, at least 1. The used budget is at least the number of tokens.
         """
 
@@ -24,7 +22,7 @@ class ChunkLength(Protocol):
 class EvenChunks:
     """Fills the budget."""
 
-    def fit(self, behind: int, left: int, budget: int) -> tuple[int, int]:
+    def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
         count = min(left, budget)
         return count, count
 
@@ -41,17 +39,17 @@ class EvenTimes:
     # prompt. At least 1, and never falling.
     prices: tuple[float, ...]
 
-    def fit(self, behind: int, left: int, budget: int) -> tuple[int, int]:
-        price = self._price(behind)
+    def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
+        price = self._price(computed)
         count = min(left, max(1, int(budget / price)))
-        end = (behind + count) // self.block_size * self.block_size
-        if behind < end and count < left:
-            count = end - behind
+        end = (computed + count) // self.block_size * self.block_size
+        if computed < end and count < left:
+            count = end - computed
         return count, min(budget, max(count, round(count * price)))
 
-    def _price(self, behind: int) -> float:
+    def _price(self, computed: int) -> float:
         """Interpolate linearly in `prices`."""
-        at, beyond = divmod(behind, self.every)
+        at, beyond = divmod(computed, self.every)
         if at + 1 >= len(self.prices):
             return self.prices[-1]
         low, high = self.prices[at : at + 2]

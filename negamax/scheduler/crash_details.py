@@ -1,7 +1,5 @@
 """Details of requests and plans for crash dumps: numbers, never tokens or texts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

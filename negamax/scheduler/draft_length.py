@@ -1,11 +1,11 @@
-"""Chooses how many draft tokens each row verifies, to maximise tokens per second.
+"""Chooses how many draft tokens each row verifies, to maximize tokens per second.
 
 A step of `rows` rows with k drafts each takes T(rows, k) and yields 1 + p1 + p1 p2 + ... tokens per
 row. p_i is the share of drafts accepted at place i, given that all before it are accepted.
 Committed steps update both estimates:
 
 - T: the time measured at start, times one factor for all k at similar `rows` (contexts grow) and
-  one factor for each k (errors of neighbouring k are correlated). The factors are states of a
+  one factor for each k (errors of similar k are correlated). The factors are states of a
   Kalman filter in the logarithm. Its remaining error makes a length look faster than its estimate,
   so that uncertain lengths are tried. The error grows in steps without the length.
 - p_i: shares over recent trials, with a prior. Old trials decay, so an abandoned length, also
@@ -39,7 +39,7 @@ _UNTIMED_STEPS = 256  # steps until a length is tried without known times
 # Variances of logarithms of times (measured times exclude the host). Error of the longest drafts,
 # which shorter ones have in part; each length's own error; noise of one step.
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
-_NEIGHBOUR = 0.07**2  # added for half or twice as many rows
+_NEAR = 0.07**2  # added for half or twice as many rows
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
 _OUTLIERS = 3  # consecutive steps with unexplained errors after which times are reset
 _UNKNOWN, _DRIFT, _LENGTH_DRIFT = 1e2, 0.004**2, 0.0004**2
@@ -96,13 +96,13 @@ class _Times:
             row[i] += _OWN_ERROR
             self._covariances.append([0.0, *row])
 
-    def beside(self, *, step: int) -> _Times:
+    def extrapolate(self, *, step: int) -> _Times:
         """Return the state for half or twice as many rows without observed steps."""
         times = _Times(self._lengths, step=step)
         times._means = self._means[:]
         times._covariances = [row[:] for row in self._covariances]
         for i, row in enumerate(times._covariances):
-            row[i] += _NEIGHBOUR if i else _UNKNOWN
+            row[i] += _NEAR if i else _UNKNOWN
         return times
 
     def of_length(self, index: int) -> float:
@@ -147,9 +147,9 @@ class _Times:
 class _Shares:
     """Acceptance at one place of a draft, over the trials that count."""
 
-    right: float = 0.0
+    accepted: float = 0.0
     trials: float = 0.0
-    new_right: int = 0  # accepted in the current step
+    new_accepted: int = 0  # accepted in the current step
     new_trials: int = 0
     tried: int = 0  # steps with trials since the length was dropped, and later steps without
     untried: int = 0
@@ -167,9 +167,9 @@ class _Shares:
         else:
             self.untried += 1
             kept = math.exp(-min(1.0, num_rows / 4) / self.rest)
-        self.right = self.right * kept + self.new_right
+        self.accepted = self.accepted * kept + self.new_accepted
         self.trials = self.trials * kept + self.new_trials
-        self.new_right = self.new_trials = 0
+        self.new_accepted = self.new_trials = 0
 
 
 class AdaptiveDraftLength:
@@ -215,7 +215,7 @@ class AdaptiveDraftLength:
         """Estimate for each place the share of drafts accepted up to it."""
         shares, share, prior = [], 1.0, _PRIOR
         for place in self._places:
-            prior = (place.right + prior * _PRIOR_TRIALS) / (place.trials + _PRIOR_TRIALS)
+            prior = (place.accepted + prior * _PRIOR_TRIALS) / (place.trials + _PRIOR_TRIALS)
             share *= prior
             shares.append(share)
         return shares
@@ -231,8 +231,8 @@ class AdaptiveDraftLength:
                 continue
             accepted, drafts = result.num_accepted, plan.num_draft_tokens
             rows = Counter((count, accepted.get(row, 0)) for row, count in enumerate(drafts))
-            for (count, right), rows_alike in rows.items():
-                self.add_rows(rows_alike, count, right)
+            for (count, num_accepted), rows_alike in rows.items():
+                self.add_rows(rows_alike, count, num_accepted)
             num_drafts, full = sum(drafts), len(drafts) * plan.num_proposed
             # only generated tokens, and nearly all rows verify as many drafts as they propose
             is_even &= plan.num_tokens == len(drafts) + num_drafts
@@ -247,7 +247,7 @@ class AdaptiveDraftLength:
         for place in self._places[: min(num_drafts, num_accepted + 1)]:
             place.new_trials += num_rows
         for place in self._places[:num_accepted]:
-            place.new_right += num_rows
+            place.new_accepted += num_rows
 
     def end_step(self, num_rows: int, num_drafts: int | None, seconds: float) -> None:
         """Record a step of `num_rows` rows. `num_drafts` is None if rows differ or other tokens
@@ -281,7 +281,7 @@ class AdaptiveDraftLength:
             self._times[size] = (
                 _Times(self._lengths, step=self._num_steps)
                 if near is None
-                else self._times[near].beside(step=self._num_steps)
+                else self._times[near].extrapolate(step=self._num_steps)
             )
         return self._times[size]
 

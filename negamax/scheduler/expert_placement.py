@@ -5,8 +5,6 @@ A placement lists the expert in each slot. Ranks have equally many consecutive s
 copies of an expert evenly.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Sequence

@@ -6,18 +6,16 @@ A request waits in one common queue until a rank can admit it, and goes to the c
 their context. Preempted requests stay on their rank, which may still cache their prefix.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Sequence as Items
 
 import msgspec
 
 from negamax.base.errors import InvalidRequestError
-from negamax.scheduler.arrivals import Arrivals
 from negamax.scheduler.draft_length import DraftLength
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest
+from negamax.scheduler.request_table import RequestTable
 from negamax.scheduler.scheduler import Scheduler, by_order
 from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.shares import is_shared_out, most_of_share
@@ -25,7 +23,10 @@ from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult, StepSiz
 
 
 class GroupScheduler:
-    """A `Scheduler` with a plan for each data-parallel rank."""
+    """A `Scheduler` for each data-parallel rank, and the requests of all of them.
+
+    Use: `add` and `end` at any moment; `plan`, launch it, then `commit` (or `fail`) plans in order.
+    """
 
     def __init__(
         self, limits: SchedulerLimits, draft_lengths: Items[DraftLength | None] = (None,)
@@ -33,19 +34,16 @@ class GroupScheduler:
         """`limits` of each rank, except the number of waiting requests; `draft_lengths`: one per
         rank, as for `Scheduler`.
         """
-        self.limits = limits
-        self._arrivals = Arrivals(limits)
-        self.ranks = [Scheduler(limits, length, self._arrivals) for length in draft_lengths]
+        self.limits, self._requests = limits, RequestTable(limits)
+        self.ranks = [Scheduler(limits, self._requests, length) for length in draft_lengths]
         self._waiting: list[Sequence] = []  # by order, not assigned to a rank yet
 
     def __contains__(self, request_id: object) -> bool:
-        return any(sequence.request_id == request_id for sequence in self._waiting) or any(
-            request_id in rank for rank in self.ranks
-        )
+        return request_id in self._requests.sequences
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._waiting) or any(rank.has_unfinished for rank in self.ranks)
+        return bool(self._requests.sequences)
 
     @property
     def num_waiting(self) -> int:
@@ -53,7 +51,7 @@ class GroupScheduler:
         return len(self._waiting) + sum(rank.num_waiting for rank in self.ranks)
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request with resolved sampling. Errors: those of `Arrivals.accept`, and
+        """Queue a request with resolved sampling. Errors: those of `RequestTable.add`, and
         InvalidRequestError for an unknown data-parallel rank.
         """
         pinned = request.data_parallel_rank
@@ -63,39 +61,45 @@ class GroupScheduler:
                 param="data_parallel_rank",
                 code="no_such_data_parallel_rank",
             )
-        sequence = self._arrivals.accept(request, self, num_waiting=self.num_waiting)
+        sequence = self._requests.add(request, num_waiting=self.num_waiting)
         if pinned is not None or len(self.ranks) == 1:
-            self.ranks[pinned or 0].queue(sequence)
+            self._assign(sequence, pinned or 0)
         else:
             insort(self._waiting, sequence, key=by_order)
 
     def sequences(self) -> list[Sequence]:
         """Running and waiting requests with their state, read-only."""
-        return [*(each for rank in self.ranks for each in rank.sequences()), *self._waiting]
+        return list(self._requests.sequences.values())
 
     def end(
         self, request_id: str, finish_reason: str, *, error: str | None = None
     ) -> SequenceUpdate | None:
         """End a request now and free its resources; None if it is unknown or finished."""
-        for sequence in self._waiting:
-            if sequence.request_id == request_id:
-                self._waiting.remove(sequence)
-                sequence.finished = True
-                return SequenceUpdate(request_id, [], finish_reason=finish_reason, error=error)
-        updates = (rank.end(request_id, finish_reason, error=error) for rank in self.ranks)
-        return next((update for update in updates if update is not None), None)
+        sequence = self._requests.sequences.get(request_id)
+        if sequence is None:
+            return None
+        if sequence.rank is not None:
+            self.ranks[sequence.rank].free(sequence)
+        else:
+            self._waiting.remove(sequence)
+            self._requests.remove(sequence)
+        return sequence.end_update(finish_reason, error=error)
 
     def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache, except blocks of running requests."""
         for rank in self.ranks:
             rank.reset_prefix_cache()
 
     def unblock(self, request_id: str) -> None:
-        for rank in self.ranks:
-            rank.unblock(request_id)
+        """Plan a postponed request again."""
+        sequence = self._requests.sequences.get(request_id)
+        if sequence is not None:
+            sequence.is_postponed = False
 
     def clear_grammar(self, request_id: str) -> None:
-        for rank in self.ranks:
-            rank.clear_grammar(request_id)
+        sequence = self._requests.sequences.get(request_id)
+        if sequence is not None:
+            self._requests.clear_grammar(sequence)
 
     def plan(self) -> list[StepPlan] | None:
         """Return the next step, one plan per rank, some perhaps without rows. None if nothing can
@@ -118,7 +122,8 @@ class GroupScheduler:
 
     def take_admitted(self) -> list[str]:
         """Return the ids of requests first admitted since the last call."""
-        return [request_id for rank in self.ranks for request_id in rank.take_admitted()]
+        admitted, self._requests.admitted = self._requests.admitted, []
+        return admitted
 
     def proposed(self, results: Items[StepResult]) -> dict[str, list[int]]:
         """Return `Scheduler.proposed` for the oldest uncommitted step."""
@@ -151,7 +156,11 @@ class GroupScheduler:
             possible = [(cost, at) for at, cost in enumerate(costs) if cost is not None]
             if not possible:
                 break  # the first is never overtaken
-            self.ranks[min(possible)[1]].queue(self._waiting.pop(0))
+            self._assign(self._waiting.pop(0), min(possible)[1])
+
+    def _assign(self, sequence: Sequence, rank: int) -> None:
+        sequence.rank = rank
+        self.ranks[rank].queue(sequence)
 
 
 def _size(

@@ -1,7 +1,5 @@
 """The limits of a scheduler."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from negamax.scheduler.chunk_length import ChunkLength, EvenChunks

@@ -1,7 +1,5 @@
 """A plan under construction."""
 
-from __future__ import annotations
-
 from negamax.scheduler.chunk_length import ChunkLength
 from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import NewRow, StepPlan

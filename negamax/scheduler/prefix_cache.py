@@ -5,8 +5,6 @@ and its own tokens. The first hash of a chain starts from the request's cache sa
 never share blocks.
 """
 
-from __future__ import annotations
-
 from array import array
 from hashlib import blake2b
 

@@ -13,20 +13,17 @@ the rest, also for plans made since.
 Deterministic: plans depend only on the calls, not on time, string hashes or set order.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 from operator import attrgetter
 
-from negamax.scheduler.arrivals import Arrivals
 from negamax.scheduler.blocks import BlockPool
 from negamax.scheduler.draft_length import DraftLength, FixedDraftLength
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.plan_builder import PlanBuilder
 from negamax.scheduler.prefix_cache import match_prefix
-from negamax.scheduler.request import GenerateRequest
+from negamax.scheduler.request_table import RequestTable
 from negamax.scheduler.sequence import NEVER, NO_SLOT, Sequence
 from negamax.scheduler.step import GrammarRow, NewRow, SequenceUpdate, StepPlan, StepResult
 from negamax.scheduler.turns import Turns
@@ -46,23 +43,18 @@ class _UncommittedPlan:
 
 
 class Scheduler:
-    """Continuous batching over paged KV blocks, with chunked prefill, prefix cache and preemption
-    by recompute.
+    """Continuous batching on one data-parallel rank: paged KV blocks, chunked prefill, prefix cache
+    and preemption by recompute.
 
-    Use: `add` and `end` at any moment; `plan`, launch it, then `commit` (or `fail`) plans in order.
+    Use: `plan`, launch it, then `commit` (or `fail`) plans in order.
     """
 
     def __init__(
-        self,
-        limits: SchedulerLimits,
-        draft_length: DraftLength | None = None,
-        arrivals: Arrivals | None = None,
+        self, limits: SchedulerLimits, requests: RequestTable, draft_length: DraftLength | None
     ) -> None:
-        """`draft_length`: chooses the draft tokens of rows; None: the limit. `arrivals`: given if
-        shared with other schedulers.
-        """
+        """`requests`: of all ranks. `draft_length`: chooses draft tokens; None: the limit."""
         self.limits = limits
-        self._arrivals = arrivals or Arrivals(limits)
+        self._requests = requests
         self._draft_length = draft_length or FixedDraftLength(limits.num_draft_tokens)
         self.preemption_count = 0
         self.prompt_tokens = 0  # prompt tokens of admitted requests
@@ -73,26 +65,16 @@ class Scheduler:
         # accepted ones by place in the row
         self.accepted_per_position = [0] * limits.num_draft_tokens
         self._pool = BlockPool(limits.num_blocks)
-        self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # by order
         self._running: list[Sequence] = []  # by order: the last one is preempted first
         self._turns = Turns(limits.num_stages)
         num_slots = self._turns.most_slots(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._in_flight: deque[_UncommittedPlan] = deque()
-        self._num_constrained = 0  # constrained sequences that have not ended
-        self._admitted: list[str] = []  # request ids, until `take_admitted`
         # the request that could not be admitted, and the pool's gain count at that time
         self._refused: tuple[str, int] | None = None
         self._step_count = 0
         self._last_committed = -1  # step id
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._sequences
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self._sequences)
 
     @property
     def num_running(self) -> int:
@@ -108,28 +90,18 @@ class Scheduler:
         """Number of KV blocks that no live request holds; cached ones count."""
         return self._pool.num_free
 
-    def add(self, request: GenerateRequest) -> None:
-        """Queue a request with resolved sampling. Errors: those of `Arrivals.accept`."""
-        self.queue(self._arrivals.accept(request, self._sequences, num_waiting=self.num_waiting))
-
     def queue(self, sequence: Sequence) -> None:
-        self._num_constrained += sequence.is_constrained
-        self._sequences[sequence.request_id] = sequence
         insort(self._waiting, sequence, key=by_order)
 
-    def sequences(self) -> list[Sequence]:
-        """Running and waiting requests with their state, read-only."""
-        return list(self._sequences.values())
-
-    def end(
-        self, request_id: str, finish_reason: str, *, error: str | None = None
-    ) -> SequenceUpdate | None:
-        """End a request now and free its resources; None if it is unknown or finished."""
-        sequence = self._sequences.get(request_id)
-        return None if sequence is None else self._end(sequence, finish_reason, error=error)
+    def free(self, sequence: Sequence) -> None:
+        """Drop a sequence. Its rows still in flight are dropped at commit."""
+        self._requests.remove(sequence)
+        if sequence.slot == NO_SLOT:
+            self._waiting.remove(sequence)
+        else:
+            self._leave(sequence)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, except blocks of running requests."""
         self._pool.evict()
 
     def grammar_rows(self, plan: StepPlan) -> list[GrammarRow]:
@@ -168,17 +140,6 @@ class Scheduler:
             sequence.num_computed -= 1
             sequence.num_total -= 1
 
-    def unblock(self, request_id: str) -> None:
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            sequence.is_postponed = False
-
-    def clear_grammar(self, request_id: str) -> None:
-        sequence = self._sequences.get(request_id)
-        if sequence is not None and sequence.is_constrained:
-            sequence.is_constrained = False
-            self._num_constrained -= 1
-
     def plan(self) -> StepPlan | None:
         """Return the next step; None if nothing can run before the next commit, `add` or (in a
         pipeline) turn.
@@ -199,24 +160,23 @@ class Scheduler:
                 break  # the first is never overtaken
             builder.new_rows.append(new_row)
             sequence = self._waiting.pop(0)
-            self._arrivals.admitted(sequence)
             builder.add_chunk(sequence)
             self._look_ahead(sequence, builder)
         if not builder.sequences and not builder.chunks:
             return None
-        plan = builder.finish(
-            self._step_count, has_constrained=self._num_constrained > 0, num_proposed=num_drafts
-        )
-        self._turns.planned(builder.sequences, plan.needs_sampling)
-        self._in_flight.append(_UncommittedPlan(self._step_count, builder.sequences, set()))
-        self._step_count += 1
-        return plan
+        return self._finish(builder, num_proposed=num_drafts)
 
     def plan_nothing(self) -> StepPlan:
         """Return a step without rows, for a rank that runs beside other data-parallel ranks."""
-        builder = PlanBuilder(0, self.limits.chunk_length)
-        plan = builder.finish(self._step_count, has_constrained=False, num_proposed=0)
-        self._in_flight.append(_UncommittedPlan(self._step_count, [], set()))
+        return self._finish(PlanBuilder(0, self.limits.chunk_length), num_proposed=0)
+
+    def _finish(self, builder: PlanBuilder, *, num_proposed: int) -> StepPlan:
+        has_constrained = self._requests.num_constrained > 0
+        plan = builder.finish(
+            self._step_count, has_constrained=has_constrained, num_proposed=num_proposed
+        )
+        self._turns.planned(builder.sequences, plan.needs_sampling)
+        self._in_flight.append(_UncommittedPlan(self._step_count, builder.sequences, set()))
         self._step_count += 1
         return plan
 
@@ -246,11 +206,6 @@ class Scheduler:
         num_held = (pool.num_blocks - pool.num_free) * block_size
         num_rows = len(self._running) + len(waiting)
         return backlog + own + ROW_COST * num_rows + num_held // TOKENS_PER_COST
-
-    def take_admitted(self) -> list[str]:
-        """Return the ids of requests first admitted since the last call."""
-        admitted, self._admitted = self._admitted, []
-        return admitted
 
     def commit(
         self, plan: StepPlan, result: StepResult, *, seconds: float = 0.0
@@ -282,11 +237,13 @@ class Scheduler:
                 num_accepted = result.num_accepted.get(row, 0)
                 end += num_accepted
                 self._give_back(sequence, num_drafts, num_accepted)
-                self._count_drafts(sequence, result.num_guessed.get(row, num_drafts), num_accepted)
+                self._count_drafts(
+                    sequence, result.num_draft_tokens.get(row, num_drafts), num_accepted
+                )
             if sequence.finished:
                 continue
             if errors and row in errors:
-                updates.append(self._end(sequence, "error", error=errors[row]))
+                updates.append(self._end(sequence, errors[row]))
                 continue
             if prompt_logprobs and row in prompt_logprobs and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs.extend(prompt_logprobs[row])
@@ -320,7 +277,7 @@ class Scheduler:
                 places = range(first, first + len(tokens))
                 token_logprobs = [logprobs[i] for i in places if i in logprobs] or None
             if finish_reason is not None:
-                self._free(sequence)
+                self.free(sequence)
             updates.append(
                 SequenceUpdate(
                     sequence.request_id,
@@ -342,11 +299,7 @@ class Scheduler:
     def fail(self, plan: StepPlan, message: str) -> list[SequenceUpdate]:
         """Drop the oldest uncommitted plan, which was lost: its sequences end with an error."""
         sequences = self._take_in_flight(plan).sequences
-        return [
-            self._end(sequence, "error", error=message)
-            for sequence in sequences
-            if not sequence.finished
-        ]
+        return [self._end(sequence, message) for sequence in sequences if not sequence.finished]
 
     def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
         """Plan one row for each running sequence with one token left to run, with up to
@@ -429,8 +382,8 @@ class Scheduler:
         """Count a committed row with drafts. A row without any proposed token does not count."""
         if not num_drafts:
             return
-        rows, tokens, right = sequence.drafts
-        sequence.drafts = rows + 1, tokens + num_drafts, right + num_accepted
+        rows, tokens, accepted = sequence.drafts
+        sequence.drafts = rows + 1, tokens + num_drafts, accepted + num_accepted
         self.draft_rows += 1
         self.draft_tokens += num_drafts
         for place in range(num_accepted):
@@ -492,9 +445,7 @@ class Scheduler:
             sequence.index_at = sequence.num_computed + block_size
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs = []  # an interrupted prefill starts again
-        if not sequence.was_admitted:
-            sequence.was_admitted = True
-            self._admitted.append(sequence.request_id)
+        if self._requests.admit(sequence):
             sequence.num_cached_tokens = sequence.num_computed
             self.prompt_tokens += sequence.prompt_len
             self.cached_prompt_tokens += sequence.num_computed
@@ -539,27 +490,9 @@ class Scheduler:
         is_eos = token_id in self.limits.eos_token_ids and not sequence.request.sampling.ignore_eos
         return None if is_eos else token_id
 
-    def _end(
-        self, sequence: Sequence, finish_reason: str, *, error: str | None = None
-    ) -> SequenceUpdate:
-        self._free(sequence)
-        return SequenceUpdate(
-            sequence.request_id,
-            [],
-            finish_reason=finish_reason,
-            num_cached_tokens=sequence.num_cached_tokens,
-            error=error,
-        )
-
-    def _free(self, sequence: Sequence) -> None:
-        """Drop a sequence. Its rows still in flight are dropped at commit."""
-        sequence.finished = True
-        self._num_constrained -= sequence.is_constrained
-        del self._sequences[sequence.request_id]
-        if sequence.slot == NO_SLOT:
-            self._waiting.remove(sequence)
-        else:
-            self._leave(sequence)
+    def _end(self, sequence: Sequence, error: str) -> SequenceUpdate:
+        self.free(sequence)
+        return sequence.end_update("error", error=error)
 
     def _leave(self, sequence: Sequence) -> None:
         self._running.remove(sequence)

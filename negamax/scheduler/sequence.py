@@ -1,12 +1,10 @@
 """State of one request in the scheduler."""
 
-from __future__ import annotations
-
 import msgspec
 
 from negamax.scheduler.prefix_cache import BlockHashes
 from negamax.scheduler.request import GenerateRequest
-from negamax.scheduler.step import TokenLogprobs
+from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 
 NO_SLOT = -1
 NEVER = 2**63  # larger than any position
@@ -41,6 +39,7 @@ class Sequence:
         "order",
         "prompt_len",
         "prompt_logprobs",
+        "rank",
         "request",
         "request_id",
         "resume_after",
@@ -82,6 +81,7 @@ class Sequence:
             self.stop_ids |= frozenset(sampling.stop_token_ids)
         self.block_hashes = BlockHashes(self.tokens, block_size=block_size, salt=request.cache_salt)
 
+        self.rank: int | None = None  # data-parallel rank that runs it
         self.slot = NO_SLOT
         self.block_ids: list[int] = []
         self.capacity = 0  # positions that block_ids have room for
@@ -115,3 +115,13 @@ class Sequence:
         if len(self.tokens) > self.stop_from and self.tokens[-1] in self.stop_ids:
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None
+
+    def end_update(self, finish_reason: str, *, error: str | None = None) -> SequenceUpdate:
+        """Return the last update of a sequence that ends without a token."""
+        return SequenceUpdate(
+            self.request_id,
+            [],
+            finish_reason=finish_reason,
+            num_cached_tokens=self.num_cached_tokens,
+            error=error,
+        )

@@ -2,8 +2,6 @@
 (`worker/token_shares.py`).
 """
 
-from __future__ import annotations
-
 
 def is_shared_out(longest_run: int, num_shares: int) -> bool:
     """Whether a step whose longest prompt run is this long is sharded: each piece, two per rank,

@@ -12,8 +12,6 @@ the drafts after it, and samples after each. Drafts are accepted up to the first
 from the token sampled in its place. Accepted drafts plus one bonus token are kept.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from negamax.scheduler.request import SamplingParams
@@ -150,7 +148,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # [layers, experts] int64: choices of each expert on all ranks, if the plan asks for them
     expert_counts: bytes = b""
     # by row index of the plan: number of proposed draft tokens, for rows where some are missing
-    num_guessed: dict[int, int] = {}
+    num_draft_tokens: dict[int, int] = {}
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):

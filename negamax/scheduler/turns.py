@@ -5,8 +5,6 @@ The first stage reads the token of a decode. With P stages, each row is therefor
 Rows are spread evenly, because a step with fewer rows takes hardly less time per stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from negamax.scheduler.sequence import Sequence

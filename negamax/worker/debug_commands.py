@@ -2,8 +2,6 @@
 host, and time by kernel.
 """
 
-from __future__ import annotations
-
 from itertools import repeat
 
 import torch

@@ -4,8 +4,6 @@ Nothing here waits for a GPU: uploads leave from pinned memory, results arrive i
 only `HostTensor.read` waits.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

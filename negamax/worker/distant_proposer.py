@@ -1,7 +1,5 @@
 """Speculative decoding on the pipeline stages before the last, which proposes the draft tokens."""
 
-from __future__ import annotations
-
 import torch
 
 from negamax.layers.basic import VocabEmbedding

@@ -11,8 +11,6 @@ sequences share belong to the sequence that filled it. This may lower acceptance
 the output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -124,7 +122,7 @@ class Eagle3Proposer(Proposer):
         # Writes past the context length are clamped and never read.
         last = requests.tokens.shape[1] - 2
         for place in range(num_tokens):
-            picked = self._guess(hidden, slots, lengths, requests, place=place)
+            picked = self._pick_drafts(hidden, slots, lengths, requests, place=place)
             token_ids, positions, seq_lens = self._record(
                 picked, self._target_ids, slots, lengths, place=place,
                 padding_slot=requests.padding_slot, last=last, drafts=drafts,
@@ -135,7 +133,7 @@ class Eagle3Proposer(Proposer):
                 hidden, recurrent = model.forward(recurrent, token_ids, metadata, kv)
         return drafts
 
-    def _guess(
+    def _pick_drafts(
         self, hidden: Tensor, slots: Tensor, lengths: Tensor, requests: RequestState, *, place: int
     ) -> Tensor:
         """Sample the token at lengths + place [R] int64 from hidden [R, hidden] -> [R] int64, an

@@ -6,8 +6,6 @@ move uses the old weights and map, and a step launched after it the new ones. A 
 buffers and no other memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -17,8 +17,6 @@ The first two include the proposer's work. A row with fewer drafts than k takes 
 padding follows the tokens of all rows.
 """
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence

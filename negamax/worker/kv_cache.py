@@ -1,7 +1,5 @@
 """The KV caches of one rank: their number of blocks, and their tensors."""
 
-from __future__ import annotations
-
 import mmap
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Fills a rank's weights from a checkpoint, the weight cache or a seed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path

@@ -4,8 +4,6 @@ To add a sampling parameter that changes logits, add a field to `SamplingParams`
 `LogitEdit` and append it to `EDITS`. Nothing else in the worker or the engine reads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol

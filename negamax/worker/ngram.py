@@ -7,8 +7,6 @@ constant, and a long one does not slow the others. A hash table of n-grams would
 but would also need the tokens of the prefix cache, which no step runs.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

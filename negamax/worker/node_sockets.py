@@ -5,8 +5,6 @@ variable NEGAMAX_NODE_KEY. A peer without the key is ignored. If the variable is
 Negamax has the same key: this keeps out accidental peers, not attackers.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import zmq

@@ -1,7 +1,5 @@
 """The interface of all proposers of draft tokens, and the selection of one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -14,8 +14,6 @@ stays in the batch as a no-op. So the steps of all ranks keep the same shape, an
 with an error.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 once, before the first step.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -4,8 +4,6 @@ Rare features touch only the rows that use them. Nothing waits for the device: c
 are in flight when these functions return.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

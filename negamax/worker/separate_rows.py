@@ -1,7 +1,5 @@
 """A step whose rows run one by one, so that only rows with an error of their own are lost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 from typing import TypeVar
@@ -34,7 +32,7 @@ def run_rows_separately(plan: StepPlan, bitmask: PendingBitmask, run: RunStep) -
         _by_row([result.errors for result in results]),
         _by_row([result.num_accepted for result in results]),
         _by_row([result.proposed for result in results]),
-        num_guessed=_by_row([result.num_guessed for result in results]),
+        num_draft_tokens=_by_row([result.num_draft_tokens for result in results]),
     )
 
 

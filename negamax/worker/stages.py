@@ -10,8 +10,6 @@ A stage waits for the results of a step only before it runs a later step with th
 dropped.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

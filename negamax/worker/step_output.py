@@ -2,8 +2,6 @@
 a `StepResult`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -54,7 +52,7 @@ class StepOutput:
     def result(self) -> StepResult:
         """Wait for the tensors and build the result."""
         token_ids: list[int] = [] if self.token_ids is None else self.token_ids.read().tolist()
-        rows, logprobs, num_accepted, num_guessed = self.sampled_rows, {}, {}, {}
+        rows, logprobs, num_accepted, num_draft_tokens = self.sampled_rows, {}, {}, {}
         if self.sampled is not None and self.sampled.logprobs is not None:
             logprobs = dict(
                 zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True)
@@ -62,7 +60,7 @@ class StepOutput:
         if self.verification is not None:
             num_accepted = self.verification.accepted()
             rejected = self.verification.rejected_samples()
-            num_guessed = self.verification.proposed()
+            num_draft_tokens = self.verification.proposed()
             kept = [i for i in range(len(token_ids)) if i not in rejected]
             rows, token_ids = [rows[i] for i in kept], [token_ids[i] for i in kept]
             logprobs = {place: logprobs[i] for place, i in enumerate(kept) if i in logprobs}
@@ -90,7 +88,7 @@ class StepOutput:
             device_seconds,
             idle_seconds,
             b"" if self.expert_counts is None else expert_bytes(self.expert_counts),
-            num_guessed,
+            num_draft_tokens,
         )
 
 

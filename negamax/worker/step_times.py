@@ -5,8 +5,6 @@ Rows begin with random tokens, so that they use as many experts as real requests
 context. Contexts slow all steps of similar size alike; the engine corrects for this later.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

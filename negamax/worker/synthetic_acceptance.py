@@ -2,8 +2,6 @@
 acceptance rate can be measured with random weights. The generated text is meaningless.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

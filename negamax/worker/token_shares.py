@@ -9,8 +9,6 @@ Ranks derive the sharding from the plan without communication. For steps of othe
 ranks, the plan states whether they are sharded (all or none are) and the most tokens of a shard.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -115,7 +113,7 @@ class PiecesOfRuns:
 
 
 @dataclass(frozen=True)
-class _Share:
+class _ShardTokens:
     tokens: Column  # indices among the step's tokens
     layout: BatchLayout  # layout of these tokens alone, without samples
 
@@ -137,7 +135,7 @@ def share_tokens(
     return AllTokens(layout, requests)
 
 
-def _share_of(layout: BatchLayout, rank: int, ranks: int) -> _Share:
+def _share_of(layout: BatchLayout, rank: int, ranks: int) -> _ShardTokens:
     """Return the pieces of one of `ranks`, in the order of the step's tokens."""
     columns, pieces = layout.columns, 2 * ranks
     starts, counts = columns.query_starts[:-1], np.diff(columns.query_starts)
@@ -160,4 +158,4 @@ def _share_of(layout: BatchLayout, rank: int, ranks: int) -> _Share:
     )
     num_decodes = int((sequence < layout.num_decodes).sum())
     bounds = layout.seq_len_bounds[sequence] - before_end
-    return _Share(tokens, BatchLayout.without_samples(num_decodes, own, bounds))
+    return _ShardTokens(tokens, BatchLayout.without_samples(num_decodes, own, bounds))

@@ -4,8 +4,6 @@ Without it, each kernel is compiled alone at its first launch, while every rank 
 about forty seconds in all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

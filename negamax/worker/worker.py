@@ -1,7 +1,5 @@
 """One rank: executes plans in order on its model runner."""
 
-from __future__ import annotations
-
 from collections import deque
 from contextlib import suppress
 

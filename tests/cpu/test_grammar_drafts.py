@@ -218,7 +218,9 @@ def test_masks_that_come_too_late_void_the_drafts_of_their_rows(
 
     def noted(self: GroupScheduler, plans: Any, results: Any, **options: Any) -> Any:
         for one in results:
-            uncounted.update((one.step_id, row) for row, num in one.num_guessed.items() if not num)
+            uncounted.update(
+                (one.step_id, row) for row, num in one.num_draft_tokens.items() if not num
+            )
         return commit(self, plans, results, **options)
 
     monkeypatch.setattr(manager.GrammarManager, "bitmask", counted)

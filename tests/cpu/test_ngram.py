@@ -116,8 +116,8 @@ def counted(text: list[int], prompt_len: int, most: int) -> tuple[list[int], lis
                 break
             places[right] += 1
             right += 1
-        num_guessed = sum(guess >= 0 for guess in guesses)
-        for i, number in enumerate((num_guessed > 0, num_guessed, right)):
+        num_draft_tokens = sum(guess >= 0 for guess in guesses)
+        for i, number in enumerate((num_draft_tokens > 0, num_draft_tokens, right)):
             totals[i] += number
         num_known += right + 1
     return totals, places

@@ -27,7 +27,7 @@ from negamax.kernels.registry import KernelTable, gpu_kernels, resolve
 from negamax.kernels.weight_only import layout, triton
 from negamax.kernels.weight_only.layout import Packing
 from negamax.kernels.weight_only.triton_dequantize import dequantize as dequantize_packed
-from negamax.layers.linear import ColumnParallel, Part
+from negamax.layers.linear import ColumnParallel, ProjectionPart
 from negamax.layers.moe import SparseMoe
 from negamax.models.minimax_m2 import names
 from negamax.parallel.context import ParallelContext
@@ -108,7 +108,9 @@ def test_layers_choose_by_their_columns(hidden: int, wanted: ActivationFormat | 
     table = KernelTable.of(gpu_kernels(), platform=platform.CPU, dtype=torch.bfloat16)
     scheme = Scheme((E4M3_BLOCKS,), lambda module: E4M3_BLOCKS)
     weights = WeightFormat(torch.bfloat16, torch.device("cpu"), scheme)
-    linear = ColumnParallel([Part("w", 128, range(128))], hidden, kernels=table, weights=weights)
+    linear = ColumnParallel(
+        [ProjectionPart("w", 128, range(128))], hidden, kernels=table, weights=weights
+    )
     moe = SparseMoe(
         names.moe(0), layer=0, hidden_size=hidden, width=128, num_experts=2, top_k=2,
         context=ParallelContext.single(), kernels=table, weights=weights,

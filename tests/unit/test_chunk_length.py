@@ -16,9 +16,9 @@ from negamax.planner.plan import Hardware, make_plan
 from negamax.planner.topology import Topology
 from negamax.scheduler.chunk_length import ChunkLength, EvenChunks, EvenTimes
 from negamax.scheduler.limits import SchedulerLimits
-from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.scheduler import Scheduler
-from negamax.scheduler.step import StepPlan, StepResult
+from negamax.scheduler.request import GenerateRequest
+from negamax.scheduler.step import StepPlan
+from tests.unit.plan_support import RankScheduler, make_request
 
 STEP, BLOCK, LONGEST = 8192, 64, 131_072
 
@@ -128,15 +128,12 @@ def limits(length: ChunkLength) -> SchedulerLimits:
 
 
 def request(name: str, prompt: list[int]) -> GenerateRequest:
-    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
-    return GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling)
+    return make_request(name, prompt, ignore_eos=True)
 
 
-def step(scheduler: Scheduler) -> StepPlan:
-    plan = scheduler.plan()
-    assert plan is not None
-    tokens = [7] * sum(plan.needs_sampling)
-    scheduler.commit(plan, StepResult(plan.step_id, tokens, {}, {}, {}))
+def step(scheduler: RankScheduler) -> StepPlan:
+    plan = scheduler.next_plan()
+    scheduler.commit(plan)
     return plan
 
 
@@ -164,29 +161,29 @@ def test_long_prompts_are_chunked_on_pipeline_stages(
 def test_short_prompts_are_planned_unchanged() -> None:
     plans = []
     for length in (EvenChunks(), DOUBLING):
-        scheduler = Scheduler(limits(length))
+        scheduler = RankScheduler(limits(length))
         for number, size in enumerate((30, 20, 14, 5, 64)):
-            scheduler.add(request(f"r{number}", [number] * size))
+            scheduler.group.add(request(f"r{number}", [number] * size))
         plans.append([step(scheduler) for _ in range(2)])
     assert plans[0] == plans[1]
 
 
 def test_a_long_prompt_runs_in_shorter_and_shorter_chunks() -> None:
     """Every step takes as long as the first; other prompts use the rest of its budget."""
-    scheduler = Scheduler(limits(DOUBLING))
-    scheduler.add(request("long", [3] * 244))
-    scheduler.add(request("short", [4] * 40))
+    scheduler = RankScheduler(limits(DOUBLING))
+    scheduler.group.add(request("long", [3] * 244))
+    scheduler.group.add(request("short", [4] * 40))
     counts = [step(scheduler).num_scheduled for _ in range(6)]
     # After 64, 104, 136, 160 tokens, a token costs 1.5, 1.8, 2.1, 2.5 times the first.
     assert counts == [[64], [40, 4], [32, 4], [24, 8], [24, 3], [16, 13]]
 
 
 def test_a_prefix_hit_begins_with_a_chunk_of_its_depth() -> None:
-    scheduler = Scheduler(limits(DOUBLING))
-    scheduler.add(request("first", list(range(264))))
+    scheduler = RankScheduler(limits(DOUBLING))
+    scheduler.group.add(request("first", list(range(264))))
     while scheduler.has_unfinished:
         step(scheduler)
-    scheduler.add(request("second", [*range(264), *range(300, 360)]))
+    scheduler.group.add(request("second", [*range(264), *range(300, 360)]))
     plan = step(scheduler)
     assert plan.new_rows[0].num_computed == 264
     assert plan.num_scheduled == [16]  # of 64: a token costs four times the first

@@ -1,174 +1,23 @@
-from __future__ import annotations
-
-import random
-from collections import deque
-from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from negamax.base.errors import InvalidRequestError, OverloadedError
-from negamax.scheduler.draft_length import AdaptiveDraftLength, for_ranks
+from negamax.base.errors import InvalidRequestError
+from negamax.scheduler.draft_length import AdaptiveDraftLength
 from negamax.scheduler.group import GroupScheduler
-from negamax.scheduler.limits import SchedulerLimits
-from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult, StepSize
-from tests.unit.test_scheduler_traces import (
-    EOS_IDS,
-    AnyDraftLength,
-    ModelWorker,
-    any_limits,
-    expected_output,
-    request_of,
-)
+from negamax.scheduler.request import GenerateRequest
+from negamax.scheduler.step import StepPlan, StepSize
+from tests.unit.plan_support import make_limits, make_request, make_result
+from tests.unit.test_scheduler_traces import EOS_IDS, Trace
 
 
-class GroupTrace:
-    """A random run: requests arrive, abort or name a rank, steps fail, commits lag by `depth`."""
-
-    def __init__(
-        self, limits: SchedulerLimits, num_ranks: int, *, seed: int, depth: int, trouble: bool,
-        joint: AdaptiveDraftLength | None = None,
-    ) -> None:  # fmt: skip
-        self.limits, self.depth, self.trouble = limits, depth, trouble
-        self.rng = random.Random(seed)
-        lengths = [AnyDraftLength(limits.num_draft_tokens, seed + at) for at in range(num_ranks)]
-        self.scheduler = GroupScheduler(limits, for_ranks(joint, num_ranks) if joint else lengths)
-        self.workers = [ModelWorker(limits.block_size) for _ in range(num_ranks)]
-        self.in_flight: deque[tuple[list[StepPlan], list[StepResult] | None]] = deque()
-        self.steps: list[list[StepPlan]] = []
-        self.requests: dict[str, GenerateRequest] = {}
-        self.updates: dict[str, list[SequenceUpdate]] = {}
-        self.ranks: dict[str, int] = {}  # position where each began to run
-        self.lost = 0  # steps
-
-    def run(self, num_requests: int) -> GroupTrace:
-        to_add = deque(self.rng.sample(range(10_000), num_requests))
-        while to_add or self.scheduler.has_unfinished or self.in_flight:
-            while to_add and self.rng.random() < 0.5:
-                self.add(to_add.popleft())
-            if self.trouble and self.rng.random() < 0.1 and self.requests:
-                name = self.rng.choice(list(self.requests))
-                update = self.scheduler.end(name, "abort")
-                assert (update is None) == self.ended(name)
-                self.receive([update] if update is not None else [])
-            plans = self.scheduler.plan()
-            if plans is not None:
-                self.launch(plans)
-            else:
-                assert self.in_flight or not self.scheduler.has_unfinished, "stuck"
-            while len(self.in_flight) > (self.depth if plans is not None else 0):
-                plans_then, results = self.in_flight.popleft()
-                if results is None:
-                    self.receive(self.scheduler.fail(plans_then, "step lost"))
-                else:
-                    self.receive(self.scheduler.commit(plans_then, results))
-            live = [name for name in self.requests if not self.ended(name)]
-            running = sum(rank.num_running for rank in self.scheduler.ranks)
-            assert running + self.scheduler.num_waiting == len(live)
-            assert all((name in self.scheduler) == (name in live) for name in self.requests)
-        return self
-
-    def add(self, seed: int) -> None:
-        request = request_of(seed, self.limits)
-        pinned = self.rng.choice((None, None, None, seed % len(self.workers)))
-        request = msgspec.structs.replace(request, data_parallel_rank=pinned)
-        try:
-            self.scheduler.add(request)
-        except (InvalidRequestError, OverloadedError):
-            return
-        self.requests[request.request_id] = request
-        self.updates[request.request_id] = []
-
-    def launch(self, plans: list[StepPlan]) -> None:
-        assert len(plans) == len(self.workers) and any(plan.slots for plan in plans)
-        assert len({plan.step_id for plan in plans}) == 1, "out of step"
-        self.check_size(plans)
-        self.steps.append(plans)
-        for at, rank in enumerate(self.scheduler.ranks):
-            for sequence in rank.latest_sequences():
-                name, pinned = sequence.request_id, sequence.request.data_parallel_rank
-                assert self.ranks.setdefault(name, at) == at == (at if pinned is None else pinned)
-        lose = self.trouble and self.rng.random() < 0.02
-        results = []
-        for plan, worker in zip(plans, self.workers, strict=True):
-            rows = range(len(plan.slots))
-            bad = frozenset(row for row in rows if self.trouble and self.rng.random() < 0.02)
-            results.append(worker.execute(plan, lose=lose, bad_rows=bad))
-        self.lost += lose
-        self.in_flight.append((plans, None if lose else results))
-
-    def check_size(self, plans: list[StepPlan]) -> None:
-        """Check the sizes of other ranks that every rank gets, from the workers' state."""
-        size = plans[0].of_all
-        assert size is not None and all(plan.of_all == size for plan in plans)
-        assert size.num_tokens == max(plan.num_tokens for plan in plans) > 0
-        assert size.num_rows == max(len(plan.slots) for plan in plans)
-        is_decode, longest = True, 0
-        for plan, worker, rank in zip(plans, self.workers, self.scheduler.ranks, strict=True):
-            assert max(*plan.num_draft_tokens, plan.num_proposed, 0) <= size.num_drafts
-            starts = {slot: row.num_computed for slot, row in worker.rows.items()}
-            starts |= {row.slot: row.num_computed for row in plan.new_rows}
-            prompts = {each.slot: each.prompt_len for each in rank.latest_sequences()}
-            columns = plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling
-            for slot, count, drafts, samples in zip(plan.slots, *columns, strict=True):
-                generates = count == 1 + drafts and starts[slot] >= prompts[slot]
-                is_decode &= generates and samples
-                if generates:
-                    longest = max(longest, starts[slot] + count)
-        assert size.is_decode == is_decode
-        assert size.longest_decode >= longest  # drafts in flight count as accepted
-
-    def ended(self, name: str) -> bool:
-        return bool(self.updates[name]) and self.updates[name][-1].finish_reason is not None
-
-    def receive(self, updates: list[SequenceUpdate]) -> None:
-        for update in updates:
-            assert not self.ended(update.request_id), "an update after the end"
-            self.updates[update.request_id].append(update)
-
-    def check_outputs(self) -> None:
-        for name, request in self.requests.items():
-            tokens = [token for update in self.updates[name] for token in update.token_ids]
-            expected, finish_reason, stop_reason = expected_output(request, self.limits)
-            last = self.updates[name][-1]
-            if last.finish_reason in ("abort", "error"):
-                assert self.trouble and tokens == expected[: len(tokens)]
-            else:
-                got = (tokens, last.finish_reason, last.stop_reason)
-                assert got == (expected, finish_reason, stop_reason)
-        for rank in self.scheduler.ranks:
-            assert rank.num_free_blocks == self.limits.num_blocks
-            assert sorted(rank._free_slots) == list(range(self.limits.max_num_seqs))
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    limits=any_limits(),
-    num_ranks=st.sampled_from((2, 3, 4)),
-    seed=st.integers(0, 2**32),
-    depth=st.integers(0, 2),
-    trouble=st.booleans(),
-)
-def test_random_traces(
-    limits: SchedulerLimits, num_ranks: int, seed: int, depth: int, trouble: bool
-) -> None:
-    first = GroupTrace(limits, num_ranks, seed=seed, depth=depth, trouble=trouble).run(20)
-    first.check_outputs()
-    if seed % 8 == 0:
-        again = GroupTrace(limits, num_ranks, seed=seed, depth=depth, trouble=trouble).run(20)
-        assert first.steps == again.steps and first.updates == again.updates
-
-
-def test_ranks_verify_as_many_drafts_as_is_best_for_all() -> None:
-    limits = replace(
-        group(max_num_seqs=8, max_num_batched_tokens=256, num_blocks=400).limits, num_draft_tokens=3
-    )
+def test_ranks_verify_one_number_of_drafts() -> None:
+    limits = make_limits(
+        max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_blocks=400,
+        eos_token_ids=EOS_IDS, num_draft_tokens=3,
+    )  # fmt: skip
     joint = AdaptiveDraftLength((1, 2, 3))
-    trace = GroupTrace(limits, 3, seed=1, depth=1, trouble=True, joint=joint).run(120)
+    trace = Trace(limits, 3, seed=1, depth=1, trouble=True, joint=joint).run(120)
     trace.check_outputs()
     chosen = [{plan.num_proposed for plan in plans if plan.slots} for plans in trace.steps]
     assert all(len(numbers) == 1 for numbers in chosen) and len(set.union(*chosen)) > 1
@@ -177,28 +26,18 @@ def test_ranks_verify_as_many_drafts_as_is_best_for_all() -> None:
 
 
 def group(num_ranks: int = 2, **sizes: Any) -> GroupScheduler:
-    limits: dict[str, Any] = {
-        "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "block_size": 4,
-        "num_blocks": 64, "enable_prefix_caching": True, "max_queued_requests": 100,
-        "eos_token_ids": EOS_IDS,
-    }  # fmt: skip
-    return GroupScheduler(SchedulerLimits(**limits | sizes), [None] * num_ranks)
+    limits = make_limits(**{"max_model_len": 256, "eos_token_ids": EOS_IDS, **sizes})
+    return GroupScheduler(limits, [None] * num_ranks)
 
 
 def request(name: str, prompt: list[int], **fields: Any) -> GenerateRequest:
-    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
-    return GenerateRequest(
-        request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, **fields
-    )
+    return make_request(name, prompt, ignore_eos=True, **fields)
 
 
 def step(scheduler: GroupScheduler) -> list[StepPlan]:
     plans = scheduler.plan()
     assert plans is not None
-    results = [
-        StepResult(plan.step_id, [7] * sum(plan.needs_sampling), {}, {}, {}) for plan in plans
-    ]
-    scheduler.commit(plans, results)
+    scheduler.commit(plans, [make_result(plan) for plan in plans])
     return plans
 
 
@@ -260,7 +99,7 @@ def test_ranks_without_requests_have_empty_plans_of_the_same_step() -> None:
     assert scheduler.plan() is None
 
 
-def test_all_data_parallel_ranks_share_out_a_step_or_none_does() -> None:
+def test_all_data_parallel_ranks_shard_a_step_or_none_does() -> None:
     scheduler = group(3, max_num_batched_tokens=32, num_shares=4)
     scheduler.add(request("short", [3] * 7))  # of 8 pieces one would be empty
     assert [plan.of_all.largest_share for plan in step(scheduler) if plan.of_all] == [0] * 3
@@ -275,6 +114,6 @@ def test_all_data_parallel_ranks_share_out_a_step_or_none_does() -> None:
     assert [plan.of_all.largest_share for plan in plans if plan.of_all] == [0] * 3
 
 
-def test_a_rank_that_there_is_not_is_refused() -> None:
+def test_refuses_a_rank_out_of_range() -> None:
     with pytest.raises(InvalidRequestError, match="data_parallel_rank is 2; allowed: 0 to 1"):
         group(2).add(request("a", [3], data_parallel_rank=2))

@@ -1,14 +1,10 @@
+from typing import Any
+
 import pytest
 
 from negamax.scheduler.blocks import BlockPool
-from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.prefix_cache import BlockHashes, match_prefix
-from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.scheduler import Scheduler
-from negamax.scheduler.step import NewRow, StepPlan, StepResult
-from tests.unit.plan_support import WatchedScheduler
-
-EOS = 0
+from tests.unit.plan_support import RankScheduler, make_result, make_scheduler
 
 
 def chain(tokens: list[int], *, block_size: int = 2, salt: str = "") -> BlockHashes:
@@ -78,14 +74,11 @@ def test_second_block_with_the_same_content_stays_out_of_the_index() -> None:
     assert [pool.allocate(), pool.allocate()] == [second, first]  # evict the useless copy first
 
 
-def test_hash_covers_everything_before_the_block() -> None:
+def test_hash_covers_the_salt_and_everything_before_the_block() -> None:
     assert chain([1, 2, 3, 4])[1] == chain([1, 2, 3, 4, 5, 6])[1]
     assert chain([1, 2, 3, 4])[1] != chain([9, 2, 3, 4])[1]
     assert chain([1, 2, 1, 2])[1] != chain([1, 2])[0]
     assert chain([1, 2])[0] != chain([2, 1])[0]
-
-
-def test_salt_separates_equal_prompts() -> None:
     assert chain([1, 2], salt="a")[0] == chain([1, 2], salt="a")[0]
     assert len({chain([1, 2], salt=salt)[0] for salt in ("", "a", "b", "\ud800")}) == 4
 
@@ -107,209 +100,160 @@ def test_match_stops_at_the_first_gap() -> None:
 
 # Tests through the scheduler, with block size 4
 
-
-def make_scheduler(
-    *, num_blocks: int = 32, enable_prefix_caching: bool = True, budget: int = 64
-) -> WatchedScheduler:
-    return WatchedScheduler(
-        SchedulerLimits(
-            max_num_seqs=4,
-            max_num_batched_tokens=budget,
-            max_model_len=128,
-            block_size=4,
-            num_blocks=num_blocks,
-            enable_prefix_caching=enable_prefix_caching,
-            max_queued_requests=16,
-            eos_token_ids=frozenset({EOS}),
-        )
-    )
-
-
-def request(name: str, prompt: list[int], **fields: object) -> GenerateRequest:
-    salt = str(fields.pop("cache_salt", ""))
-    sampling = SamplingParams(**{"max_tokens": 1, **fields})  # type: ignore[arg-type]
-    return GenerateRequest(
-        request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, cache_salt=salt
-    )
-
-
-def result(plan: StepPlan, *, token: int = 7, errors: dict[int, str] | None = None) -> StepResult:
-    return StepResult(plan.step_id, [token] * sum(plan.needs_sampling), {}, {}, errors or {})
-
-
-def planned(scheduler: Scheduler) -> StepPlan:
-    plan = scheduler.plan()
-    assert plan is not None
-    return plan
-
-
-def run_all(scheduler: Scheduler) -> list[NewRow]:
-    admitted: list[NewRow] = []
-    while scheduler.has_unfinished:
-        plan = planned(scheduler)
-        admitted += plan.new_rows
-        scheduler.commit(plan, result(plan))
-    return admitted
-
-
 PROMPT = list(range(10, 20))  # two full blocks and two tokens
 
 
-def admit_start(scheduler: WatchedScheduler, new: GenerateRequest) -> int:
-    scheduler.add(new)
-    plan = planned(scheduler)
+def admit_start(scheduler: RankScheduler, name: str, prompt: list[int], **fields: Any) -> int:
+    """Run a request of one token; return the number of tokens from the cache."""
+    scheduler.add(name, prompt, **{"max_tokens": 1, **fields})
+    plan = scheduler.next_plan()
     (start,) = scheduler.starts[plan.step_id]
-    scheduler.commit(plan, result(plan))
-    run_all(scheduler)
+    scheduler.commit(plan)
+    scheduler.run_all()
     return start
 
 
 def test_same_prompt_takes_its_full_blocks_from_the_cache() -> None:
     scheduler = make_scheduler()
-    assert admit_start(scheduler, request("a", PROMPT)) == 0
-    scheduler.add(request("b", PROMPT))
-    plan = planned(scheduler)
+    assert admit_start(scheduler, "a", PROMPT) == 0
+    scheduler.add("b", PROMPT)
+    plan = scheduler.next_plan()
     assert (scheduler.starts[plan.step_id], plan.num_scheduled) == ([8], [2])
-    (update,) = scheduler.commit(plan, result(plan))
+    (update,) = scheduler.commit(plan)
     assert update.num_cached_tokens == 8
     assert (scheduler.prompt_tokens, scheduler.cached_prompt_tokens) == (20, 8)
 
 
-def test_completely_cached_prompt_still_runs_its_last_block() -> None:
+@pytest.mark.parametrize(("first", "later", "cached"), [(8, 8, 4), (8, 9, 8), (4, 5, 4)])
+def test_full_blocks_are_cached_and_the_last_token_runs(
+    first: int, later: int, cached: int
+) -> None:
     scheduler = make_scheduler()
-    admit_start(scheduler, request("a", PROMPT[:8]))
-    assert admit_start(scheduler, request("b", PROMPT[:8])) == 4
-    assert admit_start(scheduler, request("c", PROMPT[:9])) == 8
-
-
-def test_prompt_of_exactly_one_block_is_cached() -> None:
-    scheduler = make_scheduler()
-    admit_start(scheduler, request("a", PROMPT[:4]))
-    assert admit_start(scheduler, request("b", PROMPT[:5])) == 4
+    admit_start(scheduler, "a", PROMPT[:first])
+    assert admit_start(scheduler, "b", PROMPT[:later]) == cached
 
 
 def test_follow_up_turn_hits_the_generated_tokens() -> None:
     scheduler = make_scheduler()
     # 10 + 8 tokens; the last never runs: 17
-    admit_start(scheduler, request("a", PROMPT, max_tokens=8))
-    assert admit_start(scheduler, request("b", [*PROMPT, *[7] * 8, 30])) == 16
+    admit_start(scheduler, "a", PROMPT, max_tokens=8)
+    assert admit_start(scheduler, "b", [*PROMPT, *[7] * 8, 30]) == 16
 
 
 def test_running_sequences_share_blocks_and_free_them_once() -> None:
     scheduler = make_scheduler()
-    scheduler.add(request("a", PROMPT, max_tokens=20))
-    first = planned(scheduler)
-    scheduler.commit(first, result(first))
-    scheduler.add(request("b", PROMPT, max_tokens=20))
-    second = planned(scheduler)
+    scheduler.add("a", PROMPT, max_tokens=20)
+    first = scheduler.next_plan()
+    scheduler.commit(first)
+    scheduler.add("b", PROMPT, max_tokens=20)
+    second = scheduler.next_plan()
     assert second.new_rows[0].block_ids[:2] == first.new_rows[0].block_ids[:2]
-    assert scheduler.num_free_blocks == 32 - 3 - 1
-    scheduler.commit(second, result(second))
-    run_all(scheduler)
-    assert scheduler.num_free_blocks == 32
+    assert scheduler.num_free_blocks == 64 - 3 - 1
+    scheduler.commit(second)
+    scheduler.run_all()
+    assert scheduler.num_free_blocks == 64
 
 
 def test_block_is_found_only_after_the_step_that_filled_it_was_committed() -> None:
     scheduler = make_scheduler()
-    scheduler.add(request("a", PROMPT))
-    first = planned(scheduler)
-    scheduler.add(request("b", PROMPT))
-    second = planned(scheduler)
+    scheduler.add("a", PROMPT, max_tokens=1)
+    first = scheduler.next_plan()
+    scheduler.add("b", PROMPT)
+    second = scheduler.next_plan()
     assert scheduler.starts[second.step_id] == [0]
-    scheduler.commit(first, result(first))
-    scheduler.commit(second, result(second))
+    scheduler.commit(first)
+    scheduler.commit(second)
 
 
 @pytest.mark.parametrize("how", ["fail", "error", "abort"])
 def test_blocks_of_a_step_that_went_wrong_never_enter_the_cache(how: str) -> None:
     scheduler = make_scheduler()
-    scheduler.add(request("a", PROMPT))
-    plan = planned(scheduler)
+    scheduler.add("a", PROMPT)
+    plan = scheduler.next_plan()
     if how == "fail":
         scheduler.fail(plan, "lost")
     elif how == "error":
-        scheduler.commit(plan, result(plan, errors={0: "bad row"}))
+        scheduler.commit(plan, make_result(plan, errors={0: "bad row"}))
     else:
         scheduler.end("a", "abort")
-        scheduler.commit(plan, result(plan))
-    assert admit_start(scheduler, request("b", PROMPT)) == 0
+        scheduler.commit(plan)
+    assert admit_start(scheduler, "b", PROMPT) == 0
 
 
 def test_other_salt_takes_nothing_from_the_cache() -> None:
     scheduler = make_scheduler()
-    admit_start(scheduler, request("a", PROMPT, cache_salt="alice"))
-    assert admit_start(scheduler, request("b", PROMPT, cache_salt="bob")) == 0
-    assert admit_start(scheduler, request("c", PROMPT)) == 0
-    assert admit_start(scheduler, request("d", PROMPT, cache_salt="alice")) == 8
+    admit_start(scheduler, "a", PROMPT, cache_salt="alice")
+    assert admit_start(scheduler, "b", PROMPT, cache_salt="bob") == 0
+    assert admit_start(scheduler, "c", PROMPT) == 0
+    assert admit_start(scheduler, "d", PROMPT, cache_salt="alice") == 8
 
 
-def test_prompt_logprobs_need_the_whole_prompt_run() -> None:
-    scheduler = make_scheduler()
-    admit_start(scheduler, request("a", PROMPT))
-    assert admit_start(scheduler, request("b", PROMPT, prompt_logprobs=0)) == 0
-
-
-def test_cache_switched_off() -> None:
-    scheduler = make_scheduler(enable_prefix_caching=False)
-    admit_start(scheduler, request("a", PROMPT))
-    assert admit_start(scheduler, request("b", PROMPT)) == 0
+@pytest.mark.parametrize(
+    ("enabled", "sampling"), [(True, {"prompt_logprobs": 0}), (False, {})], ids=str
+)
+def test_without_the_cache_or_with_prompt_logprobs_the_whole_prompt_runs(
+    enabled: bool, sampling: dict[str, int]
+) -> None:
+    scheduler = make_scheduler(enable_prefix_caching=enabled)
+    admit_start(scheduler, "a", PROMPT)
+    assert admit_start(scheduler, "b", PROMPT, **sampling) == 0
 
 
 def test_prefix_survives_its_tail_when_the_pool_gets_tight() -> None:
     scheduler = make_scheduler(num_blocks=4)
-    admit_start(scheduler, request("a", list(range(10, 26))))  # four full blocks, all cached
-    admit_start(scheduler, request("b", list(range(50, 58))))  # takes two of them
-    assert admit_start(scheduler, request("c", list(range(10, 25)))) == 8
+    admit_start(scheduler, "a", list(range(10, 26)))  # four full blocks, all cached
+    admit_start(scheduler, "b", list(range(50, 58)))  # takes two of them
+    assert admit_start(scheduler, "c", list(range(10, 25))) == 8
 
 
 def test_chunks_of_one_prompt_are_indexed_one_after_the_other() -> None:
-    scheduler = make_scheduler(budget=6)
-    scheduler.add(request("a", PROMPT))
-    first = planned(scheduler)
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    scheduler.add("a", PROMPT)
+    first = scheduler.next_plan()
     assert first.num_scheduled == [6]
-    scheduler.commit(first, result(first))
+    scheduler.commit(first)
     scheduler.end("a", "abort")
-    assert admit_start(scheduler, request("b", PROMPT)) == 4
+    assert admit_start(scheduler, "b", PROMPT) == 4
 
 
 def test_blocks_shared_with_a_running_request_cost_nothing() -> None:
     scheduler = make_scheduler(num_blocks=5)
-    scheduler.add(request("a", PROMPT[:9], max_tokens=3))  # three blocks
-    first = planned(scheduler)
-    scheduler.commit(first, result(first))
-    scheduler.add(request("b", PROMPT[:9], max_tokens=3))  # one of the two free ones, one is left
-    assert scheduler.starts[planned(scheduler).step_id] == [9, 8]
+    scheduler.add("a", PROMPT[:9], max_tokens=3)  # three blocks
+    first = scheduler.next_plan()
+    scheduler.commit(first)
+    scheduler.add("b", PROMPT[:9], max_tokens=3)  # one of the two free ones, one is left
+    assert scheduler.starts[scheduler.next_plan().step_id] == [9, 8]
 
 
 def test_blocked_request_is_admitted_once_its_prefix_is_in_the_cache() -> None:
     scheduler = make_scheduler(num_blocks=6)
     for name in "ab":
-        scheduler.add(request(name, PROMPT[:9], max_tokens=3))
-    first = planned(scheduler)
+        scheduler.add(name, PROMPT[:9], max_tokens=3)
+    first = scheduler.next_plan()
     assert len(first.new_rows) == 1  # needs three blocks and a spare one, which are not free
-    scheduler.commit(first, result(first))
-    assert scheduler.starts[planned(scheduler).step_id] == [9, 8]
+    scheduler.commit(first)
+    assert scheduler.starts[scheduler.next_plan().step_id] == [9, 8]
 
 
 def test_taken_prefix_is_not_evicted_for_the_rest_of_the_same_request() -> None:
     scheduler = make_scheduler(num_blocks=4)
-    admit_start(scheduler, request("a", list(range(10, 18))))  # two cached blocks, the older ones
-    admit_start(scheduler, request("b", list(range(50, 58))))  # two more: no block is blank
-    scheduler.add(request("c", list(range(10, 19))))
-    plan = planned(scheduler)
+    admit_start(scheduler, "a", list(range(10, 18)))  # two cached blocks, the older ones
+    admit_start(scheduler, "b", list(range(50, 58)))  # two more: no block is blank
+    scheduler.add("c", list(range(10, 19)))
+    plan = scheduler.next_plan()
     assert scheduler.starts[plan.step_id] == [8] and len(set(plan.new_rows[0].block_ids)) == 3
 
 
 def test_needed_cached_blocks_count_as_taken_from_the_free_ones() -> None:
     scheduler = make_scheduler(num_blocks=6)
-    admit_start(scheduler, request("a", list(range(10, 22))))  # three cached blocks, all free
-    scheduler.add(request("b", list(range(60, 69)), max_tokens=4))  # three blocks
-    first = planned(scheduler)
+    admit_start(scheduler, "a", list(range(10, 22)))  # three cached blocks, all free
+    scheduler.add("b", list(range(60, 69)), max_tokens=4)  # three blocks
+    first = scheduler.next_plan()
     # three cached, one new; three are free
-    scheduler.add(request("c", list(range(10, 23)), max_tokens=4))
-    second = planned(scheduler)
+    scheduler.add("c", list(range(10, 23)), max_tokens=4)
+    second = scheduler.next_plan()
     assert second.new_rows == []
-    scheduler.commit(first, result(first))
-    scheduler.commit(second, result(second))
-    run_all(scheduler)
+    scheduler.commit(first)
+    scheduler.commit(second)
+    scheduler.run_all()
     assert scheduler.num_free_blocks == 6

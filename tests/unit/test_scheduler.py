@@ -1,261 +1,160 @@
+from functools import partial
 from typing import Any
 
-import msgspec
 import pytest
 
 from negamax.base.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from negamax.scheduler.blocks import BlockPool
-from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.prefix_cache import BlockHashes, match_prefix
-from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.scheduler import Scheduler
-from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult, TokenLogprobs
-from tests.unit.plan_support import WatchedScheduler
+from negamax.scheduler.step import SequenceUpdate, StepResult, TokenLogprobs
+from tests.unit import plan_support
+from tests.unit.plan_support import RankScheduler, list_admitted, make_request, make_result
 
 EOS = 0
-TOKEN = 7  # the worker's sample unless a test sets another
+make_scheduler = partial(plan_support.make_scheduler, enable_prefix_caching=False)
 
 
-def make_scheduler(
-    *,
-    slots: int = 8,
-    budget: int = 64,
-    window: int = 128,
-    blocks: int = 64,
-    queue: int = 16,
-    prefix_cache: bool = False,
-) -> WatchedScheduler:
-    return WatchedScheduler(
-        SchedulerLimits(
-            max_num_seqs=slots,
-            max_num_batched_tokens=budget,
-            max_model_len=window,
-            block_size=4,
-            num_blocks=blocks,
-            enable_prefix_caching=prefix_cache,
-            max_queued_requests=queue,
-            eos_token_ids=frozenset({EOS}),
-        )
-    )
-
-
-def request(
-    name: str, prompt_len: int = 4, *, priority: int = 0, **sampling: object
-) -> GenerateRequest:
-    params = SamplingParams(**{"max_tokens": 8, **sampling})  # type: ignore[arg-type]
-    prompt = tuple(1000 * ord(name[0]) + position for position in range(prompt_len))
-    return GenerateRequest(
-        request_id=name, prompt_token_ids=prompt, sampling=params, priority=priority
-    )
-
-
-def planned(scheduler: Scheduler) -> StepPlan:
-    plan = scheduler.plan()
-    assert plan is not None
-    return plan
-
-
-def result(
-    plan: StepPlan, tokens: list[int] | None = None, *, errors: dict[int, str] | None = None
-) -> StepResult:
-    return StepResult(
-        plan.step_id, tokens or [TOKEN] * sum(plan.needs_sampling), {}, {}, errors or {}
-    )
-
-
-def step(scheduler: Scheduler, tokens: list[int] | None = None) -> list[SequenceUpdate]:
-    plan = planned(scheduler)
-    return scheduler.commit(plan, result(plan, tokens))
-
-
-def run_all(scheduler: Scheduler) -> dict[str, list[int]]:
-    outputs: dict[str, list[int]] = {}
-    while scheduler.has_unfinished:
-        for update in step(scheduler):
-            outputs.setdefault(update.request_id, []).extend(update.token_ids)
-    return outputs
-
-
-def admitted(plan: StepPlan) -> list[int]:
-    """Return code points of the admitted requests' first letters (see `request`)."""
-    return [row.token_ids[0] // 1000 for row in plan.new_rows]
-
-
-def names(letters: str) -> list[int]:
-    return [ord(letter) for letter in letters]
-
-
-def test_prompt_that_leaves_no_room_for_output_is_refused_with_numbers() -> None:
-    scheduler = make_scheduler(window=10)
+def test_refuses_a_prompt_that_leaves_no_room_for_output() -> None:
+    scheduler = make_scheduler(max_model_len=10)
     with pytest.raises(ContextLengthError, match=r"10 tokens > 9 maximum\. .* 10 tokens"):
-        scheduler.add(request("a", 10))
-    scheduler.add(request("b", 9))
-    assert step(scheduler)[0].finish_reason == "length"
+        scheduler.add("a", 10)
+    scheduler.add("b", 9)
+    assert scheduler.step()[0].finish_reason == "length"
 
 
-def test_empty_prompt_is_refused() -> None:
+def test_refuses_an_empty_prompt() -> None:
     with pytest.raises(InvalidRequestError, match="0 tokens"):
-        make_scheduler().add(request("a", 0))
+        make_scheduler().add("a", 0)
 
 
-def test_id_in_use_is_refused_until_the_request_ended() -> None:
+def test_refuses_an_id_in_use_until_the_request_ended() -> None:
     scheduler = make_scheduler()
-    scheduler.add(request("a"))
+    scheduler.add("a")
     with pytest.raises(InvalidRequestError, match="'a' is in use"):
-        scheduler.add(request("a"))
+        scheduler.add("a")
     scheduler.end("a", "abort")
-    scheduler.add(request("a"))
+    scheduler.add("a")
 
 
-def test_request_that_could_outgrow_the_whole_pool_is_refused_with_a_remedy() -> None:
-    scheduler = make_scheduler(blocks=3)  # 12 positions; the last token needs none
-    scheduler.add(request("a", 5, max_tokens=8))
-    with pytest.raises(
-        InvalidRequestError,
-        match=r"14 tokens.*need 4 KV blocks.*has 3; lower max_tokens to 8 or less",
-    ):
-        scheduler.add(request("b", 5, max_tokens=9))
+def test_refuses_a_request_that_could_outgrow_the_pool_with_a_remedy() -> None:
+    scheduler = make_scheduler(num_blocks=3)  # 12 positions; the last token needs none
+    scheduler.add("a", 5)
+    refusal = r"14 tokens.*need 4 KV blocks.*has 3; lower max_tokens to 8 or less"
+    with pytest.raises(InvalidRequestError, match=refusal):
+        scheduler.add("b", 5, max_tokens=9)
     with pytest.raises(InvalidRequestError, match="shorten the prompt"):
-        scheduler.add(request("c", 13, max_tokens=1))
-    assert len(run_all(scheduler)["a"]) == 8
+        scheduler.add("c", 13, max_tokens=1)
+    assert len(scheduler.run_all()) == 8
 
 
-def test_window_bounds_the_need_of_a_request() -> None:
-    scheduler = make_scheduler(blocks=3, window=13)
-    scheduler.add(request("a", 5, max_tokens=1000))
-    assert len(run_all(scheduler)["a"]) == 8
+def test_context_length_bounds_the_blocks_of_a_request() -> None:
+    scheduler = make_scheduler(num_blocks=3, max_model_len=13)
+    scheduler.add("a", 5, max_tokens=1000)
+    assert len(scheduler.run_all()) == 8
 
 
-def test_full_queue_refuses_and_takes_again_later() -> None:
-    scheduler = make_scheduler(queue=2)
-    scheduler.add(request("a"))
-    scheduler.add(request("b"))
+def test_full_queue_refuses_and_accepts_again_later() -> None:
+    scheduler = make_scheduler(max_queued_requests=2)
+    scheduler.add_all(a=4, b=4)
     with pytest.raises(OverloadedError, match="2 requests are waiting, 2 are allowed"):
-        scheduler.add(request("c"))
-    step(scheduler)
-    scheduler.add(request("c"))
+        scheduler.add("c")
+    scheduler.step()
+    scheduler.add("c")
 
 
-def test_nothing_to_do_is_none() -> None:
-    assert make_scheduler().plan() is None
-
-
-def test_tenants_take_turns_however_much_one_of_them_has_waiting() -> None:
-    scheduler = make_scheduler(slots=5)
+def test_tenants_take_turns() -> None:
+    scheduler = make_scheduler(max_num_seqs=5)
+    assert scheduler.plan() is None
     for name in "abcdefxy":
-        scheduler.add(
-            msgspec.structs.replace(request(name), tenant="many" if name < "x" else "few")
-        )
-    assert admitted(planned(scheduler)) == names("axbyc")
+        scheduler.add(name, tenant="many" if name < "x" else "few")
+    assert list_admitted(scheduler.next_plan()) == "axbyc"
 
 
 def test_waiting_requests_run_by_priority_then_arrival() -> None:
-    scheduler = make_scheduler(slots=3)
+    scheduler = make_scheduler(max_num_seqs=3)
     for name, priority in (("a", 1), ("b", 0), ("c", 1), ("d", -1)):
-        scheduler.add(request(name, priority=priority))
-    assert admitted(planned(scheduler)) == names("dba")
+        scheduler.add(name, priority=priority)
+    assert list_admitted(scheduler.next_plan()) == "dba"
 
 
 def test_prompt_is_chunked_under_the_budget_and_samples_at_its_end_only() -> None:
-    scheduler = make_scheduler(budget=4)
-    scheduler.add(request("a", 10))
-    plans = [planned(scheduler) for _ in range(4)]
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    scheduler.add("a", 10)
+    plans = scheduler.next_plans(4)
     assert [
         (scheduler.starts[plan.step_id], plan.num_scheduled, plan.needs_sampling) for plan in plans
     ] == [([0], [4], [False]), ([4], [4], [False]), ([8], [2], [True]), ([10], [1], [True])]
     assert [len(plan.new_rows) for plan in plans] == [1, 0, 0, 0]
-    assert scheduler.commit(plans[0], result(plans[0])) == []
+    assert scheduler.commit(plans[0]) == []
 
 
 def test_decodes_come_first_then_unfinished_prompts_then_new_ones() -> None:
-    scheduler = make_scheduler(budget=12)
-    scheduler.add(request("a", 4))
-    scheduler.add(request("b", 14))
-    assert planned(scheduler).num_scheduled == [4, 8]
-    scheduler.add(request("c", 4))
-    scheduler.add(request("d", 4))
+    scheduler = make_scheduler(max_num_batched_tokens=12)
+    scheduler.add_all(a=4, b=14)
+    assert scheduler.next_plan().num_scheduled == [4, 8]
+    scheduler.add_all(c=4, d=4)
     # rows of one token precede longer ones, also as the rest of the budget
-    plan = planned(scheduler)
-    assert (plan.slots, scheduler.starts[plan.step_id], plan.num_scheduled) == (
-        [0, 3, 1, 2],
-        [4, 0, 8, 0],
-        [1, 1, 6, 4],
-    )
+    plan = scheduler.next_plan()
+    assert (plan.slots, scheduler.starts[plan.step_id]) == ([0, 3, 1, 2], [4, 0, 8, 0])
+    assert (plan.num_scheduled, plan.num_tokens) == ([1, 1, 6, 4], 12)
     assert plan.needs_sampling == [True, False, True, True]
-    assert plan.num_tokens == 12
 
 
 def test_no_more_requests_run_than_the_budget_has_tokens() -> None:
-    scheduler = make_scheduler(budget=2)
+    scheduler = make_scheduler(max_num_batched_tokens=2)
     for name in "abc":
-        scheduler.add(request(name, 1, max_tokens=3))
-    assert [planned(scheduler).slots for _ in range(4)] == [[0, 1], [0, 1], [0, 1], [2]]
+        scheduler.add(name, 1, max_tokens=3)
+    assert [plan.slots for plan in scheduler.next_plans(4)] == [[0, 1], [0, 1], [0, 1], [2]]
 
 
 def test_block_is_appended_when_the_last_one_is_full() -> None:
     scheduler = make_scheduler()
-    scheduler.add(request("a", 7))
-    plans = [planned(scheduler) for _ in range(4)]
-    assert plans[0].new_rows[0].block_ids == [0, 1]
-    assert [(plan.appended_slots, plan.appended_blocks) for plan in plans[1:]] == [
-        ([], []),
-        ([0], [2]),
-        ([], []),
-    ]
+    scheduler.add("a", 7)
+    first, *plans = scheduler.next_plans(4)
+    assert first.new_rows[0].block_ids == [0, 1]
+    appended = [(plan.appended_slots, plan.appended_blocks) for plan in plans]
+    assert appended == [([], []), ([0], [2]), ([], [])]
 
 
-def test_new_row_carries_all_that_the_worker_needs() -> None:
-    scheduler = make_scheduler()
-    scheduler.add(request("a", 5, seed=3))
-    (row,) = planned(scheduler).new_rows
-    new = request("a", 5, seed=3)
-    assert (tuple(row.token_ids), row.prompt_len, row.sampling) == (
-        new.prompt_token_ids,
-        5,
-        new.sampling,
-    )
+def test_new_row_has_the_tokens_and_parameters_of_its_request() -> None:
+    scheduler, request = make_scheduler(), make_request("a", 5, seed=3)
+    scheduler.add("a", 5, seed=3)
+    (row,) = scheduler.next_plan().new_rows
+    assert (tuple(row.token_ids), row.prompt_len) == (request.prompt_token_ids, 5)
+    assert row.sampling == request.sampling
 
 
 def test_freed_slot_goes_to_the_next_request() -> None:
-    scheduler = make_scheduler(slots=2)
-    for name in "abc":
-        scheduler.add(request(name, max_tokens=5))
-    step(scheduler)
+    scheduler = make_scheduler(max_num_seqs=2)
+    scheduler.add_all(a=4, b=4, c=4)
+    scheduler.step()
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
     scheduler.end("a", "abort")
-    assert [row.slot for row in planned(scheduler).new_rows] == [0]
+    assert [row.slot for row in scheduler.next_plan().new_rows] == [0]
 
 
 def test_admission_leaves_one_block_free_while_others_run() -> None:
-    scheduler = make_scheduler(blocks=6)
-    scheduler.add(request("a", 8, max_tokens=2))
-    scheduler.add(request("b", 16, max_tokens=2))
-    assert admitted(planned(scheduler)) == names("a")
-    assert (scheduler.limits.num_blocks, scheduler.num_free_blocks) == (6, 4)
+    scheduler = make_scheduler(num_blocks=6)
+    scheduler.add("a", 8, max_tokens=2)
+    scheduler.add("b", 16, max_tokens=2)
+    scheduler.add("c", 1, max_tokens=1)  # never overtakes the first waiting request
+    assert [list_admitted(plan) for plan in scheduler.next_plans(2)] == ["a", ""]
+    assert scheduler.num_free_blocks == 3
 
 
 def test_request_that_needs_the_whole_pool_runs_alone() -> None:
-    scheduler = make_scheduler(blocks=4)
-    scheduler.add(request("a", 4, max_tokens=1))
-    scheduler.add(request("b", 16, max_tokens=1))
-    assert run_all(scheduler) == {"a": [TOKEN], "b": [TOKEN]}
-
-
-def test_nobody_overtakes_the_first_waiting_request() -> None:
-    scheduler = make_scheduler(blocks=6)
-    scheduler.add(request("a", 8, max_tokens=2))
-    scheduler.add(request("b", 20, max_tokens=2))
-    scheduler.add(request("c", 1, max_tokens=1))
-    assert [admitted(planned(scheduler)) for _ in range(2)] == [names("a"), []]
+    scheduler = make_scheduler(num_blocks=4)
+    scheduler.add("a", 4, max_tokens=1)
+    scheduler.add("b", 16, max_tokens=1)
+    assert [update.request_id for update in scheduler.run_all()] == ["a", "b"]
 
 
 def test_blocked_request_is_admitted_as_soon_as_blocks_are_free() -> None:
-    scheduler = make_scheduler(blocks=7)
-    for name, prompt_len in (("a", 4), ("b", 7), ("c", 16)):
-        scheduler.add(request(name, prompt_len))
-    assert admitted(planned(scheduler)) == names("ab")
+    scheduler = make_scheduler(num_blocks=7)
+    scheduler.add_all(a=4, b=7, c=16)
+    assert list_admitted(scheduler.next_plan()) == "ab"
     scheduler.end("a", "abort")  # only its one block was missing
-    assert admitted(planned(scheduler)) == names("c")
+    assert list_admitted(scheduler.next_plan()) == "c"
 
 
 def test_blocked_request_is_not_looked_up_again_while_nothing_changed(
@@ -268,11 +167,10 @@ def test_blocked_request_is_not_looked_up_again_while_nothing_changed(
         return match_prefix(pool, block_hashes, max_blocks=max_blocks)
 
     monkeypatch.setattr("negamax.scheduler.scheduler.match_prefix", counted)
-    scheduler = make_scheduler(blocks=6, prefix_cache=True)
-    scheduler.add(request("a", 8, max_tokens=6))
-    scheduler.add(request("b", 20, max_tokens=2))
-    for _ in range(5):
-        planned(scheduler)
+    scheduler = make_scheduler(num_blocks=6, enable_prefix_caching=True)
+    scheduler.add("a", 8, max_tokens=6)
+    scheduler.add("b", 20, max_tokens=2)
+    scheduler.next_plans(5)
     assert lookups == [1, 4]
 
 
@@ -297,9 +195,9 @@ def test_blocked_request_is_not_looked_up_again_while_nothing_changed(
 def test_stop_rules(
     sampling: dict[str, Any], sampled: list[int], reason: str, stop_reason: int | None
 ) -> None:
-    scheduler = make_scheduler(window=8)
-    scheduler.add(request("a", 4, **sampling))
-    updates = [update for token in sampled for update in step(scheduler, [token])]
+    scheduler = make_scheduler(max_model_len=8)
+    scheduler.add("a", 4, **sampling)
+    updates = [update for token in sampled for update in scheduler.step([token])]
     assert [update.token_ids for update in updates] == [[token] for token in sampled]
     assert [update.finish_reason for update in updates[:-1]] == [None] * (len(sampled) - 1)
     assert (updates[-1].finish_reason, updates[-1].stop_reason) == (reason, stop_reason)
@@ -309,54 +207,51 @@ def test_stop_rules(
 
 def test_decode_is_planned_before_its_input_token_is_known() -> None:
     scheduler = make_scheduler()
-    scheduler.add(request("a", 4))
-    plans = [planned(scheduler) for _ in range(3)]
+    scheduler.add("a")
+    plans = scheduler.next_plans(3)
     assert list(scheduler.starts.values()) == [[0], [4], [5]]
     for plan, token in zip(plans, (11, 12, 13), strict=True):
-        (update,) = scheduler.commit(plan, result(plan, [token]))
+        (update,) = scheduler.commit(plan, make_result(plan, [token]))
         assert update.token_ids == [token]
     assert scheduler.generated_tokens == 3
 
 
-@pytest.mark.parametrize(("window", "max_tokens"), [(128, 2), (6, 100)])
-def test_never_planned_past_a_length_limit(window: int, max_tokens: int) -> None:
-    scheduler = make_scheduler(window=window)
-    scheduler.add(request("a", 4, max_tokens=max_tokens))
-    plans = [planned(scheduler), planned(scheduler)]
+@pytest.mark.parametrize(("max_model_len", "max_tokens"), [(128, 2), (6, 100)])
+def test_never_planned_past_a_length_limit(max_model_len: int, max_tokens: int) -> None:
+    scheduler = make_scheduler(max_model_len=max_model_len)
+    scheduler.add("a", 4, max_tokens=max_tokens)
+    plans = scheduler.next_plans(2)
     assert scheduler.plan() is None and scheduler.has_unfinished
-    updates = [scheduler.commit(plan, result(plan))[0] for plan in plans]
+    updates = [scheduler.commit(plan)[0] for plan in plans]
     assert [update.finish_reason for update in updates] == [None, "length"]
 
 
 def test_rows_in_flight_of_a_finished_request_are_dropped() -> None:
     scheduler = make_scheduler()
-    scheduler.add(request("a", 4))
-    scheduler.add(request("b", 4))
-    first, second = planned(scheduler), planned(scheduler)
-    assert [
-        update.finish_reason for update in scheduler.commit(first, result(first, [EOS, 5]))
-    ] == ["stop", None]
-    (update,) = scheduler.commit(second, result(second, [8, 9]))
+    scheduler.add_all(a=4, b=4)
+    first, second = scheduler.next_plans(2)
+    updates = scheduler.commit(first, make_result(first, [EOS, 5]))
+    assert [update.finish_reason for update in updates] == ["stop", None]
+    (update,) = scheduler.commit(second, make_result(second, [8, 9]))
     assert (update.request_id, update.token_ids) == ("b", [9])
 
 
-def test_abort_frees_at_once_and_drops_what_is_in_flight() -> None:
-    scheduler = make_scheduler(slots=1)
-    scheduler.add(request("a", 4))
-    scheduler.add(request("b", 4))
-    first, second = planned(scheduler), planned(scheduler)
+def test_abort_frees_at_once_and_drops_rows_in_flight() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add_all(a=4, b=4)
+    first, second = scheduler.next_plans(2)
     update = scheduler.end("a", "abort")
     assert update is not None and (update.finish_reason, update.token_ids) == ("abort", [])
     assert scheduler.num_free_blocks == scheduler.limits.num_blocks
-    third = planned(scheduler)
-    assert (third.new_rows[0].slot, admitted(third)) == (0, names("b"))
-    assert scheduler.commit(first, result(first)) == scheduler.commit(second, result(second)) == []
-    assert scheduler.commit(third, result(third))[0].request_id == "b"
+    third = scheduler.next_plan()
+    assert (third.new_rows[0].slot, list_admitted(third)) == (0, "b")
+    assert scheduler.commit(first) == scheduler.commit(second) == []
+    assert scheduler.commit(third)[0].request_id == "b"
 
 
 def test_abort_of_a_waiting_unknown_or_finished_request() -> None:
     scheduler = make_scheduler()
-    scheduler.add(request("a", 4, max_tokens=1))
+    scheduler.add("a", 4, max_tokens=1)
     update = scheduler.end("a", "abort")
     assert update is not None and (update.finish_reason, update.num_cached_tokens) == ("abort", 0)
     assert scheduler.end("a", "abort") is None and scheduler.end("never seen", "abort") is None
@@ -365,40 +260,22 @@ def test_abort_of_a_waiting_unknown_or_finished_request() -> None:
 
 def test_plans_must_be_committed_in_order() -> None:
     scheduler = make_scheduler()
-    scheduler.add(request("a", 4))
-    planned(scheduler)
-    second = planned(scheduler)
+    scheduler.add("a")
+    _, second = scheduler.next_plans(2)
     with pytest.raises(AssertionError):
-        scheduler.commit(second, result(second))
-
-
-def test_error_of_one_row_ends_only_its_request() -> None:
-    scheduler = make_scheduler(budget=12)
-    scheduler.add(request("a", 4))
-    scheduler.add(request("b", 14))
-    step(scheduler, [1])
-    scheduler.add(request("c", 4))
-    scheduler.add(request("d", 4))
-    plan = planned(scheduler)  # rows a d b c; d does not sample yet
-    updates = scheduler.commit(plan, result(plan, [21, 22, 23], errors={2: "not a number"}))
-    assert [
-        (update.request_id, update.token_ids, update.finish_reason, update.error)
-        for update in updates
-    ] == [("a", [21], None, None), ("b", [], "error", "not a number"), ("c", [23], None, None)]
-    assert sorted(run_all(scheduler)) == ["a", "c", "d"]
+        scheduler.commit(second)
 
 
 def test_lost_step_ends_its_requests_and_no_others() -> None:
     scheduler = make_scheduler()
-    scheduler.add(request("a", 4))
-    first = planned(scheduler)
-    scheduler.add(request("b", 4))
-    second = planned(scheduler)
-    scheduler.add(request("c", 4))
-    third = planned(scheduler)
+    plans = []
+    for name in "abc":
+        scheduler.add(name)
+        plans.append(scheduler.next_plan())
+    first, second, third = plans
     (update,) = scheduler.fail(first, "worker lost")
     assert (update.request_id, update.finish_reason, update.error) == ("a", "error", "worker lost")
-    (update,) = scheduler.commit(second, result(second, [21, 22]))
+    (update,) = scheduler.commit(second, make_result(second, [21, 22]))
     assert (update.request_id, update.token_ids) == ("b", [22])
     assert [update.request_id for update in scheduler.fail(third, "worker lost")] == ["b", "c"]
     assert not scheduler.has_unfinished and scheduler.num_free_blocks == scheduler.limits.num_blocks
@@ -408,62 +285,52 @@ def logprob(token_id: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, -0.5, 1, [], [])
 
 
-def test_logprobs_go_with_their_token() -> None:
-    scheduler = make_scheduler()
-    scheduler.add(request("a", 4))
-    scheduler.add(request("b", 4, logprobs=0))
-    plan = planned(scheduler)
-    updates = scheduler.commit(plan, StepResult(plan.step_id, [5, 6], {1: logprob(6)}, {}, {}))
-    assert [update.logprobs for update in updates] == [None, [logprob(6)]]
+def test_logprobs_and_errors_belong_to_one_row() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=12)
+    scheduler.add_all(a=4, b=14)
+    scheduler.step([1])
+    scheduler.add_all(c=4, d=4)
+    plan = scheduler.next_plan()  # rows a d b c; d does not sample yet
+    result = StepResult(plan.step_id, [21, 22, 23], {2: logprob(23)}, {}, {2: "not a number"})
+    updates = scheduler.commit(plan, result)
+    assert [
+        (update.request_id, update.token_ids, update.logprobs, update.finish_reason, update.error)
+        for update in updates
+    ] == [
+        ("a", [21], None, None, None),
+        ("b", [], None, "error", "not a number"),
+        ("c", [23], [logprob(23)], None, None),
+    ]
+    assert {update.request_id for update in scheduler.run_all()} == {"a", "c", "d"}
 
 
-def test_logprobs_are_counted_by_sampled_rows() -> None:
-    scheduler = make_scheduler(budget=12)
-    scheduler.add(request("a", 4))
-    scheduler.add(request("b", 14))
-    step(scheduler)
-    scheduler.add(request("c", 4))
-    scheduler.add(request("d", 4))
-    plan = planned(scheduler)  # rows a d b c; d does not sample yet
-    updates = scheduler.commit(
-        plan, StepResult(plan.step_id, [21, 22, 23], {2: logprob(23)}, {}, {})
-    )
-    assert [update.logprobs for update in updates] == [None, None, [logprob(23)]]
-
-
-def commit_prompt_logprobs(scheduler: WatchedScheduler, name: str) -> dict[str, SequenceUpdate]:
+def commit_prompt_logprobs(scheduler: RankScheduler, name: str) -> dict[str, SequenceUpdate]:
     """Step with log-probabilities for the rows of `name`, one per next prompt token."""
-    plan = planned(scheduler)
-    slot = scheduler._sequences[name].slot
+    plan = scheduler.next_plan()
+    (sequence,) = (each for each in scheduler.sequences() if each.request_id == name)
     gathered: dict[int, list[TokenLogprobs]] = {}
     for row, (start, count) in enumerate(
         zip(scheduler.starts[plan.step_id], plan.num_scheduled, strict=True)
     ):
-        if plan.slots[row] == slot:
-            last = scheduler._sequences[name].prompt_len - 1
-            gathered[row] = [
-                logprob(position) for position in range(start + 1, min(start + count, last) + 1)
-            ]
-    updates = scheduler.commit(
-        plan, StepResult(plan.step_id, [TOKEN] * sum(plan.needs_sampling), {}, gathered, {})
-    )
-    return {update.request_id: update for update in updates}
+        if plan.slots[row] == sequence.slot:
+            stop = min(start + count, sequence.prompt_len - 1) + 1
+            gathered[row] = [logprob(position) for position in range(start + 1, stop)]
+    result = StepResult(plan.step_id, [7] * sum(plan.needs_sampling), {}, gathered, {})
+    return {update.request_id: update for update in scheduler.commit(plan, result)}
 
 
 def test_prompt_logprobs_are_gathered_over_chunks_and_delivered_once() -> None:
-    scheduler = make_scheduler(budget=4)
-    scheduler.add(request("a", 10, prompt_logprobs=0))
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    scheduler.add("a", 10, prompt_logprobs=0)
     assert [commit_prompt_logprobs(scheduler, "a") for _ in range(2)] == [{}, {}]
-    assert commit_prompt_logprobs(scheduler, "a")["a"].prompt_logprobs == [
-        logprob(n) for n in range(1, 10)
-    ]
-    assert commit_prompt_logprobs(scheduler, "a")["a"].prompt_logprobs is None
+    for expected in ([logprob(n) for n in range(1, 10)], None):
+        assert commit_prompt_logprobs(scheduler, "a")["a"].prompt_logprobs == expected
 
 
 def test_prompt_logprobs_start_over_after_a_preempted_prefill() -> None:
-    scheduler = make_scheduler(budget=3, blocks=5)
-    scheduler.add(request("a", 4, max_tokens=6))
-    scheduler.add(request("b", 12, max_tokens=1, prompt_logprobs=0))
+    scheduler = make_scheduler(max_num_batched_tokens=3, num_blocks=5)
+    scheduler.add("a", 4, max_tokens=6)
+    scheduler.add("b", 12, max_tokens=1, prompt_logprobs=0)
     # finally "a" needs the block; 10 of the 12 prompt tokens have run
     for _ in range(7):
         commit_prompt_logprobs(scheduler, "b")

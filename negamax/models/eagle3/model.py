@@ -35,7 +35,7 @@ from negamax.layers.attention import (
     prepare_attention,
 )
 from negamax.layers.basic import RmsNorm, VocabEmbedding
-from negamax.layers.linear import ColumnParallel, Part, RowParallel
+from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
 from negamax.layers.mlp import Mlp
 from negamax.layers.partial import Partial
 from negamax.layers.weights import StoredPart, WeightSlot, slots_by_name
@@ -63,7 +63,7 @@ class _Biases:
     def __init__(
         self,
         layer: int,
-        parts: Sequence[Part],
+        parts: Sequence[ProjectionPart],
         hidden_size: int,
         *,
         rank: int,
@@ -102,7 +102,11 @@ class _Attention:
         kv_rows = head_rows(view.kv_heads(spec.num_kv_heads), spec.head_dim)
         q_total, kv_total = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         q, k, v, out = (f"{names.projection(layer, part)}.weight" for part in "qkvo")
-        parts = Part(q, q_total, q_rows), Part(k, kv_total, kv_rows), Part(v, kv_total, kv_rows)
+        parts = (
+            ProjectionPart(q, q_total, q_rows),
+            ProjectionPart(k, kv_total, kv_rows),
+            ProjectionPart(v, kv_total, kv_rows),
+        )
         inputs = spec.hidden_size if layer else 2 * spec.hidden_size
         self._qkv = ColumnParallel(parts, inputs, **shared)
         self._out = RowParallel(
@@ -272,7 +276,7 @@ class Eagle3Draft:
         self._head: ColumnParallel | None = None
         self._offsets = torch.zeros(spec.draft_vocab_size, dtype=torch.int64, device=weights.device)
         if spec.own_head:
-            rows = Part(names.HEAD, spec.draft_vocab_size, self.vocab_range)
+            rows = ProjectionPart(names.HEAD, spec.draft_vocab_size, self.vocab_range)
             self._head = ColumnParallel([rows], hidden, **shared)
             slots += [*self._head.slots, WeightSlot(
                 names.D2T, (spec.draft_vocab_size,), target=self._offsets,

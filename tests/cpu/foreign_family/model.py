@@ -12,7 +12,7 @@ from negamax.kernels.kvcache.op import cache_rows, store, write
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rotary import half_split, signed_frequencies
 from negamax.layers.attention import Attention, GroupedQueryKind, KvCaches
-from negamax.layers.linear import ColumnParallel, Part, RowParallel
+from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
 from negamax.layers.partial import Partial
@@ -41,7 +41,7 @@ class SelectedAttention:
         totals = spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim
         self._qkv = ColumnParallel(
             [
-                Part(name, total, part)
+                ProjectionPart(name, total, part)
                 for name, total, part in zip(
                     (own.q, own.k, own.v), totals, (rows, kv_rows, kv_rows), strict=True
                 )
@@ -51,7 +51,9 @@ class SelectedAttention:
         )
         width = spec.index_width
         self._index = ColumnParallel(
-            [Part(name, width, range(width)) for name in names.INDEX], spec.hidden_size, **shared
+            [ProjectionPart(name, width, range(width)) for name in names.INDEX],
+            spec.hidden_size,
+            **shared,
         )
         self._out = RowParallel(
             own.out,

@@ -1,8 +1,4 @@
-"""Turns an arriving request into a sequence with its place in the order, or refuses it."""
-
-from __future__ import annotations
-
-from collections.abc import Container
+"""The unfinished requests of all data-parallel ranks, and the admission of new ones."""
 
 from negamax.base.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from negamax.scheduler.limits import SchedulerLimits
@@ -10,31 +6,29 @@ from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.sequence import Sequence
 
 
-class Arrivals:
-    """Makes sequences of requests, with fair queueing: tenants of one priority take turns."""
+class RequestTable:
+    """Unfinished sequences by request id. Tenants of one priority take turns."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
+        self.sequences: dict[str, Sequence] = {}
+        self.num_constrained = 0  # constrained sequences among them
+        self.admitted: list[str] = []  # request ids, until `GroupScheduler.take_admitted`
         self._limits = limits
         self._count = 0
         self._turn = 0  # turn of the last admitted request
         self._last_turns: dict[str, int] = {}  # turn of each tenant's latest request
 
-    def accept(
-        self, request: GenerateRequest, unfinished: Container[str], *, num_waiting: int
-    ) -> Sequence:
-        """Make the sequence of a request with resolved sampling.
-
-        `unfinished`: ids of all sequences that have not ended; `num_waiting` of them wait.
+    def add(self, request: GenerateRequest, *, num_waiting: int) -> Sequence:
+        """Make the sequence of a request with resolved sampling; `num_waiting` others wait.
 
         Errors: ContextLengthError if the prompt leaves no room for output; InvalidRequestError for
         an empty prompt, an id in use or a request larger than the pool; OverloadedError if the
         queue is full.
         """
-        limits = self._limits
-        max_tokens = request.sampling.max_tokens
+        limits, max_tokens = self._limits, request.sampling.max_tokens
         assert max_tokens is not None, "sampling must be resolved before it gets here"
         prompt_len = len(request.prompt_token_ids)
-        if request.request_id in unfinished:
+        if request.request_id in self.sequences:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use by an unfinished request; choose "
                 f"another",
@@ -60,7 +54,7 @@ class Arrivals:
         turn = max(self._turn, self._last_turns.get(request.tenant, 0)) + 1
         self._last_turns[request.tenant] = turn
         self._count += 1
-        return Sequence(
+        sequence = Sequence(
             request,
             arrival=self._count,
             turn=turn,
@@ -68,14 +62,29 @@ class Arrivals:
             eos_token_ids=limits.eos_token_ids,
             block_size=limits.block_size,
         )
+        self.sequences[request.request_id] = sequence
+        self.num_constrained += sequence.is_constrained
+        return sequence
 
-    def admitted(self, sequence: Sequence) -> None:
+    def admit(self, sequence: Sequence) -> bool:
+        """Record that a sequence begins or resumes to run; return whether it is the first time."""
         self._turn = max(self._turn, sequence.turn)
+        is_first, sequence.was_admitted = not sequence.was_admitted, True
+        self.admitted += [sequence.request_id] * is_first
+        return is_first
+
+    def remove(self, sequence: Sequence) -> None:
+        """Drop a sequence that ends."""
+        sequence.finished = True
+        self.clear_grammar(sequence)
+        del self.sequences[sequence.request_id]
+
+    def clear_grammar(self, sequence: Sequence) -> None:
+        self.num_constrained -= sequence.is_constrained
+        sequence.is_constrained = False
 
     def _check_pool(self, prompt_len: int, *, limit: int) -> None:
-        """Refuse a request that does not fit the empty pool. The last token is never run, so it
-        needs no room.
-        """
+        """Refuse a request that exceeds the empty pool. The last token is never run: no room."""
         limits = self._limits
         needed = -(-(limit - 1) // limits.block_size)
         if needed <= limits.num_blocks:
