@@ -5,9 +5,15 @@ import time
 
 from negamax.base.log import get_logger
 from negamax.engine.client.engine_client import AsyncEngine
-from negamax.engine.wire import EngineStats
+from negamax.engine.wire import EngineStats, RankStats
 
 logger = get_logger(__name__)
+
+
+def compute_cache_usage(stats: RankStats) -> float:
+    """Return the share of KV blocks in use."""
+    total = stats.num_kv_blocks
+    return 1.0 - stats.num_free_kv_blocks / total if total else 0.0
 
 
 class LoadReport:
@@ -32,11 +38,10 @@ class LoadReport:
         if prompt_tokens:
             cached = stats.cached_prompt_tokens - before.cached_prompt_tokens
             self.hit_rate = cached / prompt_tokens
-        num_blocks = stats.num_kv_blocks
         return {
             "running": stats.num_running,
             "waiting": stats.num_waiting,
-            "kv_cache_usage": 1.0 - stats.num_free_kv_blocks / num_blocks if num_blocks else 0.0,
+            "kv_cache_usage": compute_cache_usage(stats),
             "prefill_tokens_per_s": (stats.prefill_tokens - before.prefill_tokens) / seconds,
             "decode_tokens_per_s": (stats.generated_tokens - before.generated_tokens) / seconds,
             "prefix_cache_hit_rate": self.hit_rate,

@@ -28,17 +28,9 @@ _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _OTHER = "other"
 _REJECTIONS = (  # codes of refusals with a time to retry
-    "queue_full",
-    "queue_tokens_full",
-    "queue_share_full",
-    "memory",
-    "draining",
-    "engine_restarting",
-    "engine_dead",
-    "engine_silent",
-    "server_process",
-    _OTHER,
-)
+    "queue_full", "queue_tokens_full", "queue_share_full", "memory", "draining",
+    "engine_restarting", "engine_dead", "engine_silent", "server_process", _OTHER,
+)  # fmt: skip
 _EVENTS = ("requests", "tool_calls")
 
 

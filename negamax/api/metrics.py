@@ -19,11 +19,10 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from negamax.api.http.lifecycle import Lifecycle
-from negamax.api.load_report import LoadReport
+from negamax.api.load_report import LoadReport, compute_cache_usage
 from negamax.api.measurements import HISTOGRAMS, Measurements
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client.engine_client import AsyncEngine
-from negamax.engine.wire import RankStats
 
 _SAMPLE_SECONDS = 1.0  # over which rates are measured
 # Counters of a data-parallel rank: field of its statistics, help, names.
@@ -51,6 +50,10 @@ _COUNTERS = (
     ("num_accepted_tokens", "Draft tokens accepted.", "vllm:spec_decode_num_accepted_tokens"),
 )
 _RUNNING, _WAITING = "Sequences in the running batch.", "Sequences waiting to run."
+_ACCEPTED = "Tokens per draft: the accepted ones and the bonus token."
+_OPEN = "Requests that are being answered, also in the background."
+_LAG = "How late the event loop was."
+_HITS = "Share of prompt tokens found in the prefix cache, lately."
 _CACHE = "Share of KV blocks in use, 0 to 1."
 _BALANCE = "Mean of the ranks' tokens for experts over the busiest rank's, lately; 1: balanced."
 _SYNTHETIC = "Tokens per verified sequence that a benchmark asked for; no draft is compared."
@@ -59,11 +62,6 @@ SYNTHETIC_ACCEPTANCE = "negamax:synthetic_acceptance_length"
 
 MetricFamily = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Samples = Iterable[tuple[tuple[str, ...], float]]  # values of the labels, value of the metric
-
-
-def _compute_usage(stats: RankStats) -> float:
-    total = stats.num_kv_blocks
-    return 1.0 - stats.num_free_kv_blocks / total if total else 0.0
 
 
 class ServerMetrics(Collector):
@@ -125,64 +123,31 @@ class ServerMetrics(Collector):
 
     def _gauges(self) -> Sequence[tuple[str, str, float]]:
         engine, stats, info = self._engine, self._engine.stats, self._engine.info
-        total, free = stats.num_kv_blocks, stats.num_free_kv_blocks
-        drafted, drafts, accepted = (
-            stats.num_draft_tokens,
-            stats.num_drafts,
-            stats.num_accepted_tokens,
-        )
+        used_blocks = stats.num_kv_blocks - stats.num_free_kv_blocks
+        drafted, drafts = stats.num_draft_tokens, stats.num_drafts
+        accepted = stats.num_accepted_tokens
+        used_tokens = used_blocks * info.block_size
+        all_tokens = info.num_kv_blocks * info.block_size * engine.num_ranks
+        utilization = stats.num_running / (info.max_num_seqs * engine.num_ranks)
+        accept_length = accepted / drafts + 1 if drafts else 0
+        accept_rate = accepted / drafted if drafted else 0
+        waiting_tokens, num_open = engine.admission.waiting_tokens, self._lifecycle.total_open
         gauges = [
             ("sglang:num_running_reqs", _RUNNING, stats.num_running),
             ("sglang:num_queue_reqs", _WAITING, stats.num_waiting),
-            ("sglang:token_usage", _CACHE, _compute_usage(stats)),
-            (
-                "sglang:num_used_tokens",
-                "Tokens of KV cache in use.",
-                (total - free) * info.block_size,
-            ),
-            (
-                "sglang:max_total_num_tokens",
-                "Tokens that the KV cache holds.",
-                info.num_kv_blocks * info.block_size * engine.num_ranks,
-            ),
+            ("sglang:token_usage", _CACHE, compute_cache_usage(stats)),
+            ("sglang:num_used_tokens", "Tokens of KV cache in use.", used_tokens),
+            ("sglang:max_total_num_tokens", "Tokens that the KV cache holds.", all_tokens),
             ("sglang:gen_throughput", "Generated tokens per second.", self._throughput),
-            (
-                "sglang:cache_hit_rate",
-                "Share of prompt tokens found in the prefix cache, lately.",
-                self._hit_rate,
-            ),
+            ("sglang:cache_hit_rate", _HITS, self._hit_rate),
             ("sglang:num_retracted_reqs", "Preempted sequences.", stats.preemption_count),
-            (
-                "sglang:utilization",
-                "Share of the running batch's places in use.",
-                stats.num_running / (info.max_num_seqs * engine.num_ranks),
-            ),
-            (
-                "sglang:spec_accept_length",
-                "Tokens per draft: the accepted ones and the bonus token.",
-                accepted / drafts + 1 if drafts else 0,
-            ),
-            (
-                "sglang:spec_accept_rate",
-                "Share of draft tokens that were accepted.",
-                accepted / drafted if drafted else 0,
-            ),
-            (
-                "negamax:waiting_tokens",
-                "Prompt tokens of waiting sequences.",
-                engine.admission.waiting_tokens,
-            ),
-            (
-                "negamax:open_requests",
-                "Requests that are being answered, also in the background.",
-                self._lifecycle.total_open,
-            ),
+            ("sglang:utilization", "Share of the running batch's places in use.", utilization),
+            ("sglang:spec_accept_length", _ACCEPTED, accept_length),
+            ("sglang:spec_accept_rate", "Share of draft tokens that were accepted.", accept_rate),
+            ("negamax:waiting_tokens", "Prompt tokens of waiting sequences.", waiting_tokens),
+            ("negamax:open_requests", _OPEN, num_open),
             ("negamax:draining", "1 while the server stops.", float(self._lifecycle.is_draining)),
-            (
-                "negamax:event_loop_lag_seconds",
-                "How late the event loop was.",
-                self._lifecycle.worst_lag,
-            ),
+            ("negamax:event_loop_lag_seconds", _LAG, self._lifecycle.worst_lag),
         ]
         rates = info.speculation.synthetic_acceptance_rates if info.speculation else None
         if rates is not None:
@@ -205,8 +170,8 @@ class ServerMetrics(Collector):
         gauges = (
             ("vllm:num_requests_running", _RUNNING, attrgetter("num_running")),
             ("vllm:num_requests_waiting", _WAITING, attrgetter("num_waiting")),
-            ("vllm:kv_cache_usage_perc", _CACHE, _compute_usage),
-            ("vllm:gpu_cache_usage_perc", _CACHE, _compute_usage),
+            ("vllm:kv_cache_usage_perc", _CACHE, compute_cache_usage),
+            ("vllm:gpu_cache_usage_perc", _CACHE, compute_cache_usage),
         )
         for name, text, value in gauges:
             samples = [((rank,), value(stats)) for rank, stats in ranks]
@@ -227,14 +192,10 @@ class ServerMetrics(Collector):
     def _server_counters(self) -> Iterator[Metric]:
         measured, experts = self.measured, self._engine.stats.experts
         finished, events = measured.finished.totals(), measured.events.totals()
+        refused = measured.rejections.totals()
         for name, text, label, counts in (
             ("vllm:request_success", "Finished choices by reason.", "finished_reason", finished),
-            (
-                "vllm:admission_rejections",
-                "Requests refused with 429 or 503.",
-                "reason",
-                measured.rejections.totals(),
-            ),
+            ("vllm:admission_rejections", "Requests refused with 429 or 503.", "reason", refused),
         ):
             samples = [((value,), count) for value, count in counts.items()]
             yield self._metric(CounterMetricFamily, name, text, samples, label)
@@ -246,42 +207,20 @@ class ServerMetrics(Collector):
         if experts is not None:
             counters += [
                 ("negamax:expert_rebalances", "Rebalances of experts.", experts.num_rebalances),
-                (
-                    "negamax:experts_moved",
-                    "Experts moved from one slot to another.",
-                    experts.num_moved,
-                ),
+                ("negamax:experts_moved", "Experts moved to another slot.", experts.num_moved),
             ]
         for name, text, total in counters:
             yield self._metric(CounterMetricFamily, name, text, [((), total)])
 
     def _engine_metrics(self) -> Iterator[Metric]:
-        replicas = self._engine.replicas
-        for kind, name, text, values in (
-            (
-                GaugeMetricFamily,
-                "negamax:engine_up",
-                "1 while the engine can serve.",
-                [float(replica.alive) for replica in replicas],
-            ),
-            (
-                CounterMetricFamily,
-                "negamax:engine_restarts",
-                "Restarts of the engine.",
-                [replica.restart_count for replica in replicas],
-            ),
-            (
-                CounterMetricFamily,
-                "negamax:engine_steps",
-                "Steps the engine has run.",
-                [replica.stats.step_count for replica in replicas],
-            ),
+        for kind, name, text, value in (
+            (GaugeMetricFamily, "engine_up", "1 while the engine can serve.", "alive"),
+            (CounterMetricFamily, "engine_restarts", "Restarts of the engine.", "restart_count"),
+            (CounterMetricFamily, "engine_steps", "Steps the engine has run.", "stats.step_count"),
         ):
-            samples = [
-                ((str(replica.index),), value)
-                for replica, value in zip(replicas, values, strict=True)
-            ]
-            yield self._metric(kind, name, text, samples, "replica")
+            read = attrgetter(value)
+            samples = [((str(each.index),), float(read(each))) for each in self._engine.replicas]
+            yield self._metric(kind, f"negamax:{name}", text, samples, "replica")
 
     def _count_steps(self, step_tokens: list[int]) -> None:
         for num_tokens in step_tokens:

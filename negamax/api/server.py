@@ -21,7 +21,6 @@ from negamax.api.auth import AuthMiddleware, is_loopback
 from negamax.api.common.context import ApiContext
 from negamax.api.dialects.chat.routes import make_chat_router
 from negamax.api.dialects.completions.routes import make_completions_router
-from negamax.api.dialects.generate.expert_distribution import make_expert_distribution_router
 from negamax.api.dialects.generate.routes import make_native_router
 from negamax.api.dialects.messages.routes import make_messages_router
 from negamax.api.dialects.responses.routes import make_responses_router
@@ -30,7 +29,7 @@ from negamax.api.errors import HANDLERS, ErrorMiddleware
 from negamax.api.health import make_health_router
 from negamax.api.http.lifecycle import Signals
 from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
-from negamax.api.http.protocol import make_protocol_class
+from negamax.api.http.protocol import LimitedProtocol, make_protocol_class
 from negamax.api.load_report import log_load
 from negamax.api.models import make_models_router
 from negamax.api.openapi import build_document
@@ -55,16 +54,9 @@ _CLOSE_SECONDS = 5  # for connections to close after the last answer
 # FastAPI's telemetry, which variables of OpenTelemetry could enable; older versions ignore this
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 ROUTERS = (
-    make_health_router,
-    make_models_router,
-    make_chat_router,
-    make_completions_router,
-    make_messages_router,
-    make_responses_router,
-    make_tokens_router,
-    make_native_router,
-    make_expert_distribution_router,
-)
+    make_health_router, make_models_router, make_chat_router, make_completions_router,
+    make_messages_router, make_responses_router, make_tokens_router, make_native_router,
+)  # fmt: skip
 _WILDCARDS = ("0.0.0.0", "::", "")
 
 
@@ -106,26 +98,6 @@ def create_app(context: ApiContext) -> FastAPI:
     return app
 
 
-def resolve_address(options: ServerOptions) -> tuple[int, int, int, Any]:
-    """Return family, kind, protocol and address to listen on.
-
-    Errors: `ConfigError` for an unknown host, and for one that other machines reach without a key.
-    """
-    host, port = options.host, options.port
-    family, kind, protocol, address = resolve_host(host, port)
-    if not (
-        options.api_keys
-        or options.api_key_file
-        or options.allow_unauthenticated
-        or is_loopback(str(address[0]))
-    ):
-        raise ConfigError(
-            f"--host is {host!r}, which other machines can reach, and there is no API key",
-            hint="set NEGAMAX_API_KEY or --api-key, or pass --allow-unauthenticated",
-        )
-    return family, kind, protocol, address
-
-
 def open_listener(options: ServerOptions) -> socket.socket:
     """Bind a socket to the host and port of `options` (0: any free port).
 
@@ -134,28 +106,36 @@ def open_listener(options: ServerOptions) -> socket.socket:
     reach without a key, and for TLS files that do not match.
     """
     family, kind, protocol, address = resolve_address(options)
-    host, port = options.host, options.port
     _make_tls_files(options)
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
         if options.api_server_count > 1:
-            return _share_listener(listener)
+            # one beside which others can be bound; such a socket alone could not show whether
+            # the port was free
+            address = listener.getsockname()
+            listener.close()
+            return bind_shared(address, family=family)
     except OSError as error:
         listener.close()
-        raise _build_bind_error(error, host=host, port=port) from None
+        raise _build_bind_error(error, host=options.host, port=options.port) from None
     return listener
 
 
-def _share_listener(listener: socket.socket) -> socket.socket:
-    """Replace `listener` by a socket beside which others can be bound.
+def resolve_address(options: ServerOptions) -> tuple[int, int, int, Any]:
+    """Return family, kind, protocol and address to listen on.
 
-    Such a socket alone could not show whether the port was free.
+    Errors: `ConfigError` for an unknown host, and for one that other machines reach without a key.
     """
-    address = listener.getsockname()
-    listener.close()
-    return bind_shared(address, family=listener.family)
+    host, has_key = options.host, bool(options.api_keys or options.api_key_file)
+    family, kind, protocol, address = resolve_host(host, options.port)
+    if not (has_key or options.allow_unauthenticated or is_loopback(str(address[0]))):
+        raise ConfigError(
+            f"--host is {host!r}, which other machines can reach, and there is no API key",
+            hint="set NEGAMAX_API_KEY or --api-key, or pass --allow-unauthenticated",
+        )
+    return family, kind, protocol, address
 
 
 def _make_tls_files(options: ServerOptions) -> TlsFiles | None:
@@ -186,24 +166,10 @@ def make_event_loop() -> asyncio.Runner:
     return asyncio.Runner(loop_factory=loop_factory)
 
 
-def run(
-    engine_options: EngineOptions,
-    server_options: ServerOptions,
-    *,
-    listener: socket.socket,
-    announce: Callable[[str, AsyncEngine], None],
-    engine_module: str = ENGINE_MODULE,
-) -> None:
+def run(engine_options: EngineOptions, server_options: ServerOptions, **how: Any) -> None:
+    """Run `serve` in an event loop of its own."""
     with make_event_loop() as runner:
-        runner.run(
-            serve(
-                engine_options,
-                server_options,
-                listener=listener,
-                announce=announce,
-                engine_module=engine_module,
-            )
-        )
+        runner.run(serve(engine_options, server_options, **how))
 
 
 async def serve(
@@ -221,18 +187,27 @@ async def serve(
     `EngineDeadError` when the engine or a server process has died too often.
     """
     signals = Signals()
+    template = None if server_options.chat_template is None else Path(server_options.chat_template)
     server_rank = ServerRank.first_of(
         server_options.api_server_count, num_replicas=engine_options.num_replicas
     )
     servers = ServerSupervisor(server_rank, engine_options, server_options, listener=listener)
     with signals.watched():
         try:
-            supervisor = await _start_engine(
+            supervisor = await EngineSupervisor.run(
+                await AsyncEngine.create(
+                    engine_options, chat_template=template, queue=server_rank.queue
+                ),
                 engine_options,
-                server_options,
-                server_rank=server_rank,
-                servers=servers,
+                limits=SupervisionLimits(
+                    max_restarts=server_options.max_engine_restarts,
+                    restart_window=server_options.engine_restart_window,
+                    hang_timeout=server_options.engine_hang_timeout,
+                ),
                 module=engine_module,
+                num_servers=server_rank.count,
+                listener=servers,
+                parent=servers.pulse,
             )
         except asyncio.CancelledError:
             logger.info("stopped while starting")
@@ -266,30 +241,6 @@ async def serve(
         if servers.failed.done():
             reason = servers.failed.result()
             raise EngineDeadError(f"a server process ended too often: {reason}")
-
-
-async def _start_engine(
-    engine_options: EngineOptions,
-    server_options: ServerOptions,
-    *,
-    server_rank: ServerRank,
-    servers: ServerSupervisor,
-    module: str,
-) -> EngineSupervisor:
-    template = None if server_options.chat_template is None else Path(server_options.chat_template)
-    return await EngineSupervisor.run(
-        await AsyncEngine.create(engine_options, chat_template=template, queue=server_rank.queue),
-        engine_options,
-        limits=SupervisionLimits(
-            max_restarts=server_options.max_engine_restarts,
-            restart_window=server_options.engine_restart_window,
-            hang_timeout=server_options.engine_hang_timeout,
-        ),
-        module=module,
-        num_servers=server_rank.count,
-        listener=servers,
-        parent=servers.pulse,
-    )
 
 
 def settle_garbage_collection() -> None:
@@ -355,8 +306,10 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
+        make_protocol = self._make_protocol_factory(self.config)
         for listener in sockets or ():
-            self._listen(listener)
+            acceptor: Any = Acceptor(listener, make_protocol, limits=self._limits, tls=self._tls)
+            self.servers.append(acceptor)
         context, servers = self._context, self._servers
         self._pulse = context.lifecycle.start_pulse()  # lives as long as the event loop
         watches = [self._watch(context.engine.failed)]
@@ -431,26 +384,18 @@ class HttpServer(uvicorn.Server):
         self._context.lifecycle.begin_drain()
         self.should_exit = True
 
-    def _listen(self, listener: socket.socket) -> None:
-        make_protocol = partial(
-            self._protocol_class,
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
-        acceptor: Any = Acceptor(listener, make_protocol, limits=self._limits, tls=self._tls)
-        self.servers.append(acceptor)
-
-    async def _listen_to_peers(self) -> None:
-        config = self._make_config(self._internal_app)
-        config.load()
-        make_protocol = partial(
+    def _make_protocol_factory(self, config: uvicorn.Config) -> Callable[[], LimitedProtocol]:
+        return partial(
             self._protocol_class,
             config=config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
+
+    async def _listen_to_peers(self) -> None:
+        config = self._make_config(self._internal_app)
+        config.load()
+        make_protocol = self._make_protocol_factory(config)
         path = str(self._context.server_rank.socket_of(self._context.server_rank.index))
-        self.servers.append(
-            await asyncio.get_running_loop().create_unix_server(make_protocol, path)
-        )
+        loop = asyncio.get_running_loop()
+        self.servers.append(await loop.create_unix_server(make_protocol, path))

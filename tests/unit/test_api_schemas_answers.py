@@ -271,17 +271,10 @@ def test_tools_keep_the_key_order_of_the_client() -> None:
         ({"thinking_mode": "adaptive"}, ThinkingChoice("adaptive")),
         ({"enable_thinking": False}, ThinkingChoice("disabled")),
         ({"enable_thinking": True}, ThinkingChoice("enabled")),
-        ({"chat_template_kwargs": {"thinking_mode": "enabled"}}, ThinkingChoice("enabled")),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, ThinkingChoice("disabled")),
-        ({"chat_template_kwargs": {"thinking": True}}, ThinkingChoice("enabled")),
         ({"reasoning_effort": "none"}, ThinkingChoice(effort="none")),
         (
             {"thinking": {"type": "enabled"}, "enable_thinking": False, "reasoning_effort": "none"},
             ThinkingChoice("enabled", "none"),
-        ),
-        (
-            {"thinking_mode": "disabled", "chat_template_kwargs": {"thinking_mode": "enabled"}},
-            ThinkingChoice("disabled"),
         ),
     ],
     ids=str,
@@ -290,11 +283,6 @@ def test_every_name_of_the_thinking_switch(
     fields: dict[str, Any], expected: ThinkingChoice
 ) -> None:
     assert chat(**fields).thinking_choice == expected
-
-
-def test_wrong_thinking_mode_in_template_variables_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="thinking_mode is 'off'; allowed: enabled"):
-        _ = chat(chat_template_kwargs={"thinking_mode": "off"}).thinking_choice
 
 
 M2_LIKE = ChatTemplate("{{ messages[0].content }}<think>\n")

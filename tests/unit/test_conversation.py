@@ -64,6 +64,28 @@ def test_thinking_choice_decides_how_the_prompt_ends(
     assert make_tokenizer().decode(made.token_ids, skip_special_tokens=False) == made.text
 
 
+@pytest.mark.parametrize(
+    ("thinking", "kwargs", "ending"),
+    [
+        (ThinkingChoice(), {"thinking_mode": "enabled"}, "<think>"),
+        (ThinkingChoice(), {"enable_thinking": False}, "</think>"),
+        (ThinkingChoice(), {"thinking": True}, "<think>"),
+        (ThinkingChoice("disabled"), {"thinking_mode": "enabled"}, "</think>"),
+    ],
+)
+def test_template_variables_choose_the_mode_unless_the_request_does(
+    thinking: ThinkingChoice, kwargs: dict[str, Any], ending: str
+) -> None:
+    made = Conversation(messages=[user("Hi")], thinking=thinking, template_kwargs=kwargs)
+    assert prompt(HAS_MODES, made).text.endswith(f"ai:{ending}")
+
+
+def test_refuses_unknown_thinking_mode_in_template_variables() -> None:
+    made = Conversation(messages=[user("Hi")], template_kwargs={"thinking_mode": "off"})
+    with pytest.raises(InvalidRequestError, match="thinking_mode is 'off'; allowed: enabled"):
+        prompt(HAS_MODES, made)
+
+
 def test_defaults_of_the_server_lose_to_the_request() -> None:
     defaults = {"default_template_kwargs": {"thinking_mode": "enabled"}}
     assert prompt(HAS_MODES, Conversation(messages=[user("Hi")]), **defaults).reasoning == "open"

@@ -23,16 +23,6 @@ class ReasoningCounter:
     reasoning may be a quotation; the text reader calls `call_began` if it is not.
     """
 
-    __slots__ = (
-        "_call",
-        "_closer",
-        "_in_reasoning",
-        "_num_certain",
-        "_num_since_call",
-        "_opener",
-        "knows_tags",
-    )
-
     def __init__(self, chat_format: ChatFormat, *, in_reasoning: bool) -> None:
         output = chat_format.output
         self._opener, self._closer, self._call = (
@@ -103,24 +93,25 @@ def make_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-class ChoiceReader:
+class _CountingReader:
+    """A reader of one choice, with its counts and its end."""
+
+    def __init__(self, chat_format: ChatFormat, *, in_reasoning: bool) -> None:
+        self._counter = ReasoningCounter(chat_format, in_reasoning=in_reasoning)
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._counter.count
+
+
+class ChoiceReader(_CountingReader):
     """Reads one choice of a chat answer. Single writer: the request's handler.
 
     With stop strings, the engine's client calls it as a `TextReader`, because it must know when one
     has ended the answer. The outputs then contain the events.
     """
-
-    __slots__ = (
-        "_counter",
-        "_held_reasoning",
-        "_holds_back",
-        "_on_call",
-        "_parser",
-        "_rules",
-        "calls",
-        "finish_reason",
-        "stop_reason",
-    )
 
     def __init__(
         self,
@@ -131,11 +122,12 @@ class ChoiceReader:
         on_call: Callable[[], object] = lambda: None,
     ) -> None:
         """The reader calls `on_call` for each tool call that begins."""
+        in_reasoning = prompt.reasoning == "open"
+        super().__init__(chat_format, in_reasoning=in_reasoning)
         self._rules, self._on_call = rules, on_call
         is_silent = rules.reasoning is ReasoningPlace.NOWHERE
         # the parser alone cannot do this
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
-        in_reasoning = prompt.reasoning == "open"
         self._parser = _place_reasoning(rules.reasoning, chat_format).new_parser(
             tools=rules.tools,
             in_reasoning=in_reasoning,
@@ -144,15 +136,8 @@ class ChoiceReader:
             stop=rules.stop,
             includes_stop=rules.includes_stop,
         )
-        self._counter = ReasoningCounter(chat_format, in_reasoning=in_reasoning)
         self._held_reasoning: list[str] = []  # held back until it ends
         self.calls: list[StartedCall] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return self._counter.count
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
         """Return the events of `output`. Errors: `EngineError` if the request failed."""
@@ -173,10 +158,8 @@ class ChoiceReader:
                 self.calls.append(StartedCall(make_call_id(), event.name))
                 self._on_call()
         if output.finish_reason is not None:
-            self.finish_reason, self.stop_reason = (
-                self._finish_reason(output.finish_reason),
-                output.stop_reason,
-            )
+            self.finish_reason = self._finish_reason(output.finish_reason)
+            self.stop_reason = output.stop_reason
         return events
 
     @property
@@ -198,10 +181,8 @@ class ChoiceReader:
         return self._parser.finish(is_cut=is_cut)
 
     def _finish_reason(self, of_engine: str) -> str:
-        ends_with_calls = (
-            of_engine == "stop" and self.calls and not self._rules.is_call_forced_by_name
-        )
-        return "tool_calls" if ends_with_calls else of_engine
+        is_call = self.calls and not self._rules.is_call_forced_by_name
+        return "tool_calls" if is_call and of_engine == "stop" else of_engine
 
     def _chosen(self, events: Iterable[ParserEvent], *, is_end: bool) -> Iterator[ParserEvent]:
         for event in events:
@@ -227,20 +208,12 @@ class ChoiceReader:
         return ReasoningDelta(held)
 
 
-class PlainReader:
+class PlainReader(_CountingReader):
     """Counts a choice's tokens without parsing its text. Single writer: the request's handler."""
-
-    __slots__ = ("_counter", "finish_reason", "stop_reason")
 
     def __init__(self, chat_format: ChatFormat, prompt: Sequence[int]) -> None:
         in_reasoning = chat_format.reasoning_after(prompt) == "open"
-        self._counter = ReasoningCounter(chat_format, in_reasoning=in_reasoning)
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return self._counter.count
+        super().__init__(chat_format, in_reasoning=in_reasoning)
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
         """Count the tokens of `output`. Errors: as in `ChoiceReader`."""

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -37,7 +37,7 @@ class Conversation:
     messages: Sequence[Mapping[str, Any]]
     tools: list[dict[str, Any]] | None = None  # shown to the model, in the client's key order
     thinking: ThinkingChoice = NO_CHOICE
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -136,7 +136,9 @@ class PromptBuilder:
                 "this model has no chat template",
                 hint="use /v1/completions, or start the server with --chat-template FILE",
             )
-        thinking = conversation.thinking
+        thinking, kwargs = conversation.thinking, conversation.template_kwargs or {}
+        if thinking.mode is None:
+            thinking = dataclasses.replace(thinking, mode=read_template_switch(kwargs))
         if thinking.mode_for(template) is None:
             thinking = dataclasses.replace(thinking, mode=self._default_mode)
         messages = normalize_messages(
@@ -145,7 +147,7 @@ class PromptBuilder:
         mark = _Mark.put(messages) if conversation.continue_final_message else None
         variables: dict[str, Any] = {
             **self._default_variables,
-            **conversation.template_kwargs,
+            **drop_switches(kwargs),
             **thinking.template_variables(template),
             "tools": conversation.tools,
             "add_generation_prompt": conversation.add_generation_prompt,

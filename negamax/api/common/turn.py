@@ -17,8 +17,8 @@ from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import ChatPrompt, Conversation, run_off_loop
 from negamax.api.schemas.request_model import refuse
-from negamax.api.schemas.sampled_request import EngineRequest, SampledRequest, TurnRequest
-from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice, drop_switches
+from negamax.api.schemas.sampled_request import EngineRequest, SampledRequest
+from negamax.api.schemas.thinking import ReasoningPlace
 from negamax.api.schemas.tools import CallChoice
 from negamax.base.errors import AbortedError, InvalidRequestError
 from negamax.config.grammar import Grammar
@@ -54,25 +54,6 @@ class StartedTurn:
     readers: list[ChoiceReader]  # one per choice
     source: OpenRequest
     is_prompt_only: bool
-
-
-def build_conversation(
-    params: TurnRequest,
-    messages: Sequence[Mapping[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    thinking: ThinkingChoice,
-    *,
-    continues: bool = False,
-) -> Conversation:
-    """Build the conversation of a request; `continues`: the answer continues the last message."""
-    return Conversation(
-        messages=messages,
-        tools=tools,
-        thinking=thinking,
-        template_kwargs=drop_switches(params.chat_template_kwargs or {}),
-        add_generation_prompt=not continues,
-        continue_final_message=continues,
-    )
 
 
 async def build_prompt(

@@ -15,18 +15,10 @@ from negamax.api.processes.server_rank import ServerRank
 from negamax.base.errors import UnavailableError
 
 _READ_BYTES = 1 << 16
-_OWN_REQUEST_HEADERS = frozenset(  # of one connection, or set again
-    (
-        b"connection",
-        b"content-length",
-        b"expect",
-        b"keep-alive",
-        b"te",
-        b"transfer-encoding",
-        b"upgrade",
-        b"x-request-id",
-    )
-)
+_OWN_REQUEST_HEADERS = frozenset((  # of one connection, or set again
+    b"connection", b"content-length", b"expect", b"keep-alive", b"te", b"transfer-encoding",
+    b"upgrade", b"x-request-id",
+))  # fmt: skip
 _OWN_ANSWER_HEADERS = frozenset(
     (b"connection", b"date", b"keep-alive", b"server", b"transfer-encoding", b"x-request-id")
 )

@@ -80,6 +80,7 @@ class CompletionAnswer(Struct, frozen=True, kw_only=True):
     object: str  # the kind of answer
     created: int  # seconds since 1970
     model: str  # the name that the request used
+    system_fingerprint: str  # the server's version
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):

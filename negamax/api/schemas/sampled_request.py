@@ -44,29 +44,19 @@ _STOP_SCHEMA = {
         {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOP_STRINGS},
     ]
 }
-
-
 _BIAS_SCHEMA = {
     "type": "object",
     "additionalProperties": {"type": "number"},
     "maxProperties": MAX_LOGIT_BIAS,
 }
-
-
 StopStrings = Annotated[
     list[str],
     validate_at_most("stop", MAX_STOP_STRINGS, "strings"),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     WithJsonSchema(_STOP_SCHEMA),
 ]
-
-
 StopTokenIds = Annotated[list[int], validate_at_most("stop_token_ids", MAX_STOP_TOKEN_IDS, "ids")]
-
-
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
-
-
 LogitBias = Annotated[
     dict[int, float],
     BeforeValidator(_convert_bias),
@@ -75,7 +65,7 @@ LogitBias = Annotated[
 ]
 
 
-def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Refuse an empty list of messages and one that is too long."""
     if not messages:
         refuse("messages", "the list is empty; send at least one message")
@@ -84,7 +74,7 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Refuse names that are no template variables, or that are fields of the request."""
     for name in kwargs:
         if name in RESERVED_KWARGS:
@@ -94,6 +84,10 @@ def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
         if not name.isidentifier():
             refuse("chat_template_kwargs", f"{describe(name)} is not a variable name")
     return kwargs
+
+
+Messages = Annotated[list[dict[str, Any]], AfterValidator(_check_messages)]
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs)]
 
 
 class StreamOptions(RequestModel):
@@ -161,10 +155,7 @@ class SampledRequest(EngineRequest, SamplingFields):
 class TurnRequest(SampledRequest):
     """A request for one answer to a conversation."""
 
-    # variables of the chat template
-    chat_template_kwargs: (
-        Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None
-    ) = None
+    chat_template_kwargs: TemplateKwargs | None = None  # variables of the chat template
 
 
 class GenerationRequest(SampledRequest):

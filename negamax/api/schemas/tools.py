@@ -2,8 +2,10 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import AfterValidator
 
 from negamax.api.schemas.request_model import describe, refuse, suggest_nearest
@@ -11,7 +13,24 @@ from negamax.api.schemas.request_model import describe, refuse, suggest_nearest
 MAX_TOOLS = 1024
 MAX_TOOL_NAME_CHARS = 256
 
+
+@dataclass(frozen=True, slots=True)
+class ClientTool:
+    """A tool that requests declare by one of `types` alone, as the function the model is shown."""
+
+    types: tuple[str, ...]
+    description: str
+    schema: dict[str, Any]
+
+
+_CLIENT_TOOLS = msgspec.json.decode(
+    Path(__file__).with_name("client_tools.json").read_bytes(), type=dict[str, list[ClientTool]]
+)
 _NAME_BREAKERS = frozenset('"<>\n\r\t')  # would not survive <invoke name="...">
+
+
+def load_client_tools(dialect: str) -> dict[str, ClientTool]:
+    return {kind: tool for tool in _CLIENT_TOOLS[dialect] for kind in tool.types}
 
 
 def check_tool_count(count: int, *, field: str = "tools") -> None:

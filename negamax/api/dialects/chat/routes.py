@@ -8,20 +8,20 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 
 from negamax.api.access import list_ids
-from negamax.api.common.answer import AnswerWriter, Choice, respond
+from negamax.api.common.answer import Choice, respond
 from negamax.api.common.api_request import check_sampling, get_cache_salt, read_api_request
 from negamax.api.common.choice_reader import ChoiceReader
-from negamax.api.common.context import FINGERPRINT, ApiContext
+from negamax.api.common.completion_writer import CompletionWriter
+from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import Conversation, run_off_loop
 from negamax.api.common.logprobs import convert_chat_logprobs, convert_prompt_logprobs
 from negamax.api.common.turn import StartedTurn, Turn, start_turn
 from negamax.api.dialects.chat import schema
 from negamax.api.errors import build_json_response
-from negamax.api.http.sse import DONE, encode_event
+from negamax.api.http.sse import encode_event
 from negamax.api.openapi import describe_body
-from negamax.api.schemas.answers import ChatLogprob, ChatLogprobs, PromptLogprobs, Usage
+from negamax.api.schemas.answers import ChatLogprob, ChatLogprobs, PromptLogprobs
 from negamax.api.schemas.request_model import refuse
-from negamax.api.schemas.thinking import drop_switches
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import (
@@ -94,7 +94,7 @@ def _build_conversation(
         messages=chat.messages,
         tools=tools,
         thinking=chat.thinking_choice,
-        template_kwargs=drop_switches(chat.chat_template_kwargs or {}),
+        template_kwargs=chat.chat_template_kwargs,
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
     )
@@ -125,10 +125,11 @@ class _ChatChoice(Choice):
     token_ids: list[int] = field(default_factory=list)  # the same; only with return_token_ids
 
 
-class _ChatWriter(AnswerWriter[_ChatChoice, schema.ChatAnswer]):
+class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
     """Writes chat completions. A delta never has both content and reasoning."""
 
     is_paced = True
+    chunk_type = schema.ChatChunk
 
     def __init__(
         self,
@@ -143,11 +144,8 @@ class _ChatWriter(AnswerWriter[_ChatChoice, schema.ChatAnswer]):
             _ChatChoice(index, reader, is_prompt_only=started.is_prompt_only)
             for index, reader in enumerate(started.readers)
         ]
-        super().__init__(answer_id, started.source, choices)
-        self._tokenizer = context.engine.tokenizer
+        super().__init__(context, chat, started.source, choices, answer_id=answer_id, model=model)
         self._chat = chat
-        self._reports_tokens = chat.return_token_ids or chat.stream_options.continuous_usage_stats
-        self._model = model
         self._prompt = started.prompt
         self._echo = started.prompt.continued if chat.echo else ""
         self._prompt_logprobs: PromptLogprobs | UnsetType = UNSET
@@ -158,12 +156,9 @@ class _ChatWriter(AnswerWriter[_ChatChoice, schema.ChatAnswer]):
 
     def response(self) -> schema.ChatAnswer:
         return schema.ChatAnswer(
-            id=self.id,
-            created=self.created,
-            model=self._model,
+            **self._head,
             choices=[self._whole_choice(choice) for choice in self.choices],
             usage=self.usage,
-            system_fingerprint=FINGERPRINT,
             prompt_logprobs=self._prompt_logprobs,
             prompt_token_ids=self._prompt.token_ids if self._chat.return_token_ids else UNSET,
         )
@@ -178,11 +173,6 @@ class _ChatWriter(AnswerWriter[_ChatChoice, schema.ChatAnswer]):
         if is_last:
             chunks.append(encode_event(self._chunk(choice, schema.Delta(), last=True)))
         return b"".join(chunks)
-
-    def end(self) -> bytes:
-        if not self._chat.stream_options.reports_usage:
-            return DONE
-        return encode_event(self._envelope([], usage=self.usage)) + DONE
 
     def _deltas(self, choice: _ChatChoice, events: list[ParserEvent]) -> list[schema.Delta]:
         deltas: list[schema.Delta] = []
@@ -244,40 +234,16 @@ class _ChatWriter(AnswerWriter[_ChatChoice, schema.ChatAnswer]):
             token_ids, choice.token_ids = choice.token_ids, []
             if delta.role is not UNSET and choice.index == 0:
                 prompt_token_ids = self._prompt.token_ids
-        options = self._chat.stream_options
-        usage: Usage | UnsetType | None = None if options.reports_usage else UNSET
-        if options.continuous_usage_stats:
-            usage = self.usage
-        return self._envelope(
-            [
-                schema.ChatChunkChoice(
-                    index=choice.index,
-                    delta=delta,
-                    logprobs=logprobs,
-                    finish_reason=choice.reader.finish_reason if last else None,
-                    stop_reason=choice.reader.stop_reason if last else UNSET,
-                    token_ids=token_ids,
-                )
-            ],
-            usage=usage,
-            prompt_token_ids=prompt_token_ids,
+        news = schema.ChatChunkChoice(
+            index=choice.index,
+            delta=delta,
+            logprobs=logprobs,
+            finish_reason=choice.reader.finish_reason if last else None,
+            stop_reason=choice.reader.stop_reason if last else UNSET,
+            token_ids=token_ids,
         )
-
-    def _envelope(
-        self,
-        choices: list[schema.ChatChunkChoice],
-        *,
-        usage: Usage | UnsetType | None,
-        prompt_token_ids: list[int] | UnsetType = UNSET,
-    ) -> schema.ChatChunk:
         return schema.ChatChunk(
-            id=self.id,
-            created=self.created,
-            model=self._model,
-            choices=choices,
-            system_fingerprint=FINGERPRINT,
-            usage=usage,
-            prompt_token_ids=prompt_token_ids,
+            **self._head, choices=[news], usage=self._chunk_usage, prompt_token_ids=prompt_token_ids
         )
 
     def _whole_choice(self, choice: _ChatChoice) -> schema.ChatChoice:

@@ -14,16 +14,9 @@ from negamax.api.schemas.request_model import (
     refuse,
     validate_one_of,
 )
-from negamax.api.schemas.sampled_request import check_messages, check_template_kwargs
+from negamax.api.schemas.sampled_request import Messages, TemplateKwargs
 from negamax.api.schemas.structure import StructuredRequest
-from negamax.api.schemas.thinking import (
-    EFFORTS,
-    MODES,
-    ReasoningPlace,
-    ThinkingChoice,
-    read_switch,
-    read_template_switch,
-)
+from negamax.api.schemas.thinking import EFFORTS, MODES, ReasoningPlace, ThinkingChoice, read_switch
 from negamax.api.schemas.tools import (
     CallChoice,
     Tools,
@@ -70,7 +63,7 @@ def _check_modalities(modalities: list[str]) -> list[str]:
     return modalities
 
 
-class Thinking(RequestModel):
+class ThinkingParam(RequestModel):
     """`thinking`, as in MiniMax's and Anthropic's APIs."""
 
     type: Annotated[str, validate_one_of("thinking.type", MODES)] = (
@@ -103,8 +96,7 @@ class ChatRequest(StructuredRequest):
 
     synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {"max_tokens": ("max_completion_tokens",)}
 
-    # the conversation, the latest message last; at most 16,384
-    messages: Annotated[list[dict[str, Any]], AfterValidator(check_messages)]
+    messages: Messages  # the conversation, the latest message last; at most 16,384
     max_tokens: int | None = Field(default=None, ge=0)  # 0: only cache the prompt
     max_completion_tokens: int | None = Field(default=None, ge=0)  # precedes max_tokens
     logprobs: bool = False  # the answer has the log-probability of each of its tokens
@@ -115,14 +107,11 @@ class ChatRequest(StructuredRequest):
     parallel_tool_calls: bool = True  # false: at most one call
     # the kinds of output
     modalities: Annotated[list[str], AfterValidator(_check_modalities)] | None = None
-    # variables of the chat template
-    chat_template_kwargs: (
-        Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None
-    ) = None
+    chat_template_kwargs: TemplateKwargs | None = None  # variables of the chat template
     add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
     continue_final_message: bool = False  # needs add_generation_prompt=false
     echo: bool = False  # with continue_final_message: the answer begins with its text
-    thinking: Thinking | None = None  # whether the model thinks, and how long
+    thinking: ThinkingParam | None = None  # whether the model thinks, and how long
     # whether the model thinks, as in M3's template
     thinking_mode: Annotated[str, validate_one_of("thinking_mode", MODES)] | None = None
     enable_thinking: bool | None = None  # true and false are the modes enabled and disabled
@@ -181,7 +170,6 @@ class ChatRequest(StructuredRequest):
             None if self.thinking is None else self.thinking.type,
             self.thinking_mode,
             read_switch(self.enable_thinking),
-            read_template_switch(self.chat_template_kwargs or {}),
         )
         return ThinkingChoice(
             mode=next((mode for mode in modes if mode is not None), None),
@@ -252,7 +240,6 @@ class ChatAnswer(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion"
     choices: list[ChatChoice]  # n of them, in their order
     usage: Usage  # token counts
-    system_fingerprint: str  # the server's version
     # an object by token id for each prompt token, null for the first; with prompt_logprobs
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # with return_token_ids
@@ -279,7 +266,6 @@ class ChatChunkChoice(Struct, frozen=True):
 class ChatChunk(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion.chunk"
     choices: list[ChatChunkChoice]  # one, or none in the chunk with the counts
-    system_fingerprint: str  # the server's version
     usage: Usage | UnsetType | None = UNSET  # counts, with include_usage; null elsewhere
     prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk, with return_token_ids
 

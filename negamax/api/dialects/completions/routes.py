@@ -8,16 +8,17 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from negamax.api.access import list_ids
-from negamax.api.common.answer import AnswerSource, AnswerWriter, Choice, respond
+from negamax.api.common.answer import AnswerSource, Choice, respond
 from negamax.api.common.api_request import read_api_request
 from negamax.api.common.choice_reader import PlainReader
-from negamax.api.common.context import FINGERPRINT, ApiContext
+from negamax.api.common.completion_writer import CompletionWriter
+from negamax.api.common.context import ApiContext
 from negamax.api.common.logprobs import TextLogprobWriter, convert_prompt_logprobs
 from negamax.api.common.turn import PlainPrompt, start_prompts
 from negamax.api.dialects.completions.schema import CompletionRequest, TextAnswer, TextChoice
-from negamax.api.http.sse import DONE, encode_event
+from negamax.api.http.sse import encode_event
 from negamax.api.openapi import describe_body
-from negamax.api.schemas.answers import PromptLogprobs, TextLogprobs, Usage
+from negamax.api.schemas.answers import PromptLogprobs, TextLogprobs
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParserEvent
@@ -91,7 +92,9 @@ class _TextChoice(Choice):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class _TextWriter(AnswerWriter[_TextChoice, TextAnswer]):
+class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
+    chunk_type = TextAnswer
+
     def __init__(
         self,
         context: ApiContext,
@@ -103,12 +106,8 @@ class _TextWriter(AnswerWriter[_TextChoice, TextAnswer]):
         model: str,
         prompts: list[list[int]],
     ) -> None:
-        super().__init__(answer_id, source, choices)
-        self._tokenizer = context.engine.tokenizer
+        super().__init__(context, params, source, choices, answer_id=answer_id, model=model)
         self._params = params
-        options = params.stream_options
-        self._reports_tokens = params.return_token_ids or options.continuous_usage_stats
-        self._model = model
         self._prompts = prompts
 
     def take(self, choice: _TextChoice, output: RequestOutput, events: list[ParserEvent]) -> None:
@@ -122,7 +121,7 @@ class _TextWriter(AnswerWriter[_TextChoice, TextAnswer]):
 
     def response(self) -> TextAnswer:
         choices = [self._choice(choice, last=True) for choice in self.choices]
-        return self._envelope(choices, usage=self.usage)
+        return TextAnswer(**self._head, choices=choices, usage=self.usage)
 
     def chunk(self, choice: _TextChoice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
         self.take(choice, output, events)
@@ -130,16 +129,8 @@ class _TextWriter(AnswerWriter[_TextChoice, TextAnswer]):
         has_news = any(choice.text) or (self._reports_tokens and bool(output.token_ids))
         if not has_news and not is_last:
             return b""
-        options = self._params.stream_options
-        usage: Usage | UnsetType | None = None if options.reports_usage else UNSET
-        if options.continuous_usage_stats:
-            usage = self.usage
-        return encode_event(self._envelope([self._choice(choice, last=is_last)], usage=usage))
-
-    def end(self) -> bytes:
-        if not self._params.stream_options.reports_usage:
-            return DONE
-        return encode_event(self._envelope([], usage=self.usage)) + DONE
+        choices = [self._choice(choice, last=is_last)]
+        return encode_event(TextAnswer(**self._head, choices=choices, usage=self._chunk_usage))
 
     def _begin(self, choice: _TextChoice, output: RequestOutput) -> str:
         """Return the echoed prompt, which precedes a choice's text, and take its logprobs."""
@@ -175,16 +166,4 @@ class _TextWriter(AnswerWriter[_TextChoice, TextAnswer]):
             token_ids=token_ids if ids else UNSET,
             prompt_logprobs=choice.prompt_logprobs,
             prompt_token_ids=self._prompts[choice.prompt_index] if ids and last else UNSET,
-        )
-
-    def _envelope(
-        self, choices: list[TextChoice], *, usage: Usage | UnsetType | None
-    ) -> TextAnswer:
-        return TextAnswer(
-            id=self.id,
-            created=self.created,
-            model=self._model,
-            choices=choices,
-            system_fingerprint=FINGERPRINT,
-            usage=usage,
         )

@@ -99,6 +99,5 @@ class TextAnswer(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "text_completion"
     # n for each prompt, prompt by prompt; in a stream one, or none in the chunk with the counts
     choices: list[TextChoice]
-    system_fingerprint: str  # the server's version
     # token counts; in a stream with include_usage, null where they are not due
     usage: Usage | UnsetType | None = UNSET

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -105,6 +105,34 @@ def make_native_router(context: ApiContext) -> APIRouter:
         context.engine.reset_prefix_cache()
         return Response("Cache flushed.\n", media_type="text/plain")
 
+    async def record_experts(request: Request, action: Literal["start", "stop"]) -> Response:
+        check_admin(request)
+        await context.engine.record_experts(action)
+        text = f"{action.capitalize()} recording expert distribution.\n"
+        return Response(text, media_type="text/plain")
+
+    @router.post("/start_expert_distribution_record")
+    async def start_expert_distribution_record(request: Request) -> Response:
+        """Start recording how often each expert is selected; for administrators."""
+        return await record_experts(request, "start")
+
+    @router.post("/stop_expert_distribution_record")
+    async def stop_expert_distribution_record(request: Request) -> Response:
+        """Stop recording; for administrators."""
+        return await record_experts(request, "stop")
+
+    @router.post("/dump_expert_distribution_record")
+    async def dump_expert_distribution_record(request: Request) -> Response:
+        """Return the current or the finished record; for administrators."""
+        check_admin(request)
+        dumps = await context.engine.record_experts("dump")
+        layers = zip(*(dump.logical_count for dump in dumps), strict=True)
+        counts = [[sum(same) for same in zip(*layer, strict=True)] for layer in layers]
+        engines = [
+            schema.ExpertPlaces(dump.physical_to_logical_map, dump.balancedness) for dump in dumps
+        ]
+        return build_json_response(schema.ExpertDistribution(counts, engines))
+
     async def model_info() -> Response:
         """Describe the model."""
         info = context.engine.info
@@ -176,13 +204,8 @@ class _NativeChoice(Choice):
     @property
     def num_bytes(self) -> int:
         """About the size of an event with the whole choice."""
-        lists = (
-            self.token_ids,
-            self.input_logprobs,
-            self.input_top_logprobs,
-            self.logprobs,
-            self.top_logprobs,
-        )
+        inputs, outputs = (self.input_logprobs, self.input_top_logprobs), (self.logprobs,)
+        lists = (self.token_ids, *inputs, *outputs, self.top_logprobs)
         return sum(entries.num_bytes for entries in lists) + sum(map(len, self.texts))
 
 
@@ -242,10 +265,8 @@ class _NativeWriter(AnswerWriter[_NativeChoice, schema.NativeAnswer | list[schem
                 return {"type": "length", "length": choice.num_tokens}
             case "stop":
                 matched = output.stop_reason
-                return {
-                    "type": "stop",
-                    "matched": choice.last_token_id if matched is None else matched,
-                }
+                matched = choice.last_token_id if matched is None else matched
+                return {"type": "stop", "matched": matched}
             case _:
                 return {"type": "abort", "message": "the request was aborted"}
 
@@ -273,10 +294,8 @@ class _NativeWriter(AnswerWriter[_NativeChoice, schema.NativeAnswer | list[schem
 
     def _meta(self, choice: _NativeChoice) -> schema.MetaInfo:
         params = self._params
-        has_logprobs, has_top = (
-            params.return_logprob,
-            params.return_logprob and params.top_logprobs_num > 0,
-        )
+        has_logprobs = params.return_logprob
+        has_top = has_logprobs and params.top_logprobs_num > 0
         return schema.MetaInfo(
             id=choice.rid,
             finish_reason=choice.finish_reason,
@@ -292,20 +311,17 @@ class _NativeWriter(AnswerWriter[_NativeChoice, schema.NativeAnswer | list[schem
         )
 
     def _entry(self, token_id: int, entry: TokenLogprobs | None) -> schema.LogprobEntry:
-        text = (
-            self._tokenizer.token_text(token_id) if self._params.return_text_in_logprobs else None
-        )
-        return None if entry is None else max(entry.logprob, LEAST_LOGPROB), token_id, text
+        return self._logprob(token_id, None if entry is None else entry.logprob)
 
     def _top(self, entry: TokenLogprobs | None) -> list[schema.LogprobEntry] | None:
         if entry is None:
             return None
-        with_text = self._params.return_text_in_logprobs
-        pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        return [
-            (max(logprob, LEAST_LOGPROB), i, self._tokenizer.token_text(i) if with_text else None)
-            for i, logprob in pairs
-        ]
+        return list(map(self._logprob, entry.top_ids, entry.top_logprobs))
+
+    def _logprob(self, token_id: int, logprob: float | None) -> schema.LogprobEntry:
+        has_text = self._params.return_text_in_logprobs
+        text = self._tokenizer.token_text(token_id) if has_text else None
+        return None if logprob is None else max(logprob, LEAST_LOGPROB), token_id, text
 
 
 def _build_server_info(context: ApiContext) -> schema.NativeServerInfo:
@@ -348,11 +364,11 @@ def _describe_speculation(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def _describe_drafts(rows: int, tokens: int, right: int) -> dict[str, Any]:
+def _describe_drafts(rows: int, tokens: int, accepted: int) -> dict[str, Any]:
     return {
         "spec_verify_ct": rows,
         "spec_draft_token_num": tokens,
-        "spec_accept_token_num": right,
-        "spec_accept_rate": right / tokens,
-        "spec_accept_length": 1.0 + right / rows,
+        "spec_accept_token_num": accepted,
+        "spec_accept_rate": accepted / tokens,
+        "spec_accept_length": 1.0 + accepted / rows,
     }

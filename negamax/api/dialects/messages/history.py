@@ -18,12 +18,8 @@ _ROLES = ("user", "assistant", "system")
 _CLEAR_AT = ("never", "next_user_message")
 # blocks of the assistant from other servers, which only these can read
 _PASSED_OVER = (
-    "redacted_thinking",
-    "server_tool_use",
-    "mcp_tool_use",
-    "mcp_tool_listing",
-    "fallback",
-)
+    "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback",
+)  # fmt: skip
 # Claude Code's first line, which differs in every request, so that no prefix could be cached
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)

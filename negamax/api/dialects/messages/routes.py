@@ -19,16 +19,9 @@ from negamax.api.common.blocks import (
     BlockOpened,
 )
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import run_off_loop
+from negamax.api.common.conversation import Conversation, run_off_loop
 from negamax.api.common.thought_signature import ThoughtSigner
-from negamax.api.common.turn import (
-    BlockAnswerWriter,
-    StartedTurn,
-    Turn,
-    build_conversation,
-    build_prompt,
-    start_turn,
-)
+from negamax.api.common.turn import BlockAnswerWriter, StartedTurn, Turn, build_prompt, start_turn
 from negamax.api.dialects.messages import schema
 from negamax.api.dialects.messages.history import build_history
 from negamax.api.errors import build_json_response, log_failure
@@ -105,8 +98,13 @@ def _build_turn(
     continues = is_answer and bool(last["content"] or last.get("reasoning_content"))
     return Turn(
         calls=params.call_choice(tools),
-        conversation=build_conversation(
-            params, history.messages, tools, params.thinking_choice, continues=continues
+        conversation=Conversation(
+            messages=history.messages,
+            tools=tools,
+            thinking=params.thinking_choice,
+            template_kwargs=params.chat_template_kwargs,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
         ),
         places=history.places,
         form=params.grammar,

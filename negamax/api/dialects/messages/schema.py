@@ -7,7 +7,6 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
-from negamax.api.common.client_tools import load_client_tools
 from negamax.api.schemas.request_model import (
     RequestModel,
     check_choice,
@@ -15,15 +14,16 @@ from negamax.api.schemas.request_model import (
     refuse,
     validate_one_of,
 )
-from negamax.api.schemas.sampled_request import StopStrings, TurnRequest, check_messages
+from negamax.api.schemas.sampled_request import Messages, StopStrings, TurnRequest
 from negamax.api.schemas.structure import build_grammar
-from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice, read_template_switch
+from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice
 from negamax.api.schemas.tools import (
     CallChoice,
     build_function_tool,
     check_call_choice,
     check_function,
     check_tool_count,
+    load_client_tools,
 )
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar
@@ -106,8 +106,7 @@ class CountRequest(TurnRequest):
     }
 
     model: str = Field()  # a name from /v1/models
-    # the conversation, the latest message last; at most 16,384
-    messages: Annotated[list[dict[str, Any]], AfterValidator(check_messages)]
+    messages: Messages  # the conversation, the latest message last; at most 16,384
     system: str | list[dict[str, Any]] | None = None  # instructions
     tools: list[dict[str, Any]] | None = None  # what the model may call; at most 1,024
     tool_choice: ToolChoice | None = None  # whether calls are possible or due, and of which tool
@@ -178,11 +177,7 @@ class CountRequest(TurnRequest):
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
-        mode = (
-            read_template_switch(self.chat_template_kwargs or {})
-            if self.thinking is None
-            else _THINKING[self.thinking.type]
-        )
+        mode = None if self.thinking is None else _THINKING[self.thinking.type]
         budget = None if self.thinking is None else self.thinking.budget_tokens
         effort = _find_latest_effort(self.messages) or self.output_config.effort
         return ThinkingChoice(mode=mode, effort=effort, budget=budget)

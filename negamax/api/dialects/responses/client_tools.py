@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from negamax.api.common.client_tools import load_client_tools
 from negamax.api.dialects.responses.items import (
     ApplyPatchCallItem,
     JsonObject,
@@ -15,6 +14,7 @@ from negamax.api.dialects.responses.items import (
     ShellCallItem,
 )
 from negamax.api.schemas.request_model import check_type, describe, refuse
+from negamax.api.schemas.tools import load_client_tools
 
 _OPERATIONS = ("create_file", "update_file", "delete_file")
 CLIENT_TOOLS = load_client_tools("responses")

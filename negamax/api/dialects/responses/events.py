@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
@@ -29,6 +29,9 @@ from negamax.api.dialects.responses.schema import (
 from negamax.api.errors import log_failure
 from negamax.api.http.sse import encode_named_event
 from negamax.api.schemas.answers import ChatLogprob
+
+EventT = TypeVar("EventT", bound=items.StreamEvent)
+GrowthT = TypeVar("GrowthT", bound=items.GrowthEvent)
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.CONTENT: "msg", BlockKind.CALL: "fc"}
 
@@ -136,13 +139,11 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         return [] if self._found_logprobs is None else self._found_logprobs.of(block)
 
     def _state(self, kind: str, response: items.ResponseAnswer) -> bytes:
-        return encode_named_event(
-            kind, items.ResponseEvent(type=kind, sequence_number=self._next(), response=response)
-        )
+        return encode_named_event(kind, self._event(items.ResponseEvent, kind, response=response))
 
-    def _next(self) -> int:
+    def _event(self, model: type[EventT], kind: str, **fields: Any) -> EventT:
         self._sequence_number += 1
-        return self._sequence_number
+        return model(type=kind, sequence_number=self._sequence_number, **fields)
 
     def _id(self, block: Block) -> str:
         while len(self._ids) <= block.index:
@@ -203,18 +204,15 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                     yield self._added(block, is_empty=False)
                 yield from self._closed(block)
                 item = self._item(block, "completed" if block.is_whole else "incomplete")
-                kind = "response.output_item.done"
-                yield items.ItemEvent(
-                    type=kind, sequence_number=self._next(), output_index=block.index, item=item
-                )
+                yield self._item_event(block, "done", item)
 
     def _added(self, block: Block, *, is_empty: bool) -> items.ItemEvent:
-        return items.ItemEvent(
-            type="response.output_item.added",
-            sequence_number=self._next(),
-            output_index=block.index,
-            item=self._item(block, "in_progress", is_empty=is_empty),
-        )
+        item = self._item(block, "in_progress", is_empty=is_empty)
+        return self._item_event(block, "added", item)
+
+    def _item_event(self, block: Block, moment: str, item: items.OutputItem) -> items.ItemEvent:
+        kind = f"response.output_item.{moment}"
+        return self._event(items.ItemEvent, kind, output_index=block.index, item=item)
 
     def _opened(self, block: Block) -> Iterator[Struct]:
         if block.kind is not BlockKind.CALL:
@@ -226,59 +224,47 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         logprobs = [] if self._found_logprobs is None else self._found_logprobs.take(block, text)
         match block.kind:
             case BlockKind.REASONING:
-                yield self._text(
-                    block, "response.reasoning_text.delta", content_index=0, delta=text
-                )
+                yield self._text(block, "reasoning_text.delta", content_index=0, delta=text)
                 if self._has_summary:
                     yield self._text(
-                        block, "response.reasoning_summary_text.delta", summary_index=0, delta=text
+                        block, "reasoning_summary_text.delta", summary_index=0, delta=text
                     )
             case BlockKind.CONTENT:
                 yield self._text(
-                    block,
-                    "response.output_text.delta",
-                    content_index=0,
-                    delta=text,
-                    logprobs=logprobs,
+                    block, "output_text.delta", content_index=0, delta=text, logprobs=logprobs
                 )
             # the input of other tools is text within JSON, known only at the end
             case BlockKind.CALL if not (self._is_custom(block) or self._has_own_item(block)):
-                yield self._text(block, "response.function_call_arguments.delta", delta=text)
+                yield self._text(block, "function_call_arguments.delta", delta=text)
 
     def _closed(self, block: Block) -> Iterator[Struct]:
         text = block.text
         match block.kind:
             case BlockKind.REASONING:
-                yield self._text(block, "response.reasoning_text.done", content_index=0, text=text)
+                yield self._text(block, "reasoning_text.done", content_index=0, text=text)
                 yield self._part(block, "done", text)
                 if self._has_summary:
                     yield self._text(
-                        block, "response.reasoning_summary_text.done", summary_index=0, text=text
+                        block, "reasoning_summary_text.done", summary_index=0, text=text
                     )
                     yield self._summary_part(block, "done", text)
             case BlockKind.CONTENT:
                 logprobs = self._of_block(block)
                 yield self._text(
-                    block,
-                    "response.output_text.done",
-                    content_index=0,
-                    text=text,
-                    logprobs=logprobs,
+                    block, "output_text.done", content_index=0, text=text, logprobs=logprobs
                 )
                 yield self._part(block, "done", text)
             case BlockKind.CALL if self._is_custom(block):
                 given = _read_custom_input(text)
-                yield self._text(block, "response.custom_tool_call_input.delta", delta=given)
-                yield self._text(block, "response.custom_tool_call_input.done", input=given)
+                yield self._text(block, "custom_tool_call_input.delta", delta=given)
+                yield self._text(block, "custom_tool_call_input.done", input=given)
             case BlockKind.CALL if self._has_own_item(block):
                 pass
             case BlockKind.CALL:
                 assert block.call is not None
                 tool = self._tools.get(block.call.name)
                 name = block.call.name if tool is None else tool.name
-                yield self._text(
-                    block, "response.function_call_arguments.done", arguments=text, name=name
-                )
+                yield self._text(block, "function_call_arguments.done", arguments=text, name=name)
 
     def _kind(self, block: Block) -> str | None:
         tool = None if block.call is None else self._tools.get(block.call.name)
@@ -290,39 +276,23 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
     def _has_own_item(self, block: Block) -> bool:
         return self._kind(block) in CLIENT_TOOLS
 
+    def _growth(self, model: type[GrowthT], block: Block, kind: str, **fields: Any) -> GrowthT:
+        place = {"item_id": self._id(block), "output_index": block.index}
+        return self._event(model, f"response.{kind}", **place, **fields)
+
     def _text(self, block: Block, kind: str, **fields: Any) -> items.TextEvent:
-        number = self._next()
-        return items.TextEvent(
-            type=kind,
-            sequence_number=number,
-            item_id=self._id(block),
-            output_index=block.index,
-            **fields,
-        )
+        return self._growth(items.TextEvent, block, kind, **fields)
 
     def _part(self, block: Block, moment: str, text: str) -> items.PartEvent:
-        if block.kind is BlockKind.REASONING:
-            part: items.OutputText | items.ReasoningText = items.ReasoningText(text)
-        else:
-            part = items.OutputText(
-                text, logprobs=self._of_block(block) if moment == "done" else []
-            )
-        return items.PartEvent(
-            type=f"response.content_part.{moment}",
-            sequence_number=self._next(),
-            item_id=self._id(block),
-            output_index=block.index,
-            part=part,
-        )
+        part: items.OutputText | items.ReasoningText = items.ReasoningText(text)
+        if block.kind is not BlockKind.REASONING:
+            logprobs = self._of_block(block) if moment == "done" else []
+            part = items.OutputText(text, logprobs=logprobs)
+        return self._growth(items.PartEvent, block, f"content_part.{moment}", part=part)
 
     def _summary_part(self, block: Block, moment: str, text: str) -> items.SummaryPartEvent:
-        return items.SummaryPartEvent(
-            type=f"response.reasoning_summary_part.{moment}",
-            sequence_number=self._next(),
-            item_id=self._id(block),
-            output_index=block.index,
-            part=items.SummaryText(text),
-        )
+        kind, part = f"reasoning_summary_part.{moment}", items.SummaryText(text)
+        return self._growth(items.SummaryPartEvent, block, kind, part=part)
 
 
 def _read_custom_input(arguments: str) -> str:

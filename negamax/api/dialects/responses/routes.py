@@ -15,8 +15,8 @@ from negamax.api.common.answer import respond
 from negamax.api.common.api_request import ApiRequest
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import run_off_loop
-from negamax.api.common.turn import Turn, build_conversation, build_prompt, start_turn
+from negamax.api.common.conversation import Conversation, run_off_loop
+from negamax.api.common.turn import Turn, build_prompt, start_turn
 from negamax.api.dialects.responses.events import ResponseEventWriter
 from negamax.api.dialects.responses.history import build_history
 from negamax.api.dialects.responses.input_items import build_page
@@ -364,8 +364,11 @@ class _Responses:
         )
         tools, calls = params.choice()
         turn = Turn(
-            conversation=build_conversation(
-                params, history.messages, tools, params.thinking_choice
+            conversation=Conversation(
+                messages=history.messages,
+                tools=tools,
+                thinking=params.thinking_choice,
+                template_kwargs=params.chat_template_kwargs,
             ),
             places=history.places,
             calls=calls,

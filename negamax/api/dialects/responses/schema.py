@@ -18,7 +18,7 @@ from negamax.api.schemas.request_model import (
 )
 from negamax.api.schemas.sampled_request import MAX_MESSAGES, StopStrings, TurnRequest
 from negamax.api.schemas.structure import build_format_grammar
-from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice, read_template_switch
+from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice
 from negamax.api.schemas.tools import (
     CallChoice,
     build_function_tool,
@@ -195,9 +195,7 @@ class ResponsesRequest(TurnRequest):
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
-        return ThinkingChoice(
-            mode=read_template_switch(self.chat_template_kwargs or {}), effort=self.reasoning.effort
-        )
+        return ThinkingChoice(effort=self.reasoning.effort)
 
     @property
     def grammar(self) -> Grammar | None:

@@ -14,7 +14,6 @@ from negamax.api.errors import build_json_response
 from negamax.api.http.request_body import read_request
 from negamax.api.openapi import describe_body
 from negamax.api.schemas.request_model import refuse
-from negamax.api.schemas.thinking import ThinkingChoice, drop_switches, read_template_switch
 from negamax.text.tokenizer import token_text
 
 
@@ -95,12 +94,10 @@ def make_tokens_router(context: ApiContext) -> APIRouter:
 
 
 def _build_conversation(params: schema.TokenizeRequest) -> Conversation:
-    variables = params.chat_template_kwargs or {}
     return Conversation(
         messages=params.messages or [],
         tools=params.tools or None,
-        thinking=ThinkingChoice(mode=read_template_switch(variables)),
-        template_kwargs=drop_switches(variables),
+        template_kwargs=params.chat_template_kwargs,
         add_generation_prompt=params.add_generation_prompt and not params.continue_final_message,
         continue_final_message=params.continue_final_message,
     )

@@ -1,13 +1,13 @@
 """Requests and answers of /tokenize and /detokenize, with the fields of vLLM and SGLang."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import AfterValidator, PlainValidator, WithJsonSchema
+from pydantic import PlainValidator, WithJsonSchema
 
 from negamax.api.schemas.request_model import RequestModel, check_token_ids, describe, refuse
-from negamax.api.schemas.sampled_request import check_messages, check_template_kwargs
+from negamax.api.schemas.sampled_request import Messages, TemplateKwargs
 from negamax.api.schemas.tools import Tools
 
 MAX_TEXTS = 1024
@@ -59,15 +59,11 @@ class TokenizeRequest(RequestModel):
         ]
         | None
     ) = None  # a text or up to 1,024, instead of messages
-    # a conversation, instead of prompt
-    messages: Annotated[list[dict[str, Any]], AfterValidator(check_messages)] | None = None
+    messages: Messages | None = None  # a conversation, instead of prompt
     tools: Tools | None = None  # shown to the model with the messages
     add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
     continue_final_message: bool = False  # needs add_generation_prompt=false
-    # variables of the chat template
-    chat_template_kwargs: (
-        Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None
-    ) = None
+    chat_template_kwargs: TemplateKwargs | None = None  # variables of the chat template
     return_token_strs: bool = False  # the answer has the texts of the tokens
 
 

@@ -1,0 +1,49 @@
+"""Answers in the shape of OpenAI's completions, which chat and plain completions share."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from msgspec import UNSET, UnsetType
+
+from negamax.api.common.answer import AnswerSource, AnswerWriter, ChoiceT, ResponseT
+from negamax.api.common.context import FINGERPRINT, ApiContext
+from negamax.api.http.sse import DONE, encode_event
+from negamax.api.schemas.answers import CompletionAnswer, Usage
+from negamax.api.schemas.sampled_request import GenerationRequest
+
+
+class CompletionWriter(AnswerWriter[ChoiceT, ResponseT]):
+    chunk_type: ClassVar[Callable[..., CompletionAnswer]]
+
+    def __init__(
+        self,
+        context: ApiContext,
+        params: GenerationRequest,
+        source: AnswerSource,
+        choices: Sequence[ChoiceT],
+        *,
+        answer_id: str,
+        model: str,
+    ) -> None:
+        super().__init__(answer_id, source, choices)
+        self._tokenizer = context.engine.tokenizer
+        self._options = params.stream_options
+        self._reports_tokens = params.return_token_ids or self._options.continuous_usage_stats
+        self._head: dict[str, Any] = {
+            "id": answer_id,
+            "created": self.created,
+            "model": model,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def end(self) -> bytes:
+        if not self._options.reports_usage:
+            return DONE
+        return encode_event(self.chunk_type(**self._head, choices=[], usage=self.usage)) + DONE
+
+    @property
+    def _chunk_usage(self) -> Usage | UnsetType | None:
+        """The counts in a chunk that is not the last one."""
+        if self._options.continuous_usage_stats:
+            return self.usage
+        return None if self._options.reports_usage else UNSET
