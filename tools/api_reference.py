@@ -6,8 +6,6 @@
 schemas, remarks from the comments beside the fields.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

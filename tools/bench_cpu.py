@@ -7,8 +7,6 @@ figures are medians over the rounds. A rate is output tokens per second of decod
 one output token is subtracted.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

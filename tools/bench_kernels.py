@@ -7,8 +7,6 @@ the L2 cache of other data has pushed out. On the CPU it is the wall clock of on
 on the op's small cases.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import time

@@ -14,8 +14,6 @@ three draft tokens, of which a random share is accepted: LENGTH tokens per step.
 is whole.)
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

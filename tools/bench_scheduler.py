@@ -8,8 +8,6 @@ tokens (a third of them shares a prefix of 256) and 20 to 200 outputs arrive as 
 time. Block size 16, prefix cache on, budget 2,048 tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import random

@@ -3,8 +3,6 @@
 python tools/bench_start.py [--starts 3] [--json FILE]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import socket

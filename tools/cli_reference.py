@@ -5,8 +5,6 @@
 `make docs` renders it as the page cli.md.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any

@@ -9,8 +9,6 @@ Exit code 1: a scenario found a problem. `--small` does not judge figures that d
 the machine is.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

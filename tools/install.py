@@ -8,8 +8,6 @@ Linux without an NVIDIA driver, if PyTorch's index can be reached. uv gets pip's
 Without uv, or if it fails, pip installs.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Hooks of MkDocs: pages generated from the code, and links that leave docs/."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path, PurePosixPath

@@ -8,8 +8,6 @@ and bfloat16, and nano with greedy and random sampling, in chunks, preempted and
 bits depend on processor and PyTorch version, so a file is valid on one machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

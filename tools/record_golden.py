@@ -11,8 +11,6 @@ output, with which tests compare nano's template and the tests' M3 layout. A lin
 add a conversation, write a line with its inputs and run this.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@ compute-sanitizer --tool memcheck python tools/sanitize_kernels.py [--op NAME ..
 compute-sanitizer --tool racecheck python tools/sanitize_kernels.py
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -8,8 +8,6 @@ the whole history, thinking included.
 
 # ruff: noqa: SIM905 (word lists read better as text)
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator
@@ -80,7 +78,7 @@ _TOOLS: tuple[tuple[str, str, dict[str, str]], ...] = (
 
 
 @dataclass(frozen=True)
-class _Step:
+class _RecordedStep:
     """A recorded assistant turn, with the results of its calls or the next question."""
 
     message: dict[str, Any]
@@ -109,7 +107,7 @@ class AgentSessions:
         """Make the next session: `agent_turns` long, or as long as the context length allows."""
         rng = random.Random(self._rng.getrandbits(64))
         opening = _task(rng)
-        steps: list[_Step] = []
+        steps: list[_RecordedStep] = []
         size = self._scale.overhead + self._tokens([self.system, opening, json.dumps(self.tools)])
         left = rng.randint(*STEPS_PER_TASK)
         while len(steps) + 1 < self._options.agent_turns:
@@ -130,7 +128,7 @@ class AgentSessions:
     def _tokens(self, texts: list[str]) -> int:
         return sum(self._scale.tokens(len(text)) for text in texts if text)
 
-    def _turns(self, opening: str, steps: list[_Step], *, live: bool) -> Turns:
+    def _turns(self, opening: str, steps: list[_RecordedStep], *, live: bool) -> Turns:
         history = [{"role": "system", "content": self.system}, {"role": "user", "content": opening}]
         answer = yield self._turn(history, pause=0.0)
         for step in steps:
@@ -143,13 +141,13 @@ class AgentSessions:
         body: dict[str, Any] = {"messages": history, "max_tokens": self._options.agent_output_len}
         return SessionTurn(body | {"tools": self.tools} if self.tools else body, pause=pause)
 
-    def _step(self, rng: random.Random, *, number: int, ends: bool) -> _Step:
+    def _step(self, rng: random.Random, *, number: int, ends: bool) -> _RecordedStep:
         options, chars = self._options, self._scale.chars
         message: dict[str, Any] = {"role": "assistant", "content": _sentence(rng)}
         if options.agent_reasoning_len:
             message["reasoning_content"] = _prose(rng, chars(options.agent_reasoning_len))
         if ends or not self.tools:
-            return _Step(message, (), _task(rng))
+            return _RecordedStep(message, (), _task(rng))
         count = 2 if rng.random() < TWO_CALLS_SHARE else 1
         calls = [
             _call(rng, f"call_{number:04d}{index}{rng.getrandbits(64):016x}", self.tools)
@@ -160,10 +158,10 @@ class AgentSessions:
             source_code(rng, chars(rng.uniform(*RESULT_SPREAD) * options.agent_result_len / count))
             for _ in calls
         )
-        return _Step(message, results, "")
+        return _RecordedStep(message, results, "")
 
 
-def _recorded_reply(step: _Step) -> list[dict[str, Any]]:
+def _recorded_reply(step: _RecordedStep) -> list[dict[str, Any]]:
     """The recorded answer and what follows it."""
     if not step.results:
         return [step.message, {"role": "user", "content": step.question}]
@@ -175,7 +173,7 @@ def _recorded_reply(step: _Step) -> list[dict[str, Any]]:
     ]
 
 
-def _live_reply(answer: TurnResponse, step: _Step) -> list[dict[str, Any]]:
+def _live_reply(answer: TurnResponse, step: _RecordedStep) -> list[dict[str, Any]]:
     """The server's own answer with a result for each of its calls, or with a user message."""
     assert answer.message is not None
     message = dict(answer.message)

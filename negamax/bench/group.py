@@ -1,7 +1,5 @@
 """Figures of engines whose ranks run different layers or requests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

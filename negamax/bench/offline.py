@@ -8,8 +8,6 @@ With `cached_prompts` the last batch repeats cached prompts, and its tokens are 
 first token on. This measures decode steps after long contexts.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time

@@ -1,6 +1,7 @@
-"""Plots of measurements. Only this module imports matplotlib."""
+"""Plots of measurements. Only this module imports matplotlib.
 
-from __future__ import annotations
+The suffix of a plot's file is its format (png, svg, pdf). Errors: `ConfigError` without matplotlib.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from negamax.base.errors import ConfigError
 from negamax.bench import serve_report
 from negamax.bench.serve import Measurement
 from negamax.bench.serve_compare import Series, load_of
+
+_STEPS: dict[str, Any] = {"where": "post", "color": "black", "linewidth": 1}
 
 
 def blank_figure(size: tuple[float, float]) -> Any:
@@ -24,30 +27,17 @@ def blank_figure(size: tuple[float, float]) -> Any:
 
 
 def plot_offline(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Plot time per output token over batch size, a line per result and the limit of the first.
-
-    The suffix of `file` is the format (png, svg, pdf). Errors: `ConfigError` if matplotlib is
-    missing.
-    """
+    """Plot time per output token over batch size, a line per result and the limit of the first."""
     figure = blank_figure((7, 4.5))
     first = results[0]
     axes = figure.add_subplot()
     for result in results:
         runs = [run for run in result["runs"] if run["tpot_ms"] is not None]
-        axes.plot(
-            [run["concurrency"] for run in runs],
-            [run["tpot_ms"] for run in runs],
-            marker="o",
-            label=result["engine"],
-        )
-    limits = [
-        (run["concurrency"], run["limit_tpot_ms"])
-        for run in first["runs"]
-        if "limit_tpot_ms" in run
-    ]
-    if limits:
+        axes.plot(*_columns(runs, "concurrency", "tpot_ms"), marker="o", label=result["engine"])
+    if limits := [run for run in first["runs"] if "limit_tpot_ms" in run]:
+        columns = _columns(limits, "concurrency", "limit_tpot_ms")
         label = f"limit at {first['bandwidth_tb_s']:.2f} TB/s"
-        axes.plot(*zip(*limits, strict=True), linestyle="--", color="grey", label=label)
+        axes.plot(*columns, linestyle="--", color="grey", label=label)
     axes.set_xscale("log", base=2)
     ticks = [run["concurrency"] for run in first["runs"]]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -62,11 +52,12 @@ def plot_offline(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
     figure.savefig(file, dpi=150)
 
 
-def plot_serving(file: Path, measured: Measurement, *, rule: str, title: str) -> None:
-    """Plot a run: distributions of TTFT and ITL, latency and load over time.
+def _columns(runs: Sequence[Mapping[str, Any]], *names: str) -> list[list[float]]:
+    return [[run[name] for run in runs] for name in names]
 
-    The suffix of `file` is the format. Errors: `ConfigError` if matplotlib is missing.
-    """
+
+def plot_serving(file: Path, measured: Measurement, *, rule: str, title: str) -> None:
+    """Plot a run: distributions of TTFT and ITL, latency and load over time."""
     figure = blank_figure((11, 7.5))
     (first, gaps), (latency, load) = figure.subplots(2, 2)
     good = [record for record in measured.records if record.error is None]
@@ -80,10 +71,7 @@ def plot_serving(file: Path, measured: Measurement, *, rule: str, title: str) ->
 
 
 def plot_comparison(file: Path, series: Sequence[Series], *, title: str) -> None:
-    """Plot throughput over TPOT and over TTFT, a line per series, each point with its load.
-
-    The suffix of `file` is the format. Errors: `ConfigError` if matplotlib is missing.
-    """
+    """Plot throughput over TPOT and over TTFT, a line per series, each point with its load."""
     figure = blank_figure((11, 5))
     by_tpot, by_ttft = figure.subplots(1, 2, sharey=True)
     _throughput_over(by_tpot, series, "median_tpot_ms")
@@ -99,14 +87,12 @@ def plot_comparison(file: Path, series: Sequence[Series], *, title: str) -> None
 
 def _throughput_over(axes: Any, series: Sequence[Series], latency_name: str) -> None:
     for one in series:
-        latency = [run[latency_name] for run in one.runs]
-        rate = [run["output_throughput"] for run in one.runs]
+        latency, rate = _columns(one.runs, latency_name, "output_throughput")
         (line,) = axes.plot(latency, rate, marker="o", linewidth=2, label=one.name)
         for run, x, y in zip(one.runs, latency, rate, strict=True):
             style = {"fontsize": "small", "color": line.get_color()}
-            axes.annotate(
-                load_of(run), (x, y), textcoords="offset points", xytext=(7, -11), **style
-            )
+            place = {"textcoords": "offset points", "xytext": (7, -11)}
+            axes.annotate(load_of(run), (x, y), **place, **style)
     axes.margins(0.08)
     axes.set(xscale="log", yscale="log")
     _plain_numbers(axes.xaxis)
@@ -143,78 +129,46 @@ def _histogram(axes: Any, seconds: Sequence[float], *, title: str) -> None:
     _plain_numbers(axes.xaxis)
     _whole_numbers(axes.yaxis)
     share = axes.twinx()
-    share.step(
-        [ordered[0], *ordered],
-        [place / len(ordered) for place in range(len(ordered) + 1)],
-        where="post",
-        color="black",
-        linewidth=1,
-    )
+    shares = [place / len(ordered) for place in range(len(ordered) + 1)]
+    share.step([ordered[0], *ordered], shares, **_STEPS)
     share.set(ylim=(0, 1.02), ylabel="share at or below")
     for percent, style in ((50, "--"), (99, ":")):
         value = serve_report.percentile(ordered, percent)
-        share.axvline(
-            value,
-            color="tab:red",
-            linestyle=style,
-            linewidth=1,
-            label=f"p{percent} {value:,.1f} ms",
-        )
+        label = f"p{percent} {value:,.1f} ms"
+        share.axvline(value, color="tab:red", linestyle=style, linewidth=1, label=label)
     share.legend(loc="upper left", fontsize="small")
 
 
 def _latency_over_time(axes: Any, measured: Measurement) -> None:
-    begin = min((record.started for record in measured.records if record.started), default=0.0)
+    begin = serve_report.first_start(measured.records)
     good = [record for record in measured.records if record.error is None]
     failed = [record for record in measured.records if record.error is not None and record.started]
     sent = [record.started - begin for record in good]
-    for seconds, color, label in (
+    for metric, color, label in (
         (serve_report.e2el, "tab:green", "whole answer"),
         (serve_report.ttft, "tab:blue", "first token"),
     ):
-        axes.scatter(sent, [seconds(record) for record in good], s=8, color=color, label=label)
+        axes.scatter(sent, list(map(metric, good)), s=8, color=color, label=label)
     if failed:
         times = [record.started - begin for record in failed]
-        axes.scatter(
-            times,
-            [serve_report.e2el(record) for record in failed],
-            s=16,
-            color="tab:red",
-            marker="x",
-            label="failed",
-        )
-    axes.set(
-        title="Latency by time of sending", xlabel="s since the start", ylabel="s", ylim=(0, None)
-    )
+        seconds = [serve_report.e2el(record) for record in failed]
+        axes.scatter(times, seconds, s=16, color="tab:red", marker="x", label="failed")
+    axes.set(title="Latency by time of sending", ylabel="s", ylim=(0, None))
+    axes.set_xlabel("s since the start")
     axes.grid(visible=True, alpha=0.2)
     axes.legend(fontsize="small")
 
 
 def _load_over_time(axes: Any, measured: Measurement) -> None:
-    begin = min((record.started for record in measured.records if record.started), default=0.0)
-    per_second = serve_report.output_per_second(
-        [record for record in measured.records if record.error is None]
-    )
-    axes.bar(
-        [second + 0.5 for second in range(len(per_second))],
-        per_second,
-        width=1.0,
-        color="tab:orange",
-        alpha=0.6,
-    )
-    axes.set(
-        title="Output tokens and requests under way",
-        xlabel="s since the start",
-        ylabel="output tokens in the second",
-    )
+    begin = serve_report.first_start(measured.records)
+    good = [record for record in measured.records if record.error is None]
+    per_second = serve_report.output_per_second(good)
+    middles = [second + 0.5 for second in range(len(per_second))]
+    axes.bar(middles, per_second, width=1.0, color="tab:orange", alpha=0.6)
+    axes.set(title="Output tokens and requests under way", xlabel="s since the start")
+    axes.set_ylabel("output tokens in the second")
     running = axes.twinx()
     steps = serve_report.concurrency_steps(measured.records)
-    running.step(
-        [at - begin for at, _ in steps],
-        [count for _, count in steps],
-        where="post",
-        color="black",
-        linewidth=1,
-    )
+    running.step([at - begin for at, _ in steps], [count for _, count in steps], **_STEPS)
     running.set(ylabel="requests under way", ylim=(0, None))
     _whole_numbers(running.yaxis)

@@ -4,8 +4,6 @@ It records the GPU kernels of rank 0 (on a CPU, PyTorch's operators) over a few 
 batch whose sequences all have the same context.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +17,7 @@ from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
 from negamax.options.engine import EngineOptions
+from negamax.scheduler.request import GenerateRequest
 from negamax.worker.config import START_PROFILE, STOP_PROFILE, KernelTime
 
 SCHEMA = "negamax-bench-profile/1"
@@ -36,18 +35,10 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention", ("_decode", "_prefill", "reduce_kernel")),
     ("attention plan", ("_plan_decode",)),
     ("attention of shared caches", ("_own_choice", "_merge_partials")),
-    (
-        "choice of blocks",
-        (
-            "_count_keys",
-            "_plan_queries",
-            "_own_blocks",
-            "_select_decode",
-            "_select_prefill",
-            "_merge_splits",
-            "_merge_shards",
-        ),
-    ),
+    ("block selection", (
+        "_count_keys", "_plan_queries", "_own_blocks", "_select_decode", "_select_prefill",
+        "_merge_splits", "_merge_shards",
+    )),
     ("block-sparse prefill", ("_unite", "_sparse_prefill")),
     ("add + norm + router", ("_norm_route",)),
     ("router", ("_route",)),
@@ -56,37 +47,23 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("experts, down", ("_down",)),
     ("MLP activation", ("_swiglu",)),
     ("experts, sort", ("_sort_pairs", "_count_pairs")),
-    (
-        "dense products",
-        (
-            "_gemv_kernel",
-            "_small_m_kernel",
-            "_split_k_kernel",
-            "_large_m_kernel",
-            "_packed_linear_kernel",
-            "_packed_gemv_kernel",
-            "_w8a8_linear_kernel",
-            "nvjet",
-            "gemm",
-            "gemv",
-            "cutlass",
-            "sm90_xmma",
-            "splitKreduce",
-        ),
-    ),
-    ("activation quantisation", ("_quantize_kernel", "_round_kernel")),
-    ("dequantised weights", ("_dequantize_kernel",)),
+    ("dense GEMMs", (
+        "_gemv_kernel", "_small_m_kernel", "_split_k_kernel", "_large_m_kernel",
+        "_packed_linear_kernel", "_packed_gemv_kernel", "_w8a8_linear_kernel", "nvjet", "gemm",
+        "gemv", "cutlass", "sm90_xmma", "splitKreduce",
+    )),
+    ("activation quantization", ("_quantize_kernel", "_round_kernel")),
+    ("dequantized weights", ("_dequantize_kernel",)),
     ("sampling", ("_tile_argmax", "_row_argmax", "_strip_max", "_draw_leading")),
     ("verification of drafts", ("_count_accepted", "_advance_rows", "_record_guess")),
     ("all-gather", ("_all_gather_kernel",)),
     ("NCCL", ("nccl",)),
     ("copies", ("Memcpy", "Memset")),
     ("indexing", ("index", "vectorized_gather", "gather", "scatter")),
-    (
-        "PyTorch elementwise",
-        ("vectorized_elementwise", "unrolled_elementwise", "elementwise", "reduce", "CatArray"),
-    ),
-)
+    ("PyTorch elementwise", (
+        "vectorized_elementwise", "unrolled_elementwise", "elementwise", "reduce", "CatArray",
+    )),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,9 +79,8 @@ class OperationTime:
 def operation_of(kernel: str) -> str:
     """The operation of a GPU kernel, or its own short name."""
     name = _kernel_name(kernel)
-    return next(
-        (operation for operation, prefixes in OPERATIONS if name.startswith(prefixes)), name
-    )
+    found = (operation for operation, prefixes in OPERATIONS if name.startswith(prefixes))
+    return next(found, name)
 
 
 def _kernel_name(kernel: str) -> str:
@@ -139,8 +115,7 @@ def run(
     steps: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Profile `steps` decode steps of each batch size with a new engine; returns the document of
-    `--json`.
+    """Profile decode steps of each batch size with a new engine; return the document of `--json`.
 
     `context`: tokens of each sequence at the start. Errors: `ConfigError` if a batch does not fit.
     """
@@ -149,21 +124,10 @@ def run(
         prompts = RandomPrompts(info, seed=options.seed, temperature=1.0)
         runs = []
         for batch in batches:
-            entries, wall = _profile(
-                loop,
-                prompts,
-                batch=batch,
-                context=context,
-                steps=steps,
-                max_model_len=info.max_model_len,
-            )
-            runs.append(
-                {
-                    "batch": batch,
-                    "step_microseconds": wall,
-                    "operations": [asdict(entry) for entry in entries],
-                }
-            )
+            requests = prompts.batch(batch, **_lengths(context, steps, info.max_model_len))
+            entries, wall = _profile(loop, requests, steps=steps)
+            operations = [asdict(entry) for entry in entries]
+            runs.append({"batch": batch, "step_microseconds": wall, "operations": operations})
             busy = sum(entry.microseconds for entry in entries)
             say(
                 f"batch {batch}: {busy:.0f} us of kernels in steps of {wall:.0f} us (with the "
@@ -185,20 +149,20 @@ def run(
     return {"schema": SCHEMA, "results": [result]}
 
 
-def _profile(
-    loop: EngineLoop,
-    prompts: RandomPrompts,
-    *,
-    batch: int,
-    context: int,
-    steps: int,
-    max_model_len: int,
-) -> tuple[list[OperationTime], float]:
-    """Record kernel times by operation, and the wall-clock microseconds of a step meanwhile."""
+def _lengths(context: int, steps: int, max_model_len: int) -> dict[str, int]:
+    """Return the lengths of a request that has `context` tokens when the recording begins."""
     input_len = max(1, context - WARM_UP_STEPS)
     # As long as the model allows: no sequence may end before the recording.
-    output_len = max(WARM_UP_STEPS + steps, max_model_len - input_len)
-    requests = prompts.batch(batch, input_len=input_len, output_len=output_len)
+    return {
+        "input_len": input_len,
+        "output_len": max(WARM_UP_STEPS + steps, max_model_len - input_len),
+    }
+
+
+def _profile(
+    loop: EngineLoop, requests: list[GenerateRequest], *, steps: int
+) -> tuple[list[OperationTime], float]:
+    """Record kernel times by operation, and the wall-clock microseconds of a step meanwhile."""
     stepper = decode_batch(loop, requests)
     try:
         for _ in range(WARM_UP_STEPS):
@@ -215,8 +179,7 @@ def _profile(
 
 
 def table_rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows with the microseconds and launches per layer of each operation and batch
-    size.
+    """Return headings and rows: microseconds and launches per layer, by operation and batch size.
 
     Operations that run once a step (head, sampling) are spread over the layers.
     """
@@ -225,27 +188,19 @@ def table_rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     names = list(dict.fromkeys(name for entries in by_batch for name in entries))
     headings = ["us per layer (launches)", *(f"batch {run['batch']}" for run in runs)]
 
-    def cell(microseconds: float, launches: float) -> str:
-        return f"{microseconds / layers:.1f} ({launches / layers:.2f})"
+    def cell(entries: Sequence[dict[str, Any]]) -> str:
+        microseconds, launches = (
+            sum(entry[key] for entry in entries) / layers for key in ("microseconds", "launches")
+        )
+        return f"{microseconds:.1f} ({launches:.2f})"
 
     rows = [
-        [
-            name,
-            *(
-                cell(e[name]["microseconds"], e[name]["launches"]) if name in e else ""
-                for e in by_batch
-            ),
-        ]
+        [name, *(cell([found[name]]) if name in found else "" for found in by_batch)]
         for name in names
     ]
-    totals = [
-        (
-            sum(e["microseconds"] for e in run["operations"]),
-            sum(e["launches"] for e in run["operations"]),
-        )
-        for run in runs
-    ]
-    rows.append(["total", *(cell(*total) for total in totals)])
-    rows.append(["kernels per step, us", *(f"{microseconds:.0f}" for microseconds, _ in totals)])
+    all_entries = [run["operations"] for run in runs]
+    rows.append(["total", *map(cell, all_entries)])
+    busy = (sum(entry["microseconds"] for entry in entries) for entries in all_entries)
+    rows.append(["kernels per step, us", *(f"{microseconds:.0f}" for microseconds in busy)])
     rows.append(["step while profiled, us", *(f"{run['step_microseconds']:.0f}" for run in runs)])
     return headings, rows

@@ -1,7 +1,5 @@
 """The context of a measurement: environment, limits, and comparison with a baseline."""
 
-from __future__ import annotations
-
 import json
 import platform
 from collections.abc import Callable, Mapping, Sequence

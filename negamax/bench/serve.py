@@ -4,8 +4,6 @@ Arrivals are a gamma process, by default Poisson. A concurrency limit delays req
 exclude that delay, as in vLLM. Sessions arrive at the given rate; their turns follow each other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import math
@@ -24,21 +22,15 @@ from negamax.base.errors import ConfigError, NegamaxError
 from negamax.bench import serve_workloads as workloads
 from negamax.bench.agent_sessions import AgentSessions, source_code
 from negamax.bench.drafts import NO_DRAFTS, DraftCounts
-from negamax.bench.serve_client import ExchangeError, Record, ResponseReader, ServingClient
+from negamax.bench.serve_client import ExchangeError, RequestRecord, ResponseReader, ServingClient
 from negamax.bench.serve_options import BenchOptions
-from negamax.bench.serve_workloads import (
-    Prompts,
-    Session,
-    TextScale,
-    TurnResponse,
-    Workload,
-    random_text,
-)
+from negamax.bench.serve_workloads import Prompts, Session, TextScale, TurnResponse, random_text
 
 PROBE_CHARS = (64, 4096)  # of two texts that measure the server's tokens per character
 # `owned_by` of servers with continuous_usage_stats
 COUNTING_SERVERS = ("negamax", "vllm", "sglang")
 UNSENT = "not sent: an earlier turn of the session failed"
+_REFUSALS = ("HTTP 400", "HTTP 401", "HTTP 403", "HTTP 404", "HTTP 422")
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "repetition_penalty",
@@ -50,23 +42,23 @@ class Measurement:
     """The result of a run. Times of the records are seconds of one clock."""
 
     model: str
-    records: tuple[Record, ...]  # in the order of sending
+    records: tuple[RequestRecord, ...]  # in the order of sending
     seconds: float  # from the first request to the end of the last
     notes: tuple[str, ...]
     interrupted: bool = False
     drafts: DraftCounts = NO_DRAFTS  # from the server's /metrics
 
 
+@dataclass
 class RunProgress:
     """Progress of a run, for a display."""
 
-    def __init__(self) -> None:
-        self.total = 0
-        self.done = 0
-        self.failed = 0
-        self.output_tokens = 0
-        self.started: float | None = None  # of the timed part, `time.perf_counter`
-        self.stage = "connecting"
+    total: int = 0
+    done: int = 0
+    failed: int = 0
+    output_tokens: int = 0
+    started: float | None = None  # of the timed part, `time.perf_counter`
+    stage: str = "connecting"
 
 
 @dataclass(frozen=True)
@@ -85,11 +77,7 @@ def run(
     *,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Measurement:
-    """Measure once.
-
-    Errors: `ConfigError` for a workload that cannot run, `NegamaxError` if the server does not
-    answer.
-    """
+    """Measure once. Errors: `ConfigError` for a workload that cannot run, `NegamaxError`."""
     _raise_file_limit()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_run(options, progress))
@@ -114,14 +102,10 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
         finally:
             gc.unfreeze()
         drafts = (await _drafts(server.client)).since(before)
-    started = [record.started for record in load.records if record.started]
-    seconds = max((record.ended for record in load.records), default=0.0) - min(
-        started, default=0.0
-    )
     records = tuple(load.records)
-    return Measurement(
-        server.model, records, max(seconds, 1e-9), workload.notes, interrupted, drafts
-    )
+    begin = min((record.started for record in records if record.started), default=0.0)
+    seconds = max(max((record.ended for record in records), default=0.0) - begin, 1e-9)
+    return Measurement(server.model, records, seconds, workload.notes, interrupted, drafts)
 
 
 async def _drafts(client: ServingClient) -> DraftCounts:
@@ -148,13 +132,10 @@ async def _connected(options: BenchOptions) -> AsyncIterator[_Server]:
             raise ConfigError(f"{options.url}/v1/models names no model", hint="add --model NAME")
         model = options.model or str(names[0])
         card = cards[names.index(model)] if model in names else {}
-        context_length = card.get("max_model_len")
-        yield _Server(
-            client,
-            model,
-            context_length if isinstance(context_length, int) else None,
-            running_usage=options.itl_rule == "token" or card.get("owned_by") in COUNTING_SERVERS,
-        )
+        length = card.get("max_model_len")
+        length = length if isinstance(length, int) else None
+        counts = options.itl_rule == "token" or card.get("owned_by") in COUNTING_SERVERS
+        yield _Server(client, model, length, running_usage=counts)
     finally:
         client.close()
 
@@ -177,22 +158,20 @@ async def _models(client: ServingClient, options: BenchOptions) -> list[dict[str
             break
         await asyncio.sleep(0.5)
     if status == 0:
-        raise NegamaxError(
-            f"{options.url} does not answer: {answer}",
-            hint="start a server, or give its --base-url or --host and --port",
-        )
+        hint = "start a server, or give its --base-url or --host and --port"
+        raise NegamaxError(f"{options.url} does not answer: {answer}", hint=hint)
     if options.model is None:
-        raise ConfigError(
-            f"{options.url}/v1/models says HTTP {status}, so the model's name is not known",
-            hint="add --model NAME",
-        )
+        unknown = f"{options.url}/v1/models says HTTP {status}, so the model's name is not known"
+        raise ConfigError(unknown, hint="add --model NAME")
     return []
 
 
 # The workload
 
 
-async def _prepare(options: BenchOptions, server: _Server) -> tuple[BenchOptions, Workload]:
+async def _prepare(
+    options: BenchOptions, server: _Server
+) -> tuple[BenchOptions, workloads.BenchWorkload]:
     """Make a workload for this server, and fill in the options' defaults."""
     has_file = options.dataset_path is not None
     if options.dataset_name == "custom" or (options.dataset_name == "agent" and has_file):
@@ -204,46 +183,47 @@ async def _prepare(options: BenchOptions, server: _Server) -> tuple[BenchOptions
         return options, await _sharegpt_workload(options, server)
     longest = workloads.longest_prompt(options)
     if server.context_length is not None and longest > server.context_length:
+        hint = "lower --random-input-len or --random-output-len (or --prefix-repetition-...-len)"
         raise ConfigError(
             f"prompt and output have up to {longest} tokens; the model's context length is "
             f"{server.context_length}",
-            hint="lower --random-input-len or --random-output-len (or the --prefix-repetition "
-            "lengths)",
+            hint=hint,
         )
     if options.prompt_format == "auto":
         options = replace(options, prompt_format="text" if options.is_chat else "ids")
     scale: TextScale | None = None
     notes: tuple[str, ...] = ()
     if options.prompt_format == "text":
-        scale, notes = await measure_scale(
-            options, server, sample=random_text(random.Random(options.seed), PROBE_CHARS[1])
-        )
+        sample = random_text(random.Random(options.seed), PROBE_CHARS[1])
+        scale, notes = await measure_scale(options, server, sample=sample)
     prompts = Prompts(options, scale, _vocabulary(options))
     is_random = options.dataset_name == "random"
     turns = workloads.random_turns if is_random else workloads.prefix_repetition_turns
     return options, replace(workloads.endless_workload(turns(prompts), options), notes=notes)
 
 
-async def _agent_workload(options: BenchOptions, server: _Server) -> Workload:
+async def _agent_workload(options: BenchOptions, server: _Server) -> workloads.BenchWorkload:
     sample = source_code(random.Random(options.seed), PROBE_CHARS[1])
     scale, notes = await measure_scale(options, server, sample=sample)
     sessions = AgentSessions(options, scale=scale, context_length=server.context_length)
     chosen = workloads.take_turns(iter(sessions), options.num_prompts)
     warmups = tuple(workloads.shortened(sessions.session(), 1) for _ in range(options.num_warmups))
     turns = f"{len(chosen)} sessions of up to {max(session.num_turns for session in chosen)} turns"
-    return Workload(chosen, warmups, (turns, *notes))
+    return workloads.BenchWorkload(chosen, warmups, (turns, *notes))
 
 
-async def _sharegpt_workload(options: BenchOptions, server: _Server) -> Workload:
+async def _sharegpt_workload(options: BenchOptions, server: _Server) -> workloads.BenchWorkload:
     pairs = workloads.read_sharegpt(str(options.dataset_path))
     notes: tuple[str, ...] = ()
     if options.tokenizer is not None:
-        encode = _tokenizer(options.tokenizer).encode
-        count = lambda text: len(encode(text))  # noqa: E731
+        encode, scale = _tokenizer(options.tokenizer).encode, None
     else:
         text = "\n".join(chain.from_iterable(pairs[:200]))[: PROBE_CHARS[1]]
         scale, notes = await measure_scale(options, server, sample=text)
-        count = lambda text: scale.tokens(len(text))  # noqa: E731
+
+    def count(text: str) -> int:
+        return len(encode(text)) if scale is None else scale.tokens(len(text))
+
     workload = workloads.sharegpt_workload(
         pairs, options, count=count, context_length=server.context_length
     )
@@ -294,15 +274,12 @@ class _Load:
     """Sends sessions and keeps their records."""
 
     def __init__(self, options: BenchOptions, server: _Server, progress: RunProgress) -> None:
-        self.records: list[Record] = []
+        self.records: list[RequestRecord] = []
         self._options = options
         self._server = server
         self._progress = progress
-        self._room = (
-            asyncio.Semaphore(options.max_concurrency)
-            if options.max_concurrency is not None
-            else nullcontext()
-        )
+        limit = options.max_concurrency
+        self._room = nullcontext() if limit is None else asyncio.Semaphore(limit)
         self._fields = request_fields(options, server.model, running_usage=server.running_usage)
 
     async def drive(self, sessions: Sequence[Session]) -> None:
@@ -310,11 +287,9 @@ class _Load:
         tasks: list[asyncio.Task[None]] = []
         begin = time.perf_counter()
         try:
-            for number, (session, at) in enumerate(
-                zip(sessions, arrivals(self._options), strict=False)
-            ):
-                wait = begin + at - time.perf_counter()
-                if wait > 0:
+            starts = zip(sessions, arrivals(self._options), strict=False)
+            for number, (session, at) in enumerate(starts):
+                if (wait := begin + at - time.perf_counter()) > 0:
                     await asyncio.sleep(wait)
                 tasks.append(asyncio.create_task(self.session(session, number)))
             await asyncio.gather(*tasks)
@@ -339,12 +314,12 @@ class _Load:
             sent += 1
         now = time.perf_counter()
         for _ in range(session.num_turns - sent):
-            self._count(Record(number, ended=now, error=UNSENT))
+            self._count(RequestRecord(number, ended=now, error=UNSENT))
 
     async def _turn(
         self, turn: workloads.SessionTurn, number: int, *, collect: bool
     ) -> TurnResponse:
-        record = Record(number)
+        record = RequestRecord(number)
         reader = ResponseReader(record, collect=collect, running_usage=self._server.running_usage)
         async with self._room:
             body = msgspec.json.encode({**turn.body, **self._fields})
@@ -361,7 +336,7 @@ class _Load:
         self.records.clear()
         self._progress.done = self._progress.failed = self._progress.output_tokens = 0
 
-    def _count(self, record: Record) -> None:
+    def _count(self, record: RequestRecord) -> None:
         self.records.append(record)
         self._progress.done += 1
         self._progress.failed += record.error is not None
@@ -375,26 +350,17 @@ async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
     """
     for number, session in enumerate(sessions):
         await load.session(session, number)
-    errors = [
-        f"{record.error}: {record.detail}".rstrip(": ")
-        for record in load.records
-        if record.error is not None
-    ]
-    refused = [
-        record
-        for record in load.records
-        if record.error in ("HTTP 400", "HTTP 401", "HTTP 403", "HTTP 404", "HTTP 422")
-    ]
-    if sessions and len(refused) == len(load.records):
-        raise NegamaxError(f"the server refuses the warm-up: {errors[0]}")
+    if sessions and all(record.error in _REFUSALS for record in load.records):
+        first = load.records[0]
+        error = f"{first.error}: {first.detail}".rstrip(": ")
+        raise NegamaxError(f"the server refuses the warm-up: {error}")
     load.reset()
 
 
 def request_fields(options: BenchOptions, model: str, *, running_usage: bool) -> dict[str, Any]:
     """The common fields of all requests: model, streaming, sampling and --extra-body."""
-    stream_options: dict[str, Any] = {"include_usage": True}
-    if running_usage:
-        stream_options["continuous_usage_stats"] = True
+    counts = {"continuous_usage_stats": True} if running_usage else {}
+    stream_options = {"include_usage": True} | counts
     fields: dict[str, Any] = {"model": model, "stream": True, "stream_options": stream_options}
     fields |= {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
     if options.ignore_eos:
@@ -403,18 +369,16 @@ def request_fields(options: BenchOptions, model: str, *, running_usage: bool) ->
 
 
 def arrivals(options: BenchOptions) -> Iterator[float]:
-    """Yield the start times of sessions in seconds.
+    """Yield the start times of sessions in seconds, with gamma-distributed gaps.
 
-    Gaps follow a gamma distribution with mean 1 / rate. Burstiness 1 is a Poisson process; less is
-    burstier, more is steadier.
+    Their mean is 1 / rate. Burstiness 1 is a Poisson process; less is burstier.
     """
     rng, at = random.Random(options.seed ^ 0x5EED), 0.0
     while True:
         yield at
         if math.isfinite(options.request_rate):
-            at += rng.gammavariate(
-                options.burstiness, 1.0 / (options.request_rate * options.burstiness)
-            )
+            scale = 1.0 / (options.request_rate * options.burstiness)
+            at += rng.gammavariate(options.burstiness, scale)
 
 
 def _raise_file_limit() -> None:

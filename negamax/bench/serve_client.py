@@ -65,12 +65,8 @@ class ClientConnection(asyncio.Protocol):
     @property
     def reusable(self) -> bool:
         """Whether another request may be sent."""
-        return (
-            self._keep
-            and self._sink is None
-            and self._transport is not None
-            and not self._transport.is_closing()
-        )
+        is_open = self._transport is not None and not self._transport.is_closing()
+        return self._keep and self._sink is None and is_open
 
     async def exchange(self, request: bytes, sink: Sink) -> None:
         """Send `request` and pass its answer to `sink` until its end. Errors: `ExchangeError`."""
@@ -143,7 +139,7 @@ class ClientConnection(asyncio.Protocol):
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """The course of one request. Times are seconds of `time.perf_counter`."""
 
     session: int
@@ -214,7 +210,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class ResponseReader:
-    """Reads one streamed answer into a `Record`.
+    """Reads one streamed answer into a `RequestRecord`.
 
     `collect` keeps the assistant message. With `running_usage` (the request asked for
     `continuous_usage_stats`), output arrives when the reported token count rises. Otherwise, or
@@ -222,13 +218,12 @@ class ResponseReader:
     """
 
     def __init__(
-        self, record: Record, *, collect: bool = False, running_usage: bool = False
+        self, record: RequestRecord, *, collect: bool = False, running_usage: bool = False
     ) -> None:
         self.record = record
         self._running_usage = running_usage
-        self.message: dict[str, Any] | None = (
-            {"role": "assistant", "content": ""} if collect else None
-        )
+        empty: dict[str, Any] = {"role": "assistant", "content": ""}
+        self.message = empty if collect else None
         self._status = 0
         self._headers: dict[str, str] = {}
         self._rest = b""
@@ -305,12 +300,11 @@ class ResponseReader:
             found = found or bool(choice.token_ids)
             if delta is None:
                 found = found or bool(choice.text)
-            else:
-                found = found or bool(
-                    delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls
-                )
-                if self.message is not None:
-                    _extend(self.message, delta)
+                continue
+            text = delta.content or delta.reasoning_content or delta.reasoning
+            found = found or bool(text or delta.tool_calls)
+            if self.message is not None:
+                _extend(self.message, delta)
         return found
 
 
@@ -342,12 +336,12 @@ def _message(raw: bytes) -> str:
     return parsed if isinstance(parsed, str) else msgspec.json.encode(parsed).decode()
 
 
+@dataclass
 class _WholeResponse:
     """Collects a response that is not streamed."""
 
-    def __init__(self) -> None:
-        self.status = 0
-        self.raw = b""
+    status: int = 0
+    raw: bytes = b""
 
     def head(self, status: int, headers: dict[str, str]) -> None:
         self.status = status
@@ -357,15 +351,10 @@ class _WholeResponse:
 
 
 class ServingClient:
-    """Sends requests to one server over kept connections, in one event loop. Call `close` at the
-    end.
-    """
+    """Sends requests to one server over kept connections, in one event loop."""
 
     def __init__(self, base_url: str, *, headers: dict[str, str], timeout: float) -> None:
-        """Parse `base_url`, `http(s)://host[:port][/path]`; `timeout` is seconds per request.
-
-        Errors: `ConfigError`.
-        """
+        """Parse `base_url`; `timeout` is seconds per request. Errors: `ConfigError`."""
         parts = urlsplit(base_url)
         try:
             port = parts.port
@@ -386,9 +375,8 @@ class ServingClient:
             "user-agent": "negamax-bench",
         } | headers
         if any(c in text for pair in lines.items() for text in pair for c in "\r\n"):
-            raise ConfigError(
-                "a header has a line break in it", hint="give --header NAME=VALUE on one line"
-            )
+            hint = "give --header NAME=VALUE on one line"
+            raise ConfigError("a header has a line break in it", hint=hint)
         self._lines = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._idle: list[ClientConnection] = []
 
@@ -421,15 +409,12 @@ class ServingClient:
             record.ended = time.perf_counter()
 
     async def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """Send a request without a stream; returns status and JSON, or text. Errors:
-        `ExchangeError`.
-        """
+        """Send a request and return status and JSON, or text. Errors: `ExchangeError`."""
         answer = _WholeResponse()
+        raw = b"" if body is None else msgspec.json.encode(body)
         try:
             async with asyncio.timeout(self._timeout):
-                await self._exchange(
-                    method, path, b"" if body is None else msgspec.json.encode(body), answer
-                )
+                await self._exchange(method, path, raw, answer)
         except TimeoutError:
             raise ExchangeError(f"no answer within {self._timeout:g} s") from None
         except OSError as error:
@@ -441,10 +426,8 @@ class ServingClient:
             return answer.status, answer.raw.decode(errors="replace")
 
     async def _exchange(self, method: str, path: str, body: bytes, sink: Sink) -> None:
-        head = (
-            f"{method} {self._path}{path} HTTP/1.1\r\n{self._lines}content-length: "
-            f"{len(body)}\r\n\r\n"
-        )
+        line = f"{method} {self._path}{path} HTTP/1.1\r\n"
+        head = f"{line}{self._lines}content-length: {len(body)}\r\n\r\n"
         request = head.encode("latin-1") + body
         while self._idle:
             connection = self._idle.pop()
@@ -479,8 +462,6 @@ def _connect_failure(error: OSError) -> str:
         return "TLS failure"
     if isinstance(error, socket.gaierror):
         return "unknown host"
-    # of several addresses
-    refused = isinstance(error, ConnectionRefusedError) or f"[Errno {errno.ECONNREFUSED}]" in str(
-        error
-    )
+    several = f"[Errno {errno.ECONNREFUSED}]" in str(error)  # addresses
+    refused = several or isinstance(error, ConnectionRefusedError)
     return "connection refused" if refused else "no connection"

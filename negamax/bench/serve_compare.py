@@ -3,8 +3,6 @@
 A result is the JSON of `--save-result`, ours or vLLM's, which has the same names.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

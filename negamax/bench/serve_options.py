@@ -1,7 +1,5 @@
 """Options of `negamax bench serve` as frozen dataclasses, named as in vLLM's `vllm bench serve`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,163 +58,143 @@ class BenchOptions:
 
     base_url: str | None = option(
         None,
-        SERVER,
         "Set the server's address, such as http://127.0.0.1:8000. Default: of --host and --port.",
+        panel=SERVER,
     )
-    host: str = option("127.0.0.1", SERVER, "Set the server's host.")
-    port: int = option(8000, SERVER, "Set the server's port.")
+    host: str = option("127.0.0.1", "Set the server's host.")
+    port: int = option(8000, "Set the server's port.")
     backend: str = option(
-        "openai", SERVER, "Choose the API; names with -chat send chats.", choices=tuple(BACKENDS)
+        "openai", "Choose the API; names with -chat send chats.", choices=tuple(BACKENDS)
     )
     endpoint: str | None = option(
         None,
-        SERVER,
         "Send requests to /v1/completions or /v1/chat/completions. Default: by --backend and "
         "dataset.",
     )
     model: str | None = option(
-        None,
-        SERVER,
-        "Name the model in the API. Default: the first of /v1/models.",
-        also="--served-model-name",
+        None, "Name the model. Default: the first of /v1/models.", also="--served-model-name"
     )
-    api_key: str | None = option(None, SERVER, "Send this bearer token. Default: OPENAI_API_KEY.")
+    api_key: str | None = option(None, "Send this bearer token. Default: OPENAI_API_KEY.")
     headers: tuple[str, ...] = option(
-        (), SERVER, "Send this header, NAME=VALUE; may be repeated.", "--header"
+        (), "Send this header, NAME=VALUE; may be repeated.", "--header"
     )
     request_timeout: float = option(
-        3600.0, SERVER, "Count a request as failed after this many seconds.", above=0
+        3600.0, "Count a request as failed after this many seconds.", above=0
     )
     ready_check_timeout_sec: float = option(
-        0.0, SERVER, "Wait this many seconds for a server that is starting.", least=0
+        0.0, "Wait this many seconds for a server that is starting.", least=0
     )
 
     num_prompts: int = 1000
     max_concurrency: int | None = None
     request_rate: float = option(
         math.inf,
-        LOAD,
         "Start this many requests per second (sessions, where there are turns); inf starts all at "
         "once.",
         above=0,
+        panel=LOAD,
     )
     burstiness: float = option(
         1.0,
-        LOAD,
         "Set how arrivals cluster; 1 is a Poisson process, less is burstier, more is steadier.",
         above=0,
     )
     num_warmups: int = option(
-        1, LOAD, "Send this many requests before the timed ones.", also="--warmup-requests", least=0
+        1, "Send this many requests before the timed ones.", also="--warmup-requests", least=0
     )
-    seed: int = option(0, LOAD, "Seed prompts and arrivals.")
+    seed: int = option(0, "Seed prompts and arrivals.")
 
-    dataset_name: str = option("random", WORKLOAD, f"Choose the dataset: {', '.join(DATASETS)}.")
+    dataset_name: str = option(
+        "random", f"Choose the dataset: {', '.join(DATASETS)}.", panel=WORKLOAD
+    )
     dataset_path: str | None = option(
         None,
-        WORKLOAD,
         "Read requests from this file: ShareGPT JSON, or a JSONL of recorded requests (custom, "
         "agent).",
     )
     tokenizer: str | None = option(
         None,
-        WORKLOAD,
         f"Draw ids of prompts from this tokenizer, and count ShareGPT answers with it: a folder, a "
         f"hub id, or {QUOTED_NAMES}.",
     )
     prompt_format: str = option(
         "auto",
-        WORKLOAD,
         "Choose how prompts are sent; ids: exact lengths, to /v1/completions; text: sized by the "
         "server's counts.",
         choices=PROMPT_FORMATS,
     )
     random_input_len: int = option(
-        1024, WORKLOAD, "Set the tokens of a prompt.", also="--input-len --random-input", least=1
+        1024, "Set the tokens of a prompt.", also="--input-len --random-input", least=1
     )
     random_output_len: int = option(
-        128, WORKLOAD, "Set the output tokens.", also="--output-len --random-output", least=1
+        128, "Set the output tokens.", also="--output-len --random-output", least=1
     )
     random_range_ratio: float = option(
-        0.0,
-        WORKLOAD,
-        "Vary lengths evenly by this share, up and down; as in SGLang: from this share up.",
+        0.0, "Vary lengths evenly by this share, up and down; as in SGLang: from this share up."
     )
     random_range_rule: str = option(
-        "auto",
-        WORKLOAD,
-        "Choose the meaning of --random-range-ratio; auto: by --backend.",
-        choices=RANGE_RULES,
+        "auto", "Interpret --random-range-ratio like this; auto: by --backend.", choices=RANGE_RULES
     )
     random_prefix_len: int = option(
-        0, WORKLOAD, "Begin all prompts with this many equal tokens, on top.", least=0
+        0, "Begin all prompts with this many equal tokens, on top.", least=0
     )
     prefix_repetition_prefix_len: int = option(
-        256, WORKLOAD, "Set the tokens of each prefix.", also="--gsp-system-prompt-len", least=0
+        256, "Set the tokens of each prefix.", also="--gsp-system-prompt-len", least=0
     )
     prefix_repetition_suffix_len: int = option(
-        256, WORKLOAD, "Set the tokens after the prefix.", also="--gsp-question-len", least=1
+        256, "Set the tokens after the prefix.", also="--gsp-question-len", least=1
     )
     prefix_repetition_num_prefixes: int = option(
-        10, WORKLOAD, "Set the number of prefixes.", also="--gsp-num-groups", least=1
+        10, "Set the number of prefixes.", also="--gsp-num-groups", least=1
     )
     prefix_repetition_output_len: int = option(
-        128, WORKLOAD, "Set the output tokens.", also="--gsp-output-len", least=1
+        128, "Set the output tokens.", also="--gsp-output-len", least=1
     )
     sharegpt_output_len: int | None = option(
-        None, WORKLOAD, "Set the output tokens. Default: as long as the recorded answer.", least=1
+        None, "Set the output tokens. Default: as long as the recorded answer.", least=1
     )
     sharegpt_context_len: int | None = option(
-        None,
-        WORKLOAD,
-        "Leave longer conversations out. Default: the model's context length.",
-        least=1,
+        None, "Leave longer conversations out. Default: the model's context length.", least=1
     )
     custom_output_len: int = option(
-        256, WORKLOAD, "Set the output tokens of recorded requests that name none.", least=1
+        256, "Set the output tokens of recorded requests that name none.", least=1
     )
     agent_turns: int = option(
-        24,
-        WORKLOAD,
-        "Send this many requests per session, as far as the context length allows.",
-        least=1,
+        24, "Send this many requests per session, as far as the context length allows.", least=1
     )
     agent_system_len: int = option(
-        3000, WORKLOAD, "Set the tokens of the system prompt, without the tools.", least=1
+        3000, "Set the tokens of the system prompt, without the tools.", least=1
     )
-    agent_tools: int = option(12, WORKLOAD, "Declare this many tools.", least=0)
-    agent_result_len: int = option(
-        600, WORKLOAD, "Set the mean tokens of a step's tool results.", least=1
-    )
+    agent_tools: int = option(12, "Declare this many tools.", least=0)
+    agent_result_len: int = option(600, "Set the mean tokens of a step's tool results.", least=1)
     agent_reasoning_len: int = option(
-        120, WORKLOAD, "Send back this many tokens of thinking per turn.", least=0
+        120, "Send back this many tokens of thinking per turn.", least=0
     )
-    agent_output_len: int = option(200, WORKLOAD, "Set the output tokens of each turn.", least=1)
+    agent_output_len: int = option(200, "Set the output tokens of each turn.", least=1)
     agent_pause: float = option(
-        0.0, WORKLOAD, "Wait this many seconds between an answer and the next turn.", least=0
+        0.0, "Wait this many seconds between an answer and the next turn.", least=0
     )
     agent_history: str = option(
         "recorded",
-        WORKLOAD,
         "Choose the history; recorded: the same requests each time; live: send the server's "
         "answers back.",
         choices=HISTORIES,
     )
 
     ignore_eos: bool = option(
-        False, SAMPLING, "Generate exactly the requested output tokens (vLLM, SGLang, Negamax)."
+        False, "Generate exactly the requested output tokens, where supported.", panel=SAMPLING
     )
     temperature: float | None = option(
-        None, SAMPLING, "Set the temperature. Default of this and the next: not sent."
+        None, "Set the temperature. Default of this and the next: not sent."
     )
-    top_p: float | None = option(None, SAMPLING, "Set the nucleus.")
-    top_k: int | None = option(None, SAMPLING, "Set the number of candidates.")
-    min_p: float | None = option(None, SAMPLING, "Set the smallest share of the best token.")
-    frequency_penalty: float | None = option(None, SAMPLING, "Penalize tokens by count.")
-    presence_penalty: float | None = option(None, SAMPLING, "Penalize tokens that are present.")
-    repetition_penalty: float | None = option(None, SAMPLING, "Penalize repetition by this factor.")
+    top_p: float | None = option(None, "Set the nucleus.")
+    top_k: int | None = option(None, "Set the number of candidates.")
+    min_p: float | None = option(None, "Set the smallest share of the best token.")
+    frequency_penalty: float | None = option(None, "Penalize tokens by count.")
+    presence_penalty: float | None = option(None, "Penalize tokens that are present.")
+    repetition_penalty: float | None = option(None, "Penalize repetition by this factor.")
     extra_body: dict[str, Any] = option(
-        {}, SAMPLING, "Merge this JSON object into each request.", is_json=True
+        {}, "Merge this JSON object into each request.", is_json=True
     )
 
     percentile_metrics: tuple[str, ...] = METRICS
@@ -224,12 +202,12 @@ class BenchOptions:
     goodput: dict[str, float] = field(default_factory=dict)  # limits in ms by metric
     itl_rule: str = option(
         "gap",
-        OUTPUT,
         "Choose the inter-token latency; gap: each gap between chunks once; token: divided by the "
         "chunk's tokens.",
         choices=ITL_RULES,
+        panel=OUTPUT,
     )
-    label: str | None = option(None, OUTPUT, "Set a label for the result and its file's name.")
+    label: str | None = option(None, "Set a label for the result and its file's name.")
     metadata: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -1,20 +1,18 @@
 """Turn the records of `negamax bench serve` into figures, vLLM's text block, and JSON."""
 
-from __future__ import annotations
-
 import math
 import platform
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from negamax import __version__
 from negamax.base import env
 from negamax.bench.serve import Measurement
-from negamax.bench.serve_client import Record
+from negamax.bench.serve_client import RequestRecord
 from negamax.bench.serve_options import METRICS, BenchOptions
 
 SCHEMA = "negamax-bench-serve/1"
@@ -25,8 +23,29 @@ _TITLES = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
-
-
+_TOTALS = {
+    "completed": "Successful requests",
+    "failed": "Failed requests",
+    "max_concurrency": "Maximum request concurrency",
+    "request_rate": "Request rate configured (RPS)",
+    "duration": "Benchmark duration (s)",
+    "total_input_tokens": "Total input tokens",
+    "total_output_tokens": "Total generated tokens",
+    "request_throughput": "Request throughput (req/s)",
+    "request_goodput": "Request goodput (req/s)",
+    "output_throughput": "Output token throughput (tok/s)",
+    "max_output_tokens_per_s": "Peak output token throughput (tok/s)",
+    "max_concurrent_requests": "Peak concurrent requests",
+    "total_token_throughput": "Total token throughput (tok/s)",
+    "total_cached_tokens": "Cached input tokens",
+}
+_DRAFTS = {
+    "spec_decode_acceptance_rate": "Acceptance rate (%)",
+    "spec_decode_acceptance_length": "Acceptance length",
+    "spec_decode_num_drafts": "Drafts",
+    "spec_decode_draft_tokens": "Draft tokens",
+    "spec_decode_accepted_tokens": "Accepted tokens",
+}
 WORKLOAD_PREFIXES = (
     "random_", "prefix_", "sharegpt_", "custom_", "agent_", "prompt_format", "dataset_path",
 )  # fmt: skip
@@ -58,28 +77,28 @@ def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[
 # One request, in seconds
 
 
-def ttft(record: Record) -> float:
+def ttft(record: RequestRecord) -> float:
     """The time from sending to the first chunk with output, or to the end without any."""
     return (record.arrivals[0] if record.arrivals else record.ended) - record.started
 
 
-def e2el(record: Record) -> float:
+def e2el(record: RequestRecord) -> float:
     """The time from sending to the last chunk of the answer."""
     return record.ended - record.started
 
 
-def output_tokens(record: Record) -> int:
+def output_tokens(record: RequestRecord) -> int:
     """The server's count, else the number of chunks with output."""
     return len(record.arrivals) if record.output_tokens is None else record.output_tokens
 
 
-def tpot(record: Record) -> float | None:
+def tpot(record: RequestRecord) -> float | None:
     """The time after the first token per further token; None without further tokens."""
     tokens = output_tokens(record)
     return (e2el(record) - ttft(record)) / (tokens - 1) if tokens > 1 else None
 
 
-def inter_token(record: Record, *, rule: str) -> list[float]:
+def inter_token(record: RequestRecord, *, rule: str) -> list[float]:
     """The gaps between chunks with output.
 
     Rule "gap": one value each. Rule "token": a gap before a chunk of n tokens counts as n values of
@@ -96,6 +115,11 @@ def inter_token(record: Record, *, rule: str) -> list[float]:
 
 
 # All requests
+
+
+def first_start(records: Iterable[RequestRecord]) -> float:
+    """The time of the first request that was sent; 0 without one."""
+    return min((record.started for record in records if record.started), default=0.0)
 
 
 def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
@@ -126,9 +150,7 @@ def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
         "max_output_tokens_per_s": max(output_per_second(good), default=0.0),
         "max_concurrent_requests": peak_concurrency(measured.records),
         "total_cached_tokens": _total_cached(good),
-        "finish_reasons": dict(
-            Counter(record.finish_reason or "none" for record in good).most_common()
-        ),
+        "finish_reasons": dict(Counter(one.finish_reason or "none" for one in good).most_common()),
         "tokens_per_chunk": total_output / chunks if chunks else None,
         "input_tokens_not_reported": sum(
             not record.prompt_reported or record.prompt_tokens is None for record in good
@@ -140,14 +162,13 @@ def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
         **measured.drafts.summary(),
     }
     for metric in METRICS:
-        for name, value in distribution(
-            [1e3 * value for value in values[metric]], options.metric_percentiles
-        ).items():
+        milliseconds = [1e3 * value for value in values[metric]]
+        for name, value in distribution(milliseconds, options.metric_percentiles).items():
             summary[f"{name}_{metric}_ms"] = value
     return summary
 
 
-def metric_values(records: Sequence[Record], *, rule: str) -> dict[str, list[float]]:
+def metric_values(records: Sequence[RequestRecord], *, rule: str) -> dict[str, list[float]]:
     """The values of each metric over `records`, in seconds."""
     return {
         "ttft": [ttft(record) for record in records],
@@ -157,12 +178,12 @@ def metric_values(records: Sequence[Record], *, rule: str) -> dict[str, list[flo
     }
 
 
-def _total_cached(records: Sequence[Record]) -> int | None:
+def _total_cached(records: Sequence[RequestRecord]) -> int | None:
     reported = [record.cached_tokens for record in records if record.cached_tokens is not None]
     return sum(reported) if reported else None
 
 
-def _goodput(records: Sequence[Record], limits: dict[str, float]) -> int:
+def _goodput(records: Sequence[RequestRecord], limits: dict[str, float]) -> int:
     """Count requests within all `limits` in ms; without a second token TPOT is met."""
     times = {"ttft": ttft, "tpot": tpot, "e2el": e2el}
     return sum(
@@ -171,25 +192,20 @@ def _goodput(records: Sequence[Record], limits: dict[str, float]) -> int:
     )
 
 
-def peak_concurrency(records: Sequence[Record]) -> int:
+def peak_concurrency(records: Sequence[RequestRecord]) -> int:
     """The largest number of concurrent requests."""
     return max((running for _, running in concurrency_steps(records)), default=0)
 
 
-def concurrency_steps(records: Sequence[Record]) -> list[tuple[float, int]]:
+def concurrency_steps(records: Sequence[RequestRecord]) -> list[tuple[float, int]]:
     """Pairs of a time and the number of concurrent requests from then on."""
     sent = [record for record in records if record.started]
-    changes = sorted(
-        [(record.started, 1) for record in sent] + [(record.ended, -1) for record in sent]
-    )
-    steps, running = [], 0
-    for at, change in changes:
-        running += change
-        steps.append((at, running))
-    return steps
+    changes = [(record.started, 1) for record in sent] + [(record.ended, -1) for record in sent]
+    times, steps = zip(*sorted(changes), strict=True) if changes else ((), ())
+    return list(zip(times, accumulate(steps), strict=True))
 
 
-def output_per_second(records: Sequence[Record]) -> list[float]:
+def output_per_second(records: Sequence[RequestRecord]) -> list[float]:
     """Output tokens in each second; a request's tokens are spread evenly over its chunks."""
     begin = min((record.started for record in records), default=0.0)
     bins: list[float] = []
@@ -207,34 +223,13 @@ def output_per_second(records: Sequence[Record]) -> list[float]:
 
 def block(summary: dict[str, Any], options: BenchOptions) -> str:
     """The text block of vLLM and SGLang, with remarks on how figures were counted."""
-    lines = [
-        f"{' Serving Benchmark Result ':=^{WIDTH}}",
-        _line("Successful requests:", summary["completed"]),
-        _line("Failed requests:", summary["failed"]),
-    ]
-    if options.max_concurrency is not None:
-        lines.append(_line("Maximum request concurrency:", options.max_concurrency))
+    values = summary | {"max_concurrency": options.max_concurrency}
     if math.isfinite(options.request_rate):
-        lines.append(_line("Request rate configured (RPS):", options.request_rate))
-    lines += [
-        _line("Benchmark duration (s):", summary["duration"]),
-        _line("Total input tokens:", summary["total_input_tokens"]),
-        _line("Total generated tokens:", summary["total_output_tokens"]),
-        _line("Request throughput (req/s):", summary["request_throughput"]),
-    ]
-    if summary["request_goodput"] is not None:
-        lines.append(_line("Request goodput (req/s):", summary["request_goodput"]))
-    lines += [
-        _line("Output token throughput (tok/s):", summary["output_throughput"]),
-        _line("Peak output token throughput (tok/s):", summary["max_output_tokens_per_s"]),
-        _line("Peak concurrent requests:", summary["max_concurrent_requests"]),
-        _line("Total token throughput (tok/s):", summary["total_token_throughput"]),
-    ]
+        values["request_rate"] = options.request_rate
     if summary["total_cached_tokens"] is not None:
         share = summary["total_cached_tokens"] / max(1, summary["total_input_tokens"])
-        lines.append(
-            _line("Cached input tokens:", f"{summary['total_cached_tokens']} ({share:.1%})")
-        )
+        values["total_cached_tokens"] = f"{summary['total_cached_tokens']} ({share:.1%})"
+    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *_lines(_TOTALS, values)]
     for metric in options.percentile_metrics:
         lines += _metric_lines(metric, summary, options)
     lines += _draft_lines(summary)
@@ -247,23 +242,21 @@ def block(summary: dict[str, Any], options: BenchOptions) -> str:
     return "\n".join([*lines, "=" * WIDTH, *remarks(summary, options)])
 
 
+def _lines(labels: Mapping[str, str], values: Mapping[str, Any]) -> list[str]:
+    """The lines of the values that are there, by the labels of their names."""
+    found = {label: values.get(name) for name, label in labels.items()}
+    return [_line(f"{label}:", value) for label, value in found.items() if value is not None]
+
+
 def _draft_lines(summary: dict[str, Any]) -> list[str]:
     """The lines of drafts as vLLM shows them; empty without drafts."""
     if "spec_decode_num_drafts" not in summary:
         return []
-    title = "Speculative Decoding"
-    if summary["spec_decode_synthetic"]:
-        title = "SYNTHETIC Acceptance of Drafts"
+    is_synthetic = summary["spec_decode_synthetic"]
+    title = "SYNTHETIC Acceptance of Drafts" if is_synthetic else "Speculative Decoding"
     shares = summary["spec_decode_per_position_acceptance_rates"]
-    return [
-        f"{title:-^{WIDTH}}",
-        _line("Acceptance rate (%):", summary["spec_decode_acceptance_rate"]),
-        _line("Acceptance length:", summary["spec_decode_acceptance_length"]),
-        _line("Drafts:", summary["spec_decode_num_drafts"]),
-        _line("Draft tokens:", summary["spec_decode_draft_tokens"]),
-        _line("Accepted tokens:", summary["spec_decode_accepted_tokens"]),
-        *(_line(f"  Position {i} (%):", 100.0 * share) for i, share in enumerate(shares)),
-    ]
+    positions = [_line(f"  Position {i} (%):", 100.0 * share) for i, share in enumerate(shares)]
+    return [f"{title:-^{WIDTH}}", *_lines(_DRAFTS, summary), *positions]
 
 
 def _metric_lines(metric: str, summary: dict[str, Any], options: BenchOptions) -> list[str]:
@@ -290,29 +283,25 @@ def remarks(summary: dict[str, Any], options: BenchOptions) -> list[str]:
     if summary["output_tokens_not_reported"]:
         said.append(
             f"Output tokens: counted as chunks for {summary['output_tokens_not_reported']} "
-            f"requests without reported usage; "
-            "a chunk may hold several."
+            f"requests without reported usage; a chunk may hold several."
         )
     else:
         said.append("Output tokens: as the server's usage reports them.")
     if summary["input_tokens_not_reported"]:
         said.append(
             f"Input tokens: {summary['input_tokens_not_reported']} requests without reported "
-            f"usage, "
-            "counted where the prompt is token ids."
+            f"usage, counted where the prompt is token ids."
         )
     per_chunk = summary["tokens_per_chunk"]
-    chunks = "no chunk had output"
-    if per_chunk is not None:
-        chunks = f"{per_chunk:.2f} tokens per chunk on average"
+    per_chunk = None if per_chunk is None else f"{per_chunk:.2f} tokens per chunk on average"
+    chunks = per_chunk or "no chunk had output"
     is_counted = summary["running_tokens_reported"] == summary["completed"]
     if is_counted:
         said.append("TTFT and ITL: timed where the server's running token count rises.")
     else:
         said.append(
-            "TTFT and ITL: timed by chunks with text, reasoning or tool calls; the server "
-            "reports no "
-            "running token count, so tokens without visible text arrive with the next chunk."
+            "TTFT and ITL: timed by chunks with text, reasoning or tool calls; the server reports "
+            "no running token count, so tokens without visible text arrive with the next chunk."
         )
     if options.itl_rule == "token" and is_counted:
         said.append(f"ITL: each gap over the tokens of the later chunk ({chunks}).")
@@ -331,10 +320,7 @@ def remarks(summary: dict[str, Any], options: BenchOptions) -> list[str]:
 def document(
     measured: Measurement, options: BenchOptions, summary: dict[str, Any], *, detailed: bool
 ) -> dict[str, Any]:
-    """The result with the names of vLLM's `--save-result` and more.
-
-    `detailed` adds the lists of single requests, in seconds.
-    """
+    """The result under vLLM's names; `detailed` adds lists of single requests, in seconds."""
     found = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
@@ -351,15 +337,10 @@ def document(
         "seed": options.seed,
         "itl_rule": options.itl_rule,
         "workload": {
-            name: value
-            for name, value in vars(options).items()
-            if name.startswith(WORKLOAD_PREFIXES)
+            key: value for key, value in vars(options).items() if key.startswith(WORKLOAD_PREFIXES)
         },
-        "sampling": {
-            "ignore_eos": options.ignore_eos,
-            "temperature": options.temperature,
-            **options.extra_body,
-        },
+        "sampling": {name: getattr(options, name) for name in ("ignore_eos", "temperature")}
+        | options.extra_body,
         "environment": {
             "negamax": __version__,
             "python": platform.python_version(),
@@ -375,7 +356,7 @@ def document(
 def details(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
     """One entry per request in the order of sending, in seconds since the first request."""
     records = sorted(measured.records, key=lambda record: record.started or record.ended)
-    begin = min((record.started for record in records if record.started), default=0.0)
+    begin = first_start(records)
     return {
         "start_times": [record.started - begin if record.started else None for record in records],
         "input_lens": [record.prompt_tokens for record in records],
@@ -393,9 +374,8 @@ def details(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
 def file_name(measured: Measurement, options: BenchOptions) -> str:
     """'openai-infqps-concurrency8-nano-20260101-120000.json'."""
     rate = f"{options.request_rate:g}qps"
-    concurrency = (
-        f"-concurrency{options.max_concurrency}" if options.max_concurrency is not None else ""
-    )
+    limit = options.max_concurrency
+    concurrency = "" if limit is None else f"-concurrency{limit}"
     model = re.sub(r"[^A-Za-z0-9._-]", "_", measured.model.rstrip("/").rpartition("/")[2])
     when = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     return f"{options.label or options.backend}-{rate}{concurrency}-{model}-{when}.json"

@@ -5,8 +5,6 @@ A workload is a list of sessions. A session yields request bodies and receives t
 
 # ruff: noqa: SIM905 (syllables read better as text)
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from negamax.base.errors import ConfigError
-from negamax.bench.serve_client import Record
+from negamax.bench.serve_client import RequestRecord
 from negamax.bench.serve_options import CHAT, COMPLETIONS, BenchOptions
 
 COMMON_IDS = range(300, 4000)  # in nearly each vocabulary, and not control tokens
@@ -43,7 +41,7 @@ class SessionTurn:
 class TurnResponse:
     """The answer to a turn. `message` only if the session wants it."""
 
-    record: Record
+    record: RequestRecord
     message: dict[str, Any] | None
 
 
@@ -60,7 +58,7 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Workload:
+class BenchWorkload:
     """Timed sessions, warm-up sessions, and notes on them."""
 
     sessions: tuple[Session, ...]
@@ -168,10 +166,12 @@ def prefix_repetition_turns(prompts: Prompts) -> Iterator[SessionTurn]:
             yield prompts.turn(prefix, suffix, output_len=options.prefix_repetition_output_len)
 
 
-def endless_workload(turns: Iterator[SessionTurn], options: BenchOptions) -> Workload:
+def endless_workload(turns: Iterator[SessionTurn], options: BenchOptions) -> BenchWorkload:
     """Take `num_prompts` of `turns` to time, and the next ones to warm up."""
     timed = tuple(session_of(turn) for turn in islice(turns, options.num_prompts))
-    return Workload(timed, tuple(session_of(turn) for turn in islice(turns, options.num_warmups)))
+    return BenchWorkload(
+        timed, tuple(session_of(turn) for turn in islice(turns, options.num_warmups))
+    )
 
 
 def longest_prompt(options: BenchOptions) -> int:
@@ -236,7 +236,7 @@ def sharegpt_workload(
     *,
     count: Callable[[str], int],
     context_length: int | None,
-) -> Workload:
+) -> BenchWorkload:
     """Ask the questions in random order, each with an output as long as the recorded answer.
 
     `count` returns the tokens of a text.
@@ -304,7 +304,7 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
 
 def file_workload(
     sessions: Sequence[Session], options: BenchOptions, *, notes: Iterable[str] = ()
-) -> Workload:
+) -> BenchWorkload:
     """Take `num_prompts` requests of a file in order, repeated if needed; the last ones warm up."""
     timed = take_turns(cycle(sessions), options.num_prompts)
     repeated = sum(session.num_turns for session in sessions)
@@ -322,7 +322,7 @@ def file_workload(
     warmups = tuple(
         shortened(session, 1) for session in islice(cycle(reversed(sessions)), options.num_warmups)
     )
-    return Workload(timed, warmups, tuple(notes))
+    return BenchWorkload(timed, warmups, tuple(notes))
 
 
 def take_turns(sessions: Iterator[Session], num_turns: int) -> tuple[Session, ...]:

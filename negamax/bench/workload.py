@@ -1,7 +1,5 @@
 """Timed batches of random prompts in an engine loop."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Generator

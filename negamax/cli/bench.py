@@ -2,10 +2,8 @@
 are in `bench_*.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
-from typing import Annotated
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -15,9 +13,9 @@ from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.cli import bench_compare, bench_kernels, bench_offline, bench_profile, bench_serve
-from negamax.cli.bench_options import JsonFile
-from negamax.cli.examples import epilog
-from negamax.cli.options import setting, with_options
+from negamax.cli.bench_options import json_option
+from negamax.cli.examples import make_epilog
+from negamax.cli.options import add_command, setting, with_options
 from negamax.evals.suites import DEFAULT_SUITES, SUITES
 from negamax.options.engine import EngineOptions
 
@@ -32,7 +30,7 @@ for _name, _module in {
     "serve": bench_serve,
     "compare": bench_compare,
 }.items():
-    app.command(_name, help=_module.HELP, epilog=epilog(f"bench {_name}"))(_module.command)
+    add_command(app, _name, _module, group="bench")
 
 
 @app.callback()
@@ -40,30 +38,24 @@ def bench() -> None:
     """Measure a model or its kernels."""
 
 
-@app.command(epilog=epilog("bench accuracy"))
+@app.command(epilog=make_epilog("bench accuracy"))
 @with_options(defaults={"log_level": "warning"}, needs_model=False, explains=False)
 def accuracy(
     *,
     engine: EngineOptions,
-    suite: Annotated[
-        list[str] | None,
-        setting(
-            "Solve this suite: nano-math, nano-tools, nano-retrieval-2k, nano-retrieval-4k or "
-            "nano-retrieval-8k; repeat for several. Default: math and tools.",
-            choices=SUITES,
-        ),
-    ] = None,
-    count: Annotated[
-        int | None,
-        setting(
-            "Solve this many problems per suite. Default: 1000 math, 500 tools, 200 retrieval.",
-            min=1,
-        ),
-    ] = None,
-    temperature: Annotated[
-        float, setting("Set the temperature; 0 is greedy.", min=0.0, max=2.0)
-    ] = 0.0,
-    json_file: JsonFile = None,
+    suite: list[str] | None = setting(
+        None,
+        "Solve this suite: nano-math, nano-tools, nano-retrieval-2k, nano-retrieval-4k or "
+        "nano-retrieval-8k; repeat for several. Default: math and tools.",
+        choices=SUITES,
+    ),
+    count: int | None = setting(
+        None,
+        "Solve this many problems per suite. Default: 1000 math, 500 tools, 200 retrieval.",
+        min=1,
+    ),
+    temperature: float = setting(0.0, "Set the temperature; 0 is greedy.", min=0.0, max=2.0),
+    json_file: Path | None = json_option(),
 ) -> None:
     """Solve generated problems that were never in the training data and count the exact answers.
     MODEL is `nano` where none is given; `--seed` says which problems are drawn.

@@ -1,13 +1,9 @@
 """`negamax bench compare`: results of several serving benchmarks in one table and one picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from negamax.bench.serve_options import OUTPUT
 from negamax.cli.bench_options import picture
 from negamax.cli.options import setting
 
@@ -15,15 +11,11 @@ HELP = "Compare results of `bench serve` (or of vLLM's): a table, and throughput
 
 
 def command(
-    files: Annotated[
-        list[Path], typer.Argument(metavar="RESULT.json...", help="Files of --save-result.")
-    ],
-    plot: Annotated[
-        Path | None, picture("Draw throughput against latency into this file (png, svg, pdf).")
-    ] = None,
-    title: Annotated[
-        str | None, setting("Set the title of the picture. Default: the model.", panel=OUTPUT)
-    ] = None,
+    files: list[Path] = typer.Argument(
+        ..., metavar="RESULT.json...", help="Files of --save-result."
+    ),
+    plot: Path | None = picture("Draw throughput against latency into this file (png, svg, pdf)."),
+    title: str | None = setting(None, "Set the title of the picture. Default: the model."),
 ) -> None:
     """Runs with the same label (else backend) make one line, by rising concurrency or rate."""
     from negamax.bench import serve_compare

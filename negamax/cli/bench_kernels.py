@@ -1,16 +1,13 @@
 """`negamax bench kernels`: microseconds and percent of the roofline of every kernel."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
 
 import negamax
 from negamax.base.errors import ConfigError, EngineError
-from negamax.cli.bench_options import JsonFile, parse_counts
+from negamax.cli.bench_options import json_option, parse_counts
 from negamax.cli.options import setting
 from negamax.options.engine import DEVICES, DTYPES
 
@@ -21,19 +18,18 @@ HELP = (
 
 
 def command(
-    op: Annotated[
-        list[str] | None,
-        setting("Time this op, such as norm.add_rms; may be repeated. Default: all."),
-    ] = None,
-    provider: Annotated[
-        str | None, setting("Time only this provider; 'reference' is timed only when named here.")
-    ] = None,
-    dtype: Annotated[
-        str, setting("Compute in bfloat16, float16 or float32.", choices=DTYPES[1:])
-    ] = "bfloat16",
-    device: Annotated[str, setting("Run on auto, cuda or cpu.", choices=DEVICES)] = "auto",
-    tp: Annotated[str, setting("Use the shapes of these tensor-parallel sizes.")] = "1,2,4",
-    json_file: JsonFile = None,
+    op: list[str] | None = setting(
+        None, "Time this op, such as norm.add_rms; may be repeated. Default: all."
+    ),
+    provider: str | None = setting(
+        None, "Time only this provider; 'reference' is timed only when named here."
+    ),
+    dtype: str = setting(
+        "bfloat16", "Compute in bfloat16, float16 or float32.", choices=DTYPES[1:]
+    ),
+    device: str = setting("auto", "Run on auto, cuda or cpu.", choices=DEVICES),
+    tp: str = setting("1,2,4", "Use the shapes of these tensor-parallel sizes."),
+    json_file: Path | None = json_option(),
 ) -> None:
     """Print one line per kernel and case."""
     degrees = parse_counts(tp, flag="--tp")

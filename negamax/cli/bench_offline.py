@@ -2,17 +2,14 @@
 limit.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Annotated
 
 from rich.console import Console
 
 from negamax.base import log
 from negamax.base.errors import ConfigError
-from negamax.bench.serve_options import OUTPUT, WORKLOAD
-from negamax.cli.bench_options import JsonFile, parse_counts, picture
+from negamax.bench.serve_options import WORKLOAD
+from negamax.cli.bench_options import json_option, parse_counts, picture
 from negamax.cli.options import setting, with_options
 from negamax.options.engine import EngineOptions
 
@@ -26,59 +23,32 @@ HELP = (
 def command(
     *,
     engine: EngineOptions,
-    input_len: Annotated[
-        int, setting("Set the tokens of each prompt.", panel=WORKLOAD, min=1)
-    ] = 1000,
-    output_len: Annotated[
-        int, setting("Set the tokens generated for each.", panel=WORKLOAD, min=2)
-    ] = 129,
-    concurrency: Annotated[
-        str, setting("Set the batch sizes, separated by commas.", panel=WORKLOAD)
-    ] = "1,4,16,64,100",
-    repeat: Annotated[
-        int, setting("Measure each this often and keep the median.", panel=WORKLOAD, min=1)
-    ] = 1,
-    temperature: Annotated[
-        float, setting("Set the temperature; 0 is greedy.", panel=WORKLOAD, min=0.0, max=2.0)
-    ] = 1.0,
-    top_k: Annotated[
-        int, setting("Set the number of candidates; 0 is off.", panel=WORKLOAD, min=0)
-    ] = 0,
-    top_p: Annotated[
-        float, setting("Set the nucleus; 1 is off.", panel=WORKLOAD, min=0.0, max=1.0)
-    ] = 1.0,
-    no_distinct_experts: Annotated[
-        bool,
-        setting(
-            "Do not count the selected experts, which takes a batch of its own without CUDA "
-            "graphs.",
-            "--no-distinct-experts",
-            panel=WORKLOAD,
-        ),
-    ] = False,
-    cached_prompts: Annotated[
-        bool,
-        setting(
-            "Compute the prompts once and time what follows their cached blocks; for long "
-            "contexts.",
-            "--cached-prompts",
-            panel=WORKLOAD,
-        ),
-    ] = False,
-    json_file: JsonFile = None,
-    compare: Annotated[
-        Path | None, setting("Show the ratio to an earlier run's JSON file.", panel=OUTPUT)
-    ] = None,
-    plot: Annotated[Path | None, picture("Draw the times into this file (png, svg, pdf).")] = None,
-    bandwidth: Annotated[
-        float | None,
-        setting(
-            "Set the memory bandwidth of one GPU in TB/s for the limit. Default: that of a copy.",
-            "--bandwidth-tb-s",
-            panel=OUTPUT,
-            min=0.001,
-        ),
-    ] = None,
+    input_len: int = setting(1000, "Set the tokens of each prompt.", panel=WORKLOAD, min=1),
+    output_len: int = setting(129, "Set the tokens generated for each.", min=2),
+    concurrency: str = setting("1,4,16,64,100", "Set the batch sizes, separated by commas."),
+    repeat: int = setting(1, "Measure each this often and keep the median.", min=1),
+    temperature: float = setting(1.0, "Set the temperature; 0 is greedy.", min=0.0, max=2.0),
+    top_k: int = setting(0, "Set the number of candidates; 0 is off.", min=0),
+    top_p: float = setting(1.0, "Set the nucleus; 1 is off.", min=0.0, max=1.0),
+    no_distinct_experts: bool = setting(
+        False,
+        "Do not count the selected experts, which takes a batch of its own without CUDA graphs.",
+        "--no-distinct-experts",
+    ),
+    cached_prompts: bool = setting(
+        False,
+        "Compute the prompts once and time what follows their cached blocks; for long contexts.",
+        "--cached-prompts",
+    ),
+    json_file: Path | None = json_option(),
+    compare: Path | None = setting(None, "Show the ratio to an earlier run's JSON file."),
+    plot: Path | None = picture("Draw the times into this file (png, svg, pdf)."),
+    bandwidth: float | None = setting(
+        None,
+        "Set the memory bandwidth of one GPU in TB/s for the limit. Default: that of a copy.",
+        "--bandwidth-tb-s",
+        min=0.001,
+    ),
 ) -> None:
     """Measure, print a table, write what was asked for."""
     log.setup(engine.log_level, engine.log_format)

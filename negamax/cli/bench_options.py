@@ -1,11 +1,9 @@
 """Options and values that several benchmark commands share."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -58,13 +56,13 @@ def _check_picture(param: typer.CallbackParam, value: Path | None) -> Path | Non
 
 def picture(help: str) -> Any:
     """Describe the option --plot."""
-    return setting(help, "--plot", panel=OUTPUT, callback=_check_picture)
+    return setting(None, help, "--plot", panel=OUTPUT, callback=_check_picture)
 
 
-JsonFile = Annotated[
-    Path | None,
-    setting("Write the raw results to this file.", "--json", panel=OUTPUT, callback=_check_file),
-]
+def json_option() -> Any:
+    """Declare the option --json."""
+    help = "Write the raw results to this file."
+    return setting(None, help, "--json", panel=OUTPUT, callback=_check_file)
 
 
 def parse_counts(text: str, *, flag: str) -> tuple[int, ...]:

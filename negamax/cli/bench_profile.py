@@ -1,14 +1,12 @@
 """`negamax bench profile MODEL`: microseconds and launches per layer of a decode step."""
 
-from __future__ import annotations
-
-from typing import Annotated
+from pathlib import Path
 
 from rich.console import Console
 
 from negamax.base import log
 from negamax.bench.serve_options import OUTPUT, WORKLOAD
-from negamax.cli.bench_options import JsonFile, parse_counts
+from negamax.cli.bench_options import json_option, parse_counts
 from negamax.cli.options import setting, with_options
 from negamax.options.engine import EngineOptions
 
@@ -22,17 +20,13 @@ HELP = (
 def command(
     *,
     engine: EngineOptions,
-    batch: Annotated[
-        str, setting("Set the batch sizes, separated by commas.", panel=WORKLOAD)
-    ] = "1,16,100",
-    context: Annotated[
-        int, setting("Set the tokens of each sequence.", panel=WORKLOAD, min=1)
-    ] = 1000,
-    steps: Annotated[int, setting("Record this many steps.", panel=WORKLOAD, min=1)] = 20,
-    kernels: Annotated[
-        bool, setting("List the kernels of each operation by name.", "--kernels", panel=OUTPUT)
-    ] = False,
-    json_file: JsonFile = None,
+    batch: str = setting("1,16,100", "Set the batch sizes, separated by commas.", panel=WORKLOAD),
+    context: int = setting(1000, "Set the tokens of each sequence.", min=1),
+    steps: int = setting(20, "Record this many steps.", min=1),
+    kernels: bool = setting(
+        False, "List the kernels of each operation by name.", "--kernels", panel=OUTPUT
+    ),
+    json_file: Path | None = json_option(),
 ) -> None:
     """Print a table, write what was asked for."""
     log.setup(engine.log_level, engine.log_format)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -35,46 +35,31 @@ _REFRESH_SECONDS = 0.2
 def command(
     *,
     bench: BenchOptions,
-    goodput_words: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
-    num_prompts: Annotated[
-        str, setting("Time this many requests; in a sweep one number, or one per run.", panel=LOAD)
-    ] = str(BenchOptions.num_prompts),
-    max_concurrency: Annotated[
-        str | None,
-        setting(
-            "Limit the concurrent requests; 1,4,16 runs one after the other and compares.",
-            panel=LOAD,
-        ),
-    ] = None,
-    percentile_metrics: Annotated[
-        str | None, setting("Print these metrics. Default: ttft,tpot,itl,e2el.", panel=OUTPUT)
-    ] = None,
-    metric_percentiles: Annotated[str, setting("Print these percentiles.", panel=OUTPUT)] = "95,99",
-    goodput: Annotated[
-        list[str] | None,
-        setting("Count requests within limits such as ttft:500 tpot:50 (ms).", panel=OUTPUT),
-    ] = None,
-    metadata: Annotated[
-        list[str] | None, setting("Add KEY=VALUE to the result; may be repeated.", panel=OUTPUT)
-    ] = None,
-    save_result: Annotated[
-        bool, setting("Write the result as JSON.", "--save-result", panel=OUTPUT)
-    ] = False,
-    save_detailed: Annotated[
-        bool, setting("Add lists of all requests and gaps to it.", "--save-detailed", panel=OUTPUT)
-    ] = False,
-    result_dir: Annotated[
-        Path | None, setting("Write the result to this folder. Default: this one.", panel=OUTPUT)
-    ] = None,
-    result_filename: Annotated[
-        str | None, setting("Name its file. Default: by the run's settings.", panel=OUTPUT)
-    ] = None,
-    plot: Annotated[
-        Path | None, picture("Draw distributions and timelines into this file (png, svg, pdf).")
-    ] = None,
-    disable_tqdm: Annotated[
-        bool, setting("Hide the progress.", "--disable-tqdm", "--no-progress", panel=OUTPUT)
-    ] = False,
+    goodput_words: list[str] | None = typer.Argument(None, hidden=True, metavar=""),
+    num_prompts: str = setting(
+        str(BenchOptions.num_prompts),
+        "Time this many requests; in a sweep one number, or one per run.",
+        panel=LOAD,
+    ),
+    max_concurrency: str | None = setting(
+        None, "Limit the concurrent requests; 1,4,16 runs one after the other and compares."
+    ),
+    percentile_metrics: str | None = setting(
+        None, "Print these metrics. Default: ttft,tpot,itl,e2el.", panel=OUTPUT
+    ),
+    metric_percentiles: str = setting("95,99", "Print these percentiles."),
+    goodput: list[str] | None = setting(
+        None, "Count requests within limits such as ttft:500 tpot:50 (ms)."
+    ),
+    metadata: list[str] | None = setting(None, "Add KEY=VALUE to the result; may be repeated."),
+    save_result: bool = setting(False, "Write the result as JSON.", "--save-result"),
+    save_detailed: bool = setting(
+        False, "Add lists of all requests and gaps to it.", "--save-detailed"
+    ),
+    result_dir: Path | None = setting(None, "Write the result to this folder. Default: this one."),
+    result_filename: str | None = setting(None, "Name its file. Default: by the run's settings."),
+    plot: Path | None = picture("Draw distributions and timelines into this file (png, svg, pdf)."),
+    disable_tqdm: bool = setting(False, "Hide the progress.", "--disable-tqdm", "--no-progress"),
 ) -> None:
     """Measure, print the result and write the files."""
     words = _sorted_words(

@@ -1,12 +1,10 @@
 """`negamax chat`: talk to a model here or on a server, in a terminal or through pipes."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from negamax.base import env, log
 from negamax.base.errors import ConfigError
@@ -29,32 +27,21 @@ KEY_VARIABLE = "NEGAMAX_API_KEY"
 def command(
     *,
     engine: EngineOptions,
-    url: Annotated[
-        str | None,
-        setting(
-            "Chat with the OpenAI-compatible server at this address; MODEL is then its name for "
-            "the model (default: the first it serves), and the engine's options have no effect.",
-            panel=CHAT,
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None, setting(f"Send this key to the server; better: {KEY_VARIABLE}.", panel=CHAT)
-    ] = None,
-    system: Annotated[str | None, setting("Set the system message.", panel=CHAT)] = None,
-    tools: Annotated[
-        str | None,
-        setting("Declare the tools in this JSON file; you type their results.", panel=CHAT),
-    ] = None,
-    max_tokens: Annotated[int | None, setting("Limit the tokens of an answer.", panel=CHAT)] = None,
-    temperature: Annotated[
-        float | None, setting("Set the temperature. Default: the model's.", panel=CHAT)
-    ] = None,
-    hide_thinking: Annotated[
-        bool, setting("Show answers only.", "--hide-thinking", panel=CHAT)
-    ] = False,
-    plain: Annotated[
-        bool, setting("Show Markdown as it is written.", "--plain", panel=CHAT)
-    ] = False,
+    url: str | None = setting(
+        None,
+        "Chat with the OpenAI-compatible server at this address; MODEL is then its name for "
+        "the model (default: the first it serves), and the engine's options have no effect.",
+        panel=CHAT,
+    ),
+    api_key: str | None = setting(None, f"Send this key to the server; better: {KEY_VARIABLE}."),
+    system: str | None = setting(None, "Set the system message."),
+    tools: str | None = setting(
+        None, "Declare the tools in this JSON file; you type their results."
+    ),
+    max_tokens: int | None = setting(None, "Limit the tokens of an answer."),
+    temperature: float | None = setting(None, "Set the temperature. Default: the model's."),
+    hide_thinking: bool = setting(False, "Show answers only.", "--hide-thinking"),
+    plain: bool = setting(False, "Show Markdown as it is written.", "--plain"),
 ) -> None:
     """Chat until /exit, Ctrl-D or the end of the input."""
     from negamax.cli.chat_session import ChatSession, talk

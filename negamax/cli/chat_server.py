@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,9 +37,9 @@ class ServerBackend:
 
     @classmethod
     def connect(cls, url: str, *, api_key: str | None, model: str | None) -> ServerBackend:
-        """Connect to the server at `url`, with or without its /v1. Errors: `ConfigError`.
+        """Connect to the server at `url`, with or without its /v1, for a model or its first one.
 
-        `model`: its name on the server; None: the first that the server lists.
+        Errors: `ConfigError`.
         """
         address = url if "://" in url else f"http://{url}"
         parts = urlsplit(address)
@@ -57,32 +58,26 @@ class ServerBackend:
         sampling: SamplingParams,
         show: Callable[[Sequence[ParserEvent]], None],
     ) -> TokenCounts:
-        """Answer, as in `Backend`. Errors also: `UnavailableError` where the server does not
-        answer.
-        """
+        """Answer, as in `Backend`. Errors also: `UnavailableError` without an answer."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if tools:
-            body["tools"] = tools
-        if sampling.max_tokens is not None:
-            body["max_tokens"] = sampling.max_tokens
-        if sampling.temperature is not None:
-            body["temperature"] = sampling.temperature
-        connection = _connection(self._address)
+        given = {"max_tokens": sampling.max_tokens, "temperature": sampling.temperature}
+        body |= {name: value for name, value in given.items() if value is not None}
+        body |= {"tools": tools} if tools else {}
+        url, text = f"{self._address}/v1/chat/completions", json.dumps(body)
         try:
-            url = f"{self._address}/v1/chat/completions"
-            response = _send(connection, "POST", url, headers=self._headers, body=json.dumps(body))
-            if response.status != 200:
-                raise InvalidRequestError(_error_text(response))
-            return _read_stream(_events(response), show)
+            with _answered(url, headers=self._headers, body=text) as response:
+                if response.status != 200:
+                    raise InvalidRequestError(_error_text(response))
+                return _read_stream(_events(response), show)
         except (OSError, http.client.HTTPException) as error:
-            raise _unreachable(self._address, error) from None
-        finally:
-            connection.close()
+            raise UnavailableError(
+                f"the server at {self._address} does not answer: {error or repr(error)}"
+            ) from None
 
 
 def _read_stream(
@@ -139,49 +134,37 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def _first_model(address: str, headers: dict[str, str]) -> str:
-    connection = _connection(address)
     try:
-        response = _send(connection, "GET", f"{address}/v1/models", headers=headers)
-        if response.status in (401, 403):
-            hint = "give --api-key, or set NEGAMAX_API_KEY"
-            raise ConfigError(f"{address} asks for a key: {_error_text(response)}", hint=hint)
-        if response.status != 200:
-            raise ConfigError(f"{address}/v1/models answers: {_error_text(response)}")
-        served = json.loads(response.read())["data"]
-        return str(served[0]["id"])
+        with _answered(f"{address}/v1/models", headers=headers) as response:
+            if response.status in (401, 403):
+                hint = "give --api-key, or set NEGAMAX_API_KEY"
+                raise ConfigError(f"{address} asks for a key: {_error_text(response)}", hint=hint)
+            if response.status != 200:
+                raise ConfigError(f"{address}/v1/models answers: {_error_text(response)}")
+            return str(json.loads(response.read())["data"][0]["id"])
     except (OSError, http.client.HTTPException) as error:
-        raise ConfigError(
-            f"--url is {address}, where no server answers: {error}",
-            hint="start one with `negamax serve MODEL`",
-        ) from None
+        refusal = f"--url is {address}, where no server answers: {error}"
+        raise ConfigError(refusal, hint="start one with `negamax serve MODEL`") from None
     except (ValueError, LookupError, TypeError):
         hint = "give the model's name as MODEL, or another --url"
         raise ConfigError(f"{address}/v1/models lists no model", hint=hint) from None
-    finally:
-        connection.close()
 
 
-def _connection(address: str) -> http.client.HTTPConnection:
-    parts = urlsplit(address)
+@contextmanager
+def _answered(
+    url: str, *, headers: dict[str, str], body: str | None = None
+) -> Iterator[http.client.HTTPResponse]:
+    """Send a request, a POST where it has a body. Errors: `OSError`, `HTTPException`."""
+    parts = urlsplit(url)
     assert parts.hostname is not None
     is_secure = parts.scheme == "https"
-    connection = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
-    return connection(parts.hostname, parts.port, timeout=_CONNECT_SECONDS)
-
-
-def _send(
-    connection: http.client.HTTPConnection,
-    method: str,
-    url: str,
-    *,
-    headers: dict[str, str],
-    body: str | None = None,
-) -> http.client.HTTPResponse:
-    """Connect and send a request. Errors: `OSError`, `HTTPException`."""
-    connection.connect()
-    connection.sock.settimeout(_SILENCE_SECONDS)
-    connection.request(method, urlsplit(url).path, body=body, headers=headers)
-    return connection.getresponse()
+    kind = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
+    with closing(kind(parts.hostname, parts.port, timeout=_CONNECT_SECONDS)) as connection:
+        connection.connect()
+        connection.sock.settimeout(_SILENCE_SECONDS)
+        method = "GET" if body is None else "POST"
+        connection.request(method, parts.path, body=body, headers=headers)
+        yield connection.getresponse()
 
 
 def _headers(api_key: str | None) -> dict[str, str]:
@@ -207,7 +190,3 @@ def _error_text(response: http.client.HTTPResponse) -> str:
 
 def _message(error: Any) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)
-
-
-def _unreachable(address: str, error: Exception) -> UnavailableError:
-    return UnavailableError(f"the server at {address} does not answer: {error or repr(error)}")

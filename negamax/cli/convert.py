@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -38,54 +38,42 @@ _WORST = 10
 
 def command(
     *,
-    source: Annotated[
-        str, typer.Argument(metavar="SRC", help=f"A local folder, a hub id, or {QUOTED_NAMES}.")
-    ],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
-    to: Annotated[
-        str | None,
-        setting(
-            f"Write this format: {', '.join(TARGETS)}. Default, to split or join files: as stored.",
-            choices=TARGETS,
-        ),
-    ] = None,
-    tensor_parallel_size: Annotated[
-        int,
-        setting(
-            "Split the files for this many ranks; each then reads its own.",
-            *("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
-            min=1,
-        ),
-    ] = 1,
-    expert_parallel_size: Annotated[
-        int,
-        setting(
-            "Split the experts over this many of them, as when the model is served.",
-            *("--expert-parallel-size", "--ep-size", "--ep"),
-            min=1,
-        ),
-    ] = 1,
-    allow_lossy: Annotated[
-        bool, setting("Allow to round quantized weights once more.", "--allow-lossy")
-    ] = False,
-    verify: Annotated[
-        bool, setting("Read the result again, compare it with SRC, print a table.", "--verify")
-    ] = False,
-    revision: Annotated[
-        str | None, setting("Read this branch, tag or commit of a hub model.")
-    ] = None,
-    hub: Annotated[
-        str,
-        setting(
-            "Choose the hub of models: huggingface, modelscope; auto: huggingface, or modelscope "
-            "with NEGAMAX_USE_MODELSCOPE=1.",
-            "--source",
-            choices=SOURCES,
-        ),
-    ] = "auto",
-    download_dir: Annotated[
-        str | None, setting("Download to this folder. Default: the hub's cache.")
-    ] = None,
+    source: str = typer.Argument(
+        ..., metavar="SRC", help=f"A local folder, a hub id, or {QUOTED_NAMES}."
+    ),
+    destination: Path = typer.Argument(..., metavar="DST", help="The folder to write."),
+    to: str | None = setting(
+        None,
+        f"Write this format: {', '.join(TARGETS)}. Default, to split or join files: as stored.",
+        choices=TARGETS,
+    ),
+    tensor_parallel_size: int = setting(
+        1,
+        "Split the files for this many ranks; each then reads its own.",
+        *("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
+        min=1,
+    ),
+    expert_parallel_size: int = setting(
+        1,
+        "Split the experts over this many of them, as when the model is served.",
+        *("--expert-parallel-size", "--ep-size", "--ep"),
+        min=1,
+    ),
+    allow_lossy: bool = setting(
+        False, "Allow to round quantized weights once more.", "--allow-lossy"
+    ),
+    verify: bool = setting(
+        False, "Read the result again, compare it with SRC, print a table.", "--verify"
+    ),
+    revision: str | None = setting(None, "Read this branch, tag or commit of a hub model."),
+    hub: str = setting(
+        "auto",
+        "Choose the hub of models: huggingface, modelscope; auto: huggingface, or modelscope "
+        "with NEGAMAX_USE_MODELSCOPE=1.",
+        "--source",
+        choices=SOURCES,
+    ),
+    download_dir: str | None = setting(None, "Download to this folder. Default: the hub's cache."),
 ) -> None:
     """Exit with 1 if `--verify` finds a weight with a larger error than its format explains."""
     log.setup()

@@ -18,9 +18,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -40,15 +41,9 @@ _MARKS = {"ok": "ok", "info": "-", "warn": "WARN", "fail": "FAIL"}
 Status = Literal["ok", "info", "warn", "fail"]
 OPTIONAL_PACKAGES = ("transformers", "uvloop")
 _ISA = {  # flags of /proc/cpuinfo and their names
-    "avx2": "AVX2",
-    "avx512f": "AVX-512",
-    "avx512_bf16": "AVX-512 BF16",
-    "amx_bf16": "AMX BF16",
-    "asimd": "NEON",
-    "i8mm": "I8MM",
-    "bf16": "BF16",
-    "sve": "SVE",
-}
+    "avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX BF16",
+    "asimd": "NEON", "i8mm": "I8MM", "bf16": "BF16", "sve": "SVE",
+}  # fmt: skip
 _VARIABLES = ("HF_", "HUGGING", "NEGAMAX_", "CUDA_", "TRITON_", "NCCL_", "OMP_", "TORCH_", "XDG_")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 _SIZE_SECONDS = 1.0  # limit for counting a cache's bytes
@@ -58,36 +53,25 @@ _HUB = "https://huggingface.co"
 
 def command(
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    network: Annotated[
-        bool, typer.Option("--network", help="Check whether the Hugging Face hub can be reached.")
-    ] = False,
-    port: Annotated[
-        int, typer.Option(help="Check this port.", min=1, max=65535)
-    ] = ServerOptions.port,
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    network: bool = typer.Option(
+        False, "--network", help="Check whether the Hugging Face hub can be reached."
+    ),
+    port: int = typer.Option(ServerOptions.port, help="Check this port.", min=1, max=65535),
 ) -> None:
     """Exit with 0 if a model can be served here, else with 1."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "negamax.cli.doctor_probe"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    beside = [*check_caches(), check_port(port)]
-    if network:
-        beside.append(check_network())
+    command = [sys.executable, "-m", "negamax.cli.doctor_probe"]
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    beside = [*check_caches(), check_port(port), *([check_network()] if network else [])]
     probe = _found_by(child)
     found = [*check_software(probe), *check_hardware(probe), *beside, *check_variables()]
     is_broken = any(check.status == "fail" for check in found)
     models = [] if is_broken else _judge_models(probe)
     works = any(verdict.runs for verdict in models)
     if as_json:
-        answer = {
-            "can_serve": works,
-            "checks": [dataclasses.asdict(check) for check in found],
-            "models": [dataclasses.asdict(verdict) for verdict in models],
-        }
-        print(json.dumps(answer, indent=2))
+        checks, verdicts = ([dataclasses.asdict(one) for one in each] for each in (found, models))
+        print(json.dumps({"can_serve": works, "checks": checks, "models": verdicts}, indent=2))
     else:
         _print(found, models)
     raise typer.Exit(0 if works else 1)
@@ -103,8 +87,7 @@ def _found_by(child: subprocess.Popen[str]) -> dict[str, Any]:
         return {"error": f"importing it and asking the driver takes over {_PROBE_SECONDS:g} s"}
     lines = output.strip().splitlines()
     if child.returncode == 0 and lines:
-        found: dict[str, Any] = json.loads(lines[-1])
-        return found
+        return dict(json.loads(lines[-1]))
     last = (errors.strip().splitlines() or ["no message"])[-1]
     return {"error": f"the import ended with exit code {child.returncode}: {last}"}
 
@@ -112,17 +95,12 @@ def _found_by(child: subprocess.Popen[str]) -> dict[str, Any]:
 def _judge_models(probe: dict[str, Any]) -> list[ModelVerdict]:
     from negamax.cli.doctor_models import Gpu, Machine, verdicts
 
-    gpus = [] if probe["hip"] else probe["gpus"]
-    machine = Machine(
-        gpus=tuple(
-            Gpu(gpu["name"], gpu["total_bytes"], gpu["free_bytes"], tuple(gpu["capability"]))
-            for gpu in gpus
-        ),
-        memory_bytes=env.available_memory(),
-        cpu_bfloat16=probe["cpu_bfloat16"],
-        disk_bytes=free_disk(hub_folder()),
+    gpus = tuple(
+        Gpu(gpu["name"], gpu["total_bytes"], gpu["free_bytes"], tuple(gpu["capability"]))
+        for gpu in ([] if probe["hip"] else probe["gpus"])
     )
-    return verdicts(machine)
+    disk = free_disk(hub_folder())
+    return verdicts(Machine(gpus, env.available_memory(), probe["cpu_bfloat16"], disk))
 
 
 def _print(found: list[Check], models: list[ModelVerdict]) -> None:
@@ -161,57 +139,56 @@ class Check:
 
 def check_software(probe: dict[str, Any]) -> Iterator[Check]:
     """Check the versions of the required packages; `probe`: the findings of `doctor_probe`."""
-    part = "Software"
-    broken = probe.get("negamax_error")
-    if broken:
+    check = partial(Check, "Software")
+    if broken := probe.get("negamax_error"):
         detail = f"{__version__}, cannot be imported: {broken}"
-        yield Check(part, "negamax", "fail", detail, "install it again")
+        yield check("negamax", "fail", detail, "install it again")
     else:
-        yield Check(part, "negamax", "ok", __version__)
-    yield Check(part, "python", "ok", f"{platform.python_version()} ({sys.executable})")
-    yield Check(part, "system", "ok", platform.platform())
+        yield check("negamax", "ok", __version__)
+    yield check("python", "ok", f"{platform.python_version()} ({sys.executable})")
+    yield check("system", "ok", platform.platform())
     for name in _required_packages():
         version = env.installed_version(name)
-        if name == "torch" and version is not None and "error" in probe:
+        if version is None:
+            yield check(name, "fail", "not installed", f"pip install {name}")
+        elif name == "torch" and "error" in probe:
             remedy = "install it again, for this machine's driver"
-            yield Check(part, name, "fail", f"{version}, {probe['error']}", remedy)
-        elif version is None:
-            yield Check(part, name, "fail", "not installed", f"pip install {name}")
+            yield check(name, "fail", f"{version}, {probe['error']}", remedy)
         else:
-            yield Check(part, name, "ok", version)
+            yield check(name, "ok", version)
     for name in OPTIONAL_PACKAGES:
-        yield Check(part, name, "info", env.installed_version(name) or "not installed")
+        yield check(name, "info", env.installed_version(name) or "not installed")
 
 
 def check_hardware(probe: dict[str, Any]) -> Iterator[Check]:
     """Check processor, compiler, main memory, driver and GPUs."""
-    part = "Hardware"
+    check = partial(Check, "Hardware")
     yield _cpu(probe)
     compiler = shutil.which(env.get("CC") or "cc")
     if compiler is None:
         remedy = "install gcc or clang: the CPU kernels are compiled, and Triton needs it on GPUs"
-        yield Check(part, "C compiler", "warn", "none found", remedy)
+        yield check("C compiler", "warn", "none found", remedy)
     else:
         first = (_output(compiler, "--version") or "").partition("\n")[0]
-        yield Check(part, "C compiler", "ok", f"{compiler} ({first})")
-    yield Check(part, "memory", "ok", f"{env.available_memory() / GIB:.1f} GiB free")
+        yield check("C compiler", "ok", f"{compiler} ({first})")
+    yield check("memory", "ok", f"{env.available_memory() / GIB:.1f} GiB free")
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    yield Check(part, "NVIDIA driver", "info", driver.split()[0] if driver else "none found")
+    yield check("NVIDIA driver", "info", driver.split()[0] if driver else "none found")
     gpus = probe.get("gpus", [])
     if driver and not gpus and "error" not in probe:
         build = f"PyTorch {probe.get('torch')} (CUDA {probe.get('cuda')}) sees no GPU"
         remedy = "install a PyTorch for this driver's CUDA version, and see CUDA_VISIBLE_DEVICES"
-        yield Check(part, "GPUs", "warn", build, remedy)
+        yield check("GPUs", "warn", build, remedy)
     elif probe.get("hip"):
         remedy = "Negamax runs on NVIDIA GPUs and on CPUs"
-        yield Check(part, "GPUs", "warn", f"PyTorch for ROCm {probe['hip']}", remedy)
+        yield check("GPUs", "warn", f"PyTorch for ROCm {probe['hip']}", remedy)
     elif not gpus:
-        yield Check(part, "GPUs", "info", "none")
+        yield check("GPUs", "info", "none")
     for index, gpu in enumerate(gpus):
         free, total = gpu["free_bytes"] / GIB, gpu["total_bytes"] / GIB
         capability = ".".join(map(str, gpu["capability"]))
         detail = f"{gpu['name']}, {free:.1f} of {total:.1f} GiB free, capability {capability}"
-        yield Check(part, f"GPU {index}", "ok", detail)
+        yield check(f"GPU {index}", "ok", detail)
     if len(gpus) > 1:
         yield _links(gpus)
 
@@ -230,8 +207,7 @@ def free_disk(folder: Path) -> int:
 
 def check_caches() -> Iterator[Check]:
     """Check the cache folders: place, size, free disk."""
-    part = "Caches"
-    home = Path.home()
+    check, home = partial(Check, "Caches"), Path.home()
     triton = Path(env.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
     native = Path(env.get("XDG_CACHE_HOME") or home / ".cache") / "negamax" / "native"
     for name, folder, variable in (
@@ -243,11 +219,11 @@ def check_caches() -> Iterator[Check]:
         detail = f"{folder}, {_size(folder)}, {disk / GIB:.1f} GiB of disk free"
         if not env.is_writable(existing):
             remedy = f"let {existing} be written, or set {variable}"
-            yield Check(part, name, "warn", f"{detail}, not writable", remedy)
+            yield check(name, "warn", f"{detail}, not writable", remedy)
         elif disk < _LOW_DISK:
-            yield Check(part, name, "warn", detail, "free some disk")
+            yield check(name, "warn", detail, "free some disk")
         else:
-            yield Check(part, name, "ok", detail)
+            yield check(name, "ok", detail)
 
 
 def check_port(number: int) -> Check:
@@ -301,15 +277,12 @@ def _cpu(probe: dict[str, Any]) -> Check:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    facts = {
-        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
-    }
+    parts = (line.partition(":") for line in lines)
+    facts = {key.strip(): value.strip() for key, _, value in parts}
     model = facts.get("model name") or platform.processor() or platform.machine()
     flags = set((facts.get("flags") or facts.get("Features") or "").split())
-    isa = (
-        ", ".join(name for flag, name in _ISA.items() if flag in flags) or "instruction set unknown"
-    )
-    detail = f"{model}, {env.usable_cores()} cores usable; {isa}"
+    isa = ", ".join(name for flag, name in _ISA.items() if flag in flags)
+    detail = f"{model}, {env.usable_cores()} cores usable; {isa or 'instruction set unknown'}"
     if "cpu_bfloat16" in probe:
         detail += "; computes in " + ("bfloat16" if probe["cpu_bfloat16"] else "float32")
     return Check("Hardware", "CPU", "ok", detail)
@@ -317,12 +290,8 @@ def _cpu(probe: dict[str, Any]) -> Check:
 
 def _links(gpus: list[dict[str, Any]]) -> Check:
     """Check how GPUs reach each other: peer access by PyTorch, link types by the driver."""
-    missing = [
-        f"{index}-{other}"
-        for index, gpu in enumerate(gpus)
-        for other in range(index)
-        if other not in gpu["peers"]
-    ]
+    pairs = [(index, other) for index in range(len(gpus)) for other in range(index)]
+    missing = [f"{index}-{other}" for index, other in pairs if other not in gpus[index]["peers"]]
     rows = (_output("nvidia-smi", "topo", "-m") or "").splitlines()
     cells = [row.split() for row in rows if row.startswith("GPU")]
     kinds = {kind for cell in cells for kind in cell[1 : len(cells) + 1]} - {"X"}

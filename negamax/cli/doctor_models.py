@@ -1,7 +1,5 @@
 """Models that this machine can serve, with the options for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -42,13 +40,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Properties of a machine that decide which models run. `cpu_bfloat16`: the CPU computes in
-    bf16.
-    """
+    """Properties of a machine that decide which models run."""
 
     gpus: tuple[Gpu, ...]
     memory_bytes: int  # free main memory
-    cpu_bfloat16: bool
+    cpu_bfloat16: bool  # the CPU computes in bf16
     disk_bytes: int  # free where models are downloaded to
 
 
@@ -75,10 +71,8 @@ def verdict(name: str, machine: Machine) -> ModelVerdict:
     size = weight_bytes(bundled_spec(name), dtype=_DTYPE)
     if not found.runs or size < machine.disk_bytes:
         return found
-    free = _gib(machine.disk_bytes)
-    return replace(
-        found, detail=f"{found.detail}; a download needs {_gib(size)} of disk, {free} are free"
-    )
+    download = f"a download needs {_gib(size)} of disk, {_gib(machine.disk_bytes)} are free"
+    return replace(found, detail=f"{found.detail}; {download}")
 
 
 def _embedded(name: str, machine: Machine) -> ModelVerdict:
@@ -98,8 +92,8 @@ def _verdict(name: str, machine: Machine) -> ModelVerdict:
         return _on_gpus(model, spec, machine.gpus)
     dtype = _DTYPE if machine.cpu_bfloat16 else "float32"
     needed = weight_bytes(spec, dtype=dtype, kept=dequantized)
-    form = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
-    need = f"{_gib(needed)} of main memory in {form} on the CPU, {_gib(machine.memory_bytes)} free"
+    form, free = "bf16" if machine.cpu_bfloat16 else "fp32", _gib(machine.memory_bytes)
+    need = f"{_gib(needed)} of main memory in {form} on the CPU, {free} free"
     if needed < machine.memory_bytes:
         return ModelVerdict(model, True, f"negamax serve {model}", f"slow: {need}")
     return ModelVerdict(model, False, "", f"needs {need}")
@@ -128,25 +122,19 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
     if tokens < LEAST_TOKENS:
         share = EngineOptions.gpu_memory_utilization
         per_gpu = min(int(gpu.total_bytes * share) for gpu in gpus) - gpu_reserve(spec.hidden_size)
-        fitting = (
-            splits.tensor_parallel_size
-            for splits in possible_splits(spec, most=64)
-            if fits(splits).weights < per_gpu
-        )
-        needed = next(fitting, None)
+        larger = possible_splits(spec, most=64)
+        fitting = (each for each in larger if fits(each).weights < per_gpu)
+        needed = next((each.tensor_parallel_size for each in fitting), None)
         hint = f"about {needed} free GPUs like these" if needed else "larger GPUs"
         free = _gib(min(gpu.free_bytes for gpu in gpus))
-        need = (
-            f"needs {_gib(fits(ParallelOptions()).weights)} for its weights, "
-            f"{free} are free per GPU"
-        )
-        return ModelVerdict(model, False, "", f"{need}; it takes {hint}")
+        need = f"needs {_gib(fits(ParallelOptions()).weights)} for its weights"
+        return ModelVerdict(model, False, "", f"{need}, {free} are free per GPU; it takes {hint}")
     command = f"negamax serve {model}" + (f" --tensor-parallel-size {size}" if size > 1 else "")
     command += " --enable-expert-parallel" if best.enable_expert_parallel else ""
     if fits(best).context_length < spec.max_position_embeddings:
         command += f" --max-model-len {fits(best).context_length // 1024 * 1024}"
     stored = "bf16" if spec.quantization is None else spec.quantization.method.upper()
-    held = "as stored" if kept or spec.quantization is None else "dequantised to bf16"
+    held = "as stored" if kept or spec.quantization is None else "dequantized to bf16"
     detail = f"{stored} {held}, {_gib(fits(best).weights)} of weights per GPU"
     detail += f", KV cache of about {tokens // 1000 * 1000:,} tokens"
     if not all(gpu.platform.is_measured for gpu in gpus[:size]):

@@ -4,8 +4,6 @@
 process.
 """
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 from typing import Any
@@ -38,23 +36,19 @@ def _look() -> dict[str, Any]:
     from negamax.kernels.platform import cpu_computes_bf16
 
     cuda = torch.cuda
-    count = cuda.device_count() if cuda.is_available() else 0
+    numbers = range(cuda.device_count() if cuda.is_available() else 0)
     gpus = []
-    for index in range(count):
+    for index in numbers:
         free, total = cuda.mem_get_info(index)
-        gpus.append(
-            {
-                "name": cuda.get_device_name(index),
-                "total_bytes": total,
-                "free_bytes": free,
-                "capability": list(cuda.get_device_capability(index)),
-                "peers": [
-                    other
-                    for other in range(count)
-                    if other != index and cuda.can_device_access_peer(index, other)
-                ],
-            }
-        )
+        others = (other for other in numbers if other != index)
+        found = {
+            "name": cuda.get_device_name(index),
+            "total_bytes": total,
+            "free_bytes": free,
+            "capability": list(cuda.get_device_capability(index)),
+            "peers": [other for other in others if cuda.can_device_access_peer(index, other)],
+        }
+        gpus.append(found)
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

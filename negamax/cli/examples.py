@@ -1,7 +1,5 @@
 """Examples for the help of each command and for the command reference."""
 
-from __future__ import annotations
-
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "serve": (
         "negamax serve nano",
@@ -59,6 +57,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 }
 
 
-def epilog(command: str) -> str:
+def make_epilog(command: str) -> str:
     """Return the end of a command's help: its examples, in Markdown."""
     return "\n".join(["Examples:", "", "```text", *EXAMPLES[command], "```"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -29,47 +29,25 @@ SAMPLING = "Sampling"
 def command(
     *,
     engine: EngineOptions,
-    texts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="PROMPT", help="Prompts. Default: standard input.", show_default=False
-        ),
-    ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        setting("The same as PROMPT; may be repeated.", "--prompt", "-p", panel=SAMPLING),
-    ] = None,
-    raw: Annotated[
-        bool,
-        setting(
-            "Continue the prompt as it is, without the chat template.", "--raw", panel=SAMPLING
-        ),
-    ] = False,
-    max_tokens: Annotated[
-        int, setting("Limit the tokens of a choice, thinking included.", panel=SAMPLING)
-    ] = 1024,
-    n: Annotated[
-        int, setting("Generate this many choices per prompt.", "--n", "-n", panel=SAMPLING)
-    ] = 1,
-    temperature: Annotated[
-        float | None,
-        setting("Set the temperature; 0 is greedy. Default: the model's.", panel=SAMPLING),
-    ] = None,
-    top_p: Annotated[
-        float | None, setting("Set the nucleus. Default: the model's.", panel=SAMPLING)
-    ] = None,
-    top_k: Annotated[
-        int | None, setting("Set the number of candidates. Default: the model's.", panel=SAMPLING)
-    ] = None,
-    stop: Annotated[
-        list[str] | None, setting("End before this text; may be repeated.", panel=SAMPLING)
-    ] = None,
-    ignore_eos: Annotated[
-        bool, setting("Always generate --max-tokens.", "--ignore-eos", panel=SAMPLING)
-    ] = False,
-    as_json: Annotated[
-        bool, setting("Print one JSON object per choice and line.", "--json", panel="Output")
-    ] = False,
+    texts: list[str] | None = typer.Argument(
+        None, metavar="PROMPT", help="Prompts. Default: standard input.", show_default=False
+    ),
+    prompt: list[str] | None = setting(
+        None, "The same as PROMPT; may be repeated.", "--prompt", "-p", panel=SAMPLING
+    ),
+    raw: bool = setting(False, "Continue the prompt as it is, without the chat template.", "--raw"),
+    max_tokens: int = setting(1024, "Limit the tokens of a choice, thinking included."),
+    n: int = setting(1, "Generate this many choices per prompt.", "--n", "-n"),
+    temperature: float | None = setting(
+        None, "Set the temperature; 0 is greedy. Default: the model's."
+    ),
+    top_p: float | None = setting(None, "Set the nucleus. Default: the model's."),
+    top_k: int | None = setting(None, "Set the number of candidates. Default: the model's."),
+    stop: list[str] | None = setting(None, "End before this text; may be repeated."),
+    ignore_eos: bool = setting(False, "Always generate --max-tokens.", "--ignore-eos"),
+    as_json: bool = setting(
+        False, "Print one JSON object per choice and line.", "--json", panel="Output"
+    ),
 ) -> None:
     """Print what the model writes."""
     log.setup(engine.log_level, engine.log_format)

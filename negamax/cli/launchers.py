@@ -3,8 +3,6 @@
 Flags, NEGAMAX_ variables and the file override them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 

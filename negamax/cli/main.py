@@ -17,7 +17,7 @@ from negamax import __version__
 from negamax.base.errors import NegamaxError, ResourceError
 from negamax.base.standard_streams import drop_unwritable
 from negamax.cli import bench, chat, convert, doctor, generate, parse, plan, serve
-from negamax.cli.examples import epilog
+from negamax.cli.options import add_command
 from negamax.cli.resolve import Resolved, find_command, resolve
 from negamax.cli.words import nearest
 
@@ -34,7 +34,7 @@ app = typer.Typer(
 )
 for _module in (serve, chat, generate, convert, doctor, plan, parse):
     _name = _module.__name__.rpartition(".")[2]
-    app.command(_name, help=_module.HELP, epilog=epilog(_name))(_module.command)
+    add_command(app, _name, _module)
 app.add_typer(bench.app, name="bench")
 
 _BAD_VALUE = re.compile(r"Invalid value for ((?:'[^']+'(?: / )?)+): (.*)")

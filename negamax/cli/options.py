@@ -1,7 +1,5 @@
 """Dataclasses of options as options of a command."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -12,9 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from negamax.base import env
 from negamax.base.errors import ConfigError
+from negamax.cli.examples import make_epilog
 from negamax.cli.resolve import Resolved, options_of
 from negamax.cli.words import is_model_option
 from negamax.config.embedded import QUOTED_NAMES
@@ -41,9 +41,7 @@ _MODEL_ARGUMENT = Annotated[
         show_default=False,
     ),
 ]
-_MODEL_FLAG = Flag(
-    MODEL, "The same as MODEL.", ("--model",), ("--model-path",), field="model_option"
-)
+_MODEL_FLAG = Flag("The same as MODEL.", ("--model",), ("--model-path",), field="model_option")
 _MODEL_OPTION = Annotated[
     str | None,
     typer.Option(
@@ -307,11 +305,27 @@ def json_object(flag: str, text: str | None) -> dict[str, Any]:
 
 
 def setting(
-    help: str, *names: str, panel: str | None = None, choices: Iterable[str] = (), **rules: Any
+    default: Any,
+    help: str,
+    *names: str,
+    panel: str | None = None,
+    choices: Iterable[str] = (),
+    **rules: Any,
 ) -> Any:
-    """Describe an option of a single command to typer."""
+    """Declare a parameter that is an option of a single command; `...` as default: required."""
     rules |= {"autocompletion": completion(choices)} if choices else {}
-    return typer.Option(*names, help=help, rich_help_panel=panel, **rules)
+    return typer.Option(default, *names, help=help, rich_help_panel=panel, **rules)
+
+
+def add_command(app: typer.Typer, name: str, module: Any, *, group: str = "") -> None:
+    """Add the command of a module; settings without a panel are in the panel of those before."""
+    panel = None
+    for parameter in inspect.signature(module.command).parameters.values():
+        if isinstance(parameter.default, OptionInfo):
+            panel = parameter.default.rich_help_panel or panel
+            parameter.default.rich_help_panel = panel
+    epilog = make_epilog(f"{group} {name}".strip())
+    app.command(name, help=module.HELP, epilog=epilog)(module.command)
 
 
 def completion(choices: Iterable[str]) -> Callable[[str], list[str]]:

@@ -1,10 +1,8 @@
 """`negamax parse --format m2 < TEXT`: what the server makes of a generated text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from negamax.base.errors import ConfigError
 from negamax.cli.io import print_json, read_text, read_tools
@@ -27,18 +25,16 @@ THINKING_MODES = ("enabled", "disabled", "adaptive")
 
 def command(
     *,
-    format: Annotated[
-        str, setting("Choose the model family: m2 (M2 to M2.7) or m3.", choices=CHAT_FAMILIES)
-    ],
-    tools: Annotated[
-        Path | None, setting("Read the declared tools from this JSON file: a list.")
-    ] = None,
-    thinking_mode: Annotated[
-        str, setting("Set enabled, disabled or adaptive; M2 always thinks.", choices=THINKING_MODES)
-    ] = "adaptive",
-    stream: Annotated[
-        int | None, setting("Feed pieces of this many characters and merge the result.", min=1)
-    ] = None,
+    format: str = setting(
+        ..., "Choose the model family: m2 (M2 to M2.7) or m3.", choices=CHAT_FAMILIES
+    ),
+    tools: Path | None = setting(None, "Read the declared tools from this JSON file: a list."),
+    thinking_mode: str = setting(
+        "adaptive", "Set enabled, disabled or adaptive; M2 always thinks.", choices=THINKING_MODES
+    ),
+    stream: int | None = setting(
+        None, "Feed pieces of this many characters and merge the result.", min=1
+    ),
 ) -> None:
     """Print reasoning, content and tool calls."""
     if format not in CHAT_FAMILIES:

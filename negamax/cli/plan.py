@@ -1,13 +1,11 @@
 """`negamax plan MODEL`: plan how to split a model over GPUs, without using one."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -24,7 +22,7 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.planner.cost import Workload
 from negamax.planner.gpus import GIB, GPUS, MEASURED, MEASURED_RANKS, find_gpu, visible_gpus
 from negamax.planner.plan import Candidate, Hardware, Plan, Refused, make_plan
-from negamax.planner.topology import LIMITS
+from negamax.planner.topology import LIMITS, Topology
 
 HELP = """Show how to split MODEL over GPUs: memory, predicted times, the command to type.
 
@@ -34,97 +32,62 @@ them with measurements.
 _MOST_GPUS = 64
 _MOST_ROWS = 12
 FIRST_NODE = "node0"  # in commands for several machines
+_GPU_NAMES = [gpu.name for gpu in GPUS.values()]
 _TABLE_WIDTH = 100  # of what stands in columns, on a narrower terminal, too
 _LOAD, _HARDWARE, _MODEL = "Expected load", "Hardware", "Model"
 
 
 def command(
     *,
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help=f"A local folder, a hub id, {QUOTED_NAMES}, or a bundled specification: "
-            f"{', '.join(bundled_names())}.",
-        ),
-    ],
-    gpus: Annotated[
-        int | None, setting("Set the number of GPUs. Default: this machine's.", panel=_HARDWARE)
-    ] = None,
-    nodes: Annotated[int, setting("Set how many machines they are in.", panel=_HARDWARE)] = 1,
-    gpu: Annotated[
-        str | None,
-        setting(
-            f"Choose the GPU: {', '.join(one.name for one in GPUS.values())}. Default: this "
-            f"machine's, else {MEASURED.name}.",
-            panel=_HARDWARE,
-            choices=[one.name for one in GPUS.values()],
-        ),
-    ] = None,
-    gpu_memory: Annotated[
-        float | None, setting("Set the GiB of each GPU. Default: as --gpu has.", panel=_HARDWARE)
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float, setting("Limit the share of a GPU's memory that is used.", panel=_HARDWARE)
-    ] = EngineOptions.gpu_memory_utilization,
-    max_model_len: Annotated[
-        int | None,
-        setting(
-            "Require that a request of this many tokens fits. Default: as many as fit.",
-            panel=_MODEL,
-            parser=parse_count,
-            metavar="NUMBER",
-        ),
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str,
-        setting(
-            f"Store the KV cache in this type: {', '.join(KV_CACHE_DTYPES)}.",
-            panel=_MODEL,
-            choices=KV_CACHE_DTYPES,
-        ),
-    ] = "auto",
-    index_cache_dtype: Annotated[
-        str,
-        setting(
-            "Store MiniMax-M3's index keys in this type, likewise.",
-            panel=_MODEL,
-            choices=KV_CACHE_DTYPES,
-        ),
-    ] = "auto",
-    quantization: Annotated[
-        str | None, setting("Quantize as `negamax serve --quantization`.", panel=_MODEL)
-    ] = None,
-    revision: Annotated[
-        str | None, setting("Read this branch, tag or commit of a hub model.", panel=_MODEL)
-    ] = None,
-    concurrency: Annotated[
-        str,
-        setting(
-            "Set the concurrent requests, one number or several. The least decides the best "
-            "latency, the largest the best throughput.",
-            panel=_LOAD,
-        ),
-    ] = "1,16,64,100",
-    input_len: Annotated[
-        int | None,
-        setting(
-            "Set the tokens of a prompt. Default: 1000, or as many as fit.",
-            panel=_LOAD,
-            min=1,
-            max=MAX_COUNT,
-        ),
-    ] = None,
-    output_len: Annotated[
-        int | None,
-        setting(
-            "Set the tokens of an answer. Default: 1000, or as many as fit.",
-            panel=_LOAD,
-            min=1,
-            max=MAX_COUNT,
-        ),
-    ] = None,
-    as_json: Annotated[bool, setting("Print one JSON object.", "--json")] = False,
+    model: str = typer.Argument(
+        ...,
+        metavar="MODEL",
+        help=f"A local folder, a hub id, {QUOTED_NAMES}, or a bundled specification: "
+        f"{', '.join(bundled_names())}.",
+    ),
+    as_json: bool = setting(False, "Print one JSON object.", "--json"),
+    gpus: int | None = setting(
+        None, "Set the number of GPUs. Default: this machine's.", panel=_HARDWARE
+    ),
+    nodes: int = setting(1, "Set how many machines they are in."),
+    gpu: str | None = setting(
+        None,
+        f"Choose the GPU: {', '.join(_GPU_NAMES)}. Default: this machine's, else {MEASURED.name}.",
+        choices=_GPU_NAMES,
+    ),
+    gpu_memory: float | None = setting(None, "Set the GiB of each GPU. Default: as --gpu has."),
+    gpu_memory_utilization: float = setting(
+        EngineOptions.gpu_memory_utilization, "Limit the share of a GPU's memory that is used."
+    ),
+    max_model_len: int | None = setting(
+        None,
+        "Require that a request of this many tokens fits. Default: as many as fit.",
+        panel=_MODEL,
+        parser=parse_count,
+        metavar="NUMBER",
+    ),
+    kv_cache_dtype: str = setting(
+        "auto",
+        f"Store the KV cache in this type: {', '.join(KV_CACHE_DTYPES)}.",
+        choices=KV_CACHE_DTYPES,
+    ),
+    index_cache_dtype: str = setting(
+        "auto", "Store MiniMax-M3's index keys in this type.", choices=KV_CACHE_DTYPES
+    ),
+    quantization: str | None = setting(None, "Quantize as `negamax serve --quantization`."),
+    revision: str | None = setting(None, "Read this branch, tag or commit of a hub model."),
+    concurrency: str = setting(
+        "1,16,64,100",
+        "Set the concurrent requests, one number or several. The least decides the best "
+        "latency, the largest the best throughput.",
+        panel=_LOAD,
+    ),
+    input_len: int | None = setting(
+        None, "Set the tokens of a prompt. Default: 1000, or as many as fit.", min=1, max=MAX_COUNT
+    ),
+    output_len: int | None = setting(
+        None, "Set the tokens of an answer. Default: 1000, or as many as fit.", min=1, max=MAX_COUNT
+    ),
 ) -> None:
     """Exit with 0 if a topology fits and runs, else with 1."""
     hardware = _hardware(gpus, nodes, gpu, gpu_memory, gpu_memory_utilization)
@@ -167,10 +130,8 @@ def _hardware(
     if not 1 <= gpus <= _MOST_GPUS:
         raise ConfigError(f"--gpus is {gpus}; allowed: 1 to {_MOST_GPUS}")
     if nodes < 1 or gpus % nodes:
-        raise ConfigError(
-            f"--nodes is {nodes}; allowed: a number of machines that {gpus} GPUs can be split "
-            "over evenly"
-        )
+        allowed = f"a number of machines that {gpus} GPUs can be split over evenly"
+        raise ConfigError(f"--nodes is {nodes}; allowed: {allowed}")
     gpu = find_gpu(name) if name is not None else here[0] if here else MEASURED
     if gib is not None:
         if not 1 <= gib <= 4096:
@@ -182,33 +143,28 @@ def _hardware(
 def _lengths(
     input_len: int | None, output_len: int | None, engine: EngineOptions, spec: ModelSpec
 ) -> tuple[int, int]:
-    """Return the tokens of prompts and answers: as given, else the usual ones, shortened to fit.
-
-    Errors: `ConfigError` for requests that the engine would refuse.
-    """
-    asked, max_length = engine.max_model_len, spec.max_position_embeddings
-    context_length = asked or max_length
+    """Return the tokens of prompts and answers, usual ones shortened. Errors: `ConfigError`."""
+    asked = engine.max_model_len
+    context_length = asked or spec.max_position_embeddings
     left = context_length - output_len if output_len else context_length // 2
     prompt = input_len or max(1, min(Workload.input_len, left))
     answer = output_len or max(1, min(Workload.output_len, context_length - prompt))
     if prompt + answer > context_length:
-        limit = (
-            f"--max-model-len is {asked}"
+        limit, hint = (
+            ("--max-model-len", "lower them, or raise --max-model-len")
             if asked
-            else f"the model's context length is {max_length}"
+            else ("the model's context length", "lower them")
         )
         raise ConfigError(
-            f"--input-len and --output-len make requests of {prompt + answer} tokens; {limit}",
-            hint="lower them, or raise --max-model-len" if asked else "lower them",
+            f"--input-len and --output-len make requests of {prompt + answer} tokens; {limit} is "
+            f"{context_length}",
+            hint=hint,
         )
     return prompt, answer
 
 
 def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout]]:
-    """Return the model and the ranks that its files are split for; fetches no weights of a hub.
-
-    Errors: `ConfigError`.
-    """
+    """Return the model and the ranks that its files are split for. Errors: `ConfigError`."""
     from negamax.engine.core.source import locate
     from negamax.quantization.names import quantized
 
@@ -232,9 +188,10 @@ def commands(
 ) -> list[str]:
     """Return the commands that start a server: one, or one for each machine."""
     model, start = engine.model, []
-    if _is_bundled(model):
-        start = [] if engine.quantization is None else ["--load-format", "synthetic"]
-        model = model if start else format_hub_id(model)
+    if _is_bundled(model) and engine.quantization is not None:
+        start = ["--load-format", "synthetic"]
+    elif _is_bundled(model):
+        model = format_hub_id(model)
     context_length = engine.max_model_len
     if context_length is None and each.context_length < spec.max_position_embeddings:
         context_length = each.context_length // 1024 * 1024
@@ -274,16 +231,12 @@ def _document(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> dict[str, A
         "nodes": hardware.nodes,
         "input_len": plan.workloads[0].input_len,
         "output_len": plan.workloads[0].output_len,
-        "best": {
-            "latency": plan.fastest.topology.label if plan.fastest else None,
-            "throughput": plan.busiest.topology.label if plan.busiest else None,
-        },
+        "best": {use: each and each.topology.label for use, each in _best(plan).items()},
         "topologies": [
-            {
-                "topology": each.topology.label,
+            _described(each.topology)
+            | {
                 "gpus": each.topology.gpus,
                 "replicas": each.topology.replicas,
-                "options": dict(each.topology.sizes),
                 "command": commands(each, engine, spec, hardware)[0],
                 "commands": commands(each, engine, spec, hardware),
                 "weight_bytes_per_gpu": each.memory.weights,
@@ -304,17 +257,21 @@ def _document(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> dict[str, A
             }
             for each in _ordered(plan)
         ],
-        "refused": [
-            {"topology": each.topology.label, "options": dict(each.topology.sizes),
-             "reason": each.reason}
-            for each in plan.refused
-        ],
-    }  # fmt: skip
+        "refused": [_described(each.topology) | {"reason": each.reason} for each in plan.refused],
+    }
+
+
+def _described(topology: Topology) -> dict[str, Any]:
+    return {"topology": topology.label, "options": dict(topology.sizes)}
+
+
+def _best(plan: Plan) -> dict[str, Candidate | None]:
+    return {"latency": plan.fastest, "throughput": plan.busiest}
 
 
 def _ordered(plan: Plan) -> list[Candidate]:
     """Put the two best candidates first."""
-    best = [each for each in (plan.fastest, plan.busiest) if each is not None]
+    best = [each for each in _best(plan).values() if each is not None]
     return list(dict.fromkeys([*best, *plan.candidates]))
 
 
@@ -343,17 +300,15 @@ def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> None:
             table.add_row(*_row(each, plan))
         console.print()
         console.print(table)
-        if len(ordered) > _MOST_ROWS:
-            console.print(
-                f"\n{len(ordered) - _MOST_ROWS} slower ones are left out; --json has all."
-            )
+        if (left_out := len(ordered) - _MOST_ROWS) > 0:
+            console.print(f"\n{left_out} slower ones are left out; --json has all.")
         console.print(
             "\nof each GPU: weights, KV cache per token; of all: tokens that the cache holds,\n"
             "longest request; first token of one prompt, tokens of prompts per second;\n"
             "by requests at a time: ms per token of each, tokens of answers per second\n"
             "(*: the cache holds fewer)"
         )
-    for use, found in (("latency", plan.fastest), ("throughput", plan.busiest)):
+    for use, found in _best(plan).items():
         if found is not None:
             console.print(f"\nBest for {use}: {found.topology.label}")
             for line in commands(found, engine, spec, hardware):
@@ -369,9 +324,8 @@ def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> None:
 
 
 def _row(each: Candidate, plan: Plan) -> Iterator[str]:
-    best = {"latency": plan.fastest, "throughput": plan.busiest}
-    uses = [use for use, found in best.items() if found is each]
-    yield f"{each.topology.label}\n{'both' if len(uses) == len(best) else ''.join(uses)}"
+    uses = [use for use, found in _best(plan).items() if found is each]
+    yield f"{each.topology.label}\n{'both' if len(uses) == 2 else ''.join(uses)}"
     yield f"{each.memory.weights / GIB:.1f} GiB\n{each.memory.token / 1024:.1f} KiB"
     yield f"{each.cache_tokens:,}\n{each.context_length:,}"
     yield f"{1e3 * each.prompt_seconds:.0f}\n{each.prefill_rate:,.0f}"
@@ -382,13 +336,13 @@ def _row(each: Candidate, plan: Plan) -> Iterator[str]:
 
 def _notes(plan: Plan) -> Iterator[str]:
     gpu, per_node = plan.hardware.gpu, plan.hardware.per_node
-    if any(each and each.topology.ranks > per_node for each in (plan.fastest, plan.busiest)):
+    best = {each.topology for each in _best(plan).values() if each is not None}
+    if any(each.ranks > per_node for each in best):
         yield f"A command for each machine; {FIRST_NODE} is an address of the first one."
     if not plan.candidates:
         yield "Nothing of it fits and runs."
     elif not gpu.platform.is_measured:
         yield f"Never measured on {gpu.name}: times are carried over from {MEASURED.name}."
-    best = {each.topology for each in (plan.fastest, plan.busiest) if each is not None}
     if any(each.ranks > MEASURED_RANKS or each.tp < each.ranks or each.ep > 1 for each in best):
         yield f"Measured is tensor parallelism on up to {MEASURED_RANKS} GPUs, nothing else."
 

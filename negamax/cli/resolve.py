@@ -5,8 +5,6 @@ names, else that of a launcher (`launchers`), else its default. The result is wo
 one name for each option, and the source of each value.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Sequence

@@ -36,7 +36,7 @@ class Option:
     def of(cls, parameter: Any, flag: Flag | None) -> Option:
         """Make it from typer's parameter and the flag of its field, if it has one."""
         has_field = flag is not None
-        flag = flag or Flag("", "", field=parameter.name)
+        flag = flag or Flag(field=parameter.name)
         listed = next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
         key = listed.removeprefix("--")
         if flag.turns_off:

@@ -1,7 +1,5 @@
 """The engine's options: how a model is loaded and run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -53,52 +51,49 @@ class EngineOptions:
 
     model: str = field(kw_only=False)  # folder, hub id, embedded name, or bundled specification
 
-    revision: str | None = option(None, MODEL, "Load this branch, tag or commit of a hub model.")
+    revision: str | None = option(
+        None, "Load this branch, tag or commit of a hub model.", panel=MODEL
+    )
     source: str = option(
         "auto",
-        MODEL,
         "Choose the hub of models; auto: huggingface, or modelscope with NEGAMAX_USE_MODELSCOPE=1.",
         choices=SOURCES,
     )
     download_dir: str | None = option(
-        None, MODEL, "Download models to this folder. Default: the hub's cache."
+        None, "Download models to this folder. Default: the hub's cache."
     )
     script: str | None = option(
-        None, MODEL, "Answer by the rules of this TOML file, without weights; 'agents' is bundled."
+        None, "Answer by the rules of this TOML file, without weights; 'agents' is bundled."
     )
     dtype: str = option(
         "auto",
-        MODEL,
         "Set the type of weights and activations; auto: the checkpoint's, or float32 on CPUs "
         "without bf16 instructions.",
         choices=DTYPES,
     )
     load_format: str = option(
         "auto",
-        MODEL,
         "Choose how weights are read; synthetic: draw random weights, to measure speed without a "
         "checkpoint.",
         choices=LOAD_FORMATS,
     )
     weight_cache: str | None = option(
-        None, MODEL, "Keep each rank's weights in this folder for a faster next start."
+        None, "Keep each rank's weights in this folder for a faster next start."
     )
     quantization: str | None = option(
         None,
-        MODEL,
         "Name the checkpoint's quantization, or quantize plain weights while they are read. "
         "Default: as the checkpoint's files say.",
         "-q",
     )
     device: str = option(
-        "auto", MODEL, "Run on this device; auto: cuda where there is a GPU.", choices=DEVICES
+        "auto", "Run on this device; auto: cuda where there is a GPU.", choices=DEVICES
     )
     num_hidden_layers: int | None = option(
-        None, MODEL, "Run fewer layers than the model has (synthetic weights).", least=1
+        None, "Run fewer layers than the model has (synthetic weights).", least=1
     )
     max_model_len: int | None = option(
         None,
-        MODEL,
         "Limit the tokens of prompt and output. Default: the model's context length. Lower it "
         "where the KV cache is too small.",
         also="--context-length",
@@ -107,7 +102,6 @@ class EngineOptions:
     )
     seed: int = option(
         0,
-        MODEL,
         "Seed requests that name no seed, and synthetic weights.",
         also="--random-seed",
         least=-(2**63),
@@ -116,15 +110,14 @@ class EngineOptions:
 
     max_num_seqs: int | None = option(
         None,
-        MEMORY,
         "Limit the sequences in one step. Default: 256 (CPU: 64). Lower it to save memory.",
         also="--max-running-requests",
         least=1,
         is_count=True,
+        panel=MEMORY,
     )
     max_num_batched_tokens: int | None = option(
         None,
-        MEMORY,
         "Limit the tokens in one step. Default: 8192 (CPU: 2048). Lower it for steadier decoding "
         "beside long prompts.",
         also="--chunked-prefill-size",
@@ -132,15 +125,10 @@ class EngineOptions:
         is_count=True,
     )
     max_queued_requests: int = option(
-        1024,
-        MEMORY,
-        "Refuse requests (429) while this many wait.",
-        also="--max-num-queued-reqs",
-        least=1,
+        1024, "Refuse requests (429) while this many wait.", also="--max-num-queued-reqs", least=1
     )
     max_queued_tokens: int | None = option(
         None,
-        MEMORY,
         "Refuse requests (429) while this many prompt tokens wait. Default: 4 times what the KV "
         "cache holds.",
         also="--max-num-queued-tokens",
@@ -149,7 +137,6 @@ class EngineOptions:
     )
     block_size: int | None = option(
         None,
-        MEMORY,
         "Set the tokens of a KV block. Default: 64 (CPU: 16).",
         also="--page-size",
         least=1,
@@ -157,7 +144,6 @@ class EngineOptions:
     )
     kv_cache_memory: int | None = option(
         None,
-        MEMORY,
         "Reserve this much for the KV cache of each rank, such as 4GiB. Default: what is left on "
         "the GPU, or a share of main memory.",
         also="--kv-cache-memory-bytes",
@@ -166,27 +152,23 @@ class EngineOptions:
     )
     kv_cache_dtype: str = option(
         "auto",
-        MEMORY,
         "Store the KV cache in this type; auto: the model's. On a GPU, fp8 (e4m3) holds twice the "
         "tokens.",
         choices=KV_CACHE_DTYPES,
     )
     index_cache_dtype: str = option(
         "auto",
-        MEMORY,
         "Store MiniMax-M3's index keys, which select KV blocks, in this type; fp8 works on the "
         "CPU, too.",
         choices=KV_CACHE_DTYPES,
     )
     index_cache_sharding: str = option(
         "off",
-        MEMORY,
         "Shard the index keys over the ranks; auto: for long contexts.",
         choices=INDEX_CACHE_SHARDINGS,
     )
     gpu_memory_utilization: float = option(
         0.92,
-        MEMORY,
         "Limit the share of a GPU's memory for weights, cache and workspaces. Lower it where other "
         "processes use the GPU.",
         also="--mem-fraction-static --device-memory-utilization",
@@ -195,161 +177,137 @@ class EngineOptions:
     )
     num_kv_blocks: int | None = option(
         None,
-        MEMORY,
         "Set the number of KV blocks; overrides --kv-cache-memory.",
         also="--num-gpu-blocks-override",
         least=1,
         is_count=True,
     )
     enable_prefix_caching: bool = option(
-        True,
-        MEMORY,
-        "Disable prefix caching, for example to measure prefill.",
-        also="--disable-radix-cache",
+        True, "Disable prefix caching, such as to measure prefill.", also="--disable-radix-cache"
     )
     enable_overlap: bool = option(
         True,
-        MEMORY,
         "Disable async scheduling: commit a step before the next is launched.",
         "--no-async-scheduling",
         also="--disable-overlap-schedule",
     )
     enforce_eager: bool = option(
         False,
-        MEMORY,
         "Disable CUDA graphs. The server starts sooner and decodes more slowly.",
         also="--disable-cuda-graph",
     )
     max_cudagraph_capture_size: int | None = option(
         None,
-        MEMORY,
         "Limit the sequences of the largest captured decode step. Default: --max-num-seqs.",
         also="--cuda-graph-max-bs --cuda-graph-max-bs-decode",
         least=1,
         is_count=True,
     )
     max_logprobs: int = option(
-        20, MEMORY, "Limit the log-probabilities that a request may ask for.", least=0
+        20, "Limit the log-probabilities that a request may ask for.", least=0
     )
 
     # keys: options/speculation.py
     speculative_config: dict[str, Any] | None = option(
         None,
-        SPECULATION,
         "Propose draft tokens: method (eagle3, ngram), model, num_speculative_tokens, adaptive and "
         "the other keys in docs/speculation.md. Default: none are proposed.",
         "-sc",
         is_json=True,
+        panel=SPECULATION,
     )
 
     performance_mode: str = option(
         "balanced",
-        PARALLEL,
         "Choose parallel sizes for the GPUs of this machine where none is given; balanced: choose "
         "none.",
         choices=PERFORMANCE_MODES,
+        panel=PARALLEL,
     )
     tensor_parallel_size: int = option(
         1,
-        PARALLEL,
         "Shard each layer over this many ranks. Raise it where one GPU cannot hold the weights.",
         "-tp",
         also="--tp-size --tp",
     )
     enable_expert_parallel: bool = option(
-        False, PARALLEL, "Place whole experts on ranks, not a shard of each expert.", "-ep"
+        False, "Place whole experts on ranks, not a shard of each expert.", "-ep"
     )
     expert_parallel_size: int | None = option(
         None,
-        PARALLEL,
         "Split the experts over this many ranks. Default: 1, or all with --enable-expert-parallel.",
         also="--ep-size --ep",
         is_count=True,
     )
     pipeline_parallel_size: int = option(
-        1,
-        PARALLEL,
-        "Split the layers into this many stages. Raise it for several machines.",
-        "-pp",
-        also="--pp-size",
+        1, "Split the layers into this many stages, for several machines.", "-pp", also="--pp-size"
     )
     pp_layer_partition: str | None = option(
-        None, PARALLEL, "Set the layers of each stage, such as 16,16,15,15. Default: even."
+        None, "Set the layers of each stage, such as 16,16,15,15. Default: even."
     )
     # with stages: later chunks of a prompt are shorter, so that all take equally long
     enable_dynamic_chunking: bool = option(
         True,
-        PARALLEL,
         "Disable dynamic chunking: with stages, cut long prompts into chunks of equal length, not "
         "of equal time.",
     )
     data_parallel_size: int = option(
         1,
-        PARALLEL,
         "Run this many groups of tensor-parallel ranks, each with its own requests and KV cache; "
         "all share the experts. Raise it for throughput.",
         "-dp",
     )
     all2all_backend: str = option(
         "allgather_reducescatter",
-        PARALLEL,
         "Choose how data-parallel ranks send tokens to experts; one_sided: one launch for few "
         "tokens, on GPUs of one machine.",
         choices=ALL2ALL_BACKENDS,
     )
     num_replicas: int = option(
         1,
-        PARALLEL,
         "Run this many engines behind one server, each on its own GPUs; for serve.",
         least=1,
         most=MAX_REPLICAS,
     )
     prefill_context_parallel_size: int = option(
         1,
-        PARALLEL,
         "Split the tokens of prompts over this many groups of tensor-parallel ranks (PCP). Each "
         "holds the whole KV cache; all share the experts. Raise it for long prompts.",
         also="-pcp",
     )
     decode_context_parallel_size: int = option(
         1,
-        PARALLEL,
         "Split the KV cache of a head over this many of the ranks that would hold copies of it "
         "(DCP). Raise it for long contexts.",
         also="-dcp --dcp-size",
     )
     cp_kv_cache_interleave_size: int | None = option(
         None,
-        PARALLEL,
         "Set how many consecutive tokens one of these ranks holds. Default: those of a block, the "
         "only value that works.",
     )
     enable_eplb: bool = option(
-        False, PARALLEL, "Move experts between ranks while serving, to balance the ranks' load."
+        False, "Move experts between ranks while serving, to balance the ranks' load."
     )
     # keys: options/eplb.py
     eplb_config: dict[str, Any] | None = option(
         None,
-        PARALLEL,
         "Set when experts move and how many copies there are: window_size, step_interval, "
         "num_redundant_experts and the other keys in docs/parallelism.md.",
         is_json=True,
     )
     expert_distribution_recorder_mode: str = option(
         "off",
-        PARALLEL,
         "Count how often each expert is selected; always on with --enable-eplb.",
         choices=RECORDER_MODES,
     )
     init_expert_location: str = option(
         IN_ORDER,
-        PARALLEL,
         "Place the experts at start: trivial (in order), or JSON, as text or in a file, with "
         "logical_count, as a dump has it, or physical_to_logical_map.",
     )
     num_threads: int | None = option(
         None,
-        PARALLEL,
         "Set the CPU threads of each rank. Default: all cores, divided by the ranks.",
         least=1,
         most=MAX_THREADS,
@@ -357,46 +315,42 @@ class EngineOptions:
     )
 
     nnodes: int = option(
-        1, NODES, "Spread the ranks evenly over this many machines; run the same command on each."
+        1, "Spread the ranks over this many machines; run the same command on each.", panel=NODES
     )
-    node_rank: int = option(0, NODES, "Set the number of this machine; 0 has the API.")
-    master_addr: str | None = option(None, NODES, "Set the address of node 0.")
+    node_rank: int = option(0, "Set the number of this machine; 0 has the API.")
+    master_addr: str | None = option(None, "Set the address of node 0.")
     master_port: int = option(
-        MASTER_PORT, NODES, "Set the first of node 0's ports that the other nodes connect to."
+        MASTER_PORT, "Set the first of node 0's ports that the other nodes connect to."
     )
     interface: str | None = option(
         None,
-        NODES,
         "Use this network between the nodes, such as eth0. Default: the one towards --master-addr.",
     )
     allow_cross_node_tp: bool = option(
-        False, NODES, "Allow tensor-parallel ranks on several machines; slow on most networks."
+        False, "Allow tensor-parallel ranks on several machines; slow on most networks."
     )
     distributed_executor_backend: str = option(
         MP,
-        NODES,
         "Choose what starts the ranks; mp: this command on each machine; ray: Ray, on machines of "
         "its cluster and on GPUs of this one.",
         choices=LAUNCHERS,
     )
     ray_placement_timeout: float = option(
         60.0,
-        NODES,
         "Wait this many seconds until Ray has room for all ranks.",
         above=0,
         most=MAX_PLACEMENT_SECONDS,
     )
 
-    log_level: str = option("info", LOGS, "Log this level and above.", choices=log.LEVELS)
+    log_level: str = option("info", "Log this level and above.", choices=log.LEVELS, panel=LOGS)
     log_format: str = option(
-        "text", LOGS, "Set the format of the log; json: one object per line.", choices=log.FORMATS
+        "text", "Set the format of the log; json: one object per line.", choices=log.FORMATS
     )
     show_progress: bool = option(
-        True, LOGS, "Hide the progress of loading.", "--no-progress", also="--no-use-tqdm-on-load"
+        True, "Hide the progress of loading.", "--no-progress", also="--no-use-tqdm-on-load"
     )
     crash_dump_dir: str | None = option(
         None,
-        LOGS,
         "Write crash dumps to this folder; 'none': write none. Default: negamax/crashes in "
         "XDG_STATE_HOME.",
         also="--crash-dump-folder",

@@ -1,10 +1,8 @@
 """Flag metadata of option fields.
 
-An option is one dataclass field, such as `max_num_seqs: int | None = option(None, MEMORY, "Limit
-the sequences in one step.")`. Its flag, environment variable, TOML key and help follow from it.
+An option is one dataclass field, such as `max_num_seqs: int | None = option(None, "Limit the
+sequences in one step.")`. Its flag, environment variable, TOML key and help follow from it.
 """
-
-from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
@@ -30,14 +28,14 @@ class Kind(Enum):
 class Flag:
     """A field as an option of a command."""
 
-    panel: str
-    help: str
+    help: str = ""
     names: tuple[str, ...] = ()  # listed in the help
     also: tuple[str, ...] = ()  # names that vLLM and SGLang use
     choices: tuple[str, ...] = ()  # the only values
     least: float | None = None
     most: float | None = None
     above: float | None = None
+    panel: str = ""  # of the help; "": that of the field before
     is_seconds: bool = False  # finite
     is_size: bool = False  # bytes, with units
     is_count: bool = False  # a number, with units
@@ -72,14 +70,14 @@ class Flag:
         return least <= number <= most and is_above and not (self.is_seconds and number == math.inf)
 
 
-def option(default: T, panel: str, help: str, *names: str, also: str = "", **rules: Any) -> T:
+def option(default: T, help: str, *names: str, also: str = "", **rules: Any) -> T:
     """Declare a dataclass field that is an option.
 
     `names` replaces the name that follows from the field's; a single short one, such as `-tp`, is
     added to it. `also` lists other servers' names. A field that is True by default becomes a switch
     that turns it off. `rules` are fields of `Flag`.
     """
-    flag = Flag(panel, help, names, tuple(also.split()), turns_off=default is True, **rules)
+    flag = Flag(help, names, tuple(also.split()), turns_off=default is True, **rules)
     if isinstance(default, dict):
         return cast(T, field(default_factory=default.copy, metadata={"flag": flag}))
     return field(default=default, metadata={"flag": flag})
@@ -88,15 +86,16 @@ def option(default: T, panel: str, help: str, *names: str, also: str = "", **rul
 @cache
 def flags_of(options: type[Any]) -> tuple[Flag, ...]:
     """Return the flags of a dataclass of options, in the order of its fields."""
-    found = []
+    found, panel = [], ""
     for one in fields(options):
         flag: Flag | None = one.metadata.get("flag")
         if flag is None:
             continue
+        panel = flag.panel or panel
         own = f"--{'no-' if flag.turns_off else ''}{one.name.replace('_', '-')}"
         is_named = any(name.startswith("--") for name in flag.names)
         names = flag.names if is_named else (own, *flag.names)
-        found.append(replace(flag, names=names, field=one.name))
+        found.append(replace(flag, names=names, field=one.name, panel=panel))
     return tuple(found)
 
 

@@ -1,7 +1,5 @@
 """A file of API keys."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from negamax.base.errors import ConfigError

@@ -1,7 +1,5 @@
 """The machines that an engine's ranks are spread over, and their meeting point."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from negamax.base.errors import ConfigError

@@ -1,7 +1,5 @@
 """Sizes that split a model over ranks, and the checks that need no model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from negamax.base.errors import ConfigError

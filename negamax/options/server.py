@@ -1,7 +1,5 @@
 """The HTTP server's options."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +17,10 @@ SERVER, FORMAT, SECURITY, LIMITS = "Server", "Chat format", "Access", "Limits an
 class ServerOptions:
     """Options of the HTTP server. Times are in seconds."""
 
-    host: str = option("127.0.0.1", SERVER, "Listen on this address.")
-    port: int = option(
-        8000, SERVER, "Listen on this port; 0 picks a free one.", least=0, most=65535
-    )
+    host: str = option("127.0.0.1", "Listen on this address.", panel=SERVER)
+    port: int = option(8000, "Listen on this port; 0 picks a free one.", least=0, most=65535)
     node_health_port: int | None = option(
         None,
-        SERVER,
         "Answer /livez, /readyz and /health on this port of --host, on nodes other than 0. "
         "Default: no port.",
         least=0,
@@ -33,7 +28,6 @@ class ServerOptions:
     )
     api_server_count: int = option(
         1,
-        SERVER,
         "Answer HTTP with this many processes. Raise it for many streams.",
         "-asc",
         also="--tokenizer-worker-num",
@@ -41,129 +35,103 @@ class ServerOptions:
         most=MAX_API_SERVERS,
     )
     served_model_name: tuple[str, ...] = option(
-        (), SERVER, "Set the model's name in the API; may be repeated. Default: its own name."
+        (), "Set the model's name in the API; may be repeated. Default: its own name."
     )
     stream_interval: int = option(
         1,
-        SERVER,
         "Send this many tokens of a stream together; requests may override it. Raise it to save "
         "CPU time.",
         least=1,
     )
     sse_keep_alive_interval: float = option(
         15.0,
-        SERVER,
         "Send a comment after this many seconds of silence in a stream; 0: send none.",
         least=0,
         is_seconds=True,
     )
 
     chat_template: str | None = option(
-        None, FORMAT, "Replace the checkpoint's chat template with this Jinja file."
+        None, "Replace the checkpoint's chat template with this Jinja file.", panel=FORMAT
     )
     default_chat_template_kwargs: dict[str, Any] = option(
-        {}, FORMAT, "Set template variables of requests that do not set them.", is_json=True
+        {}, "Set template variables of requests that do not set them.", is_json=True
     )
     allow_special_tokens_in_text: bool = option(
         False,
-        FORMAT,
         "Encode control tokens spelled in messages as control tokens. Only for clients you trust.",
     )
     # the model families define the choices of the next two: the command adds them
-    tool_call_parser: str = option(
-        "auto", FORMAT, "Parse tool calls in this format; auto: the model's."
-    )
+    tool_call_parser: str = option("auto", "Parse tool calls in this format; auto: the model's.")
     reasoning_parser: str = option(
-        "auto", FORMAT, "Choose where thinking goes; auto: apart from the content."
+        "auto", "Choose where thinking goes; auto: apart from the content."
     )
 
     api_keys: tuple[str, ...] = option(
         (),
-        SECURITY,
         "Require this key of requests; may be repeated. Prefer NEGAMAX_API_KEY or --api-key-file. "
         "Default: no key.",
         "--api-key",
         adds_up=True,
+        panel=SECURITY,
     )
-    api_key_file: str | None = option(
-        None, SECURITY, "Read further keys from this file, one per line."
-    )
+    api_key_file: str | None = option(None, "Read further keys from this file, one per line.")
     admin_api_key: str | None = option(
         None,
-        SECURITY,
         "Set a key that opens every route; only it opens those that act on the requests of all. "
         "Prefer NEGAMAX_ADMIN_API_KEY.",
     )
-    allow_unauthenticated: bool = option(
-        False, SECURITY, "Listen beyond this machine without a key."
-    )
+    allow_unauthenticated: bool = option(False, "Listen beyond this machine without a key.")
     allowed_origins: tuple[str, ...] = option(
         (),
-        SECURITY,
         "Let pages of this web origin call the server (CORS); may be repeated, '*' is all.",
         takes_json_list=True,
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        SECURITY,
         "Accept this name in the Host header where no key is set; may be repeated, '*' is all.",
         takes_json_list=True,
     )
-    ssl_certfile: str | None = option(
-        None, SECURITY, "Serve TLS with this certificate (chain), PEM."
-    )
-    ssl_keyfile: str | None = option(None, SECURITY, "Use this private key for TLS, PEM.")
+    ssl_certfile: str | None = option(None, "Serve TLS with this certificate (chain), PEM.")
+    ssl_keyfile: str | None = option(None, "Use this private key for TLS, PEM.")
 
     scheduling_policy: str = option(
         "fcfs",
-        LIMITS,
         "Order waiting requests; priority: by their priority, then by arrival.",
         choices=SCHEDULING_POLICIES,
+        panel=LIMITS,
     )
     max_body_bytes: int = option(
-        32 * 2**20, LIMITS, "Refuse larger request bodies; such as 32MiB.", least=1024, is_size=True
+        32 * 2**20, "Refuse larger request bodies; such as 32MiB.", least=1024, is_size=True
     )
     max_connections_per_address: int | None = option(
         None,
-        LIMITS,
         "Limit the connections of one client address to one server process. Default: half of the "
         "process's limit.",
         least=1,
     )
     request_timeout: float | None = option(
         None,
-        LIMITS,
         "Abort a request after this many seconds; requests may ask for less. Default: no limit.",
         above=0,
         is_seconds=True,
     )
     slow_client_timeout: float = option(
-        60.0,
-        LIMITS,
-        "Disconnect a client that reads nothing for this many seconds.",
-        above=0,
-        is_seconds=True,
+        60.0, "Disconnect clients that read nothing for so many seconds.", above=0, is_seconds=True
     )
     drain_timeout: float = option(
-        30.0,
-        LIMITS,
-        "Let open requests finish for this many seconds after SIGTERM.",
-        least=0,
-        is_seconds=True,
+        30.0, "Let requests finish for this many seconds after SIGTERM.", least=0, is_seconds=True
     )
     max_engine_restarts: int = option(
         3,
-        LIMITS,
         "Restart a dead engine this often within --engine-restart-window. After that the server "
         "ends, unless another replica is left.",
         least=0,
     )
     engine_restart_window: float = option(
-        600.0, LIMITS, "Count a restart for this many seconds.", above=0, is_seconds=True
+        600.0, "Count a restart for this many seconds.", above=0, is_seconds=True
     )
     engine_hang_timeout: float = option(
         300.0,
-        LIMITS,
         "Replace a busy engine that completes no step for this many seconds.",
         also="--watchdog-timeout",
         above=0,
@@ -171,18 +139,18 @@ class ServerOptions:
     )
 
     enable_log_requests: bool = option(
-        False, LOGS, "Log each request: prompt, sampling, end, times.", also="--log-requests"
+        False, "Log each request: prompt, sampling, end, times.", also="--log-requests", panel=LOGS
     )
-    max_log_len: int = option(256, LOGS, "Log at most this many characters of a prompt.", least=0)
-    enable_access_log: bool = option(False, LOGS, "Log each HTTP request.")
+    max_log_len: int = option(256, "Log at most this many characters of a prompt.", least=0)
+    enable_access_log: bool = option(False, "Log each HTTP request.")
     log_stats: bool = option(
-        True, LOGS, "Disable the line about the load of a busy engine.", "--disable-log-stats"
+        True, "Disable the line about the load of a busy engine.", "--disable-log-stats"
     )
     log_stats_interval: float = option(
-        10.0, LOGS, "Log the load every so many seconds.", above=0, is_seconds=True
+        10.0, "Log the load every so many seconds.", above=0, is_seconds=True
     )
     otlp_traces_endpoint: str | None = option(
-        None, LOGS, "Send a span per request to this OpenTelemetry collector (HTTP)."
+        None, "Send a span per request to this OpenTelemetry collector (HTTP)."
     )
 
     def __post_init__(self) -> None:

@@ -1,7 +1,5 @@
 """Prompt chunks that take equally long in a pipeline; `cost` predicts the time of a chunk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from negamax.planner.cost import Costs
@@ -19,14 +17,13 @@ def plan_even_times(
     """Return chunk sizes for prompts of up to `max_model_len` tokens.
 
     Each chunk takes the slowest stage as long as the first `max_num_batched_tokens` tokens do.
-    Chunks too short to be worth a step are enlarged.
     """
     most = max_num_batched_tokens
     every = max(most, -(-max_model_len // _POINTS))
     least = min(most, max(block_size, most // LEAST_SHARE))
-    limit, prices, length = costs.chunk_seconds(most, behind=0), [1.0], most
-    for behind in range(every, max_model_len + every, every):
-        length = _longest(costs, behind, limit, least=least, most=length)
+    limit, prices, length = costs.chunk_seconds(most, after=0), [1.0], most
+    for after in range(every, max_model_len + every, every):
+        length = _longest(costs, after, limit, least=least, most=length)
         prices.append(most / length)
     return EvenTimes(block_size, every, tuple(prices))
 
@@ -40,11 +37,11 @@ def chunks(length: ChunkLength, num_tokens: int, *, budget: int) -> Iterator[int
         done += count
 
 
-def _longest(costs: Costs, behind: int, limit: float, *, least: int, most: int) -> int:
+def _longest(costs: Costs, after: int, limit: float, *, least: int, most: int) -> int:
     """Return the longest chunk from `least` to `most` tokens within `limit` seconds, or `least`."""
     while least < most:
         middle = (least + most + 1) // 2
-        if costs.chunk_seconds(middle, behind=behind) <= limit:
+        if costs.chunk_seconds(middle, after=after) <= limit:
             least = middle
         else:
             most = middle - 1

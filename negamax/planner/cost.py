@@ -156,36 +156,32 @@ class Costs:
         return self.chunks_seconds([chunk] * whole + [rest] * (rest > 0))
 
     def chunks_seconds(self, chunks: Iterable[int]) -> float:
-        """Return the time to first token of a single prompt in `chunks` of these sizes.
-
-        Pipeline stages run successive chunks at the same time.
-        """
+        """Return the time to first token of one prompt in `chunks`, which stages overlap."""
         ended = [0.0] * self._layout.pp  # end of the latest chunk, by stage
         done = 0
         for size in chunks:
             hop, arrived = self._hops(size) / max(1, self._layout.pp - 1), 0.0
-            for place, seconds in enumerate(self._prefill(size, ranks=1, behind=done)):
+            for place, seconds in enumerate(self._prefill(size, ranks=1, after=done)):
                 ended[place] = max(ended[place], arrived) + seconds
                 arrived = ended[place] + hop
             done += size
         return ended[-1]
 
-    def chunk_seconds(self, size: int, *, behind: int) -> float:
-        """Return the slowest stage's time for `size` prompt tokens after `behind` others."""
-        return max(self._prefill(size, ranks=1, behind=behind))
+    def chunk_seconds(self, size: int, *, after: int) -> float:
+        """Return the slowest stage's time for `size` prompt tokens after `after` others."""
+        return max(self._prefill(size, ranks=1, after=after))
 
     def prefill_rate(self, prompt: int, *, chunk: int) -> float:
         """Return tokens per second for many prompts of `prompt` tokens, with all ranks busy."""
-        stages = self._prefill(
-            chunk, ranks=self._layout.dp, behind=max(0, prompt - chunk) / 2, prompt=prompt
-        )
+        after = max(0, prompt - chunk) / 2
+        stages = self._prefill(chunk, ranks=self._layout.dp, after=after, prompt=prompt)
         return self._layout.dp * chunk / max(stages)
 
     def _prefill(
-        self, size: int, *, ranks: int, behind: float, prompt: int | None = None
+        self, size: int, *, ranks: int, after: float, prompt: int | None = None
     ) -> list[float]:
         """Return each stage's seconds for `size` tokens on each data-parallel rank."""
-        visible = behind + min(size, prompt or size) / 2
+        visible = after + min(size, prompt or size) / 2
         return [
             self._stage(place, tokens=size * ranks, own=size, context=visible, is_prefill=True)
             for place in range(self._layout.pp)
@@ -194,10 +190,9 @@ class Costs:
     def _stage(
         self, place: int, *, tokens: int, own: int, context: float, is_prefill: bool
     ) -> float:
-        """Return the time of a step in one stage.
+        """Return the time of a step in one stage with `tokens`, at most `own` of them on a rank.
 
-        `tokens`: of all data-parallel ranks; `own`: most tokens of a rank; each token attends to
-        `context` others.
+        Each token attends to `context` others.
         """
         layout, gpu, spec = self._stages[place], self._gpu, self._model.weights.spec
         layers = layout.layers(spec.num_layers)
@@ -230,19 +225,15 @@ class Costs:
         return seconds + self._context_seconds(place, own, is_prefill=is_prefill)
 
     def _product(self, held: _Held, *, tokens: int, own: int) -> float:
-        """Return the time of GEMMs with weights of one kind: `tokens` for experts, `own` for
-        others.
-        """
+        """Return the time of GEMMs of one kind: `tokens` for experts, `own` for others."""
         weight, layout = held.kind.weight, self._layout
         hit = hit_share(weight, tokens)
         ranks = layout.tp // (layout.dcp if weight.is_query else 1)
         rows = float(own)
         if weight.used is not None:
             # Load of the busiest of `ep` ranks, relative to the mean.
-            hit = min(
-                1.0,
-                hit + _beyond_mean(layout.ep) * sqrt(hit * (1 - hit) * layout.ep / weight.count),
-            )
+            deviation = sqrt(hit * (1 - hit) * layout.ep / weight.count)
+            hit = min(1.0, hit + _beyond_mean(layout.ep) * deviation)
             rows = tokens * weight.used / weight.count
             ranks = layout.stage_size
         ranks = min(ranks, weight.parts or ranks)
@@ -272,10 +263,7 @@ class Costs:
         )
 
     def _exchanges(self, own: int, *, ranks: int) -> float:
-        """Return the time of one layer's exchanges between the ranks of a stage.
-
-        Each of `ranks` has `own` tokens; experts get the tokens of all ranks.
-        """
+        """Return the time of one layer's exchanges between `ranks` with `own` tokens each."""
         layout, hidden = self._layout, self._model.weights.spec.hidden_size
         found = 0.0
         if layout.tp > 1:
@@ -290,8 +278,7 @@ class Costs:
     def _context_seconds(self, place: int, own: int, *, is_prefill: bool) -> float:
         """Return the time of context-parallel exchanges for all layers.
 
-        The ranks exchange keys and values of a prompt or, if all compute the same tokens, sum the
-        outputs of their experts.
+        The ranks exchange keys and values of a prompt, else they sum outputs of their experts.
         """
         ranks, num_layers = self._layout.cp, len(self._caches[place])
         if ranks == 1:
@@ -304,10 +291,7 @@ class Costs:
         return num_layers * MESSAGE_SECONDS + received / self._gather_link
 
     def _merge_seconds(self, own: int) -> float:
-        """Return the time of one layer's exchange between ranks that shard a KV cache by tokens.
-
-        They send results for each other's heads, each with a weight of 4 bytes.
-        """
+        """Return the time of one layer's DCP exchange: results and a weight (4 bytes) per head."""
         layout, spec = self._layout, self._model.weights.spec
         if layout.dcp == 1:
             return 0.0
@@ -338,10 +322,7 @@ class Costs:
 
 
 def _beyond_mean(count: int) -> float:
-    """Return the expected maximum of `count` normal numbers, in standard deviations above the mean.
-
-    Blom's approximation.
-    """
+    """Return the expected maximum of `count` standard normal numbers: Blom's approximation."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 

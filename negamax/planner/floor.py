@@ -1,7 +1,5 @@
 """The physical limit of a decode step: bytes to read divided by memory bandwidth."""
 
-from __future__ import annotations
-
 from negamax.config.kv_cache import set_index_dtype
 from negamax.config.model_spec import ModelSpec
 from negamax.models.memory import read_bytes
@@ -19,9 +17,8 @@ def step_bytes(
 ) -> float:
     """Return the least bytes that each of `ranks` GPUs reads in a decode step.
 
-    The step has `batch` sequences of `context` tokens on average; links and arithmetic are free.
-    `dtype`: of unquantized weights; quantized ones are read as stored. The KV cache is divided by
-    `ranks`, even beyond its number of heads, because ranks may shard its tokens.
+    `context`: mean tokens of the `batch` sequences; `dtype`: of unquantized weights. The KV cache
+    is divided by `ranks`, even beyond its number of heads, because ranks may shard its tokens.
     """
     cached = sum(
         cache.read_tokens(context) * cache.block_bytes(1, dtype=kv_dtype, ranks=1)

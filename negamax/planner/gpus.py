@@ -4,8 +4,6 @@ Memory is as the driver reports it. Bandwidth and rates (without sparsity) are f
 named beside each GPU. Link rates are one direction, to all other GPUs together.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Plans: the topologies of a model that run on given GPUs, best first, and the refused ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -103,9 +101,8 @@ class Plan:
         return min(alike, key=lambda each: (each.topology.num_axes, cost(each)), default=None)
 
     def _request_seconds(self, each: Candidate) -> float:
-        return (
-            each.prompt_seconds + self.workloads[0].output_len * each.predictions[0].token_seconds
-        )
+        output_len = self.workloads[0].output_len
+        return each.prompt_seconds + output_len * each.predictions[0].token_seconds
 
 
 def make_plan(
@@ -122,12 +119,11 @@ def make_plan(
 ) -> Plan:
     """Return all topologies of `spec` on `hardware`.
 
-    `workloads` are in order of concurrency. `max_model_len` must fit. If it is None, one request of
-    the workloads must fit, and the context length is the longest that fits, up to the model's. Each
-    data-parallel rank has slots for `max_num_seqs` requests; None: for concurrent requests, at
-    least the default. With `one_engine`, GPUs that a topology does not need stay idle. Index keys
-    are sharded over ranks that shard a KV cache, and wherever a required request does not fit
-    otherwise. `split_for`: ranks that the checkpoint's files are split for.
+    `workloads` are in order of concurrency. `max_model_len` must fit; None: one of their requests
+    must fit, and the context length is the longest that fits. Each data-parallel rank has slots for
+    `max_num_seqs` requests; None: for concurrent ones, at least the default. With `one_engine`,
+    unneeded GPUs stay idle. Index keys are sharded with DCP, and where a required request does not
+    fit otherwise. `split_for`: ranks that the checkpoint's files are split for.
 
     Errors: `ConfigError` if `max_model_len` exceeds the model's.
     """
@@ -186,12 +182,8 @@ def _fit(
     """Return the model as it runs (index keys sharded or not) and the memory of a GPU."""
     model = sharded if topology.dcp > 1 else plain
     memory = fitting(model)
-    if (
-        memory.context_length < num_tokens
-        and topology.dcp == 1
-        and topology.tp > 1
-        and topology.cp == 1
-    ):
+    may_shard = topology.dcp == topology.cp == 1 < topology.tp
+    if memory.context_length < num_tokens and may_shard:
         found = fitting(sharded)
         if found.context_length >= num_tokens:
             return sharded, found
@@ -203,16 +195,13 @@ def _check_room(hardware: Hardware, memory: Fit, num_tokens: int) -> None:
     missing = num_tokens * (memory.token + memory.slots) - memory.room
     if missing > 0:
         needed = (hardware.gpu.memory * hardware.utilization + missing) / hardware.utilization
+        length = memory.context_length
+        shorter = f", or with --max-model-len {length}" if length > LEAST_TOKENS else ""
         raise ConfigError(
             f"{_gib(memory.weights)} of weights, {_gib(num_tokens * memory.token)} of cache for "
             f"{num_tokens} tokens and {_gib(num_tokens * memory.slots)} of request slots are "
             f"{_gib(missing)} more per GPU than --gpu-memory-utilization "
-            f"{hardware.utilization:g} leaves; fits in {_gib(needed)} per GPU"
-            + (
-                f", or with --max-model-len {memory.context_length}"
-                if memory.context_length > LEAST_TOKENS
-                else ""
-            )
+            f"{hardware.utilization:g} leaves; fits in {_gib(needed)} per GPU{shorter}"
         )
 
 
@@ -236,15 +225,9 @@ def _candidate(
         share = replace(workload, concurrency=own)
         per_replica = tokens_per_second(share, decode_seconds=seconds, prefill_rate=rate)
         predictions.append(Prediction(running, seconds, per_replica * running / own))
-    return Candidate(
-        topology,
-        memory,
-        context_length,
-        model.shards_index,
-        _prompt_seconds(costs, topology, prompt),
-        rate * topology.replicas,
-        tuple(predictions),
-    )
+    seconds, rate = _prompt_seconds(costs, topology, prompt), rate * topology.replicas
+    index = model.shards_index
+    return Candidate(topology, memory, context_length, index, seconds, rate, tuple(predictions))
 
 
 def _prompt_seconds(costs: Costs, topology: Topology, num_tokens: int) -> float:

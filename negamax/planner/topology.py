@@ -1,7 +1,5 @@
 """Ways to split a model over GPUs, and their conditions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -9,6 +7,7 @@ from negamax.base.errors import ConfigError
 from negamax.config.kv_cache import block_bytes, slot_bytes, split_over_holders
 from negamax.config.model_spec import ModelSpec
 from negamax.options.engine import STEP_LIMITS
+from negamax.options.flags import flag_name
 from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
@@ -56,15 +55,10 @@ class Topology:
     @property
     def label(self) -> str:
         """Return a name such as "PP2 TP2 EP2" or "2 x TP4"."""
-        sizes = (
-            ("PP", self.pp),
-            ("DP", self.dp),
-            ("PCP", self.cp),
-            ("TP", self.tp),
-            ("DCP", self.dcp),
-            ("EP", self.ep),
-        )
-        words = [f"{name}{size}" for name, size in sizes if size > 1] or ["TP1"]
+        names = ("PP", "DP", "PCP", "TP", "DCP", "EP")
+        sizes = (self.pp, self.dp, self.cp, self.tp, self.dcp, self.ep)
+        named = zip(names, sizes, strict=True)
+        words = [f"{name}{size}" for name, size in named if size > 1] or ["TP1"]
         return (f"{self.replicas} x " if self.replicas > 1 else "") + " ".join(words)
 
     @property
@@ -100,21 +94,18 @@ class Topology:
 
     @property
     def flags(self) -> list[str]:
-        found = []
-        for name, size in self.sizes.items():
-            found.append(f"--{name.replace('_', '-')}")
-            found += [] if size is True else [str(size)]
-        return found
+        return [
+            word
+            for name, size in self.sizes.items()
+            for word in (flag_name(name), *(() if size is True else (str(size),)))
+        ]
 
     def nodes(self, *, per_node: int) -> int:
         """Return the number of machines of one engine, with `per_node` GPUs each."""
         return max(1, self.ranks // per_node)
 
     def check(self, spec: ModelSpec, *, per_node: int) -> None:
-        """Refuse a topology that cannot run the model with `per_node` GPUs in a machine.
-
-        Errors: `ConfigError`.
-        """
+        """Refuse what `per_node` GPUs in a machine cannot run. Errors: `ConfigError`."""
         if self.ranks > per_node and per_node % self.tp:
             raise ConfigError(
                 f"a machine has {per_node} of these GPUs, and networks are too slow for the "
@@ -127,8 +118,7 @@ class Topology:
 def topologies(gpus: int, *, per_node: int, kv_heads: int | None = None) -> Iterator[Topology]:
     """Yield all topologies for up to `gpus` GPUs, each with as many replicas as fit.
 
-    They use some GPUs of one machine or all GPUs of several. With `kv_heads`, topologies whose
-    ranks shard the blocks of replicated KV heads are included.
+    They use some GPUs of one machine or all GPUs of several; with `kv_heads` also DCP.
     """
     for ranks in (*range(1, per_node + 1), *range(2 * per_node, gpus + 1, per_node)):
         replicas = per_node // ranks * (gpus // per_node) or gpus // ranks
@@ -174,11 +164,7 @@ def fit(
     longest: int,
     max_num_seqs: int = LIMITS.max_num_seqs,
 ) -> Fit:
-    """Return the memory of a GPU of `layout`.
-
-    Each GPU may use `budget` bytes and has slots for `max_num_seqs` requests of up to `longest`
-    tokens.
-    """
+    """Return the memory of a GPU with `budget` bytes and slots for requests of `longest` tokens."""
     slots = slot_bytes(longest, LIMITS.block_size, item=4) * (max_num_seqs + 1)
     found = []
     for stage in (layout.of_rank(rank) for rank in range(0, layout.world_size, layout.stage_size)):

@@ -17,8 +17,8 @@ KERNELS = Path(__file__).parents[2] / "negamax" / "kernels"
     [
         ("_all_reduce_add_rms", "all-reduce + add + norm"),
         ("_add_rms", "add + norm"),
-        ("nvjet_tst_128x64_64x9_2x1_v_bz_TNT", "dense products"),
-        ("void gemv2T_kernel_val<int, int, __nv_bfloat16>(cublasGemvParams)", "dense products"),
+        ("nvjet_tst_128x64_64x9_2x1_v_bz_TNT", "dense GEMMs"),
+        ("void gemv2T_kernel_val<int, int, __nv_bfloat16>(cublasGemvParams)", "dense GEMMs"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "NCCL"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         (

@@ -9,7 +9,7 @@ from negamax.base.errors import ConfigError
 from negamax.bench.serve_client import (
     ClientConnection,
     ExchangeError,
-    Record,
+    RequestRecord,
     ResponseReader,
     ServingClient,
 )
@@ -72,7 +72,7 @@ async def read(pieces: Sequence[bytes], *, closes: bool = False) -> ResponseRead
         _, connection = await asyncio.get_running_loop().create_connection(
             ClientConnection, sock=mine
         )
-        reader = ResponseReader(Record(0), collect=True)
+        reader = ResponseReader(RequestRecord(0), collect=True)
         exchange = asyncio.ensure_future(connection.exchange(b"POST", reader))
         await asyncio.sleep(0)
         for piece in pieces:
@@ -130,7 +130,7 @@ def test_transport_need_not_be_of_asyncios_class() -> None:
     async def scene() -> bytes:
         connection, transport = ClientConnection(), OtherTransport()
         connection.connection_made(transport)  # type: ignore[arg-type]
-        reader = ResponseReader(Record(0), collect=True)
+        reader = ResponseReader(RequestRecord(0), collect=True)
         exchange = asyncio.ensure_future(connection.exchange(b"POST", reader))
         await asyncio.sleep(0)
         connection.data_received(chunked(CHAT))
@@ -227,7 +227,7 @@ def test_a_chunk_costs_less_than_50_microseconds() -> None:
             _, connection = await asyncio.get_running_loop().create_connection(
                 ClientConnection, sock=mine
             )
-            reader = ResponseReader(Record(0))
+            reader = ResponseReader(RequestRecord(0))
             exchange = asyncio.ensure_future(connection.exchange(b"POST", reader))
             await asyncio.sleep(0)
             connection.data_received(

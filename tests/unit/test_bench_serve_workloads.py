@@ -10,7 +10,7 @@ import pytest
 from negamax.base.errors import ConfigError
 from negamax.bench.agent_sessions import AgentSessions
 from negamax.bench.serve import arrivals, request_fields
-from negamax.bench.serve_client import Record
+from negamax.bench.serve_client import RequestRecord
 from negamax.bench.serve_options import CHAT, BenchOptions
 from negamax.bench.serve_workloads import (
     Prompts,
@@ -45,7 +45,7 @@ def turns(
     while True:
         try:
             found.append(
-                running.send(TurnResponse(Record(0, finish_reason=finish_reason), message))
+                running.send(TurnResponse(RequestRecord(0, finish_reason=finish_reason), message))
             )
         except StopIteration:
             return found
@@ -289,7 +289,7 @@ def test_live_session_ends_with_a_failed_answer() -> None:
     next(running)
     with pytest.raises(StopIteration):
         running.send(
-            TurnResponse(Record(0, error="HTTP 500"), {"role": "assistant", "content": ""})
+            TurnResponse(RequestRecord(0, error="HTTP 500"), {"role": "assistant", "content": ""})
         )
 
 

@@ -44,7 +44,7 @@ def timed(model: str, stages: int) -> EvenTimes:
 def test_chunks_take_equally_long(model: str, behind: int) -> None:
     """Except the last chunk and chunks at the bound. A prefix cache hit changes no later chunk."""
     cost, length = costs(model, pp=4), timed(model, 4)
-    limit = cost.chunk_seconds(STEP, behind=0)
+    limit = cost.chunk_seconds(STEP, after=0)
     found, done = [], behind
     while done < LONGEST:
         found.append(length.fit(done, LONGEST - done, STEP)[0])
@@ -52,7 +52,7 @@ def test_chunks_take_equally_long(model: str, behind: int) -> None:
     assert done == LONGEST and len(found) > 16
     done = behind
     for size in found[:-1]:
-        seconds = cost.chunk_seconds(size, behind=done)
+        seconds = cost.chunk_seconds(size, after=done)
         assert seconds > 0.9 * limit
         assert seconds < 1.03 * limit or size <= STEP // LEAST_SHARE
         done += size
@@ -72,7 +72,7 @@ def test_a_pipeline_gives_the_first_token_of_a_long_prompt_sooner(stages: int, g
     )
     assert even == pytest.approx(cost.prefill_seconds(LONGEST, chunk=STEP))
     assert even > gain * in_time
-    assert cost.chunk_seconds(STEP, behind=LONGEST) > 10 * cost.chunk_seconds(STEP, behind=0)
+    assert cost.chunk_seconds(STEP, after=LONGEST) > 10 * cost.chunk_seconds(STEP, after=0)
 
 
 def test_plan_uses_the_engines_chunks() -> None:
@@ -88,11 +88,11 @@ def test_plan_uses_the_engines_chunks() -> None:
 def test_stages_run_chunks_side_by_side() -> None:
     cost = costs("minimax-m2", pp=4)
     one = cost.chunks_seconds([STEP])
-    last = cost.chunk_seconds(STEP, behind=3 * STEP)
+    last = cost.chunk_seconds(STEP, after=3 * STEP)
     assert one < cost.chunks_seconds([STEP] * 4) < 8 * last < 4 * one + 8 * last
     alone = costs("minimax-m2", tp=4)
     assert alone.chunks_seconds([STEP] * 4) == pytest.approx(
-        sum(alone.chunk_seconds(STEP, behind=STEP * at) for at in range(4))
+        sum(alone.chunk_seconds(STEP, after=STEP * at) for at in range(4))
     )
 
 

@@ -9,7 +9,7 @@ import typer
 from negamax.base.errors import ConfigError
 from negamax.cli.options import parse_bytes, with_options
 from negamax.cli.resolve import resolve
-from negamax.options.engine import MEMORY, EngineOptions
+from negamax.options.engine import EngineOptions
 from negamax.options.flags import option
 
 
@@ -164,7 +164,7 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WithOneMore(EngineOptions):
-    wave_len: int = option(3, MEMORY, "Set the wave's length.", "-wl", also="--wl-size", least=1)
+    wave_len: int = option(3, "Set the wave's length.", "-wl", also="--wl-size", least=1)
 
 
 def test_a_new_field_is_an_option_with_flag_variable_key_and_help(

@@ -2,8 +2,6 @@
 other clients do not change.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

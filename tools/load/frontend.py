@@ -5,8 +5,6 @@ latency is the time from there to the arrival of its bytes, once all streams hav
 time includes the handling of requests. Each server process gets its own core if possible.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Damaged request bodies: each is answered with 200 or 4xx, and the server survives."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -1,7 +1,5 @@
 """A cheap HTTP/1.1 client on asyncio streams that can hang up at any moment."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

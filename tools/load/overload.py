@@ -1,7 +1,5 @@
 """Overload: excess requests are refused with 429 or 503, and accepted ones stay fast."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """Start a server, watch it through /proc and /metrics, and stop it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

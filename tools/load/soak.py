@@ -1,7 +1,5 @@
 """Mixed load for a long time: no error, nothing held at the end, constant memory."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

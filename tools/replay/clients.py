@@ -4,8 +4,6 @@ An agent asks for an answer, returns it in one common form, and appends it to it
 of the package do: it sends back the message objects that it got.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

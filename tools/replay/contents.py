@@ -2,8 +2,6 @@
 
 # ruff: noqa: SIM905 (word lists read better as text)
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ folder REPLAY_RECORD gets each request's prompt, `NUMBER.u32`, and at its end a 
 `requests.jsonl`. Cached tokens are those that a prefix cache of the session would find.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

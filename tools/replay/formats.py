@@ -1,7 +1,5 @@
 """The text layout of each model family, written from its description without the server's code."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from abc import ABC, abstractmethod
