@@ -22,7 +22,7 @@ from negamax.text.grammar.tool_calls import CallStyle, tool_grammar
 from negamax.text.parser.events import ParsedOutput
 from negamax.text.parser.output_format import OutputFormat
 from negamax.text.tokenizer import Tokenizer
-from tests.unit.parser_outputs import parse
+from tests.unit.parser_support import parse
 
 NANO = Path(__file__).parents[2] / "negamax" / "assets" / "nano"
 TOKENIZER = Tokenizer.from_folder(NANO)

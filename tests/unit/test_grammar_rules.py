@@ -16,60 +16,42 @@ from negamax.text.grammar.tool_calls import CallStyle, tool_grammar
 from tests.speed import is_quick
 
 TAG_IDS = {"<think>": 1, "</think>": 2, "<minimax:tool_call>": 3, "</minimax:tool_call>": 4}
+TOO_LARGE = f"{MAX_NODES} nodes|{MAX_BYTES} bytes"
 
 
 def nested(levels: int) -> str:
     return '{"items":' * levels + "{}" + "}" * levels
 
 
+def check(params: SamplingParams) -> None:
+    params.check(max_logprobs=20, vocab_size=100)
+
+
 @pytest.mark.parametrize(
-    ("grammar", "words"),
+    ("kind", "text", "words"),
     [
-        (Grammar(kind="json_schema", text="{"), "not valid JSON"),
-        (Grammar(kind="json_schema", text="[1]"), "a list; an object or a boolean"),
-        (Grammar(kind="json_schema", text=nested(MAX_NESTING)), f"{MAX_NESTING + 1} levels"),
-        (Grammar(kind="json_schema", text=nested(50_000)), "nested too deeply"),
-        (Grammar(kind="choice", text="[]"), "one or more"),
-        (Grammar(kind="choice", text='["a", 1]'), "strings"),
-        (Grammar(kind="choice", text=json.dumps(["x"] * 2001)), "2001 strings"),
-        (Grammar(kind="regex"), "empty"),
-        (Grammar(kind="ebnf", text="x" * (MAX_TEXT_BYTES + 1)), str(MAX_TEXT_BYTES)),
-        (Grammar(kind="regex", text="é" * (MAX_TEXT_BYTES // 2 + 1)), str(MAX_TEXT_BYTES)),
-        (Grammar(kind="regex", text="\ud800"), "surrogate"),
-        (Grammar(kind="structural_tag", text="[]"), "an object"),
+        ("json_schema", "{", "not valid JSON"),
+        ("json_schema", "[1]", "a list; an object or a boolean"),
+        ("json_schema", nested(MAX_NESTING), f"{MAX_NESTING + 1} levels"),
+        ("json_schema", nested(50_000), "nested too deeply"),
+        ("choice", "[]", "one or more"),
+        ("choice", '["a", 1]', "strings"),
+        ("choice", json.dumps(["x"] * 2001), "2001 strings"),
+        ("regex", "", "empty"),
+        ("ebnf", "x" * (MAX_TEXT_BYTES + 1), str(MAX_TEXT_BYTES)),
+        ("regex", "é" * (MAX_TEXT_BYTES // 2 + 1), str(MAX_TEXT_BYTES)),
+        ("regex", "\ud800", "surrogate"),
+        ("structural_tag", "[]", "an object"),
     ],
+    ids=lambda value: repr(value)[:30],
 )
-def test_a_grammar_that_cannot_be_meant_is_refused_at_the_border(
-    grammar: Grammar, words: str
-) -> None:
+def test_refuses_invalid_grammars_in_the_request(kind: Any, text: str, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words) as caught:
-        SamplingParams(grammar=grammar).check(max_logprobs=20, vocab_size=100)
+        check(SamplingParams(grammar=Grammar(kind=kind, text=text)))
     assert caught.value.http_status == 400
 
 
-def test_good_ones_pass_and_a_budget_alone_is_a_constraint_only_with_a_reasoning() -> None:
-    for grammar in (
-        Grammar(kind="json_object"),
-        Grammar(kind="json_schema", text=nested(MAX_NESTING - 1)),
-    ):
-        SamplingParams(grammar=grammar).check(max_logprobs=20, vocab_size=100)
-    reasoning = rules()
-    assert SamplingParams(reasoning=reasoning, thinking_token_budget=0).is_constrained
-    assert not SamplingParams(thinking_token_budget=5).is_constrained
-    assert not SamplingParams(reasoning=reasoning).is_constrained
-
-
-def test_budgets_and_reasonings_out_of_range_are_refused() -> None:
-    for params in (
-        SamplingParams(thinking_token_budget=-1),
-        SamplingParams(reasoning=rules(closing_ids=(100,))),
-        SamplingParams(reasoning=rules(closing_ids=())),
-    ):
-        with pytest.raises(InvalidRequestError):
-            params.check(max_logprobs=20, vocab_size=100)
-
-
-def rules(closing_ids: tuple[int, ...] = (5,)) -> Reasoning:
+def make_reasoning(closing_ids: tuple[int, ...] = (5,)) -> Reasoning:
     return Reasoning(
         state="open",
         opener=Marker("<think>", 1),
@@ -80,20 +62,48 @@ def rules(closing_ids: tuple[int, ...] = (5,)) -> Reasoning:
     )
 
 
-def test_references_are_followed_and_loops_lead_nowhere() -> None:
-    root = {
-        "$defs": {
-            "a": {"$ref": "#/$defs/b/c"},
-            "b": {"c": {"type": "null"}},
-            "loop": {"$ref": "#/$defs/loop"},
-            "l": [1, 2],
-        }
-    }
-    assert resolve({"$ref": "#/$defs/a"}, root=root) == {"type": "null"}
-    assert resolve({"$ref": "#/$defs/loop"}, root=root) is None
-    assert resolve({"$ref": "#/$defs/l/1"}, root=root) == 2
-    assert resolve({"$ref": "other.json"}, root=root) is None
+def test_accepts_valid_grammars_and_budgets_in_range() -> None:
+    check(SamplingParams(grammar=Grammar(kind="json_object")))
+    check(SamplingParams(grammar=Grammar(kind="json_schema", text=nested(MAX_NESTING - 1))))
+    for params in (
+        SamplingParams(thinking_token_budget=-1),
+        SamplingParams(reasoning=make_reasoning(closing_ids=(100,))),
+        SamplingParams(reasoning=make_reasoning(closing_ids=())),
+    ):
+        with pytest.raises(InvalidRequestError):
+            check(params)
+
+
+def test_a_budget_is_a_constraint_only_with_a_reasoning() -> None:
+    reasoning = make_reasoning()
+    assert SamplingParams(reasoning=reasoning, thinking_token_budget=0).is_constrained
+    assert not SamplingParams(thinking_token_budget=5).is_constrained
+    assert not SamplingParams(reasoning=reasoning).is_constrained
+
+
+# --- JSON schemas --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reference", "expected"),
+    [
+        ("#/$defs/a", {"type": "null"}),
+        ("#/$defs/loop", None),
+        ("#/$defs/l/1", 2),
+        ("#/$defs/l/2", None),
+        ("other.json", None),
+    ],
+)
+def test_references_are_followed_and_loops_lead_nowhere(reference: str, expected: Any) -> None:
+    chain = {"a": {"$ref": "#/$defs/b/c"}, "b": {"c": {"type": "null"}}}
+    root = {"$defs": chain | {"loop": {"$ref": "#/$defs/loop"}, "l": [1, 2]}}
+    assert resolve({"$ref": reference}, root=root) == expected
     assert resolve({"$ref": "#"}, root=root) == root
+
+
+NULL = {"type": "null"}
+REQUIRED = {"required": ["a", "b"], "additionalProperties": NULL}
+VALUES = {"enum": [{"nullable": True}], "default": {"type": "array"}}
 
 
 @pytest.mark.parametrize(
@@ -107,227 +117,161 @@ def test_references_are_followed_and_loops_lead_nowhere() -> None:
         ({"nullable": False}, {}),
         ({"required": ["a"]}, {"required": ["a"], "properties": {"a": True}}),
         (
-            {
-                "properties": {"b": {"type": "array"}},
-                "required": ["a", "b"],
-                "additionalProperties": {"type": "null"},
-            },
-            {
-                "properties": {"b": {"type": "array", "items": {}}, "a": {"type": "null"}},
-                "required": ["a", "b"],
-                "additionalProperties": {"type": "null"},
-            },
+            {"properties": {"b": {"type": "array"}}, **REQUIRED},
+            {"properties": {"b": {"type": "array", "items": {}}, "a": NULL}, **REQUIRED},
         ),
-        (
-            {"enum": [{"nullable": True}], "default": {"type": "array"}},
-            {"enum": [{"nullable": True}], "default": {"type": "array"}},
-        ),
+        (VALUES, VALUES),
         (True, True),
     ],
 )
-def test_schemas_are_put_into_the_compilers_words_and_values_are_left_alone(
-    schema: Any, made: Any
-) -> None:
+def test_schemas_are_rewritten_and_values_are_unchanged(schema: Any, made: Any) -> None:
     assert prepared(schema, strict=False) == made
 
 
-def test_property_names_that_look_like_keywords_are_no_keywords() -> None:
+def format_schema(schema: Any) -> dict[str, Any]:
+    text = json.dumps(schema)
+    return content_format(Grammar(kind="json_schema", text=text), Budget(), CALL_STYLES)
+
+
+def test_property_names_keep_their_order_and_are_no_keywords() -> None:
     schema = {"properties": {"not": {"type": "string"}, "if": {}, "uniqueItems": True}}
     assert prepared(schema, strict=True) == schema
-
-
-def test_the_order_of_properties_is_the_clients() -> None:
     schema = {"properties": {"z": {}, "a": {}, "m": {}}, "required": ["m"]}
-    made = content_format(
-        Grammar(kind="json_schema", text=json.dumps(schema)), Budget(), CALL_STYLES
-    )
-    assert list(made["json_schema"]["properties"]) == ["z", "a", "m"]
+    assert list(format_schema(schema)["json_schema"]["properties"]) == ["z", "a", "m"]
 
 
-def test_reasoning_in_front_is_a_part_of_the_grammar_only_where_it_may_be_missing() -> None:
+def test_an_open_reasoning_is_not_part_of_the_grammar() -> None:
     content = Grammar(kind="json_object")
     alone = json.loads(structural_tag(content, None, CALL_STYLES))["format"]
-    after = json.loads(structural_tag(content, rules(), CALL_STYLES))["format"]
+    after = json.loads(structural_tag(content, make_reasoning(), CALL_STYLES))["format"]
     assert after["elements"][1:] == [alone]
     assert "think" not in json.dumps(after)
 
 
-@pytest.mark.parametrize(
-    ("tools", "options", "words"),
-    [
-        ([{"name": 'f"'}], {"choice": "required"}, "quotes"),
-        (
-            [{"name": "f", "strict": True, "parameters": {"properties": {"a": {"not": {}}}}}],
-            {},
-            "'not'",
-        ),
-        (
-            [{"name": "f", "strict": True, "parameters": {"properties": {'a"': {}}}}],
-            {},
-            "parameter name",
-        ),
-        (
-            [
-                {
-                    "name": "f",
-                    "strict": True,
-                    "parameters": {
-                        "properties": {"a": {"items": {"$ref": "#/properties/b"}}, "b": {}}
-                    },
-                }
-            ],
-            {},
-            r"\$defs",
-        ),
-    ],
-)
-def test_tools_that_cannot_be_called_as_asked_are_refused(
-    tools: list[Any], options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(InvalidRequestError, match=words):
-        tag_of(tools, **options)
+# --- tool calls ----------------------------------------------------------------------------------
 
 
-def tag_of(tools: list[Any], style: CallStyle | None = None, **options: Any) -> str:
-    grammar = tool_grammar(tools, style or M2Calls(TAG_IDS), **options)
+def strict_tool(**parameters: Any) -> dict[str, Any]:
+    return {"name": "f", "strict": True, "parameters": parameters}
+
+
+def tag_of(tool: dict[str, Any], style: CallStyle | None = None, **options: Any) -> str:
+    grammar = tool_grammar([tool], style or M2Calls(TAG_IDS), **{"choice": "required"} | options)
     assert grammar is not None
     grammar.check()
     return structural_tag(grammar, None, CALL_STYLES)
 
 
-def test_schema_that_cannot_be_followed_leaves_arguments_free_where_not_strict() -> None:
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        ({"name": 'f"'}, "quotes"),
+        (strict_tool(properties={"a": {"not": {}}}), "'not'"),
+        (strict_tool(properties={'a"': {}}), "parameter name"),
+        (strict_tool(properties={"a": {"items": {"$ref": "#/properties/b"}}, "b": {}}), r"\$defs"),
+    ],
+)
+def test_refuses_tools_that_cannot_be_called_as_asked(tool: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        tag_of(tool, choice="required" if tool["name"] == 'f"' else "auto")
+
+
+def test_arguments_are_free_if_a_schema_of_a_tool_that_is_not_strict_cannot_be_followed() -> None:
     tool = {"name": "f", "parameters": {"properties": {'a"': {}}}}
-    assert tag_of([tool], choice="required") == tag_of([{"name": "f"}], choice="required")
+    assert tag_of(tool) == tag_of({"name": "f"})
 
 
-def test_schemas_that_grow_without_end_are_refused_and_recursive_ones_are_cut() -> None:
-    tree = {"type": "object", "properties": {key: {"$ref": "#/$defs/tree"} for key in "ab"}}
-    tool = {
-        "name": "f",
-        "strict": True,
-        "parameters": {"$ref": "#/$defs/tree", "$defs": {"tree": tree}},
-    }
-    assert tag_of([tool], M3Calls(), choice="required")
-    wide = {"type": "object", "properties": {str(i): {"$ref": "#/$defs/tree"} for i in range(12)}}
-    tool = {
-        "name": "f",
-        "strict": True,
-        "parameters": {"$ref": "#/$defs/tree", "$defs": {"tree": wide}},
-    }
-    with pytest.raises(InvalidRequestError, match=f"{MAX_NODES} nodes|{MAX_BYTES} bytes"):
-        tag_of([tool], M3Calls(), choice="required")
+def test_recursive_schemas_end_and_those_that_grow_without_end_are_refused() -> None:
+    def recursive(names: Any) -> dict[str, Any]:
+        tree = {"type": "object", "properties": {name: {"$ref": "#/$defs/t"} for name in names}}
+        return {"$ref": "#/$defs/t", "$defs": {"t": tree}}
+
+    assert tag_of(strict_tool(**recursive("ab")), M3Calls())
+    with pytest.raises(InvalidRequestError, match=TOO_LARGE):
+        tag_of(strict_tool(**recursive(map(str, range(12)))), M3Calls())
 
 
 def unlisted(levels: int, *, names: int = 20) -> dict[str, Any]:
-    inner: dict[str, Any] = {"type": "string"} if levels == 1 else unlisted(levels - 1, names=names)
-    return {
-        "type": "object",
-        "required": [f"p{i}" for i in range(names)],
-        "additionalProperties": inner,
-    }
-
-
-def doubling(levels: int) -> dict[str, Any]:
-    twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
-    return {
-        "$ref": "#/$defs/d0",
-        "$defs": {**twice, f"d{levels}": {"type": "object", "properties": {"a": {}}}},
-    }
+    inner = {"type": "string"} if levels == 1 else unlisted(levels - 1, names=names)
+    required = [f"p{i}" for i in range(names)]
+    return {"type": "object", "required": required, "additionalProperties": inner}
 
 
 def repeated(keyword: str, value: Any) -> dict[str, Any]:
-    long = {"$defs": {"long": {keyword: value}}}
-    return {
-        "type": "object",
-        "properties": {f"p{i}": {"$ref": "#/$defs/long"} for i in range(5000)},
-        **long,
-    }
+    properties = {f"p{i}": {"$ref": "#/$defs/long"} for i in range(5000)}
+    return {"type": "object", "properties": properties, "$defs": {"long": {keyword: value}}}
 
 
+LONG = "a" * 100_000
+DOUBLING = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+DOUBLING["d40"] = {"type": "object", "properties": {"a": {}}}
+POINTERS = {"a": {"$ref": "#" + "/a" * 50_000}}
 HOSTILE = {
     "itself": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}},
     "itself below": {"properties": {"a": {"allOf": [{"$ref": "#/properties/a"}]}}},
-    "doubling": doubling(40),
-    "doubling below": {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": doubling(40)["$defs"]},
-    "long pattern": repeated("pattern", "a" * 100_000),
-    "long enum": repeated("enum", ["a" * 100_000]),
-    "long description": repeated("description", "a" * 100_000)
-    | {"additionalProperties": {"type": "integer"}},
+    "doubling": {"$ref": "#/$defs/d0", "$defs": DOUBLING},
+    "doubling below": {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": DOUBLING},
+    "long pattern": repeated("pattern", LONG),
+    "long enum": repeated("enum", [LONG]),
+    "long text": repeated("description", LONG) | {"additionalProperties": {"type": "integer"}},
     "many types": {
         "properties": {f"p{i}": {} for i in range(9000)},
         "type": ["object", "array"] * 9000,
     },
-    "long pointers": {
-        "$defs": {"a": {"$ref": "#" + "/a" * 50_000}},
-        "anyOf": [{"$ref": "#/$defs/a"}] * 9000,
-    },
+    "long pointers": {"$defs": POINTERS, "anyOf": [{"$ref": "#/$defs/a"}] * 9000},
 }
 
 
 @pytest.mark.parametrize("style", ["m2", "m3"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_small_schema_that_comes_to_much_is_refused_in_time(name: str, style: str) -> None:
+def test_a_small_schema_that_expands_to_a_large_one_is_refused_in_time(
+    name: str, style: str
+) -> None:
     calls = M2Calls(TAG_IDS) if style == "m2" else M3Calls()
 
     def expand() -> None:
         with contextlib.suppress(InvalidRequestError):
-            assert (
-                len(tag_of([{"name": "f", "parameters": HOSTILE[name]}], calls, choice="required"))
-                < 2 * MAX_BYTES
-            )
+            tag = tag_of({"name": "f", "parameters": HOSTILE[name]}, calls)
+            assert len(tag) < 2 * MAX_BYTES
         with contextlib.suppress(InvalidRequestError):
-            content = content_format(
-                Grammar(kind="json_schema", text=json.dumps(HOSTILE[name])), Budget(), CALL_STYLES
-            )
-            assert len(json.dumps(content)) < 2 * MAX_BYTES
+            assert len(json.dumps(format_schema(HOSTILE[name]))) < 2 * MAX_BYTES
 
     assert is_quick(expand, 5.0)
 
 
-def test_required_names_that_are_not_listed_share_one_definition() -> None:
+def test_unlisted_required_names_share_one_definition() -> None:
     schema = unlisted(8)
-    made = json.dumps(prepared(schema, strict=True))
-    assert len(made) < 10 * len(json.dumps(schema))
-    assert len(tag_of([{"name": "f", "parameters": schema}], choice="required")) < 200_000
-    with pytest.raises(InvalidRequestError, match=f"{MAX_NODES} nodes|{MAX_BYTES} bytes"):
-        tag_of([{"name": "f", "parameters": schema}], M3Calls(), choice="required")
-    assert resolve(
-        prepared(schema, strict=True)["properties"]["p7"], root=prepared(schema, strict=True)
-    )["required"]
-
-
-def test_what_a_schema_defines_itself_keeps_its_name() -> None:
-    schema = unlisted(2) | {"$defs": {"shared0": {"type": "null"}}}
     made = prepared(schema, strict=True)
-    assert made["$defs"]["shared0"] == {"type": "null"}
-    assert resolve(made["properties"]["p0"], root=made)["properties"]["p19"] == {"type": "string"}
+    assert len(json.dumps(made)) < 10 * len(json.dumps(schema))
+    assert resolve(made["properties"]["p7"], root=made)["required"]
+    tool = {"name": "f", "parameters": schema}
+    assert len(tag_of(tool)) < 200_000
+    with pytest.raises(InvalidRequestError, match=TOO_LARGE):
+        tag_of(tool, M3Calls())
+    named = prepared(unlisted(2) | {"$defs": {"shared0": NULL}}, strict=True)
+    assert named["$defs"]["shared0"] == NULL  # a definition of the client keeps its name
+    assert resolve(named["properties"]["p0"], root=named)["properties"]["p19"] == {"type": "string"}
 
 
-def test_a_large_honest_schema_is_followed() -> None:
-    parts = {
-        f"part{i}": {"type": "object", "properties": {"a": {"type": "string"}}} for i in range(300)
-    }
+@pytest.mark.parametrize("style", [M2Calls(TAG_IDS), M3Calls()], ids=["m2", "m3"])
+def test_a_large_honest_schema_is_followed(style: CallStyle) -> None:
+    part = {"type": "object", "properties": {"a": {"type": "string"}}}
     properties = {f"p{i}": {"$ref": f"#/$defs/part{i}"} for i in range(300)}
-    tool = {
-        "name": "f",
-        "strict": True,
-        "parameters": {"type": "object", "properties": properties, "$defs": parts},
-    }
-    for style in (M2Calls(TAG_IDS), M3Calls()):
-        assert len(tag_of([tool], style, choice="required")) < 300_000
+    definitions = {f"part{i}": part for i in range(300)}
+    tool = strict_tool(type="object", properties=properties, **{"$defs": definitions})
+    assert len(tag_of(tool, style)) < 300_000
 
 
-def test_nothing_is_enforced_where_nothing_was_asked() -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    assert tool_grammar(tools, M2Calls(TAG_IDS)) is None
-    assert tool_grammar([], M2Calls(TAG_IDS)) is None
+def test_nothing_is_enforced_unless_asked() -> None:
+    tools, style = [{"type": "function", "function": {"name": "f"}}], M2Calls(TAG_IDS)
+    assert tool_grammar(tools, style) is None
+    assert tool_grammar([], style) is None
     content = Grammar(kind="json_object")
-    assert tool_grammar([], M2Calls(TAG_IDS), content=content) is content
-    assert tool_grammar(tools, M2Calls(TAG_IDS), parallel=False) is not None
+    assert tool_grammar([], style, content=content) is content
+    assert tool_grammar(tools, style, parallel=False) is not None
 
 
-def test_without_tokens_of_their_own_tags_are_text() -> None:
-    tools = [{"name": "f"}]
-    for options in ({"choice": "required"}, {"parallel": False}):
-        tag = tag_of(tools, M2Calls({}), **options)
-        assert '"token"' not in tag and "<minimax:tool_call>" in tag
+@pytest.mark.parametrize("options", [{"choice": "required"}, {"choice": "auto", "parallel": False}])
+def test_tags_without_tokens_are_text(options: dict[str, Any]) -> None:
+    tag = tag_of({"name": "f"}, M2Calls({}), **options)
+    assert '"token"' not in tag and "<minimax:tool_call>" in tag

@@ -1,178 +1,294 @@
-import json
 from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from negamax.base.errors import CheckpointError, ConfigError
-from negamax.config.generation import GenerationDefaults, SamplingDefaults, read_generation_defaults
-from negamax.config.json_file import read_json_object
+from negamax.base.errors import ConfigError
+from negamax.config.kv_cache import (
+    block_bytes,
+    choose_block_size,
+    sharding_crossover,
+    shards_index,
+    split_over_holders,
+)
 from negamax.config.model_spec import ModelSpec
-from negamax.models.minimax_m2.config import FAMILY
+from negamax.models.memory import weight_bytes
+from negamax.models.minimax_m3.config import MiniMaxM3Spec
 from negamax.models.registry import bundled_names, bundled_spec, import_names, read_spec
+from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 
-M2_CONFIG: dict[str, Any] = {
-    "architectures": ["MiniMaxM2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "attn_type_list": [1] * 62,
-    "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"},
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 3072,
-    "initializer_range": 0.02,
-    "intermediate_size": 1536,
-    "layernorm_full_attention_beta": 1.0,
-    "layernorm_linear_attention_beta": 1.0,
-    "layernorm_mlp_beta": 1.0,
-    "max_position_embeddings": 196608,
-    "mlp_intermediate_size": 8192,
-    "model_type": "minimax_m2",
-    "mtp_transformer_layers": 1,
-    "num_attention_heads": 48,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 62,
-    "num_key_value_heads": 8,
-    "num_local_experts": 256,
-    "num_mtp_modules": 3,
-    "output_router_logits": False,
-    "qk_norm_type": "per_layer",
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "float8_e4m3fn",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
-    },
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 5000000,
-    "rotary_dim": 64,
-    "router_aux_loss_coef": 0.001,
-    "router_jitter_noise": 0.0,
-    "scoring_func": "sigmoid",
-    "shared_intermediate_size": 0,
-    "shared_moe_mode": "sigmoid",
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.46.1",
-    "use_cache": True,
-    "use_mtp": True,
-    "use_qk_norm": True,
-    "use_routing_bias": True,
-    "vocab_size": 200064,
+Config = dict[str, Any]
+FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "float8_e4m3fn",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
 }
+M2: Config = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "vocab_size": 200064,
+    "hidden_size": 3072, "num_hidden_layers": 62, "num_attention_heads": 48, "head_dim": 128,
+    "num_key_value_heads": 8, "rotary_dim": 64, "rope_theta": 5000000, "rms_norm_eps": 1e-06,
+    "max_position_embeddings": 196608, "intermediate_size": 1536, "num_local_experts": 256,
+    "num_experts_per_tok": 8, "attn_type_list": [1] * 62, "hidden_act": "silu",
+    "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer",
+    "use_routing_bias": True, "tie_word_embeddings": False, "shared_intermediate_size": 0,
+    "sliding_window": None, "torch_dtype": "bfloat16", "quantization_config": FP8,
+    "bos_token_id": None, "eos_token_id": None, "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0,
+    # without influence on inference
+    "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2"},
+    "initializer_range": 0.02, "mlp_intermediate_size": 8192, "mtp_transformer_layers": 1,
+    "num_mtp_modules": 3, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0, "shared_moe_mode": "sigmoid", "transformers_version": "4.46.1",
+    "use_cache": True, "use_mtp": True,
+}  # fmt: skip
+PATTERN = [0] * 3 + [1] * 57
+SPARSE: Config = {
+    "use_sparse_attention": True, "sparse_index_dim": 128, "sparse_num_index_heads": 4,
+    "sparse_topk_blocks": 16, "sparse_block_size": 128, "sparse_disable_index_value": PATTERN,
+    "sparse_score_type": "max", "sparse_init_block": 0, "sparse_local_block": 1,
+    "sparse_attention_freq": PATTERN,
+}  # fmt: skip
+M3_TEXT: Config = {
+    "architectures": ["MiniMaxM3SparseForCausalLM"], "vocab_size": 200064, "hidden_size": 6144,
+    "num_hidden_layers": 60, "num_attention_heads": 64, "head_dim": 128, "num_key_value_heads": 4,
+    "rotary_dim": 64, "partial_rotary_factor": 0.5, "rope_theta": 5000000, "rms_norm_eps": 1e-06,
+    "max_position_embeddings": 1048576, "intermediate_size": 3072, "num_local_experts": 128,
+    "num_experts_per_tok": 4, "dense_intermediate_size": 12288, "moe_layer_freq": PATTERN,
+    "shared_intermediate_size": 3072, "n_shared_experts": 1, "routed_scaling_factor": 2.0,
+    "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "swigluoai",
+    "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_head",
+    "use_gemma_norm": True, "use_routing_bias": True, "tie_word_embeddings": False,
+    "attention_output_gate": False, "sparse_attention_config": SPARSE, "dtype": "bfloat16",
+    "bos_token_id": 200034, "eos_token_id": 200020, "num_mtp_modules": 1,
+}  # fmt: skip
+M3_AROUND: Config = {
+    "architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl",
+    "auto_map": {"AutoConfig": "configuration_minimax_m3_vl.MiniMaxM3VLConfig"},
+    "image_seq_length": 576, "image_token_index": 200025, "num_reward_heads": 0,
+    "img_token_compression_config": {"image_token_compression_method": "patch_merge"},
+    "multimodal_projector_bias": True, "process_image_mode": "dynamic_res",
+    "projector_hidden_act": "gelu", "projector_hidden_size": 6144, "torch_dtype": "bfloat16",
+    "transformers_version": "4.52.4", "video_token_index": 200026, "vision_feature_layer": -1,
+    "vision_config": {"hidden_size": 1280, "model_type": "clip_vision_model"},
+    "vision_feature_select_strategy": "full",
+}  # fmt: skip
+M3: Config = {**M3_AROUND, "text_config": M3_TEXT}
 
 
-def changed(**fields: Any) -> dict[str, Any]:
-    return {**M2_CONFIG, **fields}
+def change(config: Config, **fields: Any) -> Config:
+    """Return `config` with other fields; those that are `...` are left out."""
+    return {name: value for name, value in {**config, **fields}.items() if value is not ...}
 
 
-def without(*names: str) -> dict[str, Any]:
-    return {name: value for name, value in M2_CONFIG.items() if name not in names}
+def leave_out(config: Config, *names: str) -> Config:
+    return {name: value for name, value in config.items() if name not in names}
 
 
-def test_minimax_config_gives_the_bundled_spec() -> None:
-    spec = read_spec(changed(bos_token_id=200034, eos_token_id=200020))
-    assert spec == bundled_spec("minimax-m2")
-    assert spec.notes == ()
-    assert (spec.rotary_dim, spec.rope_theta, spec.num_heads, spec.num_kv_heads) == (
-        64,
-        5_000_000.0,
-        48,
-        8,
-    )
-    assert detect(spec.quantization) is not None
+def change_sparse(**fields: Any) -> Config:
+    return change(M3_TEXT, sparse_attention_config=change(SPARSE, **fields))
 
 
-def test_bundled_specs_differ_only_in_the_window() -> None:
-    windows = {
-        f"minimax-{v}": bundled_spec(f"MiniMax-{v.upper()}") for v in ("m2", "m2.1", "m2.5", "m2.7")
-    }
-    assert [spec.max_position_embeddings for spec in windows.values()] == [
-        196608,
-        196608,
-        196608,
-        204800,
-    ]
-    for spec in windows.values():
-        weights = import_names(spec).weights(spec)
-        assert sum(weight.num_elements for weight in weights) == 228_689_764_864
-    assert set(windows) == {name for name in bundled_names() if name.startswith("minimax-m2")}
+# --- published models ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "elements"),
+    [
+        (change(M2, bos_token_id=200034, eos_token_id=200020), "minimax-m2", 228_689_764_864),
+        (M3, "minimax-m3", 426_174_572_928),
+    ],
+)
+def test_published_configs_give_the_bundled_specs(config: Config, name: str, elements: int) -> None:
+    spec = read_spec(config)
+    assert spec == bundled_spec(name) and spec.notes == ()
+    assert sum(weight.num_elements for weight in import_names(spec).weights(spec)) == elements
+    frame = msgspec.msgpack.encode(spec)  # as between processes
+    assert msgspec.msgpack.decode(frame, type=type(spec)) == spec
+    assert msgspec.msgpack.decode(frame, type=ModelSpec).architecture == spec.architecture
+    assert (detect(spec.quantization) is None) is (name == "minimax-m3")
+
+
+def test_bundled_specs_of_m2_differ_only_in_the_context_length() -> None:
+    names = [name for name in bundled_names() if name.startswith("minimax-m2")]
+    assert names == [f"minimax-m2{version}" for version in ("", ".1", ".5", ".7")]
+    lengths = [bundled_spec(name.upper()).max_position_embeddings for name in names]
+    assert lengths == [196608, 196608, 196608, 204800]
+    alike = [replace(bundled_spec(name), max_position_embeddings=9) for name in names]
+    assert alike.count(alike[0]) == len(alike)
     with pytest.raises(ConfigError, match=r"'minimax-m1'; known: minimax-m2, minimax-m2\.1"):
         bundled_spec("minimax-m1")
 
 
-def test_spec_crosses_processes_unchanged() -> None:
-    spec = bundled_spec("minimax-m2")
-    frame = msgspec.msgpack.encode(spec)
-    assert msgspec.msgpack.decode(frame, type=type(spec)) == spec
-    assert msgspec.msgpack.decode(frame, type=ModelSpec).architecture == spec.architecture
+# --- refusals ------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("architectures", ["MixtralForCausalLM"], "supported: ['MiniMaxM2ForCausalLM'] or ['MiniMaxM3"),
+    ("architectures", ["MiniMaxM2ForCausalLM", "Other"], "architectures is ['MiniMaxM2For"),
+    ("architectures", "MiniMaxM2ForCausalLM", "architectures is 'MiniMaxM2ForCausalLM'"),
+    ("model_type", "minimax_m3_vl", "model_type is 'minimax_m3_vl'; supported: 'minimax_m2'"),
+    ("hidden_act", "gelu", "hidden_act is 'gelu'; supported: 'silu'"),
+    ("scoring_func", "softmax", "scoring_func is 'softmax'; supported: 'sigmoid'"),
+    ("use_qk_norm", False, "use_qk_norm is False; supported: True"),
+    ("use_qk_norm", 1, "use_qk_norm is 1; supported: True"),
+    ("qk_norm_type", "per_head", "qk_norm_type is 'per_head'; supported: 'per_layer'"),
+    ("use_routing_bias", False, "use_routing_bias is False; supported: True"),
+    ("tie_word_embeddings", True, "tie_word_embeddings is True; supported: False"),
+    ("shared_intermediate_size", 3072, "shared_intermediate_size is 3072; supported: 0"),
+    ("n_shared_experts", 1, "n_shared_experts is 1; supported: 0"),
+    ("routed_scaling_factor", 2.0, "routed_scaling_factor is 2.0; supported: 1.0"),
+    ("norm_topk_prob", False, "norm_topk_prob is False; supported: True"),
+    ("n_group", 8, "n_group is 8; supported: 1"),
+    ("sliding_window", 4096, "sliding_window is 4096; supported: null"),
+    ("swiglu_limit", 7.0, "swiglu_limit is 7.0; supported: null"),
+    ("sparse_attention_config", {"a": 1}, "sparse_attention_config is {'a': 1}; supported: null"),
+    ("attention_bias", True, "attention_bias is True; supported: False"),
+    ("layernorm_mlp_beta", 3.5, "layernorm_mlp_beta is 3.5; supported: 1.0"),
+    ("layernorm_full_attention_alpha", 3.5, "full_attention_alpha is 3.5; supported: 1.0"),
+    ("attn_type_list", [1] * 61 + [0], "attn_type_list[61] is 0; supported: 1"),
+    ("attn_type_list", [1] * 61, "; supported: 62 entries, one per layer"),
+    ("layer_types", ["full_attention", *["no"] * 61], "layer_types[1] is 'no'; supported: 'full"),
+    ("hidden_size", 0, "hidden_size is 0; supported: an integer from 1 to 2147483647"),
+    ("hidden_size", 3072.0, "hidden_size is 3072.0; supported: an integer from 1"),
+    ("hidden_size", True, "hidden_size is True; supported: an integer from 1"),
+    ("vocab_size", 10**12, "vocab_size is 1000000000000; supported: an integer from 1"),
+    ("num_key_value_heads", 5, "is 5; supported: a divisor of num_attention_heads (48)"),
+    ("num_experts_per_tok", 257, "is 257; supported: at most num_local_experts (256)"),
+    ("rotary_dim", 63, "rotary_dim is 63; supported: an even number from 2 to head_dim (128)"),
+    ("rotary_dim", 130, "rotary_dim is 130; supported: an even number from 2 to head_dim (128)"),
+    ("rms_norm_eps", 0, "rms_norm_eps is 0.0; supported: above 0 and below 1"),
+    ("rms_norm_eps", "1e-6", "rms_norm_eps is '1e-6'; supported: a number"),
+    ("rope_theta", nan, "rope_theta is nan; supported: a finite number above 1"),
+    ("rope_theta", 1, "rope_theta is 1.0; supported: a finite number above 1"),
+    ("eos_token_id", 200064, "eos_token_id is 200064; supported: 0 to vocab_size - 1 (200063)"),
+    ("eos_token_id", [1, "2"], "eos_token_id is [1, '2']; supported: a token id, a list of token"),
+    ("bos_token_id", [1, 2], "bos_token_id is [1, 2]; supported: one token id or null"),
+    ("torch_dtype", "fp8", "dtype is 'fp8'; supported: bfloat16, float16, float32"),
+    ("rope_scaling", {"type": "yarn"}, "rope_scaling.type is 'yarn'; supported: 'default'"),
+    ("rope_scaling", {"rope_type": "default", "type": "yarn"}, "rope_scaling.type is 'yarn'"),
+    ("rope_parameters", {"rope_type": "linear"}, "rope_parameters.rope_type is 'linear'"),
+    ("rope_parameters", {"factor": 4.0}, "factor is 4.0; supported: rope_type, rope_theta and"),
+    ("rope_parameters", {"rope_theta": 1e4}, "is 5000000; supported: the value in rope_param"),
+    ("rope_parameters", {"partial_rotary_factor": 0.25}, "rotary_dim is 64; supported: head_dim *"),
+    ("partial_rotary_factor", inf, "partial_rotary_factor is inf; supported: above 0, at most 1"),
+    ("quantization_config", "fp8", "quantization_config is 'fp8'; supported: an object or null"),
+]  # fmt: skip
+REFUSED_BY_M3: list[tuple[str, Any, str]] = [
+    ("hidden_act", "gelu", "hidden_act is 'gelu'; supported: 'swigluoai' or 'silu'"),
+    ("use_gemma_norm", False, "use_gemma_norm is False; supported: True"),
+    ("qk_norm_type", "per_layer", "qk_norm_type is 'per_layer'; supported: 'per_head'"),
+    ("attention_output_gate", True, "attention_output_gate is True; supported: False"),
+    ("tie_word_embeddings", True, "tie_word_embeddings is True; supported: False"),
+    ("scoring_func", "softmax", "scoring_func is 'softmax'; supported: 'sigmoid'"),
+    ("swiglu_beta", 0.0, "swiglu_beta is 0.0; supported: 1.0"),
+    ("swiglu_limit", 0.0, "swiglu_limit is 0.0; supported: a finite number above 0"),
+    ("swiglu_alpha", "1.7", "swiglu_alpha is '1.7'; supported: a number"),
+    ("swiglu_alpha", 10**400, "000...; supported: a number that a float holds"),
+    ("routed_scaling_factor", -1.0, "routed_scaling_factor is -1.0; supported: a finite number"),
+    ("n_shared_experts", 2, "n_shared_experts is 2; supported: 0 or 1"),
+    ("n_shared_experts", True, "n_shared_experts is True; supported: 0 or 1"),
+    ("n_shared_experts", 0, "shared_intermediate_size is 3072; supported: 0"),
+    ("shared_intermediate_size", -1, "shared_intermediate_size is -1; supported: an integer"),
+    ("moe_intermediate_size", 1536, "moe_intermediate_size is 1536; supported: 3072"),
+    ("moe_layer_freq", [1] * 59, "; supported: 60 entries, one per layer"),
+    ("moe_layer_freq", [2] * 60, "moe_layer_freq[0] is 2; supported: 0 or 1"),
+    ("moe_layer_freq", 1, "moe_layer_freq is 1; supported: 60 entries, one per layer"),
+    ("mlp_layer_types", ["dense"] * 60, "; supported: what moe_layer_freq says"),
+    ("first_k_dense_replace", 2, "; supported: what moe_layer_freq says"),
+    ("layer_types", ["no"] * 60, "layer_types[0] is 'no'; supported: 'full_attention' or 'min"),
+    ("rotary_dim", 32, "is 32; supported: head_dim * partial_rotary_factor = 128 * 0.5"),
+    ("partial_rotary_factor", 1.0, "rotary_dim is 64; supported: head_dim * partial_rotary_factor"),
+    ("num_experts_per_tok", 129, "is 129; supported: at most num_local_experts (128)"),
+    ("model_type", "minimax_m3_vl", "is 'minimax_m3_vl'; supported: 'minimax_m3_vl_text' or"),
+    ("sparse_attention_config", [1], "sparse_attention_config is [1]; supported: an object"),
+]  # fmt: skip
+REFUSED_IN_SPARSE: list[tuple[str, Any, str]] = [
+    ("sparse_use_gate", True, "sparse_use_gate is True; supported: sparse_attention_freq, "),
+    ("sparse_score_type", "mean", "sparse_score_type is 'mean'; supported: 'max'"),
+    ("use_sparse_attention", False, "use_sparse_attention is False; supported: True"),
+    ("sparse_attention_freq", [0] * 60, "use_sparse_attention is True; supported: False"),
+    ("sparse_attention_freq", [1] * 59, "; supported: 60 entries, one per layer"),
+    ("sparse_disable_index_value", [0] * 60, "index_value[3] is 0; supported: 1 in a sparse layer"),
+    ("sparse_num_index_heads", 1, "is 1; supported: as many as num_key_value_heads (4)"),
+    ("sparse_index_dim", 32, "sparse_index_dim is 32; supported: rotary_dim (64) or more"),
+    ("sparse_block_size", 48, "sparse_block_size is 48; supported: 16, 32, 64, 128"),
+    ("sparse_local_block", 0, "sparse_local_block is 0; supported: 1 or more"),
+    ("sparse_local_block", 17, "is 16; supported: at least the 0 first and 17 last blocks"),
+    ("sparse_init_block", 16, "is 16; supported: at least the 16 first and 1 last blocks"),
+    ("sparse_init_block", -1, "sparse_init_block is -1; supported: an integer from 0"),
+    ("sparse_init_tokens", 1, "is 1; supported: what sparse_init_block says (0)"),
+    ("sparse_local_tokens", 1, "is 2; supported: what sparse_local_block says (1)"),
+    ("sparse_topk_blocks", 0, "sparse_topk_blocks is 0; supported: an integer from 1"),
+    ("sparse_topk_blocks", 1025, "sparse_topk_blocks is 1025; supported: at most 1024"),
+]  # fmt: skip
+REFUSED_AROUND: list[tuple[str, Any, str]] = [
+    ("text_config", None, "text_config is None; supported: an object"),
+    ("text_config", change(M3_TEXT, architectures=["Other"]), "text_config.architectures is"),
+    ("text_config", change(M3_TEXT, architectures=True), "text_config.architectures is True"),
+    ("text_config", change(M3_TEXT, architectures={"a": 1}), "text_config.architectures is"),
+    ("text_config", change(M3_TEXT, model_type="llama"), "text_config.model_type is 'llama'"),
+    ("tie_word_embeddings", True, "tie_word_embeddings is True"),
+]
+
+
+def check_refused(config: Config, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_spec(config)
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(("field", "value", "words"), REFUSED)
+def test_refuses_unsupported_values_of_m2(field: str, value: Any, words: str) -> None:
+    check_refused(change(M2, **{field: value}), words)
+
+
+@pytest.mark.parametrize(("field", "value", "words"), REFUSED_BY_M3)
+def test_refuses_unsupported_values_of_m3(field: str, value: Any, words: str) -> None:
+    check_refused(change(M3_TEXT, **{field: value}), words)
+
+
+@pytest.mark.parametrize(("field", "value", "words"), REFUSED_IN_SPARSE)
+def test_refuses_unsupported_sparse_attention(field: str, value: Any, words: str) -> None:
+    check_refused(change_sparse(**{field: value}), words)
+
+
+@pytest.mark.parametrize(("field", "value", "words"), REFUSED_AROUND)
+def test_refuses_unsupported_values_around_the_text_model(
+    field: str, value: Any, words: str
+) -> None:
+    check_refused(change(M3, **{field: value}), words)
+
+
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+M2_SIZES = (*SIZES, "num_key_value_heads", "max_position_embeddings", "intermediate_size")
+M3_SIZES = ("dense_intermediate_size", "routed_scaling_factor", "swiglu_alpha", "swiglu_limit")
+
+
+@pytest.mark.parametrize("field", [*M2_SIZES, "num_local_experts", "num_experts_per_tok"])
+def test_refuses_m2_without_a_size(field: str) -> None:
+    check_refused(leave_out(M2, field), f"no {field}")
+
+
+@pytest.mark.parametrize("field", [*M3_SIZES, "shared_intermediate_size", "num_local_experts"])
+def test_refuses_m3_without_a_size(field: str) -> None:
+    check_refused(leave_out(M3_TEXT, field), f"no {field}")
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "supported"),
-    [
-        ("architectures", ["MixtralForCausalLM"], "MiniMaxM2ForCausalLM"),
-        ("architectures", ["MiniMaxM2ForCausalLM", "Other"], "MiniMaxM2ForCausalLM"),
-        ("architectures", "MiniMaxM2ForCausalLM", r"\['MiniMaxM2ForCausalLM'\]"),
-        ("model_type", "minimax_m3_vl", "minimax_m2"),
-        ("hidden_act", "gelu", "silu"),
-        ("scoring_func", "softmax", "sigmoid"),
-        ("use_qk_norm", False, "True"),
-        ("use_qk_norm", 1, "True"),
-        ("qk_norm_type", "per_head", "per_layer"),
-        ("use_routing_bias", False, "True"),
-        ("tie_word_embeddings", True, "False"),
-        ("shared_intermediate_size", 3072, "0"),
-        ("n_shared_experts", 1, "0"),
-        ("routed_scaling_factor", 2.0, r"1\.0"),
-        ("norm_topk_prob", False, "True"),
-        ("n_group", 8, "1"),
-        ("sliding_window", 4096, "null"),
-        ("swiglu_limit", 7.0, "null"),
-        ("sparse_attention_config", {"sparse_index_dim": 128}, "null"),
-        ("attention_bias", True, "False"),
-        ("layernorm_mlp_beta", 3.5, r"1\.0"),
-        ("layernorm_full_attention_alpha", 3.5, r"1\.0"),
-        ("attn_type_list", [1] * 61 + [0], "1"),
-        ("attn_type_list", [1] * 61, "62 entries"),
-        ("layer_types", ["full_attention"] * 61 + ["sliding_attention"], "full_attention"),
-        ("hidden_size", 0, "an integer from 1"),
-        ("hidden_size", 3072.0, "an integer from 1"),
-        ("hidden_size", True, "an integer from 1"),
-        ("vocab_size", 10**12, "an integer from 1"),
-        ("num_key_value_heads", 5, r"a divisor of num_attention_heads \(48\)"),
-        ("num_experts_per_tok", 257, r"at most num_local_experts \(256\)"),
-        ("rotary_dim", 63, "an even number"),
-        ("rotary_dim", 130, r"head_dim \(128\)"),
-        ("rms_norm_eps", 0, "above 0"),
-        ("rms_norm_eps", "1e-6", "a number"),
-        ("rope_theta", float("nan"), "a finite number"),
-        ("eos_token_id", 200064, "0 to vocab_size - 1"),
-        ("eos_token_id", [1, "2"], "a token id"),
-        ("bos_token_id", [1, 2], "one token id"),
-        ("torch_dtype", "float8_e4m3fn", "bfloat16, float16, float32"),
-        ("rope_scaling", {"type": "yarn", "factor": 4.0}, "'default'"),
-        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4}, "'default'"),
-        ("rope_parameters", {"rope_type": "default", "factor": 4.0}, "rope_type, rope_theta"),
-        ("rope_parameters", {"rope_theta": 1e4}, r"the value in rope_parameters \(10000"),
-        ("rope_parameters", {"rope_theta": 5e6, "partial_rotary_factor": 0.25}, r"128 \* 0\.25"),
-        ("partial_rotary_factor", float("inf"), "above 0, at most 1"),
-        ("quantization_config", "fp8", "an object or null"),
-    ],
+    "field", ["index_dim", "num_index_heads", "topk_blocks", "block_size", "attention_freq"]
 )
-def test_unsupported_value_is_refused_by_name(field: str, value: Any, supported: str) -> None:
-    name = {"torch_dtype": "dtype", "rope_scaling": "rope_"}.get(field, field)
-    name = {"rope_parameters": "(rope_|rotary_dim)", "eos_token_id": "eos_token_id"}.get(
-        field, name
-    )
-    with pytest.raises(ConfigError, match=rf"{name}.* is .*; supported: .*{supported}"):
-        read_spec(changed(**{field: value}))
+def test_refuses_sparse_attention_without_a_size(field: str) -> None:
+    check_refused(change_sparse(**{f"sparse_{field}": ...}), f"no sparse_{field}")
+
+
+def test_refuses_a_config_without_a_model_name() -> None:
+    nameless = leave_out(M2, "architectures", "model_type")
+    check_refused(nameless, "neither architectures nor model_type")
 
 
 @pytest.mark.parametrize(
@@ -186,21 +302,20 @@ def test_unsupported_value_is_refused_by_name(field: str, value: Any, supported:
         ("modules_to_not_convert", "lm_head"),
     ],
 )
-def test_unsupported_quantisation_is_refused_by_name(field: str, value: Any) -> None:
-    quantization = {**M2_CONFIG["quantization_config"], field: value}
+def test_refuses_unsupported_quantization_by_name(field: str, value: Any) -> None:
+    spec = read_spec(change(M2, quantization_config={**FP8, field: value}))
     with pytest.raises(ConfigError, match=rf"quantization_config\.{field} is .*; supported: "):
-        detect(read_spec(changed(quantization_config=quantization)).quantization)
+        detect(spec.quantization)
 
 
 @pytest.mark.parametrize("description", [{"quant_method": None}, {"bits": 4}])
-def test_a_description_without_a_method_is_refused(description: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="has no method: quant_method is None"):
-        read_spec(changed(quantization_config=description))
+def test_refuses_quantization_without_a_method(description: Config) -> None:
+    check_refused(change(M2, quantization_config=description), "no method: quant_method is None")
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "int4"])
-def test_unknown_quantisation_methods_are_refused_by_name(method: str) -> None:
-    spec = read_spec(changed(quantization_config={"quant_method": method}))
+def test_refuses_unknown_quantization_methods_by_name(method: str) -> None:
+    spec = read_spec(change(M2, quantization_config={"quant_method": method}))
     with pytest.raises(ConfigError, match=rf"by '{method}' \(config.json"):
         detect(spec.quantization)
 
@@ -212,176 +327,218 @@ def test_unknown_quantisation_methods_are_refused_by_name(method: str) -> None:
         ("quant_model_description.json", r"quant_model_description\.json\.\*\.weight is None"),
     ],
 )
-def test_a_file_beside_config_json_says_how_weights_are_quantised(
+def test_quantization_may_be_described_beside_config_json(
     tmp_path: Path, name: str, message: str
 ) -> None:
     (tmp_path / name).write_text("{}")
-    plain = changed(quantization_config=None)
+    plain = change(M2, quantization_config=None)
     with pytest.raises(ConfigError, match=message):
         detect(read_spec(plain, tmp_path).quantization)
-    assert read_spec(changed(), tmp_path).quantization.source == "config.json"
+    described = read_spec(M2, tmp_path).quantization
+    assert described is not None and described.source == "config.json"
     (tmp_path / "quant_model_description.json").write_text("{}")
-    assert read_spec(plain, tmp_path).quantization.source == name
+    described = read_spec(plain, tmp_path).quantization
+    assert described is not None and described.source == name
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim",
-        "max_position_embeddings", "intermediate_size", "num_local_experts", "num_experts_per_tok",
-    ],
-)  # fmt: skip
-def test_missing_size_is_not_guessed(field: str) -> None:
-    with pytest.raises(ConfigError, match=f"no {field}"):
-        read_spec(without(field))
+# --- fields --------------------------------------------------------------------------------------
 
 
-def test_config_without_a_model_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="neither architectures nor model_type"):
-        read_spec(without("architectures", "model_type"))
-
-
-def test_left_out_fields_get_the_defaults_of_the_architecture() -> None:
-    spec = read_spec(
-        without(
-            "rms_norm_eps",
-            "rope_theta",
-            "hidden_act",
-            "scoring_func",
-            "use_qk_norm",
-            "attn_type_list",
-            "architectures",
-        )
-    )
+def test_absent_fields_get_the_defaults_of_the_architecture() -> None:
+    fixed = ("hidden_act", "scoring_func", "use_qk_norm", "attn_type_list", "architectures")
+    spec = read_spec(leave_out(M2, "rms_norm_eps", "rope_theta", *fixed))
     assert (spec.rms_norm_eps, spec.rope_theta) == (1e-6, 5_000_000.0)
 
 
-def test_fields_never_heard_of_are_noted_and_nothing_else_is() -> None:
-    spec = read_spec(changed(zebra=1, apple={"a": 2}))
-    assert spec.notes == (
-        "config.json fields that this version does not know and ignores: apple, zebra",
-    )
-    assert spec == read_spec(M2_CONFIG)
+def test_unknown_fields_are_noted() -> None:
+    spec = read_spec(change(M2, zebra=1, apple={"a": 2}))
+    (note,) = spec.notes
+    assert note == "config.json fields that this version does not know and ignores: apple, zebra"
+    assert spec == read_spec(M2)
+    spec = read_spec(change(M3, apple=1, text_config=change(M3_TEXT, zebra=2)))
+    assert [note.rpartition(": ")[2] for note in spec.notes] == ["zebra", "apple"]
 
 
 def test_eos_may_be_one_id_or_several() -> None:
-    assert read_spec(changed(eos_token_id=[200020, 5, 200020])).eos_token_ids == (200020, 5)
-    assert read_spec(changed(eos_token_id=7)).eos_token_ids == (7,)
-    assert read_spec(M2_CONFIG).eos_token_ids == ()
+    for given, ids in (([200020, 5, 200020], (200020, 5)), (7, (7,)), (None, ())):
+        assert read_spec(change(M2, eos_token_id=given)).eos_token_ids == ids
 
 
 def test_rotary_dim_in_every_spelling() -> None:
-    bare = without("rotary_dim", "rope_theta")
+    bare = leave_out(M2, "rotary_dim", "rope_theta")
     new_style = {"rope_theta": 1e4, "partial_rotary_factor": 0.25, "rope_type": "default"}
     spec = read_spec({**bare, "rope_parameters": new_style})
     assert (spec.rope_theta, spec.rotary_dim) == (1e4, 32)
-    assert read_spec({**bare, "partial_rotary_factor": 0.5}).rotary_dim == 64
-    both = read_spec(changed(rope_parameters={"rope_theta": 5e6, "partial_rotary_factor": 0.5}))
-    assert both.rotary_dim == 64
-    with pytest.raises(ConfigError, match=r"rope_theta is 10000.0; supported: the value in rope_p"):
-        scaling = {"rope_scaling": {"rope_theta": 1e4}, "rope_parameters": {"rope_theta": 5e6}}
-        read_spec({**bare, **scaling})
-    # transformers 5 re-saves MiniMax's config with rotary_dim beside rope_parameters that lack the
-    # factor
-    resaved = {
-        **bare,
-        "rotary_dim": 64,
-        "rope_parameters": {"rope_theta": 5e6, "rope_type": "default"},
-    }
-    assert read_spec(resaved).rotary_dim == 64
+    # transformers 5 re-saves MiniMax's config without the factor
+    resaved = {"rotary_dim": 64, "rope_parameters": {"rope_theta": 5e6, "rope_type": "default"}}
+    for fields in (
+        {"partial_rotary_factor": 0.5},
+        {"rotary_dim": 64, "rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}},
+        resaved,
+    ):
+        assert read_spec({**bare, **fields}).rotary_dim == 64
+    scaling = {"rope_scaling": {"rope_theta": 1e4}, "rope_parameters": {"rope_theta": 5e6}}
+    check_refused({**bare, **scaling}, "rope_theta is 10000.0; supported: the value in rope_p")
     neither = read_spec(bare)
     assert neither.rotary_dim == 128
     assert "all 128 head dimensions rotate" in neither.notes[0]
 
 
 def test_dtype_in_both_spellings() -> None:
-    bare = without("torch_dtype")
-    assert read_spec({**bare, "dtype": "float16"}).dtype == "float16"
-    assert read_spec({**bare, "torch_dtype": "torch.float32"}).dtype == "float32"
-    assert read_spec({**bare, "dtype": None, "torch_dtype": "bfloat16"}).dtype == "bfloat16"
-    unnamed = read_spec({**bare, "dtype": None})
+    for fields, dtype in (
+        ({"dtype": "float16"}, "float16"),
+        ({"torch_dtype": "torch.float32"}, "float32"),
+        ({"dtype": None, "torch_dtype": "bfloat16"}, "bfloat16"),
+    ):
+        assert read_spec({**leave_out(M2, "torch_dtype"), **fields}).dtype == dtype
+    unnamed = read_spec(change(M2, torch_dtype=None))
     assert unnamed.dtype == "float32" and "float32 is assumed" in unnamed.notes[0]
 
 
-def defaults(folder: Path, config: Any = None) -> GenerationDefaults:
-    if config is not None:
-        (folder / "generation_config.json").write_text(json.dumps(config))
-    return read_generation_defaults(folder, bundled_spec("minimax-m2"), absent=FAMILY.sampling)
+# --- MiniMax-M3 ----------------------------------------------------------------------------------
 
 
-def test_generation_defaults_of_minimax(tmp_path: Path) -> None:
-    absent = defaults(tmp_path)
-    shipped = defaults(
-        tmp_path,
-        {
-            "bos_token_id": 200019,
-            "do_sample": True,
-            "eos_token_id": 200020,
-            "temperature": 1.0,
-            "top_p": 0.95,
-            "top_k": 40,
+def transformers_config() -> Config:
+    """Return the config.json of the text model as transformers saves it."""
+    gone = (
+        "attention_output_gate", "moe_layer_freq", "n_shared_experts", "num_mtp_modules",
+        "partial_rotary_factor", "qk_norm_type", "rope_theta", "scoring_func",
+        "sparse_attention_config", "use_gemma_norm", "use_qk_norm", "use_routing_bias",
+    )  # fmt: skip
+    return leave_out(M3_TEXT, *gone) | {
+        "architectures": ["MiniMaxM3VLForCausalLM"], "model_type": "minimax_m3_vl_text",
+        "hidden_act": "silu", "layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57,
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57, "pad_token_id": None, "use_cache": True,
+        "rope_parameters": {
+            "partial_rotary_factor": 0.5, "rope_theta": 5000000.0, "rope_type": "default",
         },
-    )
-    minimax = SamplingDefaults(temperature=1.0, top_p=0.95, top_k=40)
-    assert absent == shipped == GenerationDefaults(sampling=minimax, eos_token_ids=(200020,))
+        "index_block_size": 128, "index_head_dim": 128, "index_local_blocks": 1, "index_n_heads": 4,
+        "index_topk_blocks": 16,
+    }  # fmt: skip
 
 
-def test_the_end_is_the_tokenizers_where_only_config_json_says_another(tmp_path: Path) -> None:
-    spec = replace(bundled_spec("minimax-m2"), eos_token_ids=(2,))  # of NVIDIA's NVFP4
-
-    def ends() -> tuple[int, ...]:
-        return read_generation_defaults(tmp_path, spec, absent=FAMILY.sampling).eos_token_ids
-
-    assert ends() == (2,)
-    added = {"200019": {"content": "]~b]"}, "200020": {"content": "[e~["}}
-    for name in ("[e~[", {"content": "[e~["}):
-        config = {"eos_token": name, "added_tokens_decoder": added}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        assert ends() == (200_020,)
-    (tmp_path / "generation_config.json").write_text("{}")
-    assert ends() == (200_020,)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 200019}')
-    assert ends() == (200_019,)
-    (tmp_path / "generation_config.json").unlink()
-    config = {"eos_token": "</s>", "added_tokens_decoder": added}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert ends() == (2,)
+def test_m3_in_the_spellings_of_minimax_and_transformers_is_one_model() -> None:
+    expected = bundled_spec("minimax-m3")
+    for alone in (M3_TEXT, transformers_config()):
+        assert replace(read_spec(alone), architecture=expected.architecture) == expected
+    assert read_spec(transformers_config()).notes == ()
+    inner = change(transformers_config(), architectures=..., dtype=..., bos_token_id=None)
+    around = change(M3_AROUND, bos_token_id=200034, text_config=inner)
+    assert read_spec(around) == read_spec(leave_out(around, "architectures")) == expected
 
 
-def test_generation_file_overrides_and_leaves_off_what_it_does_not_name(tmp_path: Path) -> None:
-    assert defaults(tmp_path, {"eos_token_id": [3, 4]}) == GenerationDefaults(
-        sampling=SamplingDefaults(temperature=1.0, top_p=1.0, top_k=0), eos_token_ids=(3, 4)
-    )
-    assert defaults(tmp_path, {"do_sample": False, "temperature": 0.7}).sampling.temperature == 0.0
-    assert defaults(
-        tmp_path, {"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1}
-    ).sampling == SamplingDefaults(top_k=0, min_p=0.1, repetition_penalty=1.1)
+def test_both_spellings_must_agree() -> None:
+    both = {**M3_TEXT, **transformers_config(), "sparse_attention_config": SPARSE}
+    assert read_spec(both).notes == ()
+    for name, value in (
+        ("index_topk_blocks", 8),
+        ("index_n_heads", 2),
+        ("index_local_blocks", 2),
+        ("layer_types", ["full_attention"] * 60),
+        ("mlp_layer_types", ["sparse"] * 60),
+    ):
+        with pytest.raises(ConfigError, match=rf"{name} is .*; supported: what .* says"):
+            read_spec({**both, name: value})
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -1), ("temperature", "hot"), ("temperature", float("nan")), ("top_p", 0),
-        ("top_p", 1.5),
-        ("top_k", 2.5), ("top_k", -2), ("min_p", 2), ("repetition_penalty", 0), ("do_sample",
-            "yes"), ("eos_token_id", "x"),
-        ("eos_token_id", 200064),
-    ],
-)  # fmt: skip
-def test_bad_generation_value_is_refused_by_name(tmp_path: Path, field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"generation_config\.json: {field} is "):
-        defaults(tmp_path, {field: value})
+def read_m3(config: Config) -> MiniMaxM3Spec:
+    spec = read_spec(config)
+    assert isinstance(spec, MiniMaxM3Spec)
+    return spec
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b'"text"'])
-def test_file_that_is_no_json_object_is_refused_by_path(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "config.json"
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        read_json_object(path)
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 1), (1, 2), (128, 2), (129, 3)])
+def test_forced_blocks_may_be_given_in_tokens(tokens: int, blocks: int) -> None:
+    """A token's own block counts as local; tokens before it may begin in another."""
+    unnamed = {"sparse_init_block": ..., "sparse_local_block": ...}
+    given = {"sparse_init_tokens": tokens, "sparse_local_tokens": tokens}
+    sparse = read_m3(change_sparse(**unnamed, **given)).sparse
+    assert sparse is not None
+    assert (sparse.init_blocks, sparse.local_blocks) == (blocks - 1, blocks)
+    assert read_spec(change_sparse(**unnamed)) == read_spec(M3_TEXT)
 
 
-def test_missing_file_is_refused_by_path(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
-        read_json_object(tmp_path / "config.json")
+def test_m3_without_sparse_layers_shared_experts_or_dense_layers() -> None:
+    dense = {"use_sparse_attention": False, "sparse_attention_freq": [0] * 60}
+    for given in (..., None, dense):
+        spec = read_m3(change(M3_TEXT, sparse_attention_config=given))
+        assert spec.sparse is None
+        assert choose_block_size(spec.kv_caches(), None, default=16) == 16
+    for fields in ({"n_shared_experts": 0, "shared_intermediate_size": 0}, {"n_shared_experts": 0}):
+        assert read_m3(change(M3_TEXT, shared_intermediate_size=...) | fields).shared_width == 0
+    spec = read_m3(leave_out(M3_TEXT, "moe_layer_freq", "dense_intermediate_size"))
+    assert all(spec.moe_layers) and spec.dense_width == 0
+    by_count = change(M3_TEXT, moe_layer_freq=..., first_k_dense_replace=3)
+    assert read_spec(by_count) == read_spec(M3_TEXT)
+
+
+def test_quantization_is_described_around_the_text_model_or_in_it(tmp_path: Path) -> None:
+    given = {"quantization_config": {"quant_method": "mxfp8", "weight_block_size": [1, 32]}}
+    inside = {**M3_AROUND, "text_config": {**M3_TEXT, **given}}
+    outer, inner = read_spec({**M3, **given}), read_spec(inside)
+    assert outer == inner and outer.quantization is not None
+    assert outer.quantization.method == "mxfp8"
+    (tmp_path / "hf_quant_config.json").write_text("{}")  # which has lower precedence than both
+    for config in (inside, {**inside, **given}):
+        found = read_spec(config, tmp_path).quantization
+        assert found is not None and found.source == "config.json"
+
+
+def test_the_first_layers_of_m3_keep_their_kinds() -> None:
+    spec = bundled_spec("minimax-m3").first_layers(5)
+    assert isinstance(spec, MiniMaxM3Spec) and spec.sparse is not None
+    assert spec.num_layers == 5 and spec.moe_layers == (False,) * 3 + (True,) * 2
+    assert spec.sparse.layers == spec.moe_layers
+    assert len(spec.kv_caches()) == 5
+
+
+def test_sparse_layers_of_m3_also_cache_index_keys() -> None:
+    spec = bundled_spec("minimax-m3")
+    caches, sharded = spec.kv_caches(), spec.shard_index()
+    names = [[cache.name for cache in layer] for layer in (caches[2], caches[3])]
+    assert names == [["k", "v"], ["k", "v", "index"]]
+    for of, dtype, ranks, per_token in (
+        (spec, "bfloat16", 1, 122_880 + 14_592),
+        (spec, "fp8", 1, 68_736),
+        (spec, "bfloat16", 4, 122_880 // 4 + 14_592),
+        (spec, "bfloat16", 8, 122_880 // 4 + 14_592),  # KV heads are copied
+        (sharded, "fp8", 1, 68_736),
+        (sharded, "fp8", 4, 17_184),
+        (sharded, "fp8", 8, 16_272),
+    ):
+        assert block_bytes(of.kv_caches(), 128, dtype=dtype, ranks=ranks) == 128 * per_token
+    # on eight ranks, two split the blocks of a KV head, with whole and with sharded index keys
+    for of, per_token in ((spec, 7_680 + 7_296), (sharded, 7_680 + 912)):
+        held = split_over_holders(of.kv_caches(), 2)
+        assert block_bytes(held, 128, dtype="fp8", ranks=8) == 128 * per_token
+    assert choose_block_size(caches, None, default=16) == 128
+    assert choose_block_size(caches, 256, default=16) == 256
+    with pytest.raises(ConfigError, match="need a multiple of 128"):
+        choose_block_size(caches, 64, default=16)
+
+
+def test_every_rank_has_the_index_queries_of_all_heads_when_index_keys_are_sharded() -> None:
+    plain = bundled_spec("minimax-m3")
+    for ranks, extra in ((1, 0), (4, 57 * 384 * 6144 * 2)):
+        layout = ParallelLayout(tp=ranks)
+        held = weight_bytes(plain.shard_index(), dtype="bfloat16", layout=layout)
+        assert held - weight_bytes(plain, dtype="bfloat16", layout=layout) == extra
+
+
+def test_index_keys_are_sharded_where_that_is_faster_for_the_longest_sequence() -> None:
+    caches = bundled_spec("minimax-m3").kv_caches()
+    for dtype, crossovers in (
+        ("fp8", {2: 299e3, 4: 199e3, 8: 171e3, 1: inf}),
+        ("bfloat16", {2: 149e3, 4: 100e3, 8: 85e3}),
+    ):
+        for ranks, tokens in crossovers.items():
+            found = sharding_crossover(caches, dtype=dtype, ranks=ranks)
+            assert found == pytest.approx(tokens, abs=500)
+    for asked, ranks, longest, expected in (
+        ("auto", 4, 1_048_576, True), ("auto", 4, 131_072, False), ("auto", 1, 1_048_576, False),
+        ("on", 4, 1024, True), ("on", 1, 1024, False), ("off", 4, 1_048_576, False),
+    ):  # fmt: skip
+        sizes = {"ranks": ranks, "max_model_len": longest}
+        assert shards_index(caches, asked, dtype="fp8", **sizes) == expected
+    dense = bundled_spec("minimax-m2").kv_caches()
+    assert sharding_crossover(dense, dtype="fp8", ranks=4) == inf

@@ -20,7 +20,9 @@ from negamax.engine.client.output import ChoiceStream, RequestOutput
 from negamax.engine.wire import AddRequest
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
-from tests.unit.test_choice_stream import IDS, TEXT, TOKENIZER, info
+from tests.unit.test_stop_strings import INFO, TEXT, TOKENIZER
+
+IDS = TOKENIZER.encode(TEXT)
 
 
 def update(
@@ -91,7 +93,7 @@ def generation(
     ]
     streams = {
         request.request_id: ChoiceStream(
-            TOKENIZER, sampling, info=info(), request_id="r", index=index, num_prompt_tokens=1
+            TOKENIZER, sampling, info=INFO, request_id="r", index=index, num_prompt_tokens=1
         )
         for index, request in enumerate(requests)
     }

@@ -1,24 +1,18 @@
 import dataclasses
 import json
 import random
+from collections.abc import Sequence
+from typing import Any
 
+import parser_support as parsing
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from parser_support import (
-    MARKER,
-    MINIMAX_M2,
-    MINIMAX_M3,
-    feed_text,
-    new_parser,
-    one_shot,
-    outputs,
-    parse,
-    proof,
-)
+from parser_support import MARKER, MINIMAX_M2, MINIMAX_M3, TOOLS, feed_text, new_parser, parse
 from text_support import definition_text, make_tokenizer
 
 from negamax.text.detokenizer import Detokenizer, TextPiece
+from negamax.text.parser.element_arguments import MAX_DEPTH
 from negamax.text.parser.events import (
     ContentDelta,
     ParsedOutput,
@@ -30,314 +24,321 @@ from negamax.text.parser.events import (
     collect,
 )
 from negamax.text.parser.output_format import OutputFormat
-from negamax.text.parser.output_parser import OutputParser, Thinking
+from negamax.text.parser.output_parser import Thinking
 from negamax.text.parser.tag_lexer import MAX_ATTRIBUTE_CHARS, NO_BEGINNINGS
 from negamax.text.tokenizer import Tokenizer
 
-CASES = proof.read_cases(proof.CASE_FILES)
+M = MARKER
 TAG_IDS = {"<think>": 50, "</think>": 51, "<minimax:tool_call>": 52, "</minimax:tool_call>": 53}
-TOOLS = outputs.TOOLS
+CLOSER = TextPiece("</think>", 51)
+M2_WRITE = '</think><minimax:tool_call><invoke name="write_file">'
+M2_CALL = (
+    '<minimax:tool_call>\n<invoke name="write_file">\n<parameter name="path">a</parameter>\n'
+    "</invoke>\n</minimax:tool_call>"
+)
+M3_WRITE = f'{M}<tool_call>\n{M}<invoke name="write_file">'
+M3_EVENT = f'{M}<tool_call>\n{M}<invoke name="create_event">'
+M3_END = f"{M}</invoke>\n{M}</tool_call>"
+
+CASES = parsing.read_cases(parsing.CASE_FILES)
+by_format = pytest.mark.parametrize("format", [MINIMAX_M2, MINIMAX_M3], ids=["m2", "m3"])
 SEEDS = st.integers(0, 2**32)
+UNICODE = st.characters(exclude_categories=["Cs"])
+
+
+def make_m3_tokenizer() -> Tokenizer:
+    definition = json.loads(definition_text())
+    added = definition["added_tokens"]
+    for text in (MARKER, "<mm:think>", "</mm:think>"):
+        plain = dict.fromkeys(("special", "normalized", "single_word", "lstrip", "rstrip"), False)
+        added.append({"id": 1 + max(token["id"] for token in added), "content": text, **plain})
+    return Tokenizer(json.dumps(definition), config={})
+
+
+TOKENIZERS = {"minimax_m2": make_tokenizer(), "minimax_m3": make_m3_tokenizer()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
 class TestCases:
-    def test_parsed_whole(self, case: proof.Case) -> None:
+    def test_every_reading_is_as_expected(self, case: parsing.Case) -> None:
         parsed = parse(case.format, case.text, tools=case.tools, in_reasoning=case.in_reasoning)
-        if case.id in proof.OTHER_CHOICE:
+        if case.id in parsing.OTHER_CHOICE:
             assert case.tier == "policy", "core cases are not ours to choose"
             with pytest.raises(AssertionError, match=case.id):
-                proof.check_expected(case, parsed)
+                parsing.check_expected(case, parsed)
         else:
-            proof.check_expected(case, parsed)
-
-    def test_every_reading_gives_the_same(self, case: proof.Case) -> None:
+            parsing.check_expected(case, parsed)
         rng = random.Random(case.id)
         places = range(rng.randint(1, 8), len(case.text), 8)
-        proof.check_readings(case, rng, tools=case.tools, places=places)
+        parsing.check_readings(case, rng, tools=case.tools, places=places)
 
     @pytest.mark.full
-    def test_every_reading_gives_the_same_when_cut_at_each_place(self, case: proof.Case) -> None:
+    def test_every_reading_is_the_same_when_split_at_each_place(self, case: parsing.Case) -> None:
         places = range(1, len(case.text))
-        proof.check_readings(case, random.Random(case.id), tools=case.tools, places=places)
+        parsing.check_readings(case, random.Random(case.id), tools=case.tools, places=places)
 
-    def test_from_token_ids_to_the_parsed_answer(self, case: proof.Case) -> None:
+    def test_token_ids_give_the_same_answer(self, case: parsing.Case) -> None:
         tokenizer = TOKENIZERS[case.format.name]
         detokenizer = Detokenizer(tokenizer)
-        parser = OutputParser(
-            case.format,
-            tools=case.tools,
-            in_reasoning=case.in_reasoning,
-            tag_ids=case.format.tag_ids(tokenizer),
-        )
+        options: dict[str, Any] = {"tools": case.tools, "in_reasoning": case.in_reasoning}
+        parser = new_parser(case.format, tag_ids=case.format.tag_ids(tokenizer), **options)
         events: list[ParserEvent] = []
         for token_id in tokenizer.encode(case.text):
             events += parser.feed(detokenizer.push([token_id]))
         events += parser.feed(detokenizer.finish()) + parser.finish()
-        proof.check_well_formed(events)
-        whole = parse(case.format, case.text, tools=case.tools, in_reasoning=case.in_reasoning)
+        parsing.check_well_formed(events)
+        whole = parse(case.format, case.text, **options)
         content = whole.content or ""
         if case.format.think_close in content:  # a token here, so not a quotation
             whole = dataclasses.replace(whole, content=content.replace(case.format.think_close, ""))
         assert collect(events) == whole
 
 
-def make_m3_tokenizer() -> Tokenizer:
-    definition = json.loads(definition_text())
-    next_id = 1 + max(token["id"] for token in definition["added_tokens"])
-    for offset, text in enumerate((MARKER, "<mm:think>", "</mm:think>")):
-        token = {"id": next_id + offset, "content": text, "special": False, "normalized": False}
-        definition["added_tokens"].append(
-            {**token, "single_word": False, "lstrip": False, "rstrip": False}
-        )
-    return Tokenizer(
-        json.dumps(definition), config={"bos_token": "]~!b[", "eos_token": {"content": "[e~["}}
-    )
-
-
-TOKENIZERS = {"minimax_m2": make_tokenizer(), "minimax_m3": make_m3_tokenizer()}
-
-
-@pytest.mark.parametrize("format", [MINIMAX_M2, MINIMAX_M3], ids=["m2", "m3"])
-@settings(max_examples=80, deadline=None)
+@by_format
+@settings(max_examples=60, deadline=None)
 @given(seed=SEEDS)
 def test_generated_outputs_read_the_same_in_pieces(format: OutputFormat, seed: int) -> None:
-    proof.check_generated(format, random.Random(seed), all_places=False)
+    parsing.check_generated(format, random.Random(seed), all_places=False)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("format", [MINIMAX_M2, MINIMAX_M3], ids=["m2", "m3"])
+@by_format
 @settings(max_examples=300, deadline=None)
 @given(seed=SEEDS)
-def test_generated_outputs_read_the_same_when_cut_at_each_place(
+def test_generated_outputs_read_the_same_when_split_at_each_place(
     format: OutputFormat, seed: int
 ) -> None:
-    proof.check_generated(format, random.Random(seed), all_places=True)
+    parsing.check_generated(format, random.Random(seed), all_places=True)
 
 
-FRAGMENTS = [
-    *MARKER,
-    "]<]mini",
-    "max[>[",
-    "</",
-    "tool_call>",
-    "<invoke ",
-    "a",
-    "\n",
-    " ",
-    '"',
-    "\\",
-]
-PARTS = st.lists(st.sampled_from(FRAGMENTS), max_size=30)
+FRAGMENTS = [*MARKER, "]<]mini", "max[>[", "</", "tool_call>", "<invoke ", "a", "\n", " ", '"']
 
 
-@settings(max_examples=150, deadline=None)
-@given(parts=PARTS, cut=st.integers(0, 60))
-def test_a_value_without_a_marker_comes_out_as_it_went_in(parts: list[str], cut: int) -> None:
+@settings(max_examples=100, deadline=None)
+@given(parts=st.lists(st.sampled_from([*FRAGMENTS, "\\"]), max_size=30), place=st.integers(0, 60))
+def test_m3_values_without_a_marker_are_kept(parts: list[str], place: int) -> None:
     value = "x" + "".join(parts) + "|"
     assume(MARKER not in value)
-    parser = new_parser(MINIMAX_M3, tools=TOOLS)
-    events = feed_text(
-        parser,
-        f'{MARKER}<tool_call>{MARKER}<invoke name="write_file">{MARKER}<content>{value[:cut]}',
-    )
-    events += (
-        feed_text(parser, f"{value[cut:]}{MARKER}</content>{MARKER}</invoke>") + parser.finish()
-    )
-    assert json.loads(collect(events).tool_calls[0].arguments) == {"content": value}
-
-
-VALUES = st.text(
-    st.characters(exclude_categories=["Cs"]) | st.sampled_from('<>/\n"\\ '), max_size=40
-)
+    head, tail = f"{M3_WRITE}{M}<content>{value[:place]}", f"{value[place:]}{M}</content>"
+    chunks = parsing.text_chunks([head, f"{tail}{M}</invoke>"])
+    (call,) = parsing.read_chunks(MINIMAX_M3, chunks, tools=TOOLS).tool_calls
+    assert json.loads(call.arguments) == {"content": value}
 
 
 @settings(deadline=None)
 @given(
-    path=VALUES,
-    content=VALUES,
+    texts=st.tuples(*[st.text(UNICODE | st.sampled_from('<>/\n"\\ '), max_size=40)] * 2),
     mode=st.integers(),
-    tags=st.lists(st.text(st.characters(exclude_categories=["Cs"]))),
+    tags=st.lists(st.text(UNICODE)),
 )
-def test_what_the_template_writes_is_read_back(
-    path: str, content: str, mode: int, tags: list[str]
+def test_m2_calls_in_the_templates_spelling_are_read_back(
+    texts: tuple[str, str], mode: int, tags: list[str]
 ) -> None:
-    arguments = {"path": path, "content": content, "mode": mode, "tags": tags}
-    lines = [
-        f"<parameter "
-        f'name="{key}">{value if isinstance(value, str) else json.dumps(value)}</parameter>\n'
-        for key, value in arguments.items()
-    ]
-    call = (
-        '<minimax:tool_call>\n<invoke name="write_file">\n'
-        + "".join(lines)
-        + "</invoke>\n</minimax:tool_call>"
-    )
-    output = one_shot("why\n</think>\n\n\n" + call, TOOLS)
+    arguments = {"path": texts[0], "content": texts[1], "mode": mode, "tags": tags}
+    block = parsing.write_block(MINIMAX_M2, [("write_file", arguments)])
+    output = parse(MINIMAX_M2, f"why\n</think>\n\n{block}", tools=TOOLS)
     assert (output.reasoning, output.content) == ("why", None)
-    assert [json.loads(call.arguments) for call in output.tool_calls] == [arguments]
+    assert parsing.calls_of(output) == [("write_file", arguments)]
 
 
 @settings(deadline=None)
-@given(content=st.text(st.characters(exclude_categories=["Cs"])))
-def test_plain_answers_are_untouched(content: str) -> None:
+@given(content=st.text(UNICODE))
+def test_plain_answers_are_unchanged(content: str) -> None:
     assume("<minimax:tool_call>" not in content)
     answer = f"Answer: {content}"
-    assert one_shot(f"\n</think>\n\n{answer}").content == answer
+    assert parse(MINIMAX_M2, f"\n</think>\n\n{answer}").content == answer
 
 
-def test_string_arguments_grow_while_they_are_generated() -> None:
-    parser = new_parser(tools=TOOLS)
-    feed_text(parser, "x</think>\n\n<minimax:tool_call>\n")
-    assert feed_text(parser, '<invoke name="write_file">') == [ToolCallStart(0, "write_file")]
-    assert feed_text(parser, '\n<parameter name="content">') == []
-    assert feed_text(parser, "def") == [ToolArgumentsDelta(0, '{"content": "def')]
-    assert feed_text(parser, ' f():\n  "') == [ToolArgumentsDelta(0, ' f():\\n  \\"')]
-    assert feed_text(parser, "</parameter>\n") == []
-    assert feed_text(parser, '<parameter name="mode">') == [ToolArgumentsDelta(0, '"')]
-    assert feed_text(parser, "42") == []
-    assert feed_text(parser, "0</parameter>\n</invoke>") == [
-        ToolArgumentsDelta(0, ', "mode": 420}'),
-        ToolCallEnd(0),
-    ]
+def delta(text: str) -> ToolArgumentsDelta:
+    return ToolArgumentsDelta(0, text)
 
 
-def test_nullable_string_streams_once_it_cannot_be_null() -> None:
-    parser = new_parser(tools=TOOLS)
-    feed_text(
-        parser, '</think><minimax:tool_call><invoke name="write_file"><parameter name="note">'
-    )
-    assert feed_text(parser, "nu") == []
-    assert feed_text(parser, "ts") == [ToolArgumentsDelta(0, '{"note": "nuts')]
+STREAMS: dict[str, tuple[OutputFormat, list[tuple[str, list[ParserEvent]]]]] = {
+    "m2 string arguments": (
+        MINIMAX_M2,
+        [
+            ("x</think>\n\n<minimax:tool_call>\n", [ReasoningDelta("x")]),
+            ('<invoke name="write_file">', [ToolCallStart(0, "write_file")]),
+            ('\n<parameter name="content">', []),
+            ("def", [delta('{"content": "def')]),
+            (' f():\n  "', [delta(' f():\\n  \\"')]),
+            ("</parameter>\n", []),
+            ('<parameter name="mode">', [delta('"')]),
+            ("42", []),
+            ("0</parameter>\n</invoke>", [delta(', "mode": 420}'), ToolCallEnd(0)]),
+        ],
+    ),
+    "m2 nullable string": (
+        MINIMAX_M2,
+        [
+            (f'{M2_WRITE}<parameter name="note">', [ToolCallStart(0, "write_file")]),
+            ("nu", []),
+            ("ts", [delta('{"note": "nuts')]),
+        ],
+    ),
+    "m2 reasoning and content": (
+        MINIMAX_M2,
+        [
+            ("Let me", [ReasoningDelta("Let me")]),
+            (" see <b", [ReasoningDelta(" see <b")]),
+            ("\n</think>\n\nYes: 1 <", [ContentDelta("Yes: 1")]),
+            (" 2", [ContentDelta(" < 2")]),
+        ],
+    ),
+    "m3 strings at every depth": (
+        MINIMAX_M3,
+        [
+            (M3_EVENT, [ToolCallStart(0, "create_event")]),
+            (f"{M}<location>{M}<city>", []),
+            ("Ro", [delta('{"location": {"city": "Ro')]),
+            ("me]", [delta("me")]),
+            (" ", [delta("] ")]),
+            (f"{M}</city>{M}<zip>0", [delta('"')]),
+            (f"12{M}</zip>", [delta(', "zip": 12')]),
+            (f"{M}</location>{M}<guests>{M}<item>{M}<name>A", [delta('}, "guests": [{"name": "A')]),
+            (f"{M}</name>{M}</item>{M}</guests>{M}</invoke>", [delta('"}]}'), ToolCallEnd(0)]),
+        ],
+    ),
+    "m3 unknown type that is no bare word": (
+        MINIMAX_M3,
+        [
+            (f"{M3_EVENT}{M}<any>", [ToolCallStart(0, "create_event")]),
+            (" nul", []),
+            ("lable", [delta('{"any": " nullable')]),
+        ],
+    ),
+    "m3 nullable string": (
+        MINIMAX_M3,
+        [
+            (f"{M3_WRITE}{M}<note>", [ToolCallStart(0, "write_file")]),
+            ("nul", []),
+            ("la", [delta('{"note": "nulla')]),
+        ],
+    ),
+    "m3 undeclared tool": (
+        MINIMAX_M3,
+        [
+            (f'{M}<tool_call>{M}<invoke name="other">{M}<code>', [ToolCallStart(0, "other")]),
+            ("x = 1", [delta('{"code": "x = 1')]),
+        ],
+    ),
+    "m3 thinking, and the last bracket": (
+        MINIMAX_M3,
+        [
+            ("<mm:think>Let", [ReasoningDelta("Let")]),
+            (" me</mm:thi", [ReasoningDelta(" me")]),
+            ("nk>[SILENCE]", [ContentDelta("[SILENCE")]),
+            ("", [ContentDelta("]")]),  # the end
+        ],
+    ),
+}
 
 
-def test_reasoning_and_content_stream_at_once() -> None:
-    parser = new_parser()
-    assert feed_text(parser, "Let me") == [ReasoningDelta("Let me")]
-    assert feed_text(parser, " see <b") == [ReasoningDelta(" see <b")]
-    assert feed_text(parser, "\n</think>\n\nYes: 1 <") == [ContentDelta("Yes: 1")]
-    assert feed_text(parser, " 2") == [ContentDelta(" < 2")]
-    assert parser.finish() == []
+@pytest.mark.parametrize("name", STREAMS)
+def test_text_streams_as_soon_as_it_is_certain(name: str) -> None:
+    format, steps = STREAMS[name]
+    parser = new_parser(format, tools=TOOLS)
+    assert parser.in_reasoning is (format is MINIMAX_M2)
+    for text, events in steps:
+        assert (feed_text(parser, text) if text else parser.finish()) == events
+    assert not parser.in_reasoning
 
 
-def test_tags_count_only_as_tokens_when_ids_are_known() -> None:
-    quoted = 'see </think> and <minimax:tool_call>\n<invoke name="write_file">'
-    pieces = [TextPiece(quoted, None), TextPiece("</think>", 51), TextPiece("\n\nthe answer", None)]
-    parser = OutputParser(MINIMAX_M2, tools=TOOLS, in_reasoning=True, tag_ids=TAG_IDS)
-    output = collect(parser.feed(pieces) + parser.finish())
-    assert output == ParsedOutput(quoted, "the answer", [])
+QUOTED = 'see </think> and <minimax:tool_call>\n<invoke name="write_file">'
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reasoning", "content"),
+    [
+        (
+            [TextPiece(QUOTED, None), CLOSER, TextPiece("\n\nthe answer", None)],
+            QUOTED,
+            "the answer",
+        ),
+        ([TextPiece("a <", None), CLOSER, TextPiece("b", None)], "a <", "b"),
+    ],
+)
+def test_tags_with_ids_count_only_as_tokens(
+    pieces: list[TextPiece], reasoning: str, content: str
+) -> None:
+    output = parsing.read_chunks(MINIMAX_M2, [pieces], tools=TOOLS, tag_ids=TAG_IDS)
+    assert output == ParsedOutput(reasoning, content, [])
+
+
+def test_m3_markers_count_as_text_too_when_think_tags_have_ids() -> None:
+    texts = ("]<", "]mini", "max[>[", "<tool_call>\n", M, '<invoke name="ping">', M, "</invoke>")
+    pieces = [TextPiece("<mm:think>", 59), TextPiece("a </mm:think> b", 1)]
+    pieces += [TextPiece("</mm:think>", 60), TextPiece("ok", 2)]
+    pieces += [TextPiece(text, 58 if text == M else None) for text in texts]
+    ids = {"<mm:think>": 59, "</mm:think>": 60}
+    output = parsing.read_chunks(MINIMAX_M3, [pieces], tools=TOOLS, tag_ids=ids)
+    assert (output.reasoning, output.content) == ("a </mm:think> b", "ok")
+    assert [call.name for call in output.tool_calls] == ["ping"]
 
 
 @pytest.mark.parametrize("thinking", [Thinking.SPLIT, Thinking.APPEND])
 @pytest.mark.parametrize("step", [1, 100])
 def test_a_closer_that_is_a_token_is_never_content(thinking: Thinking, step: int) -> None:
-    closer = TextPiece("</think>", 51)
-    pieces = [
-        closer,
-        TextPiece("So `</think>` ends it.", None),
-        closer,
-        TextPiece("\n\nYes.", None),
-        closer,
-    ]
-    parser = OutputParser(
-        MINIMAX_M2, tools=None, in_reasoning=False, tag_ids=TAG_IDS, thinking=thinking
-    )
+    said = TextPiece("So `</think>` ends it.", None)
+    pieces = [CLOSER, said, CLOSER, TextPiece("\n\nYes.", None), CLOSER]
     chunks = [pieces[start : start + step] for start in range(0, len(pieces), step)]
-    events = [event for chunk in chunks for event in parser.feed(chunk)]
-    output = collect([*events, *parser.finish()])
+    options: dict[str, Any] = {"in_reasoning": False, "tag_ids": TAG_IDS, "thinking": thinking}
+    output = parsing.read_chunks(MINIMAX_M2, chunks, **options)
     assert output == ParsedOutput(None, "So `</think>` ends it.\n\nYes.", [])
 
 
 def test_a_format_may_have_no_tags_in_text() -> None:
     tokens_only = dataclasses.replace(MINIMAX_M2, patterns=(), beginnings=NO_BEGINNINGS)
-    parser = OutputParser(tokens_only, tools=None, in_reasoning=True, tag_ids=TAG_IDS)
-    pieces = [
-        TextPiece("a </think> <", None),
-        TextPiece("</think>", 51),
-        TextPiece('<invoke name="f">', None),
-    ]
-    assert collect([*parser.feed(pieces), *parser.finish()]) == ParsedOutput(
-        "a </think> <", '<invoke name="f">', []
-    )
+    pieces = [TextPiece("a </think> <", None), CLOSER, TextPiece('<invoke name="f">', None)]
+    output = parsing.read_chunks(tokens_only, [pieces], in_reasoning=True, tag_ids=TAG_IDS)
+    assert output == ParsedOutput("a </think> <", '<invoke name="f">', [])
 
 
-def test_indentation_of_the_first_line_is_kept() -> None:
-    assert one_shot("\n  why\n</think>\n\n    code\n  more\n") == ParsedOutput(
-        "  why", "    code\n  more\n", []
-    )
-
-
-def test_beginning_of_a_tag_before_a_tag_token_is_text() -> None:
-    pieces = [TextPiece("a <", None), TextPiece("</think>", 51), TextPiece("b", None)]
-    parser = OutputParser(MINIMAX_M2, tools=None, in_reasoning=True, tag_ids=TAG_IDS)
-    assert collect(parser.feed(pieces) + parser.finish()) == ParsedOutput("a <", "b", [])
-
-
-def test_space_after_the_last_block_is_layout() -> None:
-    call = '<minimax:tool_call>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>\n'
-    assert one_shot(f"a</think>\n\nb\n{call}").content == "b"
-    assert one_shot("a</think>\n\nb\n").content == "b\n"
+@pytest.mark.parametrize(
+    ("format", "text", "in_reasoning", "expected"),
+    [
+        (
+            MINIMAX_M2,
+            "\n  why\n</think>\n\n    code\n  more\n",
+            True,
+            ("  why", "    code\n  more\n"),
+        ),
+        (MINIMAX_M2, f"a</think>\n\nb\n{M2_CALL}\n", True, ("a", "b")),  # space around calls
+        (MINIMAX_M2, "a</think>\n\nb\n", True, ("a", "b\n")),
+        (MINIMAX_M2, "\nHello.", False, (None, "Hello.")),
+        (MINIMAX_M2, "<think>a</think>b", False, ("a", "b")),
+        (MINIMAX_M2.without_calls(), f"x</think>\n\nok\n{M2_CALL}", True, ("x", f"ok\n{M2_CALL}")),
+    ],
+)
+def test_reasoning_and_content_are_split(
+    format: OutputFormat, text: str, in_reasoning: bool, expected: tuple[str | None, str]
+) -> None:
+    output = parse(format, text, tools=TOOLS, in_reasoning=in_reasoning)
+    assert (output.reasoning, output.content) == expected
 
 
 def test_endless_tags_are_released_as_text() -> None:
-    parser = new_parser(in_reasoning=False)
     text = "see <parameter " + "a" * 2 * MAX_ATTRIBUTE_CHARS
-    events = [event for char in text for event in feed_text(parser, char)]
-    assert collect(events).content == text
-
-
-def test_without_open_reasoning_everything_is_content() -> None:
-    assert parse(MINIMAX_M2, "\nHello.", tools=None, in_reasoning=False) == ParsedOutput(
-        None, "Hello.", []
-    )
-    assert parse(MINIMAX_M2, "<think>a</think>b", tools=None, in_reasoning=False) == ParsedOutput(
-        "a", "b", []
-    )
+    steps = parsing.stream(MINIMAX_M2, parsing.text_chunks(text), in_reasoning=False)
+    assert collect(event for step in steps[:-1] for event in step).content == text
 
 
 def test_duplicate_parameter_leaves_the_last_value() -> None:
     text = (
-        '</think><minimax:tool_call><invoke name="write_file"><parameter name="path">a</parameter>'
-        '<parameter name="path">b</parameter></invoke></minimax:tool_call>'
+        f'{M2_WRITE}<parameter name="path">a</parameter><parameter name="path">b</parameter>'
+        "</invoke></minimax:tool_call>"
     )
-    assert one_shot(text, TOOLS).tool_calls[0].arguments == '{"path": "a", "path": "b"}'
-
-
-CALL = (
-    '<minimax:tool_call>\n<invoke name="write_file">\n<parameter '
-    'name="path">a</parameter>\n</invoke>\n</minimax:tool_call>'
-)
-
-
-def test_without_calls_their_markup_is_content() -> None:
-    output = parse(
-        MINIMAX_M2.without_calls(), f"x</think>\n\nok\n{CALL}", tools=TOOLS, in_reasoning=True
-    )
-    assert output == ParsedOutput("x", f"ok\n{CALL}", [])
+    (call,) = parse(MINIMAX_M2, text, tools=TOOLS).tool_calls
+    assert call.arguments == '{"path": "a", "path": "b"}'
 
 
 @pytest.mark.parametrize(("thinking", "opener"), [(Thinking.APPEND, "<think>"), (Thinking.RAW, "")])
 def test_thinking_can_stay_in_the_content_as_generated(thinking: Thinking, opener: str) -> None:
-    text = "\nI think.\n</think>\n\nHello <think>.\n"
-    assert parse(
-        MINIMAX_M2, text, tools=None, in_reasoning=True, thinking=thinking
-    ) == ParsedOutput(None, opener + text, [])
-    cut_off = parse(MINIMAX_M2, "I th\n", tools=None, in_reasoning=True, thinking=thinking)
-    assert cut_off == ParsedOutput(None, f"{opener}I th\n", [])
-
-
-def test_calls_are_found_where_thinking_stays_in_the_content() -> None:
-    output = parse(
-        MINIMAX_M2, f"I call.\n{CALL}", tools=TOOLS, in_reasoning=True, thinking=Thinking.APPEND
-    )
-    assert (output.content, len(output.tool_calls)) == ("<think>I call.", 1)
-
-
-def test_the_parser_knows_when_it_is_in_reasoning() -> None:
-    parser = new_parser()
-    assert parser.in_reasoning
-    feed_text(parser, "x</think>y")
-    assert not parser.in_reasoning
+    for text in ("\nI think.\n</think>\n\nHello <think>.\n", "I th\n"):
+        output = parse(MINIMAX_M2, text, thinking=thinking)
+        assert output == ParsedOutput(None, opener + text, [])
+    output = parse(MINIMAX_M2, f"I call.\n{M2_CALL}", tools=TOOLS, thinking=thinking)
+    assert (output.content, len(output.tool_calls)) == (f"{opener}I call.", 1)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +355,72 @@ def test_the_parser_knows_when_it_is_in_reasoning() -> None:
         (MINIMAX_M3, "quoted <mm:think>[e~[\n]~b]ai\n", False),
     ],
 )
-def test_whether_a_prompt_opens_reasoning(
+def test_prompts_open_reasoning_in_their_last_turn(
     format: OutputFormat, prompt: str, expected: bool
 ) -> None:
     assert format.opens_reasoning(prompt) is expected
+
+
+# --- arguments of M3 -----------------------------------------------------------------------------
+
+
+def m3_arguments(text: str, tools: Sequence[dict[str, Any]] = TOOLS) -> Any:
+    (call,) = parse(MINIMAX_M3, text, tools=tools).tool_calls
+    return json.loads(call.arguments)
+
+
+@pytest.mark.parametrize("key", ["pair", "pairs", "any"])
+def test_the_place_of_an_item_decides_its_type(key: str) -> None:
+    pair = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]}
+    pairs, either = {"type": "array", "items": pair}, {"anyOf": [pair, {"type": "object"}]}
+    schemas = {"pair": pair, "pairs": pairs, "any": either}
+    tool = {"name": "f", "parameters": {"properties": schemas}}
+    items = f"{M}<item>3{M}</item>{M}<item>05{M}</item>"
+    if key == "pairs":
+        items = f"{M}<item>{items}{M}</item>" * 2
+    text = f'{M}<tool_call>\n{M}<invoke name="f">{M}<{key}>{items}{M}</{key}>{M3_END}'
+    assert m3_arguments(text, [tool]) == {key: [[3, "05"]] * 2 if key == "pairs" else [3, "05"]}
+
+
+def test_a_quoted_call_is_not_made() -> None:
+    """An agent that writes a file about its own format must not run its content."""
+    quoted = f"See {M3_WRITE}{M}<path>/etc/passwd{M}</path>{M3_END}."
+    found = m3_arguments(f"{M3_WRITE}{M}<content>{quoted}{M}</content>{M3_END}")
+    assert found == {"content": quoted}
+
+
+def test_a_string_beyond_the_longest_undecided_text_stays_a_string() -> None:
+    inner, space = f"{M}<a>b{M}</a>", " " * 100
+    found = m3_arguments(f"{M3_EVENT}{M}<any>{space}{inner}{M}</any>{M3_END}")
+    assert found == {"any": f"{space}{inner}"}
+    found = m3_arguments(f"{M3_EVENT}{M}<any>\n{inner}\n{M}</any>{M3_END}")
+    assert found == {"any": {"a": "b"}}
+
+
+def test_elements_beyond_the_greatest_depth_are_dropped_and_the_rest_is_kept() -> None:
+    depth = 3 * MAX_DEPTH
+    deep = f"{M}<a>" * depth + "x" + f"{M}</a>" * depth
+    found = m3_arguments(f"{M3_EVENT}{M}<any>{deep}{M}</any>{M}<title>t{M}</title>{M3_END}")
+    assert found["title"] == "t"
+    levels, inner = 0, found["any"]
+    while isinstance(inner, dict):
+        levels, inner = levels + 1, inner["a"]
+    assert (levels, inner) == (MAX_DEPTH - 2, "")
+
+
+@pytest.mark.parametrize("length", [511, 512, 513])
+def test_a_tag_at_its_length_limit_reads_the_same_in_pieces(length: int) -> None:
+    name = "k" * length
+    text = f"{M3_EVENT}{M}<title>x{M}<{name}>v{M}</{name[:-1]}>{M3_END}"
+    for size in (1, 7, 100):
+        chunks = parsing.text_chunks(text[i : i + size] for i in range(0, len(text), size))
+        output = parsing.read_chunks(MINIMAX_M3, chunks, tools=TOOLS)
+        assert output == parse(MINIMAX_M3, text, tools=TOOLS)
+
+
+@pytest.mark.parametrize(
+    "text", ["]", M, f"{M}<", f"{M} <invoke na", "<tool_ca", f"{M}<invoke a{M}<b", "<mm:thin"]
+)
+def test_held_text_is_released_at_the_end(text: str) -> None:
+    assert parse(MINIMAX_M3, f"ok {text}").content == f"ok {text}"
+    assert parse(MINIMAX_M3, f"ok {text}.").content == f"ok {text}."

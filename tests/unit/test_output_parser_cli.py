@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import parser_support as proof
 import pytest
-from parser_support import proof
 
 from negamax.cli.main import main
 

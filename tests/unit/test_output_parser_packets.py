@@ -1,12 +1,10 @@
 """Fragment sizes within the limits of MiniMax's acceptance suite; holding loses no text."""
 
 import json
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
-from parser_support import MARKER, MINIMAX_M2, MINIMAX_M3, outputs, proof
+from parser_support import MINIMAX_M2, MINIMAX_M3, calls_of, pieces, stream, write_block
 
 from negamax.text.parser.events import (
     ContentDelta,
@@ -18,32 +16,25 @@ from negamax.text.parser.events import (
     collect,
 )
 from negamax.text.parser.output_format import OutputFormat
-from negamax.text.parser.packets import Packets
+from negamax.text.parser.packets import HOLD_SECONDS, PacedPackets, Packets
 
 ESSAY = (
     "The history of tea begins, as many stories do, with an accident: leaves fell into a pot of "
     "water. " * 40
 )
 CODE = "def area(r: float) -> float:\n    return 3.14159 * r ** 2  # [m2]\n"
-NESTED = {
-    "a": {
-        "title": "Plan of the week",
-        "steps": ["rise", "work", "rest"],
-        "notes": {"b": "see the second page"},
-    }
+PROPERTIES = {
+    "write": {"filename": {"type": "string"}, "content": {"type": "string"}},
+    "save": {"data": {"type": "object"}},
+    "weather": {"city": {"type": "string"}},
 }
 TOOLS = [
     {"name": name, "parameters": {"type": "object", "properties": properties}}
-    for name, properties in {
-        "write": {"filename": {"type": "string"}, "content": {"type": "string"}},
-        "save": {"data": {"type": "object"}},
-        "weather": {"city": {"type": "string"}},
-    }.items()
+    for name, properties in PROPERTIES.items()
 ]
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """Shares of the non-empty fragments and of their characters, in percent."""
 
     tiny: float
@@ -54,75 +45,57 @@ class Limits:
 
 
 def nested(num_chars: int) -> dict[str, object]:
-    parts = [{**NESTED["a"], "number": f"entry {index}"} for index in range(num_chars // 120)]
-    return {"data": {"parts": parts}}
+    part = {"title": "Plan of the week", "steps": ["rise", "work", "rest"], "notes": {"b": "page"}}
+    return {"data": {"parts": [part | {"number": f"entry {i}"} for i in range(num_chars // 120)]}}
 
 
 CITIES = ("Rome", "Oslo", "Lima", "Tokyo", "New York")
-Calls = Sequence[tuple[str, dict[str, object]]]
-SCENARIOS: dict[str, tuple[str | None, str | None, Calls, Limits]] = {
-    "essay": (None, ESSAY, [], Limits(5, 95, 2, 90, 10)),
-    "JSON as content": (None, json.dumps(nested(3000)), [], Limits(5, 95, 2, 90, 10)),
-    **{
-        name: (None, None, calls, limits)
-        for name, calls, limits in (
-            (
-                "string of 500",
-                [("write", {"content": (CODE * 10)[:500]})],
-                Limits(15, 85, 0, 95, 0),
-            ),
-            ("two", [("write", {"filename": "a", "content": CODE * 3})], Limits(10, 90, 0, 95, 0)),
-            ("10K", [("write", {"content": (CODE * 160)[:10_000]})], Limits(5, 90, 10, 65, 35)),
-            ("nested object of 2K", [("save", nested(2000))], Limits(20, 75, 10, 60, 40)),
-            ("five", [("weather", {"city": city}) for city in CITIES], Limits(15, 85, 0, 95, 0)),
-        )
-    },
-    "reasoning then call": (
-        "The user wants the weather of Rome, so I ask.",
-        None,
-        [("weather", {"city": "Rome"})],
-        Limits(10, 85, 5, 85, 15),
+WHY = "The user wants the weather of Rome, so I ask."
+CONTENT, FIVE = Limits(5, 95, 2, 90, 10), [("weather", {"city": city}) for city in CITIES]
+# reasoning, content, calls, limits
+SCENARIOS: dict[str, tuple[str | None, str | None, list[tuple[str, Any]], Limits]] = {
+    "essay": (None, ESSAY, [], CONTENT),
+    "JSON as content": (None, json.dumps(nested(3000)), [], CONTENT),
+    "string of 500": (
+        *(None, None, [("write", {"content": (CODE * 10)[:500]})]),
+        Limits(15, 85, 0, 95, 0),
     ),
+    "two arguments": (
+        *(None, None, [("write", {"filename": "a", "content": CODE * 3})]),
+        Limits(10, 90, 0, 95, 0),
+    ),
+    "string of 10K": (
+        *(None, None, [("write", {"content": (CODE * 160)[:10_000]})]),
+        Limits(5, 90, 10, 65, 35),
+    ),
+    "nested object of 2K": (None, None, [("save", nested(2000))], Limits(20, 75, 10, 60, 40)),
+    "five calls": (None, None, FIVE, Limits(15, 85, 0, 95, 0)),
+    "reasoning then call": (WHY, None, FIVE[:1], Limits(10, 85, 5, 85, 15)),
 }
 
 
-def written(
-    format: OutputFormat,
-    reasoning: str | None,
-    content: str | None,
-    calls: Sequence[tuple[str, dict[str, object]]],
-) -> str:
-    if format is MINIMAX_M2:
-        return f"{reasoning or ''}\n</think>\n\n{content or ''}" + (
-            outputs.m2_block(calls) if calls else ""
-        )
-    thinking = f"<mm:think>{reasoning}</mm:think>" if reasoning else ""
-    return thinking + (content or "") + (outputs.m3_block(calls) if calls else "")
-
-
 def packets_of(format: OutputFormat, text: str, *, tokens_per_step: int) -> list[ParserEvent]:
-    tokens = outputs.pieces(text)
+    tokens = pieces(text)
     steps = [tokens[i : i + tokens_per_step] for i in range(0, len(tokens), tokens_per_step)]
     packets = Packets()
-    out: list[ParserEvent] = []
-    for step in proof.stream(format, steps, tools=TOOLS, in_reasoning=format is MINIMAX_M2):
-        out += packets.push(step)
-    return out + packets.flush()
+    sized = [packets.push(events) for events in stream(format, steps, tools=TOOLS)]
+    return [event for events in [*sized, packets.flush()] for event in events]
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 8, 10_000])
 @pytest.mark.parametrize("format", [MINIMAX_M2, MINIMAX_M3], ids=["m2", "m3"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_shares_of_fragment_sizes_keep_to_the_table(
+def test_shares_of_fragment_sizes_are_within_limits(
     name: str, format: OutputFormat, tokens_per_step: int
 ) -> None:
     reasoning, content, calls, limits = SCENARIOS[name]
-    events = packets_of(
-        format, written(format, reasoning, content, calls), tokens_per_step=tokens_per_step
-    )
+    thinking = f"<mm:think>{reasoning}</mm:think>" if reasoning else ""
+    if format is MINIMAX_M2:
+        thinking = f"{reasoning or ''}\n</think>\n\n"
+    text = thinking + (content or "") + write_block(format, calls)
+    events = packets_of(format, text, tokens_per_step=tokens_per_step)
     output = collect(events)
-    assert (output.reasoning, output.content or "") == (reasoning, (content or ""))
-    assert proof.calls_of(output) == calls
+    assert (output.reasoning, output.content, calls_of(output)) == (reasoning, content, calls)
     lengths = [
         len(event.text) for event in events if not isinstance(event, ToolCallStart | ToolCallEnd)
     ]
@@ -135,7 +108,7 @@ def test_shares_of_fragment_sizes_keep_to_the_table(
     assert percent_of_mass * (sum(lengths) - sum(tiny) - sum(huge)) >= limits.good_mass
 
 
-def test_text_is_held_until_a_fragment_is_there() -> None:
+def test_text_is_held_until_its_fragment_is_complete() -> None:
     packets = Packets()
     assert packets.push([ContentDelta("Hi")]) == []
     assert packets.is_holding
@@ -145,23 +118,22 @@ def test_text_is_held_until_a_fragment_is_there() -> None:
     assert packets.push([ContentDelta("!")]) == []
     assert packets.flush() == [ContentDelta("!")]
     assert packets.flush() == []
-    assert packets.push([ContentDelta("Hello")]) == [ContentDelta("Hello")]
+    lengths = [len(fragment.text) for fragment in packets.push([ContentDelta("x" * 401)])]
+    assert lengths == [133, 134, 134]
 
 
 def test_the_end_of_arguments_joins_the_fragment_before_it() -> None:
     packets = Packets()
-    start = ToolCallStart(0, "f")
-    assert packets.push([start, ToolArgumentsDelta(0, '{"city": "')]) == [start]
+    start, end = ToolCallStart(0, "f"), ToolCallEnd(0)
+    first = ToolArgumentsDelta(0, '{"city": "')
+    assert packets.push([start, first]) == [start]
     assert packets.is_holding
     assert packets.push([ToolArgumentsDelta(0, "Lima")]) == []
-    assert packets.push([ToolArgumentsDelta(0, '"}'), ToolCallEnd(0)]) == [
-        ToolArgumentsDelta(0, '{"city": "'),
-        ToolArgumentsDelta(0, 'Lima"}'),
-        ToolCallEnd(0),
-    ]
+    last = ToolArgumentsDelta(0, 'Lima"}')
+    assert packets.push([ToolArgumentsDelta(0, '"}'), end]) == [first, last, end]
 
 
-def test_held_text_goes_out_before_anything_of_another_kind() -> None:
+def test_held_text_is_released_before_an_event_of_another_kind() -> None:
     packets = Packets()
     assert packets.push([ReasoningDelta("a"), ContentDelta("b")]) == [ReasoningDelta("a")]
     start = ToolCallStart(0, "f")
@@ -171,41 +143,64 @@ def test_held_text_goes_out_before_anything_of_another_kind() -> None:
     assert packets.flush() == events[2:]
 
 
-def test_long_text_is_split_evenly() -> None:
-    fragments = Packets().push([ContentDelta("x" * 401)])
-    assert [len(fragment.text) for fragment in fragments] == [133, 134, 134]
-
-
 @pytest.mark.parametrize("text", ["[SILENCE]", "a]", "hello\nworld\n", "🙂", "x]<]mini"])
 def test_nothing_is_lost_at_the_end(text: str) -> None:
     assert collect(packets_of(MINIMAX_M3, text, tokens_per_step=1)).content == text
-    argument = (
-        f"{MARKER}<tool_call>{MARKER}<invoke "
-        f'name="write">{MARKER}<content>{text}{MARKER}</content>{MARKER}</invoke>'
-    )
-    output = collect(packets_of(MINIMAX_M3, argument, tokens_per_step=1))
-    assert json.loads(output.tool_calls[0].arguments) == {"content": text}
+    call = write_block(MINIMAX_M3, [("write", {"content": text})])
+    output = collect(packets_of(MINIMAX_M3, call, tokens_per_step=1))
+    assert calls_of(output) == [("write", {"content": text})]
 
 
-def test_reasoning_and_content_never_share_a_fragment_and_emoji_stay_whole() -> None:
-    rng = random.Random(0)
-    for _ in range(50):
-        output = outputs.generate(rng.choice([MINIMAX_M2, MINIMAX_M3]), rng)
-        whole = proof.parse(
-            output.format, output.text, tools=outputs.TOOLS, in_reasoning=output.in_reasoning
-        )
-        tokens = outputs.pieces(output.text)
-        steps = proof.stream(
-            output.format,
-            [[token] for token in tokens],
-            tools=outputs.TOOLS,
-            in_reasoning=output.in_reasoning,
-        )
-        packets = Packets()
-        fragments = [event for step in steps for event in packets.push(step)] + packets.flush()
-        assert "".join(f.text for f in fragments if isinstance(f, ReasoningDelta)) == (
-            whole.reasoning or ""
-        )
-        assert "".join(f.text for f in fragments if isinstance(f, ContentDelta)) == (
-            whole.content or ""
-        )
+# --- pacing --------------------------------------------------------------------------------------
+
+FAST = HOLD_SECONDS / 5
+
+
+def texts(events: list[ParserEvent]) -> list[str]:
+    return [event.text for event in events if not isinstance(event, ToolCallStart | ToolCallEnd)]
+
+
+def send(
+    fragments: list[str], *, step: float, kind: type[ContentDelta | ReasoningDelta] = ContentDelta
+) -> list[list[str]]:
+    """Return the fragments sent with each given one; one comes every `step` seconds."""
+    packets, last = PacedPackets(), len(fragments) - 1
+    return [
+        texts(packets.push([kind(text)], now=100 + i * step, is_last=i == last))
+        for i, text in enumerate(fragments)
+    ]
+
+
+def test_first_text_is_sent_at_once_and_the_next_is_sized() -> None:
+    sent = send(["I", " a", "m ", "he", "re", "!"], step=FAST)
+    assert sent == [["I"], [], [], [" am he"], [], ["re!"]]
+    packets = PacedPackets()  # an output without text is not the first
+    assert packets.push([], now=100, is_last=False) == []
+    assert texts(packets.push([ContentDelta("I")], now=100 + FAST, is_last=False)) == ["I"]
+
+
+def test_nothing_is_held_when_outputs_are_slow_or_end() -> None:
+    assert send(["I", " a", "m ", "he"], step=1.2 * HOLD_SECONDS) == [["I"], [" a"], ["m "], ["he"]]
+    assert send(["Hello", " [", "S"], step=FAST)[-1] == [" [S"]
+
+
+@pytest.mark.parametrize("kind", [ContentDelta, ReasoningDelta])
+def test_held_text_is_sent_in_time(kind: type[ContentDelta | ReasoningDelta]) -> None:
+    step = HOLD_SECONDS * 0.6
+    fragments = [str(i % 10) for i in range(40)]
+    out = ["".join(sent) for sent in send(fragments, step=step, kind=kind)]
+    assert "".join(out) == "".join(fragments)
+    for i in range(len(out)):
+        num_sent = len("".join(out[: i + 1]))
+        assert (i + 1 - num_sent) * step <= 2 * HOLD_SECONDS
+
+
+def test_quick_arguments_are_sized_and_complete() -> None:
+    packets = PacedPackets()
+    out = packets.push([ToolCallStart(0, "f")], now=100, is_last=False)
+    for i, text in enumerate(['{"', "a", '": "', *(["xyz"] * 50), '"}']):
+        event, now = ToolArgumentsDelta(0, text), 100 + (i + 1) * FAST
+        out += packets.push([event], now=now, is_last=text == '"}')
+    sizes = [len(text) for text in texts(out)]
+    assert "".join(texts(out)) == '{"a": "' + "xyz" * 50 + '"}'
+    assert min(sizes) >= 5 and max(sizes) <= 200

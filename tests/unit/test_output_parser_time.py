@@ -1,26 +1,80 @@
-import pytest
-from parser_support import proof
+import time
 
+import pytest
+from parser_support import MARKER, MINIMAX_M2, MINIMAX_M3, TOOLS, new_parser, text_chunks
+
+from negamax.text.parser.output_format import OutputFormat
 from tests.speed import is_linear, slowness
 
 NUM_CHARS = 100_000
-TEXTS = {num_chars: proof.long_outputs(num_chars) for num_chars in (NUM_CHARS, NUM_CHARS // 4)}
+M2 = 'x\n</think>\n\n<minimax:tool_call>\n<invoke name="write_file">\n'
+M2_CONTENT = f'{M2}<parameter name="content">'
+M2_END = "</parameter>\n</invoke>\n</minimax:tool_call>"
+M3 = f'<mm:think>x</mm:think>{MARKER}<tool_call>\n{MARKER}<invoke name="write_file">'
+M3_EVENT = M3.replace("write_file", "create_event")
+M3_CONTENT = f"{M3}{MARKER}<content>"
+# head, repeated part (with its number), tail
+TEXTS: dict[str, tuple[OutputFormat, str, str, str]] = {
+    "m2 reasoning": (MINIMAX_M2, "", "a < b, ] and </thin or <minimax: ", ""),
+    "m2 content": (MINIMAX_M2, "x</think>", "words < and <b> or [x] ", ""),
+    "m2 string": (MINIMAX_M2, M2_CONTENT, "if a < b: return '<tag>' \n", M2_END),
+    "m2 angles": (MINIMAX_M2, M2_CONTENT, "<", ""),
+    "m2 closers": (MINIMAX_M2, M2_CONTENT, "</parameter>", ""),
+    "m2 closer and space": (MINIMAX_M2, f"{M2_CONTENT}</parameter>", " ", "x"),
+    "m2 space": (MINIMAX_M2, "", " ", "x"),
+    "m2 quoted openers": (MINIMAX_M2, "", "x<minimax:tool_call>", ""),
+    "m2 unclosed tag": (MINIMAX_M2, f"{M2_CONTENT}<parameter ", "a", ""),
+    "m2 long tags": (MINIMAX_M2, M2_CONTENT, "<parameter " + "a" * 500, ""),
+    "m2 JSON": (MINIMAX_M2, f'{M2}<parameter name="tags">', "[", M2_END),
+    "m2 parameters": (MINIMAX_M2, M2, '<parameter name="p@">@</parameter>\n', "</invoke>"),
+    "m2 calls": (
+        *(MINIMAX_M2, M2),
+        *('<invoke name="write_file"><parameter name="mode">5</parameter></invoke>\n', ""),
+    ),
+    "m3 reasoning": (MINIMAX_M3, "<mm:think>", "a < b ] and ]<] or <mm:thin ", ""),
+    "m3 content": (MINIMAX_M3, "", "words ]< and [x] or <tool ", ""),
+    "m3 string": (MINIMAX_M3, M3_CONTENT, "if a[i] < b: return '<tag>' \n", f"{MARKER}</content>"),
+    "m3 brackets": (MINIMAX_M3, M3_CONTENT, "]", ""),
+    "m3 markers": (MINIMAX_M3, M3_CONTENT, MARKER, ""),
+    "m3 quoted elements": (MINIMAX_M3, f"{M3_CONTENT}x", f"{MARKER}<b>{MARKER}</b>", ""),
+    "m3 quoted openers": (MINIMAX_M3, f"{M3_CONTENT}x", f"{MARKER}<b>", f"{MARKER}</c>" * 1000),
+    "m3 unclosed tag": (MINIMAX_M3, f"{M3_CONTENT}{MARKER}<", "a", ""),
+    "m3 spliced tags": (MINIMAX_M3, f"{M3_CONTENT}x", f"{MARKER}<invoke x{MARKER}<yy", ""),
+    "m3 unfit closers": (MINIMAX_M3, M3, f"{MARKER}<path>a{MARKER}</q>", ""),
+    "m3 arguments": (MINIMAX_M3, M3, f"{MARKER}<p@>v@{MARKER}</p@>", ""),
+    "m3 items": (MINIMAX_M3, f"{M3}{MARKER}<tags>", f"{MARKER}<item>ab{MARKER}</item>", ""),
+    "m3 untyped": (MINIMAX_M3, f"{M3_EVENT}{MARKER}<any>", f"{MARKER}<item>ab{MARKER}</item>", ""),
+    "m3 members": (MINIMAX_M3, f"{M3_EVENT}{MARKER}<meta>", f"{MARKER}<a>v{MARKER}</a>", ""),
+    "m3 deep nesting": (MINIMAX_M3, f"{M3_EVENT}{MARKER}<any>", f"{MARKER}<a>", ""),
+    "m3 space": (MINIMAX_M3, f"{M3_EVENT}{MARKER}<any>", " ", ""),
+    "m3 calls": (
+        *(MINIMAX_M3, f"{M3}{MARKER}</invoke>"),
+        *(f'{MARKER}<invoke name="ping">{MARKER}</invoke>\n', ""),
+    ),
+}
 
 
-@pytest.mark.parametrize("name", TEXTS[NUM_CHARS])
-def test_time_grows_with_the_length_and_no_faster(name: str) -> None:
-    format = TEXTS[NUM_CHARS][name][0]
+def seconds_to_read(name: str, num_chars: int, *, size: int) -> float:
+    format, head, part, tail = TEXTS[name]
+    parts = (part.replace("@", str(number)) for number in range(num_chars // len(part)))
+    text = head + "".join(parts) + tail
+    chunks = text_chunks(text[i : i + size] for i in range(0, len(text), size))
+    parser = new_parser(format, tools=TOOLS)
+    start = time.process_time()
+    for chunk in chunks:
+        parser.feed(chunk)
+    parser.finish()
+    return time.process_time() - start
 
-    def seconds(num_chars: int, *, size: int) -> float:
-        return proof.seconds_to_read(format, TEXTS[num_chars][name][1], size=size)
 
-    assert is_linear(lambda num_chars: seconds(num_chars, size=num_chars), NUM_CHARS)
-    assert is_linear(lambda num_chars: seconds(num_chars, size=4), NUM_CHARS)
+@pytest.mark.parametrize("name", TEXTS)
+def test_time_is_linear_in_the_length(name: str) -> None:
+    assert is_linear(lambda length: seconds_to_read(name, length, size=4), NUM_CHARS)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", TEXTS[NUM_CHARS])
+@pytest.mark.parametrize("name", TEXTS)
 def test_a_megabyte_takes_less_than_a_second(name: str) -> None:
-    format, text = proof.long_outputs(1_000_000)[name]
-    assert proof.seconds_to_read(format, text, size=len(text)) < slowness()
-    assert proof.seconds_to_read(format, text, size=4) < slowness()
+    assert is_linear(lambda length: seconds_to_read(name, length, size=length), NUM_CHARS)
+    assert seconds_to_read(name, 1_000_000, size=1_100_000) < slowness()
+    assert seconds_to_read(name, 1_000_000, size=4) < slowness()

@@ -21,7 +21,7 @@ from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.scheduler import ROW_COST
 from negamax.scheduler.step import SequenceUpdate
-from tests.unit.test_choice_stream import TOKENIZER, info
+from tests.unit.test_stop_strings import INFO, TOKENIZER
 
 BLOCK = 16
 
@@ -51,7 +51,7 @@ def engine_of(
 
 def run(engine: AsyncEngine, replica: int, channel: Channel, *, ranks: int = 1) -> None:
     known = replace(
-        info(), block_size=BLOCK, num_kv_blocks=1000, max_num_seqs=4, max_model_len=9000,
+        INFO, block_size=BLOCK, num_kv_blocks=1000, max_num_seqs=4, max_model_len=9000,
         data_parallel_size=ranks,
     )  # fmt: skip
     engine.on_engine_ready(replica, cast(EngineChannel, channel), known)
@@ -317,7 +317,7 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_replicas_on_different_devices_are_refused() -> None:
-    known = info()
+    known = INFO
     check_same_device([known, replace(known, device="cpu"), None])
     check_same_device([replace(known, device=f"cuda:{number}") for number in range(2)])
     with pytest.raises(ConfigError, match="the replicas run on cuda, cpu"):

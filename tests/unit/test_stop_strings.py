@@ -1,41 +1,36 @@
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parser_support import MINIMAX_M2, MINIMAX_M3, outputs, parse
-from test_choice_stream import EOS, TOKENIZER, info
+from parser_support import MINIMAX_M2, MINIMAX_M3, TOOLS, new_parser, parse
 
 from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
 from negamax.api.common.conversation import ChatPrompt
+from negamax.config.embedded import EMBEDDED
+from negamax.config.generation import SamplingDefaults
 from negamax.engine.client.output import ChoiceStream
+from negamax.engine.wire import ModelInfo
 from negamax.models.chat_format import ChatFormat
 from negamax.scheduler.request import SamplingParams
-from negamax.scheduler.step import SequenceUpdate
+from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from negamax.text.detokenizer import TextPiece
 from negamax.text.parser.events import ParsedOutput, ParserEvent, collect
 from negamax.text.parser.output_format import OutputFormat
-from negamax.text.parser.output_parser import OutputParser, Thinking
+from negamax.text.parser.output_parser import Thinking
+from negamax.text.tokenizer import Tokenizer
 
 TAG_IDS = {"<think>": 50, "</think>": 51, "<minimax:tool_call>": 52, "</minimax:tool_call>": 53}
-WORDS = st.lists(st.sampled_from(["a", "b", "ab", " ", "\n", "\n\n", "<", "`"]), max_size=12).map(
-    "".join
-)
-STOPS = st.lists(
-    st.sampled_from(["a", "ba", "\n", "\n\n", " ", "b\na", "<", "aba", "x"]),
-    min_size=1,
-    max_size=3,
-    unique=True,
-)
+WORDS = st.lists(st.sampled_from(["a", "b", "ab", " ", "\n", "\n\n", "<", "`"]), max_size=12)
+STOPS = st.sampled_from(["a", "ba", "\n", "\n\n", " ", "b\na", "<", "aba", "x"])
 ARGUMENT = '<parameter name="content">a\n\nEND</parameter>\n'
 CALL = f'<minimax:tool_call>\n<invoke name="write_file">\n{ARGUMENT}</invoke>\n</minimax:tool_call>'
 
 
-def cut(content: str, stop: Sequence[str], *, includes_stop: bool) -> tuple[str, str | None]:
-    """Return content up to the first complete stop string, found by trying every end, and the
-    string.
-    """
+def truncate(content: str, stop: Sequence[str], *, includes_stop: bool) -> tuple[str, str | None]:
+    """Return content up to the first complete stop string, and the string; try every end."""
     start = len(content) - len(content.lstrip())
     for end in range(start, len(content) + 1):
         for word in sorted(stop, key=len, reverse=True):
@@ -50,10 +45,10 @@ def read(
     *,
     step: int,
     format: OutputFormat = MINIMAX_M2,
-    **options: bool | Thinking,
+    **options: Any,
 ) -> tuple[ParsedOutput, str | None]:
-    values = {"tools": outputs.TOOLS, "in_reasoning": True, "tag_ids": TAG_IDS, "stop": stop}
-    parser = OutputParser(format, **{**values, **options})  # type: ignore[arg-type]
+    values = {"tools": TOOLS, "in_reasoning": True, "tag_ids": TAG_IDS, "stop": stop, **options}
+    parser = new_parser(format, **values)
     events: list[ParserEvent] = []
     for start in range(0, len(pieces), step):
         events += parser.feed(pieces[start : start + step])
@@ -64,11 +59,11 @@ def chars(text: str) -> list[TextPiece]:
     return [TextPiece(char, None) for char in text]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
-    thought=WORDS,
-    content=WORDS,
-    stop=STOPS,
+    thought=WORDS.map("".join),
+    content=WORDS.map("".join),
+    stop=st.lists(STOPS, min_size=1, max_size=3, unique=True),
     includes_stop=st.booleans(),
     may_call=st.booleans(),
     step=st.sampled_from([1, 3, 99]),
@@ -81,9 +76,8 @@ def test_content_ends_at_the_first_stop_string_and_thinking_at_none(
     whole, _ = read(pieces, (), step=step, format=format)
     said, matched = read(pieces, stop, step=step, format=format, includes_stop=includes_stop)
     assert said.reasoning == whole.reasoning
-    assert (said.content or "", matched) == cut(
-        whole.content or "", stop, includes_stop=includes_stop
-    )
+    expected = truncate(whole.content or "", stop, includes_stop=includes_stop)
+    assert (said.content or "", matched) == expected
 
 
 @pytest.mark.parametrize("thinking", list(Thinking))
@@ -93,41 +87,56 @@ def test_thinking_that_stays_in_the_content_has_no_stop_strings_either(
 ) -> None:
     pieces = [*chars("one\n\ntwo\n"), TextPiece("</think>", 51), *chars("\n\nThree.\n\nFour.")]
     said, matched = read(pieces, ["\n\n", "o\n\nt"], step=step, thinking=thinking)
-    assert (
-        matched == "\n\n"
-        and (said.content or "").endswith("Three.")
-        and "two" in (said.reasoning or said.content or "")
-    )
+    assert matched == "\n\n" and (said.content or "").endswith("Three.")
+    assert "two" in (said.reasoning or said.content or "")
 
 
 @pytest.mark.parametrize("step", [1, 1000])
-def test_calls_have_no_stop_strings_and_none_spans_them(step: int) -> None:
+def test_no_stop_string_spans_a_call_or_a_second_thought(step: int) -> None:
     text = f"Why.\n</think>\n\nTo EN\n{CALL}\nD and END of it"
-    whole = parse(MINIMAX_M2, text, tools=outputs.TOOLS, in_reasoning=True)
-    said, matched = read(chars(text), ["END", "\n\nE"], step=step, tag_ids=None)  # type: ignore[arg-type]
+    whole = parse(MINIMAX_M2, text, tools=TOOLS)
+    said, matched = read(chars(text), ["END", "\n\nE"], step=step, tag_ids=None)
     assert said.tool_calls == whole.tool_calls and matched == "END"
     assert whole.content is not None and said.content == whole.content.partition("END")[0]
-
-
-@pytest.mark.parametrize("step", [1, 1000])
-def test_no_stop_string_spans_a_second_thought(step: int) -> None:
-    text = "One. EN<mm:think>Two END.</mm:think>D. END."
-    options = {"format": MINIMAX_M3, "in_reasoning": False, "tag_ids": None}
-    said, matched = read(chars(text), ["END"], step=step, **options)  # type: ignore[arg-type]
+    thoughts = chars("One. EN<mm:think>Two END.</mm:think>D. END.")
+    options: dict[str, Any] = {"format": MINIMAX_M3, "in_reasoning": False, "tag_ids": None}
+    said, matched = read(thoughts, ["END"], step=step, **options)
     assert (said.reasoning, said.content, matched) == ("Two END.", "One. END. ", "END")
 
 
-def answered(
-    sizes: list[int], text: str, stop: tuple[str, ...], *, min_tokens: int = 0, tools: bool = False
-) -> tuple[ParsedOutput, int, int, str | None, int | str | None, int]:
-    chat_format = ChatFormat.of_model("minimax_m2", tokenizer=TOKENIZER)
-    rules = ReadingRules(tools=outputs.TOOLS if tools else None, may_call=tools, stop=stop)
-    reader = ChoiceReader(chat_format, prompt=ChatPrompt("", [1], "open"), rules=rules)
-    sampling = SamplingParams(stop=stop, min_tokens=min_tokens)
+# --- streams of a choice -------------------------------------------------------------------------
+
+TOKENIZER = Tokenizer.from_folder(EMBEDDED["nano"])
+EOS = 4116
+TEXT = (
+    "The keeper counts the ships that pass, writes their names down and wonders. Nobody asks "
+    "him; ✓ nobody. END of it all."
+)
+INFO = ModelInfo(
+    model="nano",
+    served_model_name="nano",
+    architecture="MiniMaxM2ForCausalLM",
+    max_model_len=4096,
+    vocab_size=10_000,
+    eos_token_ids=(EOS,),
+    bos_token_id=None,
+    sampling_defaults=SamplingDefaults(),
+    max_logprobs=20,
+    max_num_seqs=1,
+    block_size=16,
+    num_kv_blocks=1,
+    device="cpu",
+    dtype="float32",
+)
+Answer = dict[str, Any]
+
+
+def push(text: str, sizes: list[int], reader: ChoiceReader | None, **params: Any) -> Answer:
+    """Push the tokens of `text` in groups of these sizes, then one by one; return the answer."""
     stream = ChoiceStream(
         TOKENIZER,
-        sampling,
-        info=info(),
+        SamplingParams(**params),
+        info=INFO,
         request_id="r",
         index=0,
         num_prompt_tokens=1,
@@ -135,49 +144,76 @@ def answered(
     )
     ids, position = [*TOKENIZER.encode(text), EOS], 0
     events: list[ParserEvent] = []
-    num_kept = 0
+    said, kept, logprobs = "", list[int](), 0
     while not stream.finished:
         group = ids[position : position + (sizes.pop(0) if sizes else 1)]
         position += len(group)
+        entries = [TokenLogprobs(token_id, -1.0, 1, [], []) for token_id in group]
         end = "stop" if position >= len(ids) else None
-        output = stream.push(SequenceUpdate("r/0", group, None, None, end, None, 0, None))
-        num_kept += len(output.token_ids)
-        events += reader.push(output)
-    said = collect(events)
-    return (
-        said,
-        num_kept,
-        output.num_output_tokens,
-        reader.finish_reason,
-        reader.stop_reason,
-        reader.num_reasoning_tokens,
-    )
+        output = stream.push(SequenceUpdate("r/0", group, entries, None, end, None, 0, None))
+        said += output.text
+        kept += output.token_ids
+        logprobs += len(output.logprobs or ())
+        events += reader.push(output) if reader else []
+    ended = reader or output
+    return {
+        "said": collect(events) if reader else said,
+        "kept": kept,
+        "counts": (len(kept), output.num_output_tokens, logprobs),
+        "thought": reader.num_reasoning_tokens if reader else 0,
+        "reasons": (ended.finish_reason, ended.stop_reason),
+    }
+
+
+def push_read(
+    text: str, sizes: list[int], stop: tuple[str, ...], *, tools: bool = False, **params: Any
+) -> Answer:
+    chat_format = ChatFormat.of_model("minimax_m2", tokenizer=TOKENIZER)
+    rules = ReadingRules(tools=TOOLS if tools else None, may_call=tools, stop=stop)
+    reader = ChoiceReader(chat_format, prompt=ChatPrompt("", [1], "open"), rules=rules)
+    return push(text, sizes, reader, stop=stop, **params)
+
+
+def check_groupings(text: str, answer: Callable[[list[int]], Answer]) -> Answer:
+    """Check that any grouping of tokens gives the same answer; return it."""
+    rng, num_tokens = random.Random(1), len(TOKENIZER.encode(text)) + 1
+    one_by_one = answer([])
+    for _ in range(15):
+        assert answer([rng.randint(1, 9) for _ in range(num_tokens)]) == one_by_one
+    assert answer([num_tokens]) == one_by_one
+    assert one_by_one["counts"][0] == one_by_one["counts"][1]
+    return one_by_one
+
+
+@pytest.mark.parametrize("min_tokens", [0, 12])
+@pytest.mark.parametrize("stop", [(), ("END",), ("ships that pass", "Nobody"), ("absent",), ("✓",)])
+def test_any_grouping_of_tokens_gives_the_same_text(stop: tuple[str, ...], min_tokens: int) -> None:
+    params = {"stop": stop, "min_tokens": min_tokens}
+    answer = check_groupings(TEXT, lambda sizes: push(TEXT, sizes, None, **params))
+    if stop == ("END",):  # tokens after it are not counted
+        assert answer["said"] == TEXT.partition("END")[0]
+        assert answer["reasons"] == ("stop", "END")
+        assert answer["counts"][0] == answer["counts"][2] < len(TOKENIZER.encode(TEXT))
 
 
 @pytest.mark.parametrize("tools", [False, True])
-def test_any_grouping_of_tokens_gives_the_same_answer(tools: bool) -> None:
-    rng = random.Random(1)
-    text = (
-        f"The keeper counts.\n\nEND of it.\n</think>\n\nI "
-        f"look.\n{CALL if tools else 'Again'}\n\nSo be it.\n\nEND"
-    )
-    num_tokens = len(TOKENIZER.encode(text)) + 1
-    for stop in (("\n\n",), ("END",), ("it.\n\nE", "look"), ("absent",)):
-        for min_tokens in (0, 40):
-            options = {"min_tokens": min_tokens, "tools": tools}
-            one_by_one = answered([1] * num_tokens, text, stop, **options)  # type: ignore[arg-type]
-            said, num_kept, num_told, _, stop_reason, num_thought = one_by_one
-            assert said.reasoning == "The keeper counts.\n\nEND of it." and num_kept == num_told
-            assert 0 < num_thought < num_told
-            if min_tokens == 0:
-                assert stop_reason == (None if stop == ("absent",) else stop[-1])
-            for _ in range(20):
-                sizes = [rng.randint(1, 9) for _ in range(num_tokens)]
-                assert answered(sizes, text, stop, **options) == one_by_one  # type: ignore[arg-type]
+@pytest.mark.parametrize("min_tokens", [0, 40])
+@pytest.mark.parametrize("stop", [("\n\n",), ("END",), ("it.\n\nE", "look"), ("absent",)])
+def test_any_grouping_of_tokens_gives_the_same_answer(
+    stop: tuple[str, ...], min_tokens: int, tools: bool
+) -> None:
+    second = CALL if tools else "Again"
+    text = f"The keeper counts.\n\nEND of it.\n</think>\n\nI look.\n{second}\n\nSo be it.\n\nEND"
+    options: dict[str, Any] = {"min_tokens": min_tokens, "tools": tools}
+    answer = check_groupings(text, lambda sizes: push_read(text, sizes, stop, **options))
+    assert answer["said"].reasoning == "The keeper counts.\n\nEND of it."
+    assert 0 < answer["thought"] < answer["counts"][1]
+    if min_tokens == 0:
+        assert answer["reasons"][1] == (None if stop == ("absent",) else stop[-1])
 
 
-def test_without_tools_the_answer_ends_with_the_token_that_completes_the_stop_string() -> None:
+def test_an_answer_without_tools_ends_with_the_token_that_completes_the_stop_string() -> None:
     text = "Why.\n</think>\n\nOne.\n\n"
-    answer = answered([], text + "Two.", ("\n\n",))
-    assert (answer[0].content, answer[4]) == ("One.", "\n\n")
-    assert answer[1] == len(TOKENIZER.encode(text))
+    answer = push_read(text + "Two.", [], ("\n\n",))
+    assert (answer["said"].content, answer["reasons"][1]) == ("One.", "\n\n")
+    assert answer["counts"][0] == len(TOKENIZER.encode(text))
