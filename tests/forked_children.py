@@ -45,6 +45,7 @@ PARENTS = {
 # variables that may differ from the environment of the imports
 LATE_VARIABLES = {
     log.CHILD_VARIABLE, KEY_VARIABLE, "PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM",
+    "TORCHINDUCTOR_CACHE_DIR",  # importing a model of transformers sets it
     # of the tests' own engines and ranks
     "ENGINE_MODULE", "STUB_STEP_MS", "STUB_LOG", "STUB_HOLD", "REPLAY_SCRIPT", "REPLAY_RECORD",
     "HELD_ENGINE", "KILLED_IN_MOVE", "COUNTED_TOKENS",
