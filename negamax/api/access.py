@@ -76,11 +76,8 @@ class Access:
             return
         if origin in self._origins or _ALL in self._origins:
             return
-        if (
-            not site
-            and urlsplit(origin).netloc.lower()
-            == fields.get(b"host", b"").decode("latin-1").lower()
-        ):
+        host = fields.get(b"host", b"").decode("latin-1")
+        if not site and urlsplit(origin).netloc.lower() == host.lower():
             return
         raise ForbiddenError(
             f"a page of {(origin or 'another site')[:100]!r} sent this request to another site",

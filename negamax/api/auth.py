@@ -71,12 +71,8 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         if encoding is not None:
-            scope = {
-                **scope,
-                "headers": [
-                    header for header in scope["headers"] if header[0] not in _PACKED_HEADERS
-                ],
-            }
+            headers = [each for each in scope["headers"] if each[0] not in _PACKED_HEADERS]
+            scope = {**scope, "headers": headers}
         body = _Body(receive, self, encoding=encoding)
         lifecycle = self._context.lifecycle
         lifecycle.opened()

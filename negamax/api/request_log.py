@@ -62,14 +62,9 @@ class RequestLog:
             "first_token_s": _round_seconds(record.arrival, record.first_token),
             "total_s": _round_seconds(record.arrival, record.end),
         }
+        names = {"queue_s": "queued", "first_token_s": "first token after", "total_s": "in all"}
         times = [
-            f"{name} {fields[key]:.3f} s"
-            for name, key in (
-                ("queued", "queue_s"),
-                ("first token after", "first_token_s"),
-                ("in all", "total_s"),
-            )
-            if fields[key] is not None
+            f"{name} {fields[key]:.3f} s" for key, name in names.items() if fields[key] is not None
         ]
         logger.info(
             "request %s: finished (%s), %d prompt tokens (%d cached), %d output tokens, %s",
@@ -86,9 +81,8 @@ class RequestLog:
         limit = self._max_prompt_chars
         few = list(prompt_token_ids[: limit + _SPARE_TOKENS])  # a token has at least one character
         text = self._tokenizer.decode(few, skip_special_tokens=False)
-        return (
-            text if len(text) <= limit and len(few) == len(prompt_token_ids) else text[:limit] + "…"
-        )
+        is_whole = len(text) <= limit and len(few) == len(prompt_token_ids)
+        return text if is_whole else text[:limit] + "…"
 
 
 def log_refusal(request: Request, status: int, reason: str, *, is_asked_for: bool) -> None:

@@ -32,7 +32,7 @@ class ReasoningCounter:
         self._in_reasoning = in_reasoning
         self._num_certain = 0
         self._num_since_call = 0  # tokens since a call opener; 0: there was none
-        self.knows_tags = self._opener is not None and self._closer is not None
+        self.has_tags = self._opener is not None and self._closer is not None
 
     @property
     def count(self) -> int:
@@ -144,7 +144,7 @@ class ChoiceReader(_CountingReader):
         check_failed(output)
         is_end = output.finish_reason is not None
         counter = self._counter
-        if counter.knows_tags:
+        if counter.has_tags:
             counter.push(output.token_ids)
         events = self.feed(output.pieces) if output.events is None else output.events
         if counter.is_undecided and not self._parser.in_reasoning:
@@ -168,7 +168,7 @@ class ChoiceReader(_CountingReader):
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
         """Read the next pieces; the parser counts reasoning if tags are not single tokens."""
-        if self._counter.knows_tags:
+        if self._counter.has_tags:
             return self._parser.feed(pieces, may_stop=may_stop)
         events = []
         for piece in pieces:

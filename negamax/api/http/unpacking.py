@@ -12,12 +12,9 @@ _RAW_DEFLATE = -15  # without the frame that the standard requires, as some clie
 
 def find_encoding(headers: list[tuple[bytes, bytes]]) -> bytes | None:
     """Return the encoding of a body; None if it has none. Errors: `UnsupportedMediaTypeError`."""
-    given = (
-        b",".join(value for name, value in headers if name == b"content-encoding")
-        .lower()
-        .split(b",")
-    )
-    encodings = [name.strip() for name in given if name.strip() not in (b"", b"identity")]
+    values = b",".join(value for name, value in headers if name == b"content-encoding")
+    given = [name.strip() for name in values.lower().split(b",")]
+    encodings = [name for name in given if name not in (b"", b"identity")]
     if not encodings:
         return None
     if len(encodings) > 1 or encodings[0] not in _ENCODINGS:

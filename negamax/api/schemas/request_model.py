@@ -92,17 +92,11 @@ def describe(value: object) -> str:
     if isinstance(value, list | tuple | dict):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     if isinstance(value, str):
-        return (
-            repr(value)
-            if len(value) <= _SHOWN_CHARS
-            else f"{value[:_SHOWN_CHARS]!r}... ({len(value)} characters)"
-        )
-    text = (
-        str(value)
-        if not isinstance(value, int) or value.bit_length() < 256
-        else "a very large integer"
-    )
-    return text[:_SHOWN_CHARS]
+        shown = value[:_SHOWN_CHARS]
+        return repr(value) if shown == value else f"{shown!r}... ({len(value)} characters)"
+    if isinstance(value, int) and value.bit_length() >= 256:
+        return "a very large integer"
+    return str(value)[:_SHOWN_CHARS]
 
 
 def check_token_ids(values: list[Any], where: str) -> list[int]:
@@ -177,12 +171,8 @@ class RequestModel(BaseModel):
             if value is None or name in cls.ignored_fields:
                 continue
             if name in cls.model_fields:
-                is_whole = (
-                    isinstance(value, float)
-                    and name in _find_integer_fields(cls)
-                    and value.is_integer()
-                )
-                kept[name] = int(value) if is_whole else value
+                is_whole = isinstance(value, float) and value.is_integer()
+                kept[name] = int(value) if is_whole and name in _find_integer_fields(cls) else value
             elif name in cls.unsupported_fields:
                 if value not in (False, "", [], cls.neutral_values.get(name)):
                     reason = {"name": name, "reason": cls.unsupported_fields[name]}
@@ -200,12 +190,11 @@ class RequestModel(BaseModel):
         known = {_squash(name): name for name in cls.model_fields}
         for name in names[:_MAX_CHECKED_FIELDS]:
             near = difflib.get_close_matches(_squash(name), known, n=1, cutoff=_SLIP_LIKENESS)
-            if near and given.keys().isdisjoint(
-                (known[near[0]], *cls.synonyms.get(known[near[0]], ()))
-            ):
-                meant = {"name": name, "meant": known[near[0]]}
+            meant = known[near[0]] if near else ""
+            if near and given.keys().isdisjoint((meant, *cls.synonyms.get(meant, ()))):
+                message = "is not a known field. Did you mean '{meant}'?"
                 raise PydanticCustomError(
-                    "unknown_parameter", "is not a known field. Did you mean '{meant}'?", meant
+                    "unknown_parameter", message, {"name": name, "meant": meant}
                 )
 
 

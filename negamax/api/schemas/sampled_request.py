@@ -77,12 +77,11 @@ def _check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Refuse names that are no template variables, or that are fields of the request."""
     for name in kwargs:
+        field = "chat_template_kwargs"
         if name in RESERVED_KWARGS:
-            refuse(
-                "chat_template_kwargs", f"{name!r} is a field of the request itself; set it there"
-            )
+            refuse(field, f"{name!r} is a field of the request itself; set it there")
         if not name.isidentifier():
-            refuse("chat_template_kwargs", f"{describe(name)} is not a variable name")
+            refuse(field, f"{describe(name)} is not a variable name")
     return kwargs
 
 
@@ -207,11 +206,8 @@ class GenerationRequest(SampledRequest):
 
     @property
     def reasoning_budget(self) -> int | None:
-        return (
-            self.max_thinking_tokens
-            if self.thinking_token_budget is None
-            else self.thinking_token_budget
-        )
+        budget = self.thinking_token_budget
+        return self.max_thinking_tokens if budget is None else budget
 
     def answer_id(self, prefix: str) -> str:
         """Return the id of the answer: `prefix` and the client's id, or else a random one."""

@@ -71,10 +71,8 @@ class StructuredRequest(GenerationRequest):
             if value is not None:
                 found[name] = build_grammar(kind, value, param=name)
         if len(found) > 1:
-            refuse(
-                list(found)[1],
-                f"an answer has one form; the request asks for {' and '.join(found)}",
-            )
+            asked = " and ".join(found)
+            refuse(list(found)[1], f"an answer has one form; the request asks for {asked}")
         return next(iter(found.values()), None)
 
 
@@ -108,22 +106,13 @@ def build_grammar(kind: GrammarKind, value: Any, *, param: str, strict: bool = F
     """
     if kind == "json_object":
         return Grammar(kind="json_object")
-    if not isinstance(value, str):
-        allowed = {"json_schema": dict | bool, "structural_tag": dict, "choice": list}.get(kind)
-        if allowed is None or not isinstance(value, allowed):
-            refuse(
-                param,
-                f"must be {'a list of strings' if kind == 'choice' else 'text'}; got "
-                f"{describe(value)}",
-            )
-    elif kind == "choice":
-        refuse(param, f"must be a list of strings; got {describe(value)}")
+    allowed = {"json_schema": dict | bool | str, "structural_tag": dict | str, "choice": list}
+    if not isinstance(value, allowed.get(kind, str)):
+        what = "a list of strings" if kind == "choice" else "text"
+        refuse(param, f"must be {what}; got {describe(value)}")
     try:
-        grammar = Grammar(
-            kind=kind,
-            text=value if isinstance(value, str) else written(value, kind=kind),
-            strict=strict,
-        )
+        text = value if isinstance(value, str) else written(value, kind=kind)
+        grammar = Grammar(kind=kind, text=text, strict=strict)
         grammar.check()
     except InvalidRequestError as error:
         raise InvalidRequestError(

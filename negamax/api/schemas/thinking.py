@@ -74,10 +74,8 @@ def read_template_switch(kwargs: Mapping[str, Any]) -> str | None:
         if isinstance(value, bool):
             return read_switch(value)
         if value not in MODES:
-            refuse(
-                "chat_template_kwargs",
-                f"{name} is {describe(value)}; allowed: {', '.join(MODES)}, true, false",
-            )
+            allowed = f"{', '.join(MODES)}, true, false"
+            refuse("chat_template_kwargs", f"{name} is {describe(value)}; allowed: {allowed}")
         return str(value)
     return None
 

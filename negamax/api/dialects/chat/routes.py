@@ -79,10 +79,9 @@ def make_chat_router(context: ApiContext) -> APIRouter:
 def _build_sampling(context: ApiContext, chat: schema.ChatRequest) -> SamplingParams:
     limit = 1 if chat.token_limit == 0 else chat.token_limit
     sampling = chat.sampling_params(max_tokens=limit, logprobs=chat.num_logprobs)
-    if (sampling.logprobs or 0) > context.engine.info.max_logprobs:
-        refuse(
-            "top_logprobs", f"{sampling.logprobs}; allowed: 0 to {context.engine.info.max_logprobs}"
-        )
+    most = context.engine.info.max_logprobs
+    if (sampling.logprobs or 0) > most:
+        refuse("top_logprobs", f"{sampling.logprobs}; allowed: 0 to {most}")
     check_sampling(context, sampling)
     return sampling
 

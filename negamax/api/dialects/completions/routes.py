@@ -18,7 +18,7 @@ from negamax.api.common.turn import PlainPrompt, start_prompts
 from negamax.api.dialects.completions.schema import CompletionRequest, TextAnswer, TextChoice
 from negamax.api.http.sse import encode_event
 from negamax.api.openapi import describe_body
-from negamax.api.schemas.answers import PromptLogprobs, TextLogprobs
+from negamax.api.schemas.answers import PromptLogprobs
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParserEvent
@@ -144,17 +144,13 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
             for entry in entries:
                 choice.logprobs.push(entry)
         given = self._params.prompt[choice.prompt_index]
-        return (
-            given
-            if isinstance(given, str)
-            else self._tokenizer.decode(prompt, skip_special_tokens=False)
-        )
+        if isinstance(given, str):
+            return given
+        return self._tokenizer.decode(prompt, skip_special_tokens=False)
 
     def _choice(self, choice: _TextChoice, *, last: bool) -> TextChoice:
         text, choice.text = "".join(choice.text), []
-        logprobs: TextLogprobs | None = (
-            choice.logprobs.take() if self._params.logprobs is not None else None
-        )
+        logprobs = choice.logprobs.take() if self._params.logprobs is not None else None
         token_ids, choice.token_ids = choice.token_ids, []
         ids = self._params.return_token_ids
         return TextChoice(

@@ -29,24 +29,18 @@ def _convert_prompts(value: object) -> list[Prompt]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        refuse(
-            "prompt",
-            f"must be a string, strings, token ids or lists of token ids; got {describe(value)}",
-        )
+        allowed = "a string, strings, token ids or lists of token ids"
+        refuse("prompt", f"must be {allowed}; got {describe(value)}")
     if type(value[0]) is int:
         return [check_token_ids(value, "prompt")]
     if len(value) > MAX_PROMPTS:
         refuse("prompt", f"{len(value)} prompts; allowed: at most {MAX_PROMPTS} in one request")
     prompts: list[Prompt] = []
     for index, part in enumerate(value):
-        if isinstance(part, str):
-            prompts.append(part)
-        elif isinstance(part, list):
-            prompts.append(check_token_ids(part, f"prompt[{index}]"))
-        else:
-            refuse(
-                f"prompt[{index}]", f"must be a string or a list of token ids; got {describe(part)}"
-            )
+        where = f"prompt[{index}]"
+        if not isinstance(part, str | list):
+            refuse(where, f"must be a string or a list of token ids; got {describe(part)}")
+        prompts.append(part if isinstance(part, str) else check_token_ids(part, where))
     return prompts
 
 

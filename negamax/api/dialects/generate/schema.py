@@ -58,11 +58,10 @@ class NativeSampling(SamplingFields):
         named = [(kind, getattr(self, kind)) for kind in _FORMS if getattr(self, kind) is not None]
         if len(named) > 1:
             refuse(f"sampling_params.{named[1][0]}", "an answer has one form")
-        return (
-            build_grammar(named[0][0], named[0][1], param=f"sampling_params.{named[0][0]}")
-            if named
-            else None
-        )
+        if not named:
+            return None
+        kind, value = named[0]
+        return build_grammar(kind, value, param=f"sampling_params.{kind}")
 
 
 class NativeRequest(EngineRequest):

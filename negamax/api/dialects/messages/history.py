@@ -140,9 +140,8 @@ def _add_user(history: History, blocks: Blocks, family: ChatFamily | None) -> No
         if reminder is not None and "<system-reminder>" not in reminder[1]:
             history.add({"role": "system", "content": reminder[1]}, place=_get_message_place(place))
         else:
-            parts.append(
-                {"type": block["type"]} if text is None else {"type": "text", "text": text}
-            )
+            shown = {"type": block["type"]} if text is None else {"type": "text", "text": text}
+            parts.append(shown)
     if parts:
         content = parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
         history.add({"role": "user", "content": content}, place=_get_message_place(blocks[-1][0]))
@@ -174,11 +173,8 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
             case _ if note := unseen_note(kind, family, place=place):
                 parts.add_text(note, is_apart=True)
             case _:
-                refuse(
-                    place,
-                    f"has type {describe(kind)}; allowed: 'text', 'thinking', 'redacted_thinking', "
-                    f"'tool_use'",
-                )
+                allowed = "'text', 'thinking', 'redacted_thinking', 'tool_use'"
+                refuse(place, f"has type {describe(kind)}; allowed: {allowed}")
     history.add_assistant(parts, place=_get_message_place(blocks[0][0]))
 
 
@@ -188,11 +184,8 @@ def _read_user_text(block: Mapping[str, Any], place: str, family: ChatFamily | N
         return _read_text(block, place)
     shown_text = _read_document(block)
     if shown_text is None and unseen_note(kind, family, place=place) is None:
-        refuse(
-            place,
-            f"has type {describe(kind)}; allowed: 'text', 'image', 'document', 'search_result', "
-            f"'tool_result'",
-        )
+        allowed = "'text', 'image', 'document', 'search_result', 'tool_result'"
+        refuse(place, f"has type {describe(kind)}; allowed: {allowed}")
     return shown_text
 
 
@@ -237,11 +230,8 @@ def _read_result(block: Mapping[str, Any], place: str, family: ChatFamily | None
                         "document" if kind == "search_result" else kind, family, place=where
                     )
                     if text is None:
-                        refuse(
-                            where,
-                            f"has type {describe(kind)}; allowed: 'text', 'image', 'document', "
-                            f"'search_result'",
-                        )
+                        allowed = "'text', 'image', 'document', 'search_result'"
+                        refuse(where, f"has type {describe(kind)}; allowed: {allowed}")
                     texts.append(text)
     text = "\n".join(texts)
     is_marked = text.lstrip().lower().startswith(("error", "<tool_use_error>"))

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Iterator
+from itertools import chain
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -29,7 +30,13 @@ from negamax.api.http.sse import encode_named_event
 from negamax.api.openapi import describe_body
 from negamax.api.schemas.answers import build_message_error
 
-_PING = encode_named_event("ping", schema.Ping())
+
+def _encode(event: Struct) -> bytes:
+    """Encode an event, whose tag is also its name."""
+    return encode_named_event(str(event.__struct_config__.tag), event)
+
+
+_PING = _encode(schema.Ping())
 PING_SECONDS = 10.0  # no proxy closes the connection while the model reads a long prompt
 
 
@@ -145,49 +152,34 @@ class _MessageWriter(BlockAnswerWriter[schema.MessageAnswer]):
     def block_chunk(self, events: list[BlockEvent]) -> bytes:
         start = b"" if self._has_started else self._start()
         self._has_started = True
-        return start + b"".join(
-            encode_named_event(name, data)
-            for event in events
-            for name, data in self._events_of(event)
-        )
+        return start + b"".join(map(_encode, chain.from_iterable(map(self._events_of, events))))
 
     def end(self) -> bytes:
         stop = schema.StopDelta(self._stop_reason, self.stop_string)
-        return encode_named_event(
-            "message_delta", schema.MessageDelta(stop, self._usage())
-        ) + encode_named_event("message_stop", schema.MessageStop())
+        return _encode(schema.MessageDelta(stop, self._usage())) + _encode(schema.MessageStop())
 
     def failure(self, error: Exception) -> bytes:
         status, answer = log_failure(error, request_id=self._request_id)
-        return encode_named_event(
-            "error", build_message_error(status, answer, request_id=self._request_id)
-        )
+        return _encode(build_message_error(status, answer, request_id=self._request_id))
 
     def _start(self) -> bytes:
         message = replace(self._message([]), stop_reason=None, stop_sequence=None)
-        return encode_named_event("message_start", schema.MessageStart(message)) + _PING
+        return _encode(schema.MessageStart(message)) + _PING
 
-    def _events_of(self, event: BlockEvent) -> Iterator[tuple[str, Struct]]:
+    def _events_of(self, event: BlockEvent) -> Iterator[Struct]:
         block = event.block
         match event:
             case BlockOpened():
-                yield (
-                    "content_block_start",
-                    schema.BlockStart(block.index, self._block(block, is_empty=True)),
-                )
+                yield schema.BlockStart(block.index, self._block(block, is_empty=True))
             case BlockGrew(_, text):
                 delta = self._delta(block, text)
                 if delta is not None:
-                    yield "content_block_delta", schema.BlockDelta(block.index, delta)
+                    yield schema.BlockDelta(block.index, delta)
             case BlockClosed():
                 if block.kind is BlockKind.REASONING:
-                    yield (
-                        "content_block_delta",
-                        schema.BlockDelta(
-                            block.index, schema.SignatureDelta(self._signature(block))
-                        ),
-                    )
-                yield "content_block_stop", schema.BlockStop(block.index)
+                    signature = schema.SignatureDelta(self._signature(block))
+                    yield schema.BlockDelta(block.index, signature)
+                yield schema.BlockStop(block.index)
 
     def _delta(
         self, block: Block, text: str

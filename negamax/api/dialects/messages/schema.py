@@ -16,7 +16,7 @@ from negamax.api.schemas.request_model import (
 )
 from negamax.api.schemas.sampled_request import Messages, StopStrings, TurnRequest
 from negamax.api.schemas.structure import build_grammar
-from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice
+from negamax.api.schemas.thinking import EFFORTS, MODES, ThinkingChoice
 from negamax.api.schemas.tools import (
     CallChoice,
     build_function_tool,
@@ -28,12 +28,7 @@ from negamax.api.schemas.tools import (
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar
 
-_THINKING = {
-    "enabled": "enabled",
-    "disabled": "disabled",
-    "adaptive": "adaptive",
-    "between_tools": "adaptive",
-}
+_THINKING = {mode: mode for mode in MODES} | {"between_tools": "adaptive"}
 _DISPLAYS = ("summarized", "omitted", "updates")
 TOOL_CHANGES = ("tool_addition", "tool_removal")  # blocks of system messages
 THREAD_UNSUPPORTED = "thread_unsupported_request"  # code of Anthropic's API
@@ -201,12 +196,9 @@ def _find_tool_changes(messages: list[dict[str, Any]]) -> Iterator[tuple[str, st
         content = message.get("content") if message.get("role") == "system" else None
         for number, block in enumerate(content if isinstance(content, list) else ()):
             if isinstance(block, dict) and block.get("type") in TOOL_CHANGES:
-                where, tool = f"messages[{index}].content[{number}].tool", block.get("tool")
-                yield (
-                    where,
-                    block["type"],
-                    check_type(tool, dict, where, "a reference or a definition"),
-                )
+                where = f"messages[{index}].content[{number}].tool"
+                tool = check_type(block.get("tool"), dict, where, "a reference or a definition")
+                yield where, block["type"], tool
 
 
 def _find_latest_effort(messages: list[dict[str, Any]]) -> str | None:

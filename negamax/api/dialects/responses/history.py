@@ -17,6 +17,7 @@ from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS = ("function_call", "custom_tool_call", *CLIENT_CALLS)
+_TEXT_PARTS = ("output_text", "input_text", "text", "refusal")
 _RESULTS = ("function_call_output", "custom_tool_call_output", *CLIENT_RESULTS)
 # items of other servers' models and tools
 _PASSED_OVER = (
@@ -143,24 +144,17 @@ def _read_assistant_text(content: object, place: str, family: ChatFamily | None)
         if note is not None:
             texts.append(f"\n{note}\n")
             continue
-        text = (
-            part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else part
-        )
-        if kind not in ("output_text", "input_text", "text", "refusal") or not isinstance(
-            text, str
-        ):
-            refuse(
-                f"{place}.content[{index}]",
-                "must be a part with text; allowed: 'output_text', 'refusal'",
-            )
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
+        if not isinstance(text, str):
+            message = "must be a part with text; allowed: 'output_text', 'refusal'"
+            refuse(f"{place}.content[{index}]", message)
         texts.append(text)
     return "".join(texts)
 
 
 def _read_reasoning(item: Mapping[str, Any]) -> str | HiddenThought:
-    shown_text, summary = (
-        "".join(collect_texts(item.get(name))) for name in ("content", "summary")
-    )
+    shown_text = "".join(collect_texts(item.get("content")))
+    summary = "".join(collect_texts(item.get("summary")))
     encrypted = item.get("encrypted_content")
     if shown_text or not isinstance(encrypted, str):
         return shown_text or summary

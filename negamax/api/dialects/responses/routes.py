@@ -153,15 +153,11 @@ class _Responses:
         context, params = self._context, request.params
         model = context.model_name(params.model)
         if params.background and (params.stream or not params.store):
-            refuse(
-                "background",
-                "a background response is fetched later; send store=true and stream=false",
-            )
-        if params.top_logprobs > context.engine.info.max_logprobs:
-            refuse(
-                "top_logprobs",
-                f"{params.top_logprobs}; allowed: 0 to {context.engine.info.max_logprobs}",
-            )
+            message = "a background response is fetched later; send store=true and stream=false"
+            refuse("background", message)
+        most = context.engine.info.max_logprobs
+        if params.top_logprobs > most:
+            refuse("top_logprobs", f"{params.top_logprobs}; allowed: 0 to {most}")
         prepared = await self._prepare(request)
         blank = self._blank(params, model=model, turn=prepared.turn)
         keep = partial(
@@ -173,11 +169,9 @@ class _Responses:
         started = await start_turn(
             context, prepared.request, prepared.turn, request_id=blank.id, names=[blank.id]
         )
-        logprobs = (
-            None
-            if params.num_logprobs is None
-            else ContentLogprobs(context.engine.tokenizer, context.chat_format)
-        )
+        logprobs: ContentLogprobs | None = None
+        if params.num_logprobs is not None:
+            logprobs = ContentLogprobs(context.engine.tokenizer, context.chat_format)
         writer = ResponseEventWriter(
             started,
             prepared.in_effect,
@@ -258,10 +252,8 @@ class _Responses:
             response = writer.failed(describe_error(error)[1].error.message)
         if self._running.pop(blank.id, None) is not None:
             keep(response)
-            if self._context.lifecycle.is_draining and response.status in (
-                "completed",
-                "incomplete",
-            ):
+            is_answer = response.status in ("completed", "incomplete")
+            if self._context.lifecycle.is_draining and is_answer:
                 await self._until_fetched(blank.id)
 
     async def _until_fetched(self, response_id: str) -> None:

@@ -59,14 +59,15 @@ class DeclaredTool:
     def shown_name(self) -> str:
         return str(build_shown_name(self.namespace, self.name))
 
+    def is_called(self, name: object) -> bool:
+        return name in (self.name, self.shown_name)
+
 
 def build_shown_name(namespace: object, name: Any) -> Any:
     """Return the name of a tool with its namespace; an invalid name is returned unchanged."""
-    return (
-        f"{namespace}.{name}"
-        if isinstance(namespace, str) and namespace and isinstance(name, str) and name
-        else name
-    )
+    if isinstance(namespace, str) and namespace and isinstance(name, str) and name:
+        return f"{namespace}.{name}"
+    return name
 
 
 def _check_input(value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
@@ -161,18 +162,12 @@ class ResponsesRequest(TurnRequest):
                 )
                 allowed = {}
                 for called, place in names.items():
-                    known = [
-                        tool.shown_name
-                        for tool in declared
-                        if called in (tool.name, tool.shown_name)
-                    ]
+                    known = [tool.shown_name for tool in declared if tool.is_called(called)]
                     allowed.update(dict.fromkeys(known or [called], place))
             elif kind in ("function", "custom"):
                 described = mode.get("function", mode)
-                mode, name = (
-                    "function",
-                    described.get("name") if isinstance(described, dict) else None,
-                )
+                mode = "function"
+                name = described.get("name") if isinstance(described, dict) else None
             elif kind in CLIENT_TOOLS:
                 mode, name = "function", kind
             else:
@@ -180,15 +175,11 @@ class ResponsesRequest(TurnRequest):
         if mode not in ("auto", "none", "required", "function") or (
             mode == "function" and isinstance(self.tool_choice, str)
         ):
-            refuse(
-                "tool_choice",
-                f"{describe(mode)}; allowed: 'auto', 'none', 'required', a function, custom tool, "
-                f"{', '.join(CLIENT_TOOLS)}, allowed_tools",
-            )
+            kinds = f"a function, custom tool, {', '.join(CLIENT_TOOLS)}, allowed_tools"
+            allowed_modes = f"'auto', 'none', 'required', {kinds}"
+            refuse("tool_choice", f"{describe(mode)}; allowed: {allowed_modes}")
         tools = None if mode == "none" else [tool.as_function for tool in declared] or None
-        name = next(
-            (tool.shown_name for tool in declared if name in (tool.name, tool.shown_name)), name
-        )
+        name = next((tool.shown_name for tool in declared if tool.is_called(name)), name)
         return tools, check_call_choice(
             mode, name, tools=tools, parallel=self.parallel_tool_calls, allowed=allowed
         )
@@ -242,10 +233,8 @@ def _read_tool(tool: dict[str, Any], *, where: str, namespace: str | None) -> li
         return [DeclaredTool(kind, None, kind, function)]
     if kind not in ("function", "custom"):
         if not isinstance(kind, str):
-            refuse(
-                f"{where}.type",
-                f"{describe(kind)}; allowed: the name of a type, such as 'function'",
-            )
+            allowed = "the name of a type, such as 'function'"
+            refuse(f"{where}.type", f"{describe(kind)}; allowed: {allowed}")
         return []
     described = tool.get("function", tool)  # also in the shape of chat completions
     if not isinstance(described, dict):

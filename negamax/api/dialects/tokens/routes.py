@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from negamax.api.access import get_salt
 from negamax.api.common.context import ApiContext
@@ -40,17 +40,16 @@ def make_tokens_router(context: ApiContext) -> APIRouter:
         token_text = context.engine.tokenizer.token_text
 
         def answer() -> Response:
-            strings = (
-                [[token_text(i) for i in ids] for ids in texts]
-                if params.return_token_strs
-                else None
-            )
+            shown: list[Any] | UnsetType = UNSET
+            if params.return_token_strs:
+                strings = [[token_text(i) for i in ids] for ids in texts]
+                shown = strings if is_list else strings[0]
             return build_json_response(
                 schema.TokenizeAnswer(
                     count=counts if is_list else counts[0],
                     max_model_len=context.engine.info.max_model_len,
                     tokens=texts if is_list else texts[0],
-                    token_strs=UNSET if strings is None else strings if is_list else strings[0],
+                    token_strs=shown,
                 )
             )
 
@@ -84,12 +83,8 @@ def make_tokens_router(context: ApiContext) -> APIRouter:
         return build_json_response(_build_info(context))
 
     for prefix in ("", "/v1"):
-        router.add_api_route(
-            f"{prefix}/tokenize", tokenize, methods=["POST"], openapi_extra=tokenize_schema
-        )
-        router.add_api_route(
-            f"{prefix}/detokenize", detokenize, methods=["POST"], openapi_extra=detokenize_schema
-        )
+        router.post(f"{prefix}/tokenize", openapi_extra=tokenize_schema)(tokenize)
+        router.post(f"{prefix}/detokenize", openapi_extra=detokenize_schema)(detokenize)
     return router
 
 
