@@ -3,73 +3,49 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from block_fp8 import quantize_block
 from safetensors.torch import save_file
 from torch import Tensor
 
 from negamax.config.model_spec import ModelSpec
-from negamax.formats.floats import PLAIN
+from negamax.formats.floats import E4M3_MAX, PLAIN
 from negamax.layers.weights import WeightSlot, slots_by_name
 from negamax.models.registry import read_spec
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import WeightFormat
+from tests import quantization_descriptions
 
 TINY: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "intermediate_size": 24,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "bos_token_id": 1,
+    "vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "bos_token_id": 1,
     "eos_token_id": 2,
     "rope_parameters": {
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-        "rope_type": "default",
+        "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "rope_type": "default",
     },
-}
-FP8_CONFIG = {
-    "quant_method": "fp8",
-    "fmt": "float8_e4m3fn",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-    "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
-}
+}  # fmt: skip
+
+FP8_CONFIG = quantization_descriptions.FP8
 
 
 def tiny_spec(**changes: Any) -> ModelSpec:
-    names = {
-        "architectures": ["MiniMaxM2ForCausalLM"],
-        "model_type": "minimax_m2",
-        "dtype": "float32",
-    }
-    return read_spec({**names, **TINY, **changes})
+    names = {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
+    return read_spec({**names, "dtype": "float32", **TINY, **changes})
 
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    hidden, q, kv = (
-        spec.hidden_size,
-        spec.num_heads * spec.head_dim,
-        spec.num_kv_heads * spec.head_dim,
-    )
+    hidden = spec.hidden_size
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     table: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (spec.vocab_size, hidden),
         "model.norm.weight": (hidden,),
         "lm_head.weight": (spec.vocab_size, hidden),
     }
     for layer in range(spec.num_layers):
-        attention, moe = (
-            f"model.layers.{layer}.self_attn.",
-            f"model.layers.{layer}.block_sparse_moe.",
-        )
+        prefix = f"model.layers.{layer}."
+        attention, moe = f"{prefix}self_attn.", f"{prefix}block_sparse_moe."
         table |= {
-            f"model.layers.{layer}.input_layernorm.weight": (hidden,),
-            f"model.layers.{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{prefix}input_layernorm.weight": (hidden,),
+            f"{prefix}post_attention_layernorm.weight": (hidden,),
             attention + "q_proj.weight": (q, hidden),
             attention + "k_proj.weight": (kv, hidden),
             attention + "v_proj.weight": (kv, hidden),
@@ -118,6 +94,27 @@ def random_tensors(
         name: torch.randn(shape, generator=generator).to(dtype)
         for name, shape in shapes(spec).items()
     }
+
+
+def scale_shape(rows: int, columns: int, *, block: tuple[int, int] = (128, 128)) -> tuple[int, int]:
+    return -(-rows // block[0]), -(-columns // block[1])
+
+
+def quantize_block(
+    weight: Tensor,  # [N, K] any float dtype
+    *,
+    block: tuple[int, int] = (128, 128),
+    # [N, K] float8_e4m3fn, [ceil(N / block rows), ceil(K / block columns)] fp32
+) -> tuple[Tensor, Tensor]:
+    rows, columns = weight.shape
+    grid = scale_shape(rows, columns, block=block)
+    padding = (0, grid[1] * block[1] - columns, 0, grid[0] * block[0] - rows)
+    padded = torch.nn.functional.pad(weight.float(), padding)
+    largest = padded.view(grid[0], block[0], grid[1], block[1]).abs().amax(dim=(1, 3))
+    # If the quotient underflowed to 0, zeros would become NaN.
+    scale = (largest / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny).where(largest != 0, 1.0)
+    spread = scale.repeat_interleave(block[0], dim=0).repeat_interleave(block[1], dim=1)
+    return (weight.float() / spread[:rows, :columns]).to(torch.float8_e4m3fn), scale
 
 
 def to_fp8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

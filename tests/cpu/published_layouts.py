@@ -1,4 +1,4 @@
-"""Published checkpoints of the M2 family as rules: names, dtypes, shapes, descriptions.
+"""Published checkpoints of MiniMax-M2 and M3 as rules: names, dtypes, shapes, descriptions.
 
 Written from the documentation of the checkpoints and tools, not from Negamax's formats.
 """
@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HIDDEN, WIDTH, EXPERTS, VOCAB, LAYERS = 3072, 1536, 256, 200_064, 62
-Q_ROWS, KV_ROWS = 6144, 1024
+from tests import quantization_descriptions as described
+
 ITEM_BYTES = {
     "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8,
 }  # fmt: skip
+VOCAB, LAYERS, EXPERTS, HIDDEN, WIDTH = 200_064, 62, 256, 3072, 1536
+Q_ROWS, KV_ROWS = 6144, 1024
 
 Tensor = tuple[str, tuple[int, ...]]  # dtype, shape
+Named = Iterator[tuple[str, Tensor]]
 Stored = Callable[[int, int], dict[str, Tensor]]  # rows, columns -> suffix -> tensor
 
 # --- how a matrix [n, k] is stored ----------------------------------------------------------------
@@ -27,27 +30,24 @@ def plain(n: int, k: int) -> dict[str, Tensor]:
     return {"weight": ("BF16", (n, k))}
 
 
-def fp8_blocks(n: int, k: int) -> dict[str, Tensor]:
-    scale = (math.ceil(n / 128), math.ceil(k / 128))
-    return {"weight": ("F8_E4M3", (n, k)), "weight_scale_inv": ("F32", scale)}
+def _rows(dtype: str, scale: Tensor) -> Stored:
+    """A scale per row; `scale` has the dtype and the dimensions beside the rows."""
+    kind, others = scale
+    return lambda n, k: {"weight": (dtype, (n, k)), "weight_scale": (kind, (n, *others))}
 
 
-def _fp8_stored_blocks(n: int, k: int) -> dict[str, Tensor]:
-    """Block scales under the names of compressed-tensors."""
-    return {name.removesuffix("_inv"): tensor for name, tensor in fp8_blocks(n, k).items()}
+def _fp8_blocks(scale: str = "weight_scale_inv") -> Stored:
+    return lambda n, k: {
+        "weight": ("F8_E4M3", (n, k)), scale: ("F32", (math.ceil(n / 128), math.ceil(k / 128))),
+    }  # fmt: skip
 
 
-def _fp8_channels(n: int, k: int) -> dict[str, Tensor]:
-    return {"weight": ("F8_E4M3", (n, k)), "weight_scale": ("BF16", (n, 1))}
-
-
-def packed(bits: int, group: int, *, symmetric: bool = True) -> Stored:
+def _packed(bits: int, group: int, *, symmetric: bool = True) -> Stored:
     def stored(n: int, k: int) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {
             "weight_packed": ("I32", (n, k * bits // 32)),
-            "weight_scale": ("BF16", (n, k // group)),
-            "weight_shape": ("I64", (2,)),
-        }
+            "weight_scale": ("BF16", (n, k // group)), "weight_shape": ("I64", (2,)),
+        }  # fmt: skip
         if not symmetric:
             tensors["weight_zero_point"] = "I32", (n * bits // 32, k // group)
         return tensors
@@ -55,39 +55,28 @@ def packed(bits: int, group: int, *, symmetric: bool = True) -> Stored:
     return stored
 
 
-def _int8_channels(n: int, k: int) -> dict[str, Tensor]:
-    return {"weight": ("I8", (n, k)), "weight_scale": ("BF16", (n, 1))}
-
-
-def _awq(group: int) -> Stored:
-    return lambda n, k: {
-        "qweight": ("I32", (k, n // 8)), "qzeros": ("I32", (k // group, n // 8)),
-        "scales": ("F16", (k // group, n)),
+def _awq(n: int, k: int) -> dict[str, Tensor]:
+    return {
+        "qweight": ("I32", (k, n // 8)), "qzeros": ("I32", (k // 128, n // 8)),
+        "scales": ("F16", (k // 128, n)),
     }  # fmt: skip
 
 
-def gptq(group: int) -> Stored:
-    return lambda n, k: {
-        "qweight": ("I32", (k // 8, n)), "qzeros": ("I32", (k // group, n // 8)),
-        "scales": ("F16", (k // group, n)),
-    }  # fmt: skip
+def _gptq(n: int, k: int) -> dict[str, Tensor]:
+    return {**_awq(n, k), "qweight": ("I32", (k // 8, n))}
 
 
-def _gptq_in_order(group: int) -> Stored:
+def _gptq_in_order(n: int, k: int) -> dict[str, Tensor]:
     """GPTQModel's files, which have g_idx with and without act-order."""
-    return lambda n, k: {**gptq(group)(n, k), "g_idx": ("I32", (k,))}
+    return {**_gptq(n, k), "g_idx": ("I32", (k,))}
 
 
-def modelslim(n: int, k: int) -> dict[str, Tensor]:
+def _modelslim(n: int, k: int) -> dict[str, Tensor]:
     scale: Tensor = "F32", (n, 1)
     return {"weight": ("I8", (n, k)), "weight_scale": scale, "weight_offset": scale}
 
 
-def _quark_int8(n: int, k: int) -> dict[str, Tensor]:
-    return {"weight": ("I8", (n, k)), "weight_scale": ("F32", (n,))}
-
-
-def nvfp4(values: str, whole: str, activations: str, one: tuple[int, ...]) -> Stored:
+def _nvfp4(values: str, whole: str, activations: str, one: tuple[int, ...]) -> Stored:
     """E2M1 with an E4M3 scale per 16 columns, a global scale and an activation scale."""
     return lambda n, k: {
         values: ("U8", (n, k // 2)), "weight_scale": ("F8_E4M3", (n, k // 16)),
@@ -95,11 +84,20 @@ def nvfp4(values: str, whole: str, activations: str, one: tuple[int, ...]) -> St
     }  # fmt: skip
 
 
+def _mx(values: str, dtype: str, per_byte: int, scale: str) -> Stored:
+    return lambda n, k: {values: (dtype, (n, k // per_byte)), scale: ("U8", (n, k // 32))}
+
+
+_MODELOPT_NVFP4 = _nvfp4("weight", "weight_scale_2", "input_scale", ())
+_COMPRESSED_NVFP4 = _nvfp4("weight_packed", "weight_global_scale", "input_global_scale", (1,))
+_MXFP8 = _mx("weight", "F8_E4M3", 1, "weight_scale_inv")
+_MODELOPT_MXFP8 = _mx("weight", "F8_E4M3", 1, "weight_scale")
+_MXFP4 = _mx("weight", "U8", 2, "weight_scale")
+_INT4_ASYMMETRIC = _packed(4, 128, symmetric=False)
+
 # --- checkpoints ----------------------------------------------------------------------------------
 
 LAYER = re.compile(r"\.layers\.(\d+)\.")
-ATTENTION = re.compile(r"\.self_attn\.[qkvo]_proj$")
-EXPERT = re.compile(r"\.experts\.\d+\.w[123]$")
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class Published:
     attention: Stored
     experts: Stored
     files: tuple[str, ...]
-    router: str = "F32"  # dtype of the router's tensors
+    router: str = "BF16"  # dtype of the router's tensors
     kv_scales: tuple[str, ...] = ()  # names after "self_attn."
     side_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     model: str = "minimax-m2"  # name of the bundled spec
@@ -117,32 +115,29 @@ class Published:
     fewest_layers: int = 1  # least number with all kinds of tensors
     num_skipped: int = 0
 
-    def tensors(self, layers: int = LAYERS) -> Iterator[tuple[str, Tensor]]:
-        for name in ("model.embed_tokens", "lm_head"):
-            yield f"{name}.weight", ("BF16", (VOCAB, HIDDEN))
-        yield "model.norm.weight", ("BF16", (HIDDEN,))
+    def tensors(self, layers: int = LAYERS) -> Named:
+        yield from _embeddings("", HIDDEN)
         for layer in range(layers):
             yield from self._layer(f"model.layers.{layer}.")
 
-    def _layer(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def _layer(self, prefix: str) -> Named:
         attention, moe = f"{prefix}self_attn.", f"{prefix}block_sparse_moe."
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}{name}.weight", ("BF16", (HIDDEN,))
-        yield f"{attention}q_norm.weight", ("BF16", (Q_ROWS,))
-        yield f"{attention}k_norm.weight", ("BF16", (KV_ROWS,))
+        yield from _vectors(prefix, HIDDEN, "input_layernorm", "post_attention_layernorm")
+        yield from _vectors(attention, Q_ROWS, "q_norm")
+        yield from _vectors(attention, KV_ROWS, "k_norm")
         for name in self.kv_scales:
             yield attention + name, ("F32", ())
-        yield f"{moe}gate.weight", (self.router, (EXPERTS, HIDDEN))
-        yield f"{moe}e_score_correction_bias", (self.router, (EXPERTS,))
-        shapes = {"q": (Q_ROWS, HIDDEN), "k": (KV_ROWS, HIDDEN), "v": (KV_ROWS, HIDDEN)}
-        for name, shape in {**shapes, "o": (HIDDEN, Q_ROWS)}.items():
-            for suffix, tensor in self.attention(*shape).items():
-                yield f"{attention}{name}_proj.{suffix}", tensor
+        yield from self._router(moe, EXPERTS, HIDDEN)
+        shapes = {f"{name}_proj": (KV_ROWS, HIDDEN) for name in "kv"}
+        shapes |= {"q_proj": (Q_ROWS, HIDDEN), "o_proj": (HIDDEN, Q_ROWS)}
+        yield from _matrices(attention, shapes, self.attention)
+        experts = {"w1": (WIDTH, HIDDEN), "w2": (HIDDEN, WIDTH), "w3": (WIDTH, HIDDEN)}
         for expert in range(EXPERTS):
-            for name in ("w1", "w2", "w3"):
-                shape = (HIDDEN, WIDTH) if name == "w2" else (WIDTH, HIDDEN)
-                for suffix, tensor in self.experts(*shape).items():
-                    yield f"{moe}experts.{expert}.{name}.{suffix}", tensor
+            yield from _matrices(f"{moe}experts.{expert}.", experts, self.experts)
+
+    def _router(self, moe: str, experts: int, hidden: int) -> Named:
+        yield f"{moe}gate.weight", (self.router, (experts, hidden))
+        yield f"{moe}e_score_correction_bias", (self.router, (experts,))
 
     def write(self, folder: Path, layers: int) -> int:
         tensors = sorted(self.tensors(layers))
@@ -152,9 +147,8 @@ class Published:
             file = self.files[number * len(self.files) // len(tensors)]
             first = sizes.get(file, 0)
             last = first + math.prod(shape) * ITEM_BYTES[dtype]
-            headers.setdefault(file, {})[name] = {
-                "dtype": dtype, "shape": shape, "data_offsets": (first, last),
-            }  # fmt: skip
+            tensor = {"dtype": dtype, "shape": shape, "data_offsets": (first, last)}
+            headers.setdefault(file, {})[name] = tensor
             sizes[file] = last
         for file, header in headers.items():
             text = json.dumps(header).encode()
@@ -169,16 +163,34 @@ class Published:
         return len(tensors)
 
     def quantization_of(self, layers: int) -> Mapping[str, Any] | None:
-        said = self.quantization
-        if said is None or "quantized_layers" not in said:
-            return said
-        return {**said, "quantized_layers": _of_first(said["quantized_layers"], layers)}
+        fields = self.quantization
+        if fields is None or "quantized_layers" not in fields:
+            return fields
+        return {**fields, "quantized_layers": _of_first(fields["quantized_layers"], layers)}
+
+
+def _embeddings(prefix: str, hidden: int) -> Named:
+    for name in ("model.embed_tokens", "lm_head"):
+        yield f"{prefix}{name}.weight", ("BF16", (VOCAB, hidden))
+    yield f"{prefix}model.norm.weight", ("BF16", (hidden,))
+
+
+def _vectors(prefix: str, size: int, *names: str, parts: tuple[str, ...] = ("weight",)) -> Named:
+    for name in names:
+        for part in parts:
+            yield f"{prefix}{name}.{part}", ("BF16", (size,))
+
+
+def _matrices(prefix: str, shapes: Mapping[str, tuple[int, int]], stored: Stored) -> Named:
+    for name, shape in shapes.items():
+        for suffix, tensor in stored(*shape).items():
+            yield f"{prefix}{name}.{suffix}", tensor
 
 
 def _of_first(content: Mapping[str, Any], layers: int) -> dict[str, Any]:
     return {
-        name: said
-        for name, said in content.items()
+        name: value
+        for name, value in content.items()
         if int((LAYER.search(name) or "00")[1]) < layers
     }
 
@@ -191,277 +203,340 @@ def shards(
     return tuple(f"{stem}-{number:05}-of-{named:05}.safetensors" for number in numbers)
 
 
-FP8 = {
-    "quant_method": "fp8",
-    "fmt": "float8_e4m3fn",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-    "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
-}
+def _everywhere(
+    ids: tuple[str, ...],
+    quantization: Mapping[str, Any] | None,
+    files: int | tuple[str, ...],
+    stored: Stored,
+    **parts: Any,
+) -> Published:
+    """Describe an M2 checkpoint; `stored` holds for the experts and, by default, attention."""
+    names = shards(files) if isinstance(files, int) else files
+    parts = {"attention": stored, **parts}
+    return Published(ids, quantization, experts=stored, files=names, **parts)
+
+
 _EXPERTS_ONLY = ["lm_head", "re:.*block_sparse_moe.gate$", "re:.*self_attn.*"]
-
-
-def compressed(
-    form: str, weights: Mapping[str, Any], *, ignore: list[str], inputs: Any = None
-) -> dict[str, Any]:
-    """LLM Compressor's description with one group, for all linear layers but `ignore`."""
-    group = {
-        "targets": ["Linear"],
-        "weights": {
-            "num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "actorder": None,
-            "block_structure": None, "observer": "minmax", "observer_kwargs": {},
-            "group_size": None, **weights,
-        },
-        "input_activations": inputs,
-        "output_activations": None,
-    }  # fmt: skip
-    return {
-        "quant_method": "compressed-tensors", "format": form, "ignore": ignore,
-        "config_groups": {"group_0": group}, "kv_cache_scheme": None,
-        "quantization_status": "compressed", "global_compression_ratio": None,
-    }  # fmt: skip
-
-
-_PER_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
-
+_GATES_PLAIN = ["lm_head", "re:.*block_sparse_moe.gate$"]
 _EACH_GATE = [f"model.layers.{layer}.block_sparse_moe.gate" for layer in range(LAYERS)]
 _EXCLUDED = ["lm_head", *_EACH_GATE, *(f"model.layers.{n}.self_attn*" for n in range(LAYERS))]
 _E2M1 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+_LINEAR = [
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"block_sparse_moe.experts.{n}.w{w}" for n in range(EXPERTS) for w in (1, 2, 3)),
+]
 
-PUBLISHED = {
-    "fp8 of M2": Published(
-        ("MiniMaxAI/MiniMax-M2",),
-        FP8,
-        attention=fp8_blocks,
-        experts=fp8_blocks,
-        files=shards(125, named=130, first=0),
+
+def _compressed(stored: str, weights: Mapping[str, Any], ignore: list[str], **more: Any) -> Any:
+    group = described.group({"group_size": 128, **weights}, **more)
+    return described.compressed(stored, group, ignore=ignore)
+
+
+def _plain_layers(gates: list[str]) -> dict[str, Any]:
+    return {name: {"bits": 16, "data_type": "float"} for name in gates}
+
+
+PUBLISHED_M2 = {
+    "fp8 of M2": _everywhere(
+        ("MiniMaxAI/MiniMax-M2",), described.FP8, shards(125, named=130, first=0),
+        _fp8_blocks(), router="F32",
     ),
-    "fp8": Published(
+    "fp8": _everywhere(
         ("MiniMaxAI/MiniMax-M2.1", "MiniMaxAI/MiniMax-M2.5", "MiniMaxAI/MiniMax-M2.7"),
-        FP8,
-        attention=fp8_blocks,
-        experts=fp8_blocks,
-        files=shards(126, first=0),
+        described.FP8, shards(126, first=0), _fp8_blocks(), router="F32",
     ),
-    "bf16": Published(
-        ("amd/MiniMax-M2.7-BF16",), None, attention=plain, experts=plain, files=shards(100),
-        router="BF16",
-    ),
-    "int4, symmetric, experts": Published(
+    "bf16": _everywhere(("amd/MiniMax-M2.7-BF16",), None, 100, plain),
+    "int4, symmetric, experts": _everywhere(
         ("mratsim/MiniMax-M2.1-BF16-INT4-AWQ", "ayysasha/MiniMax-M2.7-AWQ-G32-STRIX-2H"),
-        compressed(
-            "pack-quantized", {"strategy": "group", "group_size": 32}, ignore=_EXPERTS_ONLY
-        ),
-        attention=plain,
-        experts=packed(4, 32),
-        files=shards(32),
-        router="BF16",
+        _compressed("pack-quantized", {"group_size": 32}, _EXPERTS_ONLY),
+        32, _packed(4, 32), attention=plain,
     ),
-    "int4 experts, fp8 attention": Published(
+    "int4 experts, fp8 attention": _everywhere(
         ("EliasOenal/MiniMax-M2.5",),  # assumed: compressed-tensors describes both
-        {
-            **compressed("mixed-precision", {}, ignore=["lm_head", "re:.*block_sparse_moe.gate$"]),
-            "config_groups": {
-                "attention": {
-                    "targets": ["re:.*self_attn.*"], "format": "float-quantized",
-                    "weights": {
-                        "num_bits": 8, "type": "float", "strategy": "block", "symmetric": True,
-                        "dynamic": False, "block_structure": [128, 128],
-                    },
-                },
-                "experts": {
-                    "targets": ["Linear"], "format": "pack-quantized",
-                    "weights": {
-                        "num_bits": 4, "type": "int", "strategy": "group", "group_size": 128,
-                        "symmetric": True, "dynamic": False,
-                    },
-                },
-            },
-        },
-        attention=_fp8_stored_blocks,
-        experts=packed(4, 128),
-        files=shards(27),
+        described.compressed(
+            "mixed-precision",
+            described.group(
+                described.E4M3_BLOCKS, targets=["re:.*self_attn.*"], stored="float-quantized"
+            ),
+            described.group({"group_size": 128}, stored="pack-quantized"),
+            ignore=_GATES_PLAIN,
+        ),
+        27, _packed(4, 128), attention=_fp8_blocks("weight_scale"),
         kv_scales=("k_scale", "v_scale"),
-        router="BF16",
     ),
-    "int4, asymmetric": Published(
+    "int4, asymmetric": _everywhere(
         ("cyankiwi/MiniMax-M2.1-AWQ-4bit",),
-        compressed(
-            "pack-quantized",
-            {"strategy": "group", "group_size": 128, "symmetric": False},
-            ignore=["lm_head", "re:.*block_sparse_moe.gate$"],
-        ),
-        attention=packed(4, 128, symmetric=False),
-        experts=packed(4, 128, symmetric=False),
-        files=shards(27),
-        router="BF16",
+        _compressed("pack-quantized", {"symmetric": False}, _GATES_PLAIN), 27, _INT4_ASYMMETRIC,
     ),
-    "int8 weights": Published(
+    "int8 weights": _everywhere(
         ("operationrange/MiniMax-M2.7-8bit",),
-        compressed(
-            "pack-quantized",
-            {"num_bits": 8, "strategy": "group", "group_size": 128},
-            ignore=_EXPERTS_ONLY,
-        ),
-        attention=plain,
-        experts=packed(8, 128),
-        files=shards(47),
-        router="BF16",
+        _compressed("pack-quantized", {"num_bits": 8}, _EXPERTS_ONLY),
+        47, _packed(8, 128), attention=plain,
     ),
-    "int8": Published(
+    "int8": _everywhere(
         (),
-        compressed(
-            "int-quantized",
-            {"num_bits": 8, "strategy": "channel"},
-            ignore=["lm_head", "re:.*block_sparse_moe.gate$"],
-            inputs=_PER_TOKEN,
+        _compressed(
+            "int-quantized", {**described.INT8_ROWS, "group_size": None}, _GATES_PLAIN,
+            inputs=described.TOKENS,
         ),
-        attention=_int8_channels,
-        experts=_int8_channels,
-        files=shards(48),
-        router="BF16",
+        48, _rows("I8", ("BF16", (1,))),
     ),
-    "awq": Published(
+    "awq": _everywhere(
         # assumed: it leaves the same modules plain as similar checkpoints
-        ("QuantTrio/MiniMax-M2-AWQ",),
-        {
-            "quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm",
-            "zero_point": True, "modules_to_not_convert": ["self_attn", "gate", "lm_head"],
-        },
+        ("QuantTrio/MiniMax-M2-AWQ",), described.awq(["self_attn", "gate", "lm_head"]), 41, _awq,
         attention=plain,
-        experts=_awq(128),
-        files=shards(41),
-        router="BF16",
     ),
-    "gptq": Published(
+    "gptq": _everywhere(
         ("ModelCloud/MiniMax-M2-GPTQMODEL-W4A16",),  # assumed: the tool's defaults
-        {
-            "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
-            "checkpoint_format": "gptq", "lm_head": False, "pack_dtype": "int32",
-            "meta": {"quantizer": ["gptqmodel:5.0.0"]},
-        },
-        attention=_gptq_in_order(128),
-        experts=_gptq_in_order(128),
-        files=shards(32),
-        router="BF16",
+        described.gptq(), 32, _gptq_in_order,
     ),
-    "auto-round": Published(
+    "auto-round": _everywhere(
         ("Intel/MiniMax-M2.5-int4-AutoRound",),
-        {
-            "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4,
-            "group_size": 128, "sym": True, "data_type": "int", "iters": 0,
-            "block_name_to_quantize": "model.layers", "autoround_version": "0.10.0",
-            "extra_config": {name: {"bits": 16, "data_type": "float"} for name in _EACH_GATE},
-        },
-        attention=gptq(128),
-        experts=gptq(128),
-        files=shards(26),
-        router="BF16",
+        described.auto_round(extra_config=_plain_layers(_EACH_GATE)), 26, _gptq,
     ),
-    "modelslim": Published(
+    "modelslim": _everywhere(
         ("Eco-Tech/MiniMax-M2.5-w8a8-QuaRot", "Eco-Tech/MiniMax-M2.7-w8a8-QuaRot"),
-        None,
-        attention=modelslim,
-        experts=modelslim,
-        files=shards(58, stem="quant_model_weights"),
-        router="BF16",
+        None, shards(58, stem="quant_model_weights"), _modelslim,
         side_files={
-            "quant_model_description.json": {
-                "version": "1.0.0", "model_quant_type": "W8A8_DYNAMIC", "group_size": 0,
-                "metadata": {}, "optional": {"quarot": {"rotation_map": {
-                    "global_rotation": "optional/quarot.safetensors"
-                }}},
-                **{
-                    f"model.layers.{layer}.{module}.weight": "W8A8_DYNAMIC"
-                    for layer in range(LAYERS)
-                    for module in (
-                        *(f"self_attn.{name}_proj" for name in "qkvo"),
-                        *(
-                            f"block_sparse_moe.experts.{expert}.w{number}"
-                            for expert in range(EXPERTS)
-                            for number in (1, 2, 3)
-                        ),
-                    )
-                },
-            },
+            "quant_model_description.json": described.modelslim({
+                f"model.layers.{layer}.{module}.weight": "W8A8_DYNAMIC"
+                for layer in range(LAYERS)
+                for module in _LINEAR
+            }),
         },
     ),
-    "int8 of Quark": Published(
+    "int8 of Quark": _everywhere(
         ("nameistoken/MiniMax-M2.1-Quark-W8A8-INT8", "nameistoken/MiniMax-M2.5-Quark-W8A8-INT8"),
-        {
-            "quant_method": "quark", "quant_mode": "eager_mode", "algo_config": None,
-            "global_quant_config": {
-                "weight": {
-                    "dtype": "int8", "qscheme": "per_channel", "ch_axis": 0, "symmetric": True,
-                    "is_dynamic": False,
-                },
-                "input_tensors": {
-                    "dtype": "int8", "qscheme": "per_channel", "ch_axis": 1, "symmetric": True,
-                    "is_dynamic": True,
-                },
-                "output_tensors": None, "bias": None, "target_device": None,
-            },
-            "exclude": ["lm_head", *_EACH_GATE], "layer_quant_config": {},
-            "layer_type_quant_config": {}, "kv_cache_quant_config": {},
-            "export": {"weight_format": "real_quantized", "pack_method": "reorder"},
-        },
-        attention=_quark_int8,
-        experts=_quark_int8,
-        files=shards(47),
-        router="BF16",
-    ),
-    "fp8 per channel": Published(
-        (),
-        compressed(
-            "float-quantized",
-            {"num_bits": 8, "type": "float", "strategy": "channel"},
-            ignore=["lm_head", "re:.*block_sparse_moe.gate$"],
-            inputs={**_PER_TOKEN, "type": "float"},
+        described.quark(
+            described.QUARK_INT8_ROWS,
+            {**described.dynamic(described.QUARK_INT8_ROWS), "ch_axis": 1},
+            exclude=["lm_head", *_EACH_GATE],
         ),
-        attention=_fp8_channels,
-        experts=_fp8_channels,
-        files=shards(48),
-        router="BF16",
+        47, _rows("I8", ("F32", ())),
     ),
-    "nvfp4 of ModelOpt": Published(
+    "fp8 per channel": _everywhere(
+        (),
+        _compressed(
+            "float-quantized", {**described.E4M3_ROWS, "group_size": None}, _GATES_PLAIN,
+            inputs=described.FP8_TOKENS,
+        ),
+        48, _rows("F8_E4M3", ("BF16", (1,))),
+    ),
+    "nvfp4 of ModelOpt": _everywhere(
         ("nvidia/MiniMax-M2.5-NVFP4", "nvidia/MiniMax-M2.7-NVFP4"),
-        {
-            "config_groups": {
+        described.modelopt(
+            "NVFP4", _EXCLUDED,
+            kv_cache_scheme={"dynamic": False, "num_bits": 8, "type": "float"},
+            config_groups={
                 "group_0": {"input_activations": _E2M1, "weights": _E2M1, "targets": ["Linear"]}
             },
-            "ignore": _EXCLUDED, "quant_algo": "NVFP4", "quant_method": "modelopt",
-            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
-            "producer": {"name": "modelopt", "version": "0.43.0"},
-        },
-        attention=plain,
-        experts=nvfp4("weight", "weight_scale_2", "input_scale", ()),
-        files=shards(28),
+        ),
+        28, _MODELOPT_NVFP4, attention=plain, router="F32",
         kv_scales=("k_proj.k_scale", "v_proj.v_scale"),
-        side_files={
-            "hf_quant_config.json": {
-                "producer": {"name": "modelopt", "version": "0.43.0"},
-                "quantization": {
-                    "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16,
-                    "exclude_modules": _EXCLUDED,
-                },
-            },
-        },
+        side_files={"hf_quant_config.json": described.modelopt_file(_EXCLUDED, "FP8")},
     ),
-    "nvfp4": Published(
+    "nvfp4": _everywhere(
         # assumed: the modules that the tool leaves plain by default
         ("RedHatAI/MiniMax-M2-NVFP4",),
-        compressed(
+        _compressed(
             "nvfp4-pack-quantized",
-            {
-                "type": "float", "strategy": "tensor_group", "group_size": 16,
-                "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn",
-            },
-            ignore=["lm_head", *_EACH_GATE],
-            inputs={**_E2M1, "dynamic": "local", "strategy": "tensor_group"},
+            {**described.NVFP4, "scale_dtype": "torch.float8_e4m3fn",
+             "zp_dtype": "torch.float8_e4m3fn"},
+            ["lm_head", *_EACH_GATE], inputs=described.NVFP4_INPUTS,
         ),
-        attention=nvfp4("weight_packed", "weight_global_scale", "input_global_scale", (1,)),
-        experts=nvfp4("weight_packed", "weight_global_scale", "input_global_scale", (1,)),
-        files=shards(27),
-        router="BF16",
+        27, _COMPRESSED_NVFP4,
     ),
 }  # fmt: skip
+
+# --- MiniMax-M3 -----------------------------------------------------------------------------------
+
+M3_LAYERS, DENSE_LAYERS, M3_EXPERTS = 60, 3, 128
+M3_HIDDEN, M3_WIDTH, DENSE_WIDTH = 6144, 3072, 12_288
+M3_Q_ROWS, M3_KV_ROWS, HEAD = 8192, 512, 128
+VISION_LAYERS, VISION_HIDDEN, VISION_WIDTH = 32, 1280, 5120
+ATTENTION = {
+    "q_proj": (M3_Q_ROWS, M3_HIDDEN), "k_proj": (M3_KV_ROWS, M3_HIDDEN),
+    "v_proj": (M3_KV_ROWS, M3_HIDDEN), "o_proj": (M3_HIDDEN, M3_Q_ROWS),
+}  # fmt: skip
+INDEX = {"index_q_proj": (M3_KV_ROWS, M3_HIDDEN), "index_k_proj": (HEAD, M3_HIDDEN)}
+
+
+def _mlp(width: int, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> Any:
+    tall, wide = (width, M3_HIDDEN), (M3_HIDDEN, width)
+    return dict(zip(names, (tall, tall, wide), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedM3(Published):
+    index: Stored
+    dense: Stored
+    shared: Stored
+    router: str = "F32"
+    model: str = "minimax-m3"
+    layers: int = M3_LAYERS
+    fewest_layers: int = DENSE_LAYERS + 1
+    num_skipped: int = 523
+
+    def tensors(self, layers: int = M3_LAYERS) -> Named:
+        yield from _embeddings("language_model.", M3_HIDDEN)
+        for layer in range(layers):
+            yield from self._layer(f"language_model.model.layers.{layer}.", layer)
+        yield from _vision()
+
+    def _layer(self, prefix: str, layer: int = 0) -> Named:
+        attention, moe = f"{prefix}self_attn.", f"{prefix}block_sparse_moe."
+        yield from _vectors(prefix, M3_HIDDEN, "input_layernorm", "post_attention_layernorm")
+        yield from _vectors(attention, HEAD, "q_norm", "k_norm")
+        yield from _matrices(attention, ATTENTION, self.attention)
+        if layer < DENSE_LAYERS:
+            yield from _matrices(f"{prefix}mlp.", _mlp(DENSE_WIDTH), self.dense)
+            return
+        yield from _vectors(attention, HEAD, "index_q_norm", "index_k_norm")
+        yield from _matrices(attention, INDEX, self.index)
+        yield from self._router(moe, M3_EXPERTS, M3_HIDDEN)
+        yield from _matrices(f"{moe}shared_experts.", _mlp(M3_WIDTH), self.shared)
+        shapes = _mlp(M3_WIDTH, ("w1", "w3", "w2"))
+        for expert in range(M3_EXPERTS):
+            yield from _matrices(f"{moe}experts.{expert}.", shapes, self.experts)
+
+
+def _vision() -> Named:
+    tower, hidden, both = "vision_tower.vision_model.", VISION_HIDDEN, ("weight", "bias")
+    yield f"{tower}embeddings.patch_embedding.weight", ("F32", (hidden, 3, 2, 14, 14))
+    yield from _vectors(tower, hidden, "pre_layrnorm", parts=both)
+    linear = {
+        "multi_modal_projector.linear_1": (M3_HIDDEN, hidden),
+        "multi_modal_projector.linear_2": (M3_HIDDEN, M3_HIDDEN),
+        "patch_merge_mlp.linear_1": (M3_HIDDEN, 4 * M3_HIDDEN),
+        "patch_merge_mlp.linear_2": (M3_HIDDEN, M3_HIDDEN),
+    }
+    for layer in range(VISION_LAYERS):
+        prefix = f"{tower}encoder.layers.{layer}."
+        yield from _vectors(prefix, hidden, "layer_norm1", "layer_norm2", parts=both)
+        for name in ("q", "k", "v", "out"):
+            linear[f"{prefix}self_attn.{name}_proj"] = hidden, hidden
+        linear[f"{prefix}mlp.fc1"] = VISION_WIDTH, hidden
+        linear[f"{prefix}mlp.fc2"] = hidden, VISION_WIDTH
+    yield from _matrices(
+        "", linear, lambda n, k: {"weight": ("BF16", (n, k)), "bias": ("BF16", (n,))}
+    )
+
+
+_TEXT = [f"language_model.model.layers.{layer}." for layer in range(M3_LAYERS)]
+_MOE = [f"{prefix}block_sparse_moe." for prefix in _TEXT[DENSE_LAYERS:]]
+_M3_GATES = [f"{moe}gate" for moe in _MOE]
+_VISION = ["vision_tower", "multi_modal_projector", "patch_merge_mlp"]
+_ATTENTION = [f"{prefix}self_attn.{name}" for prefix in _TEXT for name in ATTENTION]
+_INDEX = [f"{prefix}self_attn.{name}" for prefix in _TEXT[DENSE_LAYERS:] for name in INDEX]
+_DENSE = [f"{prefix}mlp.{name}" for prefix in _TEXT[:DENSE_LAYERS] for name in _mlp(DENSE_WIDTH)]
+_SHARED = [f"{moe}shared_experts.{name}" for moe in _MOE for name in _mlp(M3_WIDTH)]
+_ROUTED = [
+    f"{moe}experts.{expert}.w{number}"
+    for moe in _MOE
+    for expert in range(M3_EXPERTS)
+    for number in (1, 2, 3)
+]
+_IGNORED = ["re:.*lm_head$", "re:.*block_sparse_moe.gate$", "re:.*vision.*", "re:.*projector.*"]
+_IGNORED += ["re:.*patch_merge.*"]
+
+
+def _m3(
+    ids: tuple[str, ...],
+    quantization: Mapping[str, Any] | None,
+    files: int,
+    experts: Stored,
+    *,
+    others: Stored = plain,
+    stem: str = "model",
+    **parts: Any,
+) -> PublishedM3:
+    stored: dict[str, Any] = dict.fromkeys(("attention", "index", "dense", "shared"), others)
+    stored |= {"experts": experts, "files": shards(files, stem=stem), **parts}
+    return PublishedM3(ids, quantization, **stored)
+
+
+PUBLISHED_M3 = {
+    "m3, bf16": _m3(("MiniMaxAI/MiniMax-M3",), None, 59, plain),
+    "m3, mxfp8": _m3(
+        # assumed: modules are plain if the file size leaves no room for scales
+        ("MiniMaxAI/MiniMax-M3-MXFP8",),
+        {
+            "quant_method": "mxfp8", "weight_block_size": [1, 32],
+            "ignored_layers": ["language_model.lm_head", "language_model.model.embed_tokens",
+                               *_VISION, *_M3_GATES],
+        },
+        31, _MXFP8, others=_MXFP8,
+    ),
+    "m3, fp8": _m3(
+        (),
+        {**described.FP8,
+         "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head", *_VISION]},
+        60, _fp8_blocks(), others=_fp8_blocks(),
+    ),
+    "m3, nvfp4 of ModelOpt": _m3(
+        ("nvidia/MiniMax-M3-NVFP4",),
+        described.modelopt_mixed(
+            {**dict.fromkeys((*_ATTENTION, *_INDEX, *_DENSE, *_SHARED), "MXFP8"),
+             **dict.fromkeys(_ROUTED, "NVFP4")},
+            ["lm_head", "model.embed_tokens", *_VISION, *_M3_GATES],
+        ),
+        28, _MODELOPT_NVFP4, others=_MODELOPT_MXFP8,
+    ),
+    "m3, nvfp4 experts": _m3(
+        ("Mapika/MiniMax-M3-NVFP4",),  # assumed: the description has the fields of NVIDIA's for M2
+        described.modelopt("NVFP4", ["*lm_head", *_VISION, *_M3_GATES, *_DENSE, "*self_attn*"]),
+        28, _MODELOPT_NVFP4, shared=_MODELOPT_NVFP4,
+    ),
+    "m3, mxfp4 and mxfp8": _m3(
+        # assumed: it leaves the same modules plain as similar checkpoints
+        ("olka-fi/MiniMax-M3-MXFP4",),
+        described.compressed(
+            "mixed-precision",
+            described.group(
+                described.mx(4), targets=["re:.*\\.experts\\..*"], stored="mxfp4-pack-quantized"
+            ),
+            described.group(described.mx(8), stored="mxfp8-quantized"),
+            ignore=_IGNORED,
+        ),
+        30, _mx("weight_packed", "U8", 2, "weight_scale"), others=_MODELOPT_MXFP8,
+    ),
+    "m3, auto-round": _m3(
+        # assumed: all linear layers but the routers are packed
+        ("bullerwins/MiniMax-M3-4bit-W4A16",),
+        described.auto_round(
+            block_name_to_quantize="language_model.model.layers",
+            extra_config=_plain_layers(_M3_GATES),
+        ),
+        46, _gptq, others=_gptq, router="BF16",
+    ),
+    "m3, int4, asymmetric": _m3(
+        ("cyankiwi/MiniMax-M3-AWQ-INT4",),  # assumed: groups of 128 columns
+        _compressed("pack-quantized", {"symmetric": False}, [*_IGNORED, "re:.*self_attn.*"]),
+        46, _INT4_ASYMMETRIC, dense=_INT4_ASYMMETRIC, shared=_INT4_ASYMMETRIC, router="BF16",
+    ),
+    "m3, mxfp4 of Quark": _m3(
+        ("amd/MiniMax-M3-MXFP4",),
+        described.quark(
+            described.QUARK_MXFP4, described.dynamic(described.QUARK_MXFP4),
+            exclude=[
+                "language_model.lm_head", *_VISION, *_M3_GATES, *_ATTENTION, *_INDEX, *_DENSE,
+            ],
+        ),
+        30, _MXFP4, shared=_MXFP4,
+    ),
+    "m3, modelslim": _m3(
+        ("Eco-Tech/MiniMax-M3-w8a8",),  # assumed: plain indexers
+        None, 110, _modelslim, others=_modelslim, stem="quant_model_weights", index=plain,
+        side_files={
+            "quant_model_description.json": described.modelslim({
+                f"{name}.weight": kind
+                for kind, names in {
+                    "W8A8_DYNAMIC": (*_ATTENTION, *_DENSE, *_SHARED, *_ROUTED),
+                    "FLOAT": (*_INDEX, *_M3_GATES),
+                }.items()
+                for name in names
+            }),
+        },
+    ),
+}  # fmt: skip
+PUBLISHED: dict[str, Published] = {**PUBLISHED_M2, **PUBLISHED_M3}

@@ -16,8 +16,8 @@ from m2_checkpoints import (
     to_fp8,
 )
 from model_support import build
-from quantized_writers import WRITERS, write
 from safetensors.torch import load_file
+from stored_formats import FORMATS, write
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
@@ -223,7 +223,7 @@ def test_fused_side_tensors_load(tmp_path: Path, name: str, stacked: bool) -> No
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         folder.mkdir()
-        write(folder, config, random_tensors(tiny_spec(**config)), WRITERS[name])
+        write(folder, config, random_tensors(tiny_spec(**config)), FORMATS[name])
     tensors = load_file(two / "model.safetensors")
     changed, stacks = {}, dict[str, list[Tensor]]()
     for key in sorted(tensors):

@@ -8,15 +8,24 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conversion_support import FILES, KV_SCALE, SIZES, conversion, loaded, stored, write_source
+from loading_support import (
+    FILES,
+    KV_SCALE,
+    assert_equal,
+    conversion,
+    load,
+    stored_bytes,
+    write_source,
+)
 from m2_checkpoints import TINY, random_tensors, tiny_spec
-from quantized_writers import WRITERS, write
 from safetensors.torch import load_file, save_file
+from stored_formats import FORMATS, sample, write
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError, ConfigError, ResourceError
@@ -25,13 +34,14 @@ from negamax.cli.main import main
 from negamax.config.json_file import read_json_object
 from negamax.config.quantization import PROVENANCE
 from negamax.convert import convert as converting
-from negamax.convert.convert import Conversion, convert
+from negamax.convert.convert import convert
 from negamax.convert.source import Source
 from negamax.convert.targets import TARGETS, find_target
 from negamax.convert.verify import compare
 from negamax.convert.writer import TensorFile
 from negamax.models.registry import read_spec
-from negamax.parallel.layout import ParallelLayout
+from tests import quantization_descriptions as described
+from tests.layouts import full
 
 
 @pytest.fixture(scope="module")
@@ -59,19 +69,19 @@ def test_target_error_is_as_stated(name: str, bf16: Path, converted: dict[str, P
         mean = sum(changed.values()) / len(changed)
         assert 0.8 * find_target(name).error < mean < 1.05 * find_target(name).error
         assert max(changed.values()) < find_target(name).limit
-    stored, scheme = Source(converted[name]), find_target(name).scheme()
-    assert set(stored.formats) == set(scheme.formats if scheme else ())
-    router = next(w for w in stored.weights if w.name.endswith("gate.weight"))
+    made, scheme = Source(converted[name]), find_target(name).scheme()
+    assert set(made.formats) == set(scheme.formats if scheme else ())
+    router = next(w for w in made.weights if w.name.endswith("gate.weight"))
     assert router.move.entries[0].dtype == "F32"
 
 
 def pairs() -> Iterator[Any]:
-    """Yield pairs of formats: each to bf16, to itself and to one other; with `full`, all pairs."""
+    """Yield pairs of formats; the gate converts each to bf16, to itself or to one other."""
     firsts = [name for name in TARGETS if name != "bf16"]
-    for first, other in zip(firsts, firsts[1:] + firsts[:1], strict=True):
+    for number, (first, other) in enumerate(zip(firsts, firsts[1:] + firsts[:1], strict=True)):
+        gate = ("bf16", first, other)[number % 3]
         for target in TARGETS:
-            is_short = target in ("bf16", first, other)
-            yield pytest.param(first, target, marks=() if is_short else pytest.mark.full)
+            yield pytest.param(first, target, marks=() if target == gate else pytest.mark.full)
 
 
 @pytest.mark.parametrize(("first", "target"), list(pairs()))
@@ -82,32 +92,29 @@ def test_from_each_format_to_each(
     error = find_target(first).limit + find_target(target).limit
     assert all(one.error < error for one in compare(Source(bf16), tmp_path / "again"))
     if target == "bf16":  # the values of a device that dequantizes at load
-        held, again = (
-            loaded(folder, ParallelLayout(), dtype=torch.bfloat16)
-            for folder in (converted[first], tmp_path / "again")
-        )
-        assert all(torch.equal(again[name], tensor) for name, tensor in held.items())
+        folders = converted[first], tmp_path / "again"
+        assert_equal(*(load(folder, dtype=torch.bfloat16)[1] for folder in folders))
     if first == target:
         for file in sorted(converted[first].glob("*.safetensors")):
             assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", sample(FORMATS, 1, 6))
 def test_every_published_format_is_converted_and_split(name: str, tmp_path: Path) -> None:
     sizes = {**TINY, "hidden_size": 64, "intermediate_size": 64, "num_local_experts": 2}
     names = {"architectures": ["MiniMaxM2ForCausalLM"], "dtype": "float32"}
     tensors, source = random_tensors(tiny_spec(**sizes)), tmp_path / "source"
     source.mkdir()
-    plain = write(source, {**names, **sizes}, tensors, WRITERS[name])
+    plain = write(source, {**names, **sizes}, tensors, FORMATS[name])
     convert(conversion(source, tmp_path / "bf16", "bf16", allow_lossy=False))
     for weight in Source(tmp_path / "bf16").weights:
         with CheckpointReader() as reader:
             found = weight.read(reader)["weight"]
         assert torch.equal(found.float(), plain[weight.name].to(found.dtype).float()), weight.name
     assert not (tmp_path / "bf16" / "quant_model_description.json").exists()
-    convert(Conversion("x", source, tmp_path / "split", None, tp=2))
+    convert(conversion(source, tmp_path / "split", tp=2))
     assert not any(one.error for one in compare(Source(source), tmp_path / "split"))
-    convert(Conversion("x", tmp_path / "split", tmp_path / "joined", None))
+    convert(conversion(tmp_path / "split", tmp_path / "joined"))
     assert not any(one.error for one in compare(Source(source), tmp_path / "joined"))
 
 
@@ -260,7 +267,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("after", [1, 17, 35])
+@pytest.mark.parametrize("after", [full(1), 17, full(35)])
 def test_killed_conversion_resumes(
     after: int, bf16: Path, converted: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -312,7 +319,8 @@ def test_other_conversion_is_not_resumed(bf16: Path, tmp_path: Path) -> None:
 def test_complete_conversion_is_not_repeated(bf16: Path, converted: dict[str, Path]) -> None:
     before = {p: p.stat().st_mtime_ns for p in converted["int8"].iterdir()}
     convert(conversion(bf16, converted["int8"], "int8"))
-    convert(Conversion("by another name", bf16, converted["int8"], find_target("int8")))
+    renamed = conversion(bf16, converted["int8"], "int8", allow_lossy=False)
+    convert(replace(renamed, model="by another name"))
     assert {p: p.stat().st_mtime_ns for p in converted["int8"].iterdir()} == before
 
 
@@ -364,11 +372,11 @@ def test_nan_in_the_source_is_refused(tmp_path: Path) -> None:
         convert(conversion(source, tmp_path / "out", "fp8-block"))
 
 
-@pytest.mark.parametrize("to", ["int8", "bf16", "fp8-neuron"])
+@pytest.mark.parametrize("to", ["int8", full("bf16"), "fp8-neuron"])
 def test_holes_are_refused_and_zeros_are_warned_of(
     to: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = write_source(tmp_path / "source", torch.float32)
+    source = write_source(tmp_path / "source", tensor_dtype=torch.float32)
     file = source / FILES[0]
     tensors = load_file(file)
     pruned = [name for name in tensors if ".experts.1." in name]
@@ -404,14 +412,14 @@ def test_full_disk_loses_only_the_file_being_written(
 ) -> None:
     write, left = TensorFile.write, 30
 
-    def full(self: TensorFile, planned: Any, tensor: Tensor) -> None:
+    def fail(self: TensorFile, planned: Any, tensor: Tensor) -> None:
         nonlocal left
         left -= 1
         if left < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(self, planned, tensor)
 
-    monkeypatch.setattr(TensorFile, "write", full)
+    monkeypatch.setattr(TensorFile, "write", fail)
     with pytest.raises(ResourceError, match=r"out cannot be written: No space left"):
         convert(conversion(bf16, tmp_path / "out", "int8"))
     assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == [
@@ -419,7 +427,7 @@ def test_full_disk_loses_only_the_file_being_written(
     ]
     monkeypatch.undo()
     convert(conversion(bf16, tmp_path / "out", "int8"))
-    assert stored(tmp_path / "out") == stored(converted["int8"])
+    assert stored_bytes(tmp_path / "out") == stored_bytes(converted["int8"])
 
 
 def test_disk_full_at_the_start_leaves_no_obstacle(
@@ -427,11 +435,11 @@ def test_disk_full_at_the_start_leaves_no_obstacle(
 ) -> None:
     """A kill there leaves only the partial record, which does not block a new run."""
 
-    def full(handle: int) -> None:
+    def fail(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     out = tmp_path / "out"
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(ResourceError, match="run the same command again"):
         convert(conversion(bf16, out, "int8"))
     monkeypatch.undo()
@@ -445,23 +453,14 @@ def test_second_rounding_is_refused_before_the_download(
 ) -> None:
     """Also if only attention, or no weight, keeps its values in the target."""
 
-    def group(targets: list[str], **weights: Any) -> dict[str, Any]:
-        weights = {"symmetric": True, "dynamic": False, **weights}
-        return {"targets": targets, "weights": weights}
-
-    blocks = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
-    ints = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-    described = {
-        "quant_method": "compressed-tensors",
-        "format": "mixed-precision",
-        "ignore": ["lm_head", "re:.*gate$"],
-        "config_groups": {
-            "a": {**group(["re:.*self_attn.*"], **blocks), "format": "float-quantized"},
-            "b": {**group(["re:.*experts.*"], **ints), "format": "pack-quantized"},
-        },
-    }
+    blocks = described.group(
+        described.E4M3_BLOCKS, targets=["re:.*self_attn.*"], stored="float-quantized"
+    )
+    ints = described.group({"group_size": 32}, targets=["re:.*experts.*"], stored="pack-quantized")
+    ignore = ["lm_head", "re:.*gate$"]
+    mixed = described.compressed("mixed-precision", blocks, ints, ignore=ignore)
     names = {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
-    config = {**names, "dtype": "bfloat16", **SIZES, "quantization_config": described}
+    config = {**names, "dtype": "bfloat16", **TINY, "quantization_config": mixed}
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = []
 

@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from loading_support import assert_equal, conversion, greedy, load, part_of
 from model_support import build
-from quantized_writers import LEFT_OUT, WRITERS, is_matrix, write
 from safetensors.torch import load_file, save_file
+from stored_formats import FORMATS, LEFT_OUT, is_matrix, write
 from stored_kernels import keeping_stored
-from stored_support import assert_holds, greedy, load, part_of
 from torch import Tensor
 
 from negamax.config.model_spec import ModelSpec
-from negamax.convert.convert import Conversion, convert
-from negamax.convert.targets import find_target
+from negamax.convert.convert import convert
 from negamax.formats.platform import CPU
 from negamax.kernels.registry import resolve
-from negamax.models.memory import dequantized, weight_bytes
+from negamax.models.memory import weight_bytes
 from negamax.models.registry import import_names, read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.names import quantized
@@ -56,6 +55,9 @@ def random_tensors(spec: ModelSpec) -> dict[str, Tensor]:
     }
 
 
+TENSORS = random_tensors(SPEC)
+
+
 def test_both_transformers_classes_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as hub
     from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
@@ -83,8 +85,7 @@ def test_both_transformers_classes_load(tmp_path: Path, caplog: pytest.LogCaptur
         found.append(tensors)
         assert tensors.keys() == {n for n, s in model.weight_slots().items() if not s.optional}
         assert weight_bytes(model.spec, dtype="float32") == sum(t.nbytes for t in tensors.values())
-    for name, tensor in found[0].items():
-        assert torch.equal(tensor, found[1][name]), name
+    assert_equal(found[0], found[1])
     skips = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
     assert len(skips) == 1
     assert re.match(r"skipped 27 tensors: vision, which is not read yet \(", skips[0])
@@ -94,67 +95,33 @@ def test_both_transformers_classes_load(tmp_path: Path, caplog: pytest.LogCaptur
     "prefix", ["language_model.model.", "model.language_model.", "model.", "language_model.", ""]
 )
 def test_names_load_with_every_prefix(tmp_path: Path, prefix: str) -> None:
-    tensors = random_tensors(SPEC)
-    renamed = {re.sub(r"^model\.", prefix, name): tensor for name, tensor in tensors.items()}
+    renamed = {re.sub(r"^model\.", prefix, name): tensor for name, tensor in TENSORS.items()}
     mtp = f"{prefix}layers.3.eh_proj.weight"
     others = {name: torch.ones(2) for name in (*VISION, f"model.{VISION[0]}", MTP, mtp)}
     save_file({**renamed, **others}, tmp_path / "model.safetensors")
     _, found, report = load(tmp_path, spec=SPEC)
-    for name, tensor in tensors.items():
-        assert torch.equal(found[name], tensor), name
+    assert_equal(found, TENSORS)
     assert {len(names) for names in report.skipped.values()} == {2, 3}
-    assert report.num_tensors == len(tensors)
+    assert report.num_tensors == len(TENSORS)
 
 
-def renamed(folder: Path) -> None:
+def add_wrapper(folder: Path) -> None:
+    """Rename the tensors of a checkpoint as those of the multimodal model, and add others."""
     tensors = load_file(folder / "model.safetensors")
     more = {name: torch.ones(2) for name in VISION}
     whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
     save_file({**whole, **more}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["mxfp8", "fp8-block", "modelopt-mixed", "modelopt-nvfp4", "quark-mxfp4", "modelslim-dynamic",
-     "compressed-mxfp8", "packed-int4", "awq"],
-)  # fmt: skip
-def test_a_model_computes_with_the_matrices_that_were_stored(name: str, tmp_path: Path) -> None:
-    tensors = random_tensors(SPEC)
-    plain = write(tmp_path, CONFIG, tensors, WRITERS[name])
-    renamed(tmp_path)
-    quantized = {key for key in plain if is_matrix(key) and not key.startswith(LEFT_OUT)}
-    assert all(not torch.equal(plain[key], tensors[key]) for key in quantized)
-    for layout in (
-        ParallelLayout(),
-        ParallelLayout(rank=1, tp=2, ep=2),
-        ParallelLayout(rank=3, tp=4),
-    ):
-        model, found, report = load(tmp_path, layout)
-        assert report.num_dequantized == len(quantized & found.keys()) > 0
-        assert sum(map(len, report.skipped.values())) == len(VISION)
-        assert_holds(model, found, plain)
-        held = sum(values.nbytes for values in found.values())
-        assert held == weight_bytes(model.spec, dtype="float32", kept=dequantized, layout=layout)
-    expected = greedy(build(SPEC, plain), PROMPT, 8)
-    keeping = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
-    for kernels in (None, keeping):
-        model, _, report = load(tmp_path, kernels=kernels)
-        assert (report.num_kept > 0) is (kernels is keeping)
-        model.finish_loading()
-        assert greedy(model, PROMPT, 8) == expected
-    assert len(set(expected)) > 2
-
-
 def test_plain_indexer_does_not_dequantise_the_attention(tmp_path: Path) -> None:
-    tensors = random_tensors(SPEC)
-    plain = write(tmp_path, CONFIG, tensors, WRITERS["modelslim-dynamic"])
+    plain = write(tmp_path, CONFIG, TENSORS, FORMATS["modelslim-dynamic"])
     file = tmp_path / "quant_model_description.json"
     stored, said = load_file(tmp_path / "model.safetensors"), json.loads(file.read_text())
-    index = {name for name in tensors if re.search(r"\.index_[qk]_proj\.", name)}
+    index = {name for name in TENSORS if re.search(r"\.index_[qk]_proj\.", name)}
     for name in index:
         module = name.removesuffix(".weight")
         stored = {key: each for key, each in stored.items() if not key.startswith(module)}
-        stored[name] = plain[name] = tensors[name]
+        stored[name] = plain[name] = TENSORS[name]
         said = {key: each for key, each in said.items() if not key.startswith(module)}
         said[name] = "FLOAT"
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -173,7 +140,7 @@ def test_mxfp8_becomes_blocks_with_the_same_values(tmp_path: Path, tp: int, keep
     sizes = {"hidden_size": 256, "intermediate_size": 256, "shared_intermediate_size": 256}
     config = {**CONFIG, "text_config": {**TEXT, **sizes}}
     spec = read_spec(config)
-    plain = write(tmp_path, config, random_tensors(spec), WRITERS["mxfp8"])
+    plain = write(tmp_path, config, random_tensors(spec), FORMATS["mxfp8"])
     stored = read_spec(json.loads((tmp_path / "config.json").read_text())).quantization
     spec = replace(spec, quantization=quantized("fp8", stored)[0])
     kernels = keeping_stored(resolve(platform=CPU, dtype=torch.float32)) if keeps else None
@@ -199,10 +166,9 @@ def test_mxfp8_becomes_blocks_with_the_same_values(tmp_path: Path, tp: int, keep
 def test_conversion_keeps_only_the_text_model(tmp_path: Path) -> None:
     source, made = tmp_path / "source", tmp_path / "made"
     source.mkdir()
-    tensors = random_tensors(SPEC)
-    plain = write(source, CONFIG, tensors, WRITERS["mxfp8"])
-    renamed(source)
-    convert(Conversion("mxfp8 to bf16", source, made, find_target("bf16"), tp=2))
+    plain = write(source, CONFIG, TENSORS, FORMATS["mxfp8"])
+    add_wrapper(source)
+    convert(conversion(source, made, "bf16", tp=2, allow_lossy=False))
     config = json.loads((made / "config.json").read_text())
     assert config["architectures"] == ["MiniMaxM3SparseForCausalLM"] and "text_config" not in config
     assert read_spec(config) == replace(

@@ -3,16 +3,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from loading_support import assert_holds, conversion, load
 from m2_checkpoints import FP8_CONFIG, random_tensors, tiny_spec, to_fp8, write_index
 from safetensors.torch import save_file
-from stored_support import assert_holds, load
 from test_stored_formats import CONFIG, LAYOUTS
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError, ConfigError
-from negamax.convert.convert import Conversion, convert
+from negamax.convert.convert import convert
 from negamax.convert.source import Source
-from negamax.convert.targets import find_target
 from negamax.convert.verify import compare
 from negamax.parallel.layout import ParallelLayout
 
@@ -80,11 +79,10 @@ def test_neuron_checkpoint_is_split_joined_and_converted(tmp_path: Path) -> None
         ("split", "source", None, 2), ("joined", "split", None, 1),
         ("neuron", "joined", "fp8-neuron", 1), ("split again", "neuron", None, 4),
     ):  # fmt: skip
-        target = find_target(to) if to else None
-        convert(Conversion("x", tmp_path / first, tmp_path / name, target, tp=tp, allow_lossy=True))
+        convert(conversion(tmp_path / first, tmp_path / name, to, tp=tp))
         assert not any(one.error for one in compare(Source(source), tmp_path / name)), name
     with pytest.raises(ConfigError, match="convert the result once more, without --to"):
-        convert(Conversion("x", source, tmp_path / "no", find_target("fp8-neuron"), tp=2))
+        convert(conversion(source, tmp_path / "no", "fp8-neuron", tp=2))
 
 
 def test_neuron_checkpoint_loads_as_its_stored_values(tmp_path: Path) -> None:
@@ -117,7 +115,7 @@ def test_experts_may_have_a_scale_per_row(tmp_path: Path) -> None:
                 key = f"model.layers.0.block_sparse_moe.experts.{expert}.{part}.weight"
                 plain[key] = matrix
     save_file(made, source / "model_layer0.safetensors")
-    convert(Conversion("x", source, split, None, tp=2))
+    convert(conversion(source, split, tp=2))
     for folder, layouts in ((source, LAYOUTS), (split, [ParallelLayout(rank=1, tp=2)])):
         for layout in layouts:
             model, found, _ = load(folder, layout, is_split=folder is split)

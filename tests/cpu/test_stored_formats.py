@@ -1,22 +1,39 @@
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_m3_checkpoints as m3
 import torch
+from loading_support import assert_holds, conversion, greedy, load, part_of
 from m2_checkpoints import TINY, random_tensors, save_sharded, tiny_spec
 from model_support import build
-from quantized_writers import LEFT_OUT, WRITERS, is_matrix, write
 from safetensors.torch import load_file, save_file
+from stored_formats import (
+    EXPORT_PLAIN,
+    EXPORTS,
+    FORMATS,
+    LEFT_OUT,
+    auto_round_floats,
+    export_of_modelopt,
+    export_of_quark,
+    is_matrix,
+    sample,
+    write,
+)
 from stored_kernels import keeping_stored
-from stored_support import assert_holds, greedy, load
+from torch import Tensor
 
-from negamax.base.errors import CheckpointError
-from negamax.convert.convert import Conversion, convert
+from negamax.base.errors import CheckpointError, ConfigError
+from negamax.convert.convert import convert
 from negamax.formats.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
+from negamax.models.memory import dequantized, weight_bytes
+from negamax.models.registry import read_spec
 from negamax.parallel.layout import ParallelLayout
+from tests import quantization_descriptions as described
 
 CONFIG: dict[str, Any] = {
     **TINY, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2",
@@ -26,6 +43,7 @@ TENSORS = random_tensors(tiny_spec(**CONFIG))
 KEEPING = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
 PROMPT = [5, 17, 60, 3]
 DEQ_SCALES = ("modelslim-static", "modelslim-static-fp16")
+MODULE = "model.layers.0.self_attn.q_proj"
 # The two inner ones of four ranks.
 LAYOUTS = [
     ParallelLayout(),
@@ -35,37 +53,67 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_model_computes_with_the_matrices_that_were_stored(name: str, tmp_path: Path) -> None:
-    plain = write(tmp_path, CONFIG, TENSORS, WRITERS[name])
-    head = {"lm_head.weight"} if WRITERS[name].with_head else set()
+@pytest.mark.parametrize("name", [*FORMATS, *EXPORTS])
+def test_stored_values_are_loaded(name: str, tmp_path: Path) -> None:
+    stored = {**FORMATS, **EXPORTS}[name]
+    plain = write(tmp_path, CONFIG, TENSORS, stored)
+    head = {"lm_head.weight"} if stored.with_head else set()
     quantized = {key for key in plain if is_matrix(key) and not key.startswith(LEFT_OUT)} | head
     for key in quantized:  # the stored values differ from the originals
         error = (plain[key] - TENSORS[key]).norm() / TENSORS[key].norm()
         assert 0 < error < 0.5, key
+    model, found, report = load(tmp_path, ParallelLayout(rank=1, tp=2))
+    assert report.num_dequantized == len(quantized & found.keys()) == 31 + len(head)
+    for key, values in found.items():
+        expected = part_of(model.weight_slots()[key], plain[key])
+        torch.testing.assert_close(values, expected, rtol=1e-6 * (name in EXPORTS), atol=0)
+
+
+M3_FORMATS = (
+    "mxfp8", "fp8-block", "modelopt-mixed", "modelopt-nvfp4", "quark-mxfp4", "modelslim-dynamic",
+    "compressed-mxfp8", "packed-int4", "awq",
+)  # fmt: skip
+CASES = [("m2", each) for each in sample(FORMATS, 3, 7)]
+CASES += [("m3", each) for each in sample(M3_FORMATS, 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [pytest.param(family, *each.values, marks=each.marks) for family, each in CASES],
+)
+def test_model_computes_with_the_stored_matrices(family: str, name: str, tmp_path: Path) -> None:
+    config, tensors = (CONFIG, TENSORS) if family == "m2" else (m3.CONFIG, m3.TENSORS)
+    plain = write(tmp_path, config, tensors, FORMATS[name])
+    if family == "m3":
+        m3.add_wrapper(tmp_path)
+    # Longer than two blocks of 16 tokens: M3 selects blocks.
+    prompt = PROMPT * (11 if family == "m3" else 1)
+    expected = greedy(build(read_spec(config), plain), prompt, 12)
+    assert len(set(expected)) > 2
     for layout in LAYOUTS:
         model, found, report = load(tmp_path, layout)
-        assert report.num_dequantized == len(quantized & found.keys()) > 0
+        assert sum(map(len, report.skipped.values())) == (len(m3.VISION) if family == "m3" else 0)
         assert_holds(model, found, plain)
-        if layout.tp == 1:
-            model.finish_loading()
-            text = greedy(model, PROMPT, 12)
-            assert len(set(text)) > 3
-            assert text == greedy(build(tiny_spec(**CONFIG), plain), PROMPT, 12)
-            if name == "fp8-fnuz-dtype":  # its config.json declares OCP FP8
-                continue
-            kept, _, report = load(tmp_path, layout, kernels=KEEPING)
-            not_kept = "act-order" in name or name in DEQ_SCALES
-            assert (report.num_kept == 0) is not_kept
-            # An expert's matrices have scale_bias of different shapes, so they are not kept.
-            assert report.num_dequantized == 0 or name != "modelslim-int4"
-            kept.finish_loading()
-            assert greedy(kept, PROMPT, 12) == text
+        held = sum(values.nbytes for values in found.values())
+        assert held == weight_bytes(model.spec, dtype="float32", kept=dequantized, layout=layout)
+        if layout.tp > 1:
+            continue
+        model.finish_loading()
+        assert greedy(model, prompt, 12) == expected
+        if name == "fp8-fnuz-dtype":  # its config.json declares OCP FP8
+            continue
+        kept, _, report = load(tmp_path, layout, kernels=KEEPING)
+        not_kept = "act-order" in name or name in DEQ_SCALES
+        assert (report.num_kept == 0) is not_kept
+        # An expert's matrices have scale_bias of different shapes, so they are not kept.
+        assert report.num_dequantized == 0 or name != "modelslim-int4"
+        kept.finish_loading()
+        assert greedy(kept, prompt, 12) == expected
 
 
 @pytest.mark.parametrize("with_index", [True, False])
 def test_modelslim_file_names_are_found(tmp_path: Path, with_index: bool) -> None:
-    plain = write(tmp_path, CONFIG, TENSORS, WRITERS["modelslim-dynamic"])
+    plain = write(tmp_path, CONFIG, TENSORS, FORMATS["modelslim-dynamic"])
     stored = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     files = [f"quant_model_weights-0000{number}-of-00002.safetensors" for number in (1, 2)]
@@ -73,44 +121,42 @@ def test_modelslim_file_names_are_found(tmp_path: Path, with_index: bool) -> Non
     if with_index:
         index = tmp_path / "model.safetensors.index.json"
         index.rename(tmp_path / "quant_model_weights.safetensors.index.json")
-    _, found, _ = load(tmp_path, ParallelLayout())
-    name = "model.layers.0.block_sparse_moe.experts.3.w2.weight"
-    assert torch.equal(found[name], plain[name])
+    model, found, _ = load(tmp_path)
+    assert_holds(model, found, plain)
 
 
 def test_bf16_layer_described_as_fp4_loads_or_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = write(tmp_path, CONFIG, TENSORS, WRITERS["modelopt-nvfp4"])
+    plain = write(tmp_path, CONFIG, TENSORS, FORMATS["modelopt-nvfp4"])
     stored, file = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
-    module, layout = "model.layers.0.self_attn.q_proj", ParallelLayout()
-    stored[f"{module}.weight"] = plain[f"{module}.weight"].bfloat16()
+    stored[f"{MODULE}.weight"] = plain[f"{MODULE}.weight"].bfloat16()
     save_file(stored, file)
-    with pytest.raises(CheckpointError, match=rf"{module}.weight has dtype BF16; nvfp4 is stored"):
-        load(tmp_path, layout)
+    with pytest.raises(CheckpointError, match=rf"{MODULE}.weight has dtype BF16; nvfp4 is stored"):
+        load(tmp_path)
     for name in ("weight_scale", "weight_scale_2", "input_scale"):
-        del stored[f"{module}.{name}"]
+        del stored[f"{MODULE}.{name}"]
     save_file(stored, file)
     with caplog.at_level(logging.INFO, logger="negamax"):
-        _, found, _ = load(tmp_path, layout)
+        _, found, _ = load(tmp_path)
     assert "30 activation scales are not used" in caplog.text
-    assert torch.equal(found[f"{module}.weight"], stored[f"{module}.weight"].float())
-    stored[f"{module}.weight"] = stored[f"{module}.weight"].view(torch.uint8)
+    assert torch.equal(found[f"{MODULE}.weight"], stored[f"{MODULE}.weight"].float())
+    stored[f"{MODULE}.weight"] = stored[f"{MODULE}.weight"].view(torch.uint8)
     save_file(stored, file)
-    with pytest.raises(CheckpointError, match=rf"{module}.weight .*nvfp4.*missing|shape"):
-        load(tmp_path, layout)
+    with pytest.raises(CheckpointError, match=rf"{MODULE}.weight .*nvfp4.*missing|shape"):
+        load(tmp_path)
 
 
 def test_rank_keeps_experts_if_another_rank_has_one_in_bf16(tmp_path: Path) -> None:
-    plain = write(tmp_path, CONFIG, TENSORS, WRITERS["modelopt-nvfp4"])
+    plain = write(tmp_path, CONFIG, TENSORS, FORMATS["modelopt-nvfp4"])
     expert, file = "model.layers.0.block_sparse_moe.experts.0", tmp_path / "model.safetensors"
     stored = {k: t for k, t in load_file(file).items() if not k.startswith(f"{expert}.")}
     own = {key: plain[key].bfloat16() for key in plain if key.startswith(f"{expert}.")}
     save_file({**stored, **own}, file)
     path = tmp_path / "hf_quant_config.json"
-    described = json.loads(path.read_text())
-    described["quantization"]["exclude_modules"].append(f"{expert}*")
-    path.write_text(json.dumps(described))
+    description = json.loads(path.read_text())
+    description["quantization"]["exclude_modules"].append(f"{expert}*")
+    path.write_text(json.dumps(description))
     kept = []
     for rank in range(2):
         layout = ParallelLayout(rank=rank, tp=2, ep=2)
@@ -134,11 +180,11 @@ def test_rank_keeps_experts_if_another_rank_has_one_in_bf16(tmp_path: Path) -> N
         ("modelslim-dynamic", "weight_offset", r"weight_offset is \[1.0, .* is \[0.0, 0.0, "),
     ],
 )
-@pytest.mark.parametrize("kernels", [None, KEEPING], ids=["dequantised", "kept"])
+@pytest.mark.parametrize("kernels", [None, KEEPING], ids=["dequantized", "kept"])
 def test_tensors_with_known_content_are_checked(
     tmp_path: Path, name: str, part: str, message: str, kernels: KernelTable | None
 ) -> None:
-    write(tmp_path, CONFIG, TENSORS, WRITERS[name])
+    write(tmp_path, CONFIG, TENSORS, FORMATS[name])
     stored = load_file(tmp_path / "model.safetensors")
     changed = stored[f"model.layers.0.block_sparse_moe.experts.1.w3.{part}"]
     changed[changed == changed.max()] += 1
@@ -146,29 +192,100 @@ def test_tensors_with_known_content_are_checked(
         changed[:] = 1
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"experts\.1\.w3\.{message}"):
-        load(tmp_path, ParallelLayout(), kernels=kernels)
+        load(tmp_path, kernels=kernels)
 
 
 def test_fnuz_nan_is_named(tmp_path: Path) -> None:
-    write(tmp_path, CONFIG, TENSORS, WRITERS["fp8-fnuz"])
+    write(tmp_path, CONFIG, TENSORS, FORMATS["fp8-fnuz"])
     stored, file = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
-    name = "model.layers.0.self_attn.q_proj.weight"
-    stored[name].view(torch.uint8)[3, 5] = 0x80
+    stored[f"{MODULE}.weight"].view(torch.uint8)[3, 5] = 0x80
     save_file(stored, file)
-    with pytest.raises(CheckpointError, match=rf"{name} in 1 of 64 x 64 .*first at \[3, 5\]"):
-        load(tmp_path, ParallelLayout())
+    with pytest.raises(CheckpointError, match=rf"{MODULE}\S+ in 1 of 64 x 64 .*first at \[3, 5\]"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(
     "name",
     ["gptq-act-order", "packed-int4-asym", "quark-int8-static", "modelslim-mix", "modelopt-nvfp4"],
 )
-def test_a_checkpoint_that_is_split_keeps_its_format(name: str, tmp_path: Path) -> None:
+def test_split_checkpoint_keeps_its_format(name: str, tmp_path: Path) -> None:
     source, split = tmp_path / "source", tmp_path / "split"
     source.mkdir()
-    plain = write(source, CONFIG, TENSORS, WRITERS[name])
-    convert(Conversion(str(source), source, split, None, tp=2))
+    plain = write(source, CONFIG, TENSORS, FORMATS[name])
+    convert(conversion(source, split, tp=2, allow_lossy=False))
     for rank in range(2):
         model, found, report = load(split, ParallelLayout(rank=rank, tp=2), is_split=True)
         assert report.num_dequantized > 20
         assert_holds(model, found, plain)
+
+
+# --- exports --------------------------------------------------------------------------------------
+
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+def describe(folder: Path, description: dict[str, Any]) -> None:
+    config = {**CONFIG, "quantization_config": description}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        described.compressed("dense", ignore=EXPORT_PLAIN, kv_cache_scheme=CACHE),
+        export_of_modelopt(None, kv_cache_scheme=CACHE),
+    ],
+    ids=["llm-compressor", "modelopt"],
+)
+def test_only_the_cache_has_scales(tmp_path: Path, description: dict[str, Any]) -> None:
+    name = "model.layers.0.self_attn.k_scale"
+    describe(tmp_path, description)
+    save_file({**TENSORS, name: torch.tensor([0.25]).bfloat16()}, tmp_path / "model.safetensors")
+    _, found, report = load(tmp_path)
+    assert float(found[name]) == 0.25 and report.num_dequantized == 0
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        (
+            described.spin_quant(EXPORT_PLAIN, "input"),
+            "R1.location is 'input'; supported: weight_input, weight_output",
+        ),
+        (
+            export_of_modelopt("NVFP4", kv_cache_scheme="NVFP4"),
+            "kv_cache_scheme is 'NVFP4'; supported: an FP8 object",
+        ),
+        (
+            export_of_modelopt(
+                "W4A16_NVFP4", config_groups={"group_0": {"weights": {"group_size": 32}}}
+            ),
+            "group_size is 32; supported: 16",
+        ),
+        (export_of_quark({"dtype": "int4"}), "weight.dtype is 'int4'; supported: fp8_e4m3, fp4, i"),
+        (auto_round_floats("fp", 8, 64), "group_size is 64; supported: -1"),
+        (auto_round_floats("mx_fp", 4, 16), "group_size is 16; supported: 32"),
+        (auto_round_floats("mx_int", 4, 32), "act_bits is 4; supported: 16"),
+    ],
+)
+def test_unsupported_exports_are_refused_by_name(
+    description: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    describe(tmp_path, description)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(tmp_path)
+
+
+def test_experts_missing_from_an_export_are_named(tmp_path: Path) -> None:
+    """GPTQModel omits all experts of transformers 5 but the first."""
+    write(tmp_path, CONFIG, TENSORS, EXPORTS["modelopt, W8A16"])
+    file = tmp_path / "model.safetensors"
+    kept: dict[str, Tensor] = {
+        name: tensor
+        for name, tensor in load_file(file).items()
+        if not re.search(r"experts\.[1-9]", name)
+    }
+    save_file(kept, file)
+    with pytest.raises(CheckpointError, match=r"36 tensors are missing .*experts\.1\.w1") as failed:
+        load(tmp_path)
+    assert "the tool that wrote the checkpoint left them out" in (failed.value.hint or "")

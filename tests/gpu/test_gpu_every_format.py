@@ -1,6 +1,6 @@
 """Every format of docs/checkpoints.md on a GPU, compared with its fp32 definition on a CPU.
 
-A tiny MiniMax-M2 is written in each format by the writers of tests/cpu. Its sizes make shards
+A tiny MiniMax-M2 is written in each format as in tests/cpu/stored_formats.py. Its sizes make shards
 divide blocks and groups as MiniMax-M2's do over 8 and 16 ranks. Each token goes to all experts, so
 rounding cannot change the routing. The shards run on one GPU in turn.
 """
@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 
 from m2_checkpoints import FP8_CONFIG, TINY, save_single, tiny_spec, to_fp8, write_index
 from model_support import PagedRun, random_weights
-from quantized_writers import WRITERS, Writer, awq, gptq, packed, write
+from stored_formats import FORMATS, StoredFormat, awq, gptq, in_full, packed, write
 from test_neuron_checkpoint import preprocessed
 
 from negamax.base.errors import CheckpointError
@@ -55,19 +55,11 @@ REFERENCES = KernelTable.of(
 
 # --- the formats, and how a GPU holds them as docs/checkpoints.md says ----------------------------
 
-READ, DEQUANTISED = "as bf16", "dequantised at load"
+READ, DEQUANTIZED = "as bf16", "dequantized at load"
 BLOCKS, PACKED, ROUNDED = "FP8 blocks", "weight-only", "weight-only; W8A8 for long prompts"
 
 
-def in_full(dtype: torch.dtype) -> Writer:
-    def store(module: str, matrix: Any) -> Any:
-        stored = torch.from_numpy(matrix).to(dtype)
-        return {"weight": stored}, stored.float().numpy()
-
-    return Writer(store, lambda *_: None)
-
-
-OWN_WRITERS: dict[str, Writer] = {
+OTHER_SIZES: dict[str, StoredFormat] = {
     "bf16": in_full(torch.bfloat16),
     "fp16": in_full(torch.float16),
     "fp32": in_full(torch.float32),
@@ -96,8 +88,8 @@ HELD: dict[str, tuple[str, ...]] = {
             "packed-int4-channel packed-int8 packed-int8-128 modelslim-int4"
         ),
         # Matrices of an expert differ in bits or groups.
-        (DEQUANTISED, PACKED): "auto-round auto-round-gptq auto-round-awq",
-        (DEQUANTISED,): (
+        (DEQUANTIZED, PACKED): "auto-round auto-round-gptq auto-round-awq",
+        (DEQUANTIZED,): (
             "fp8-fnuz fp8-fnuz-bits modelslim-static modelslim-static-fp16 auto-round-2-bits "
             "gptq-act-order packed-int4-act-order"
         ),
@@ -110,11 +102,11 @@ HELD: dict[str, tuple[str, ...]] = {
 # Largest difference of a log-probability in a vocabulary of 96. Logits have a standard deviation of
 # 1; bf16 adds an error of 0.7 %, FP8 activations 2 to 3 %. The largest of 4,500 errors (long
 # prompt: 29,000) is four to five times that.
-DIFFERENCE = {READ: 0.1, DEQUANTISED: 0.1, PACKED: 0.1, ROUNDED: 0.1, BLOCKS: 0.4}
+DIFFERENCE = {READ: 0.1, DEQUANTIZED: 0.1, PACKED: 0.1, ROUNDED: 0.1, BLOCKS: 0.4}
 LONG_DIFFERENCE = 0.4  # activations of long prompts are rounded
 # ||sum of the shards - whole|| / ||whole||. Each shard is rounded to bf16. With FP8 blocks,
 # activations are rounded to FP8 before each GEMM, in the same groups on any number of ranks.
-SHARES = {READ: 0.01, DEQUANTISED: 0.01, PACKED: 0.01, ROUNDED: 0.01, BLOCKS: 0.05}
+SHARES = {READ: 0.01, DEQUANTIZED: 0.01, PACKED: 0.01, ROUNDED: 0.01, BLOCKS: 0.05}
 OF_ONE_RANK = 0.01
 
 
@@ -193,7 +185,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 def write_checkpoint(name: str, folder: Path, tensors: Mapping[str, Tensor]) -> None:
     folder.mkdir()
     if name != NEURON:
-        write(folder, CONFIG, tensors, {**WRITERS, **OWN_WRITERS}[name])
+        write(folder, CONFIG, tensors, {**FORMATS, **OTHER_SIZES}[name])
         return
     config = {**CONFIG, "quantization_config": FP8_CONFIG}
     (folder / "config.json").write_text(json.dumps(config))
@@ -217,7 +209,7 @@ def load(
 def held_as(model: Decoder, op: Op[Any, Any], module: str, kernels: KernelTable) -> str:
     slots = [slot for name, slot in model.weight_slots().items() if name.startswith(module)]
     if all(slot.stored is None for slot in slots):
-        return READ if all(slot.source is PLAIN for slot in slots) else DEQUANTISED
+        return READ if all(slot.source is PLAIN for slot in slots) else DEQUANTIZED
     assert all(slot.stored is not None for slot in slots)
     width = CONFIG["hidden_size"]
     # the matrices of an expert may differ in format, but not in kernel
@@ -327,7 +319,7 @@ def test_gpu_holds_and_computes_each_format(
     assert tuple(dict.fromkeys(subject.whole.held)) == HELD[name]
 
 
-def test_fnuz_known_only_from_files_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_fnuz_declared_only_in_files_is_refused_with_a_remedy(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     kernels = resolve(platform=platform_of(device), dtype=torch.bfloat16)
     write_checkpoint("fp8-fnuz-dtype", tmp_path / "fnuz", random_tensors())
@@ -336,5 +328,5 @@ def test_fnuz_known_only_from_files_is_refused_with_a_remedy(tmp_path: Path) -> 
     assert '"fmt": "float8_e4m3fnuz"' in str(refused.value.hint)
 
 
-def test_every_writer_is_tested() -> None:
-    assert {*HELD} | {"fp8-fnuz-dtype"} == {*WRITERS, *OWN_WRITERS, NEURON}
+def test_every_format_is_tested() -> None:
+    assert {*HELD} | {"fp8-fnuz-dtype"} == {*FORMATS, *OTHER_SIZES, NEURON}

@@ -12,7 +12,7 @@ from negamax.config.embedded import EMBEDDED
 from negamax.convert.source import Source
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
-from quantized_writers import WRITERS, write
+from stored_formats import FORMATS, write
 
 # One format per layout that kernels distinguish; some methods round activations.
 WEIGHTS_ONLY = (
@@ -41,7 +41,7 @@ def both_ways(folder: Path, name: str) -> tuple[Path, Path]:
         one.mkdir()
         for text in _TEXTS:
             shutil.copy(EMBEDDED["nano"] / text, one / text)
-    values = write(stored, config, tensors, WRITERS[name])
+    values = write(stored, config, tensors, FORMATS[name])
     save_file({key: one.contiguous() for key, one in values.items()}, plain / "model.safetensors")
     (plain / "config.json").write_text(json.dumps(config))
     return stored, plain

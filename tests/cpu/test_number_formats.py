@@ -1,0 +1,325 @@
+"""Codes, scales and rounding of every number format."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from m2_checkpoints import quantize_block, scale_shape
+from stored_formats import FLOATS, e4m3, e4m3_fnuz
+from torch import Tensor
+
+from negamax.config.quantization import QuantizationSpec
+from negamax.formats.floats import E4M3_BLOCKS
+from negamax.formats.readable import reads_e4m3_blocks
+from negamax.formats.tensor_format import Axis, TensorFormat
+from negamax.kernels.quantize import quantizers
+from negamax.kernels.quantize.codes import E2M1_VALUES, Codes
+from negamax.kernels.quantize.op import dequantize_block
+from negamax.kernels.quantize.stored import dequantize, encode
+from negamax.layers.weights import MatrixWeight
+from negamax.quantization.compressed_tensors import INT8_CHANNEL, STRATEGIES, packed
+from negamax.quantization.detect import detect
+from negamax.quantization.scheme import Scheme, WeightFormat
+
+FP8 = torch.float8_e4m3fn
+
+
+def noise(seed: int, rows: int = 136, columns: int = 160) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+# --- codes and scales -----------------------------------------------------------------------------
+
+ROWS, COLUMNS = 5, 10
+VALUES = {
+    "uint4": torch.randint(0, 16, (ROWS, COLUMNS), dtype=torch.uint8),
+    "int8": torch.randint(-128, 128, (ROWS, COLUMNS), dtype=torch.int8),
+    "e4m3": torch.randn(ROWS, COLUMNS).to(FP8),
+    "e2m1": torch.arange(ROWS * COLUMNS).remainder(16).reshape(ROWS, COLUMNS).to(torch.uint8),
+}
+SCALE_DTYPES = (torch.float32, torch.bfloat16, FP8, torch.float8_e8m0fnu)
+
+
+def number(codes: Codes, code: Tensor) -> float:
+    if not codes.is_e2m1:
+        return float(code)
+    value = E2M1_VALUES[int(code) & 7]
+    return -value if int(code) & 8 else value
+
+
+@pytest.mark.parametrize("dtype", SCALE_DTYPES, ids=str)
+@pytest.mark.parametrize("element", VALUES)
+@pytest.mark.parametrize("block", [(1, 4), (1, 1000), (3, 4)], ids=str)
+@pytest.mark.parametrize("extras", ["", "zeros", "global", "rows", "order"])
+def test_every_entry_follows_the_formula(
+    element: str, block: tuple[int, int], dtype: torch.dtype, extras: str
+) -> None:
+    shape = (-(-ROWS // block[0]), -(-COLUMNS // block[1]))
+    scale = torch.rand(shape).add(0.5).to(dtype)
+    order = torch.arange(COLUMNS).flip(0) // block[1]
+    whole = {"global": torch.tensor(0.375), "rows": torch.rand(ROWS)}
+    codes = Codes(
+        VALUES[element], scale, block,
+        zero_point=torch.randint(0, 16, shape, dtype=torch.uint8) if extras == "zeros" else None,
+        global_scale=whole.get(extras), group_of=order.int() if extras == "order" else None,
+        is_e2m1=element == "e2m1",
+    )  # fmt: skip
+    plain = codes.dequantize()
+    assert plain.dtype == torch.float32
+    for n, k in itertools.product(range(ROWS), range(COLUMNS)):
+        group = n // block[0], int(order[k]) if extras == "order" else k // block[1]
+        value = number(codes, codes.values[n, k])
+        if codes.zero_point is not None:
+            value -= float(codes.zero_point[group])
+        value *= float(scale[group].float())
+        if codes.global_scale is not None:
+            value *= float(codes.global_scale.expand(ROWS)[n])
+        assert float(plain[n, k]) == pytest.approx(value, rel=1e-6), (n, k)
+
+
+def test_stacked_matrices_have_their_own_scales() -> None:
+    values = torch.randint(-128, 128, (3, ROWS, COLUMNS), dtype=torch.int8)
+    scale, whole = torch.rand(3, ROWS, 1), torch.rand(3, 1)
+    stacked = Codes(values, scale, (1, COLUMNS), global_scale=whole).dequantize()
+    for n in range(3):
+        alone = Codes(values[n], scale[n], (1, COLUMNS), global_scale=whole[n]).dequantize()
+        assert torch.equal(stacked[n], alone)
+
+
+# --- stored float formats -------------------------------------------------------------------------
+
+MODULE = "model.layers.0.block_sparse_moe.experts.1.w1"
+
+
+def format_of(name: str) -> TensorFormat:
+    """Return the product's format for the description in the table."""
+    fields = FLOATS[name].describe([MODULE], {})
+    scheme = detect(QuantizationSpec(fields.get("quant_method", "modelopt"), fields))
+    assert scheme is not None
+    return scheme.format_of(MODULE)
+
+
+FORMATS = {name: format_of(name) for name, each in FLOATS.items() if each.read is not None}
+
+
+def kept(stored: TensorFormat, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {t.name: tensors[t.name] for t in stored.tensors if t.is_kept}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_element_matches_its_bits(name: str) -> None:
+    stored, plain, read = FORMATS[name], noise(1), FLOATS[name].read
+    tensors, expected = FLOATS[name].store(MODULE, plain)
+    assert {t.name: t.shape(plain.shape) or (1,) for t in stored.tensors} == {
+        key: tuple(tensor.shape) or (1,) for key, tensor in tensors.items()
+    }
+    got = dequantize(stored, kept(stored, tensors))
+    assert got.dtype == torch.float32
+    assert torch.allclose(got, expected, rtol=1e-6, atol=0)
+    assert (got - plain).abs().max() < plain.abs().max() / 6  # the writer represents this matrix
+    assert read is not None
+    for n, k in itertools.product((0, 1, 127, 128, 135), range(0, plain.shape[1], 3)):
+        assert float(got[n, k]) == pytest.approx(read(tensors, n, k), rel=1e-6), (n, k)
+
+
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.unit(Axis.ROWS) == 1])
+def test_fused_matrices_dequantize_like_single_ones(name: str) -> None:
+    stored = FORMATS[name]
+    scheme = Scheme((stored,), lambda module: stored)
+    weights = WeightFormat(torch.float32, torch.device("cpu"), scheme)
+    rows, columns = 8, 64
+    held = MatrixWeight((2, 2 * rows, columns), stored, weights=weights)
+    expected = torch.empty(2, 2 * rows, columns)
+    for expert, (part, first) in itertools.product(range(2), enumerate((0, rows))):
+        plain = noise(2 * expert + part, rows, columns) * 10.0**expert
+        tensors, _ = FLOATS[name].store(MODULE, plain)
+        expected[expert, first : first + rows] = dequantize(stored, kept(stored, tensors))
+        region = (range(rows), range(columns))
+        for slot in held.slots("x.weight", (rows, columns), region=region, at=(expert, first)):
+            tensor = tensors.get(slot.name.removeprefix("x."))
+            assert tensor is not None
+            if slot.needed:
+                slot.write(tensor.reshape(slot.shape))
+    weight = held.take()
+    assert torch.equal(dequantize(weight.format, weight.tensors), expected)
+
+
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.rounding is not None])
+def test_quantizer_writes_the_published_layout(name: str) -> None:
+    stored, plain = FORMATS[name], noise(2)
+    theirs = kept(stored, FLOATS[name].store(MODULE, plain)[0])
+    tensors = dict(encode(stored, plain))
+    assert {key: (t.shape or (1,)) for key, t in tensors.items()} == {
+        key: (t.shape or (1,)) for key, t in theirs.items()
+    }
+    error, other = (
+        (dequantize(stored, each) - plain).norm() / plain.norm() for each in (tensors, theirs)
+    )
+    assert float(error) == pytest.approx(float(other), rel=0.02)
+
+
+def test_exponents_as_uint8_and_e8m0_are_equal() -> None:
+    tensors, _ = FLOATS["mxfp8"].store(MODULE, noise(3))
+    other = {**tensors, "weight_scale_inv": tensors["weight_scale_inv"].view(torch.float8_e8m0fnu)}
+    assert torch.equal(*(dequantize(FORMATS["mxfp8"], each) for each in (tensors, other)))
+
+
+def test_every_fnuz_byte_is_decoded() -> None:
+    stored, codes = FORMATS["fp8-fnuz"], torch.arange(256, dtype=torch.uint8).reshape(16, 16)
+    expected = torch.tensor([2 * e4m3_fnuz(byte) for byte in range(256)]).reshape(16, 16)
+    for dtype in (torch.float8_e4m3fnuz, FP8):
+        tensors = {"weight": codes.view(dtype), "weight_scale_inv": torch.full((1, 1), 2.0)}
+        got = dequantize(stored, tensors)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+# --- FP8 blocks -----------------------------------------------------------------------------------
+
+
+def test_every_e4m3_byte_is_decoded() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128).view(FP8)
+    expected = torch.tensor([0.25 * e4m3(code) for code in range(256)]).view(2, 128)
+    got = dequantize_block(codes, torch.tensor([[0.25]]))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 7), (4, 6), (9, 4), (8, 12)])
+def test_each_element_has_the_scale_of_its_block(rows: int, columns: int) -> None:
+    weight = noise(rows, rows, columns).to(FP8)
+    scale = torch.rand(scale_shape(rows, columns, block=(4, 6)))
+    plain = dequantize_block(weight, scale, block=(4, 6))
+    for n, k in itertools.product(range(rows), range(columns)):
+        assert plain[n, k] == weight[n, k].float() * scale[n // 4, k // 6]
+
+
+def test_bfloat16_result_is_rounded_once() -> None:
+    weight, scale = quantize_block(noise(0, 128, 256))
+    spread = scale.repeat_interleave(128, dim=1)
+    actual = dequantize_block(weight, scale, dtype=torch.bfloat16)
+    assert torch.equal(actual, (weight.float() * spread).to(torch.bfloat16))
+    assert not torch.equal(actual, weight.to(torch.bfloat16) * spread.to(torch.bfloat16))
+
+
+def test_transformers_reads_the_same_weight() -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    values, scale = quantize_block(noise(3, 256, 384))
+    theirs = Fp8Dequantize(None)._dequantize_one(values, scale)
+    torch.testing.assert_close(dequantize_block(values, scale), theirs.float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 128), (1, 1), (129, 300), (256, 256), (0, 128)])
+def test_load_dequantizes_as_the_op_to_the_bit(rows: int, columns: int) -> None:
+    # Include NaN and subnormals.
+    codes = torch.arange(rows * columns).remainder(256).to(torch.uint8).view(rows, columns)
+    scale = torch.rand(scale_shape(rows, columns)) * 1e5
+    stored = {"weight": codes.view(FP8), "weight_scale_inv": scale}
+    actual, expected = dequantize(E4M3_BLOCKS, stored), dequantize_block(codes.view(FP8), scale)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_format_name_must_include_the_scale() -> None:
+    assert reads_e4m3_blocks(E4M3_BLOCKS)
+    with pytest.raises(AssertionError, match="'fp8' says no scale"):
+        replace(E4M3_BLOCKS, name="fp8")
+
+
+# --- quantizers -----------------------------------------------------------------------------------
+
+E4M3_NUMBERS = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+E4M3_NUMBERS = E4M3_NUMBERS[E4M3_NUMBERS.isfinite()]
+E2M1_NUMBERS = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
+
+
+def matrix(rows: int, columns: int) -> Tensor:
+    """Return rows of very different sizes, a row of zeros, a tiny number and ties."""
+    values = noise(rows, rows, columns)
+    values *= torch.logspace(-6, 3, rows).unsqueeze(1)
+    values[1] = 0.0
+    values[2] = 0.0
+    values[2, columns // 2] = -3e-30
+    values[3] = torch.arange(columns) % 13 / 2.0 - 3
+    return values
+
+
+QUANTIZERS = {
+    "e4m3 blocks": (lambda m: quantizers.to_e4m3(m, (128, 128)), E4M3_NUMBERS),
+    "e4m3 rows": (lambda m: quantizers.to_e4m3(m, (1, m.shape[1])), E4M3_NUMBERS),
+    "e4m3 to 240": (
+        lambda m: quantizers.to_e4m3(m, (1, m.shape[1]), largest=240.0),
+        E4M3_NUMBERS[E4M3_NUMBERS.abs() <= 240],
+    ),
+    "int8 rows": (lambda m: quantizers.to_integers(m, 8, m.shape[1]), torch.arange(-128.0, 128)),
+    "int4 groups": (
+        lambda m: quantizers.to_integers(m, 4, 32, scale_dtype=torch.bfloat16),
+        torch.arange(-8.0, 8),
+    ),
+    "mxfp8": (lambda m: quantizers.to_e4m3_powers(m, 32), E4M3_NUMBERS),
+    "mxfp4": (lambda m: quantizers.to_e2m1_powers(m, 32), E2M1_NUMBERS),
+    "nvfp4": (lambda m: quantizers.to_e2m1(m, 16), E2M1_NUMBERS),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_every_element_becomes_the_nearest_number_for_its_scale(name: str) -> None:
+    quantize, numbers = QUANTIZERS[name]
+    plain = matrix(9, 160)
+    codes = quantize(plain.clone())
+    ones = torch.full_like(codes.values, 2 if codes.is_e2m1 else 1)
+    step = replace(codes, values=ones).dequantize().double()
+    distance = (plain.double().unsqueeze(2) - step.unsqueeze(2) * numbers.double()).abs()
+    best = distance.amin(dim=2)
+    found = (codes.dequantize().double() - plain.double()).abs()
+    assert codes.dequantize().isfinite().all()
+    assert (found <= best * (1 + 1e-5) + plain.abs() * 1e-6).all()
+    assert torch.equal(codes.dequantize()[1], torch.zeros(160))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_power_of_two_scales_are_the_smallest_without_clipping(name: str) -> None:
+    largest = 448.0 if name == "mxfp8" else 6.0
+    plain = torch.zeros(7, 32)
+    tops = (largest, largest * 1.0001, largest / 2, 1.0, 1e-20, 3.0e4, largest * 0.9999)
+    plain[:, 5] = torch.tensor(tops)
+    scale = QUANTIZERS[name][0](plain).scale
+    assert scale is not None
+    for row, top in zip(scale.float().flatten().tolist(), tops, strict=True):
+        assert row == 2.0 ** math.ceil(math.log2(torch.tensor(top).double().item() / largest))
+
+
+def test_ties_between_fp4_values_go_to_the_even_code() -> None:
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(E2M1_VALUES)]
+    row = torch.tensor([*middles, 6.0, *(-m for m in middles), -6.0]).repeat(2)[None]
+    codes = quantizers.to_e2m1_powers(row, 32).values[0, :16]
+    assert codes.tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 8, 10, 10, 12, 12, 14, 14, 15]
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.0, 1e-42, 1e-30, 1e30])
+def test_fp8_blocks_equal_published_ones(factor: float) -> None:
+    """From a block of zeros, whose scale is 1, to the largest numbers."""
+    plain = matrix(200, 300) * factor
+    values, scale = quantize_block(plain)
+    stored = encode(E4M3_BLOCKS, plain)
+    assert torch.equal(stored["weight_scale_inv"], scale)
+    assert torch.equal(stored["weight"].float(), values.float())
+    assert dequantize_block(values, scale).isfinite().all()
+    assert factor or torch.equal(scale, torch.ones_like(scale))
+
+
+@pytest.mark.parametrize(
+    "stored",
+    (E4M3_BLOCKS, STRATEGIES["channel"], INT8_CHANNEL, packed(4, 128), packed(8, 32)),
+    ids=lambda one: one.name,
+)
+def test_quantized_tensors_are_stored_as_described(stored: TensorFormat) -> None:
+    plain = matrix(64, 256)
+    tensors = encode(stored, plain)
+    assert list(tensors) == [tensor.name for tensor in stored.tensors]
+    for tensor in stored.tensors:
+        found = tensors[tensor.name]
+        assert str(found.dtype).removeprefix("torch.") in tensor.dtypes, tensor.name
+        assert tuple(found.shape) == tensor.shape((64, 256)), tensor.name
+    error = (dequantize(stored, tensors) - plain).norm() / plain.norm()
+    assert error < (0.12 if "int4" in stored.element else 0.03)
