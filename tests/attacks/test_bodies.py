@@ -1,22 +1,18 @@
 """Bodies that are cheap to send and costly to read are refused at once or read concurrently."""
 
+import concurrent.futures
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.attacks.neighbour import unnoticed
+from tests.attacks.concurrent_client import unnoticed
 from tests.e2e.conftest import Server, eventually
 
-CHAT, GENERATE, RESPONSES, MESSAGES = (
-    "/v1/chat/completions",
-    "/generate",
-    "/v1/responses",
-    "/v1/messages",
-)
+CHAT, GENERATE = "/v1/chat/completions", "/generate"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 HELLO = [{"role": "user", "content": "Hello"}]
 GAP = 0.5  # seconds, at the sizes of the gate
 FULL_GAP = 1.0
@@ -74,24 +70,24 @@ def resident_bytes(server: Server) -> int:
     return pages * 4096
 
 
-@pytest.mark.parametrize("name", wrong_lists(1))
-def test_list_of_wrong_elements_is_refused_at_once(server: Server, name: str) -> None:
-    wrong = wrong_lists(400_000)[name]
-    answer = unnoticed(server, lambda: post(server, *wrong), gap=GAP, seconds=1.0)
-    assert answer.status_code == 400 and len(answer.content) < 1000
+# elements, and limits in seconds of a concurrent client and of the answer
+SMALL = pytest.param(400_000, GAP, 1.0, id="small")
+LARGEST = pytest.param(3_000_000, FULL_GAP, 3.0, id="largest", marks=pytest.mark.full)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", wrong_lists(1))
-def test_long_list_of_wrong_elements_is_refused_at_once(server: Server, name: str) -> None:
+@pytest.mark.parametrize(("count", "gap", "seconds"), [SMALL, LARGEST])
+def test_list_of_wrong_elements_is_refused_at_once(
+    server: Server, name: str, count: int, gap: float, seconds: float
+) -> None:
     before = resident_bytes(server)
-    wrong = wrong_lists(3_000_000)[name]
-    answer = unnoticed(server, lambda: post(server, *wrong), gap=FULL_GAP, seconds=3.0)
+    wrong = wrong_lists(count)[name]
+    answer = unnoticed(server, lambda: post(server, *wrong), gap=gap, seconds=seconds)
     assert answer.status_code == 400 and len(answer.content) < 1000
     assert resident_bytes(server) - before < 200 * MiB
 
 
-def dear_bodies(scale: int) -> dict[str, tuple[str, bytes]]:
+def expensive_bodies(scale: int) -> dict[str, tuple[str, bytes]]:
     """Return bodies with much to decode by name: path and body. `scale` 1 is the largest size."""
     chat: dict[str, Any] = {"model": "nano", "messages": HELLO, "max_tokens": 1}
     text = 30 * MiB // scale
@@ -114,44 +110,26 @@ def dear_bodies(scale: int) -> dict[str, tuple[str, bytes]]:
     }
 
 
-@pytest.mark.parametrize("name", dear_bodies(1000))
-def test_others_continue_while_an_expensive_body_is_read(server: Server, name: str) -> None:
-    dear = dear_bodies(5)[name]
-    answer = unnoticed(server, lambda: post(server, *dear), gap=GAP)
-    assert answer.status_code in (200, 400)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", dear_bodies(1000))
-def test_others_continue_while_a_body_of_the_largest_size_is_read(
-    server: Server, name: str
+@pytest.mark.parametrize("name", expensive_bodies(1000))
+@pytest.mark.parametrize(
+    ("scale", "gap"), [(5, GAP), pytest.param(1, FULL_GAP, marks=pytest.mark.full)]
+)
+def test_others_continue_while_an_expensive_body_is_read(
+    server: Server, name: str, scale: int, gap: float
 ) -> None:
-    dear = dear_bodies(1)[name]
-    answer = unnoticed(server, lambda: post(server, *dear), gap=FULL_GAP)
-    assert answer.status_code in (200, 400, 413)
+    body = expensive_bodies(scale)[name]
+    answer = unnoticed(server, lambda: post(server, *body), gap=gap)
+    assert answer.status_code in (200, 400) or (scale == 1 and answer.status_code == 413)
 
 
 def test_ignored_fields_are_not_kept_while_the_answer_is_written(server: Server) -> None:
-    long: dict[str, Any] = {
-        "model": "nano",
-        "messages": HELLO,
-        "max_tokens": 500,
-        "ignore_eos": True,
-    }
+    long = {"model": "nano", "messages": HELLO, "max_tokens": 300, "ignore_eos": True}
     content = body("metadata", listed('"xyz"', 1_000_000), **long)
     before = resident_bytes(server)
-    statuses: list[int] = []
-
-    def ask() -> None:
-        with server.http() as http:
-            headers = {"content-type": "application/json"}
-            statuses.append(http.post(CHAT, content=content, headers=headers).status_code)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    # the body was received and read
-    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 1)
-    grown = resident_bytes(server) - before
-    assert thread.is_alive()
-    thread.join()
-    assert statuses == [200] and grown < 32 * MiB
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, server, CHAT, content)
+        # the body was received and read
+        assert eventually(lambda: server.gauge("vllm:num_requests_running") == 1)
+        grown = resident_bytes(server) - before
+        assert not answer.done()
+        assert answer.result().status_code == 200 and grown < 32 * MiB

@@ -2,7 +2,7 @@ import os
 import signal
 from pathlib import Path
 
-from tests.attacks.neighbour import unnoticed
+from tests.attacks.concurrent_client import unnoticed
 from tests.e2e.conftest import Server
 from tests.e2e.listening import family_of
 

@@ -7,7 +7,7 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,21 +93,20 @@ async def held(work: Awaitable[object]) -> float:
     return longest
 
 
-async def rendered(body: bytes) -> str:
-    start = 0
+def request_with(parts: Sequence[bytes]) -> Request:
+    """Return a request whose body arrives in these parts."""
+    waiting = list(parts)
 
     async def receive() -> dict[str, Any]:
-        nonlocal start
         await asyncio.sleep(0.0001)  # until the body has arrived
-        start, end = start + PART, start + PART
-        return {
-            "type": "http.request",
-            "body": body[end - PART : end],
-            "more_body": end < len(body),
-        }
+        return {"type": "http.request", "body": waiting.pop(0), "more_body": bool(waiting)}
 
     headers = [(b"content-type", b"application/json")]
-    request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
+    return Request({"type": "http", "method": "POST", "headers": headers}, receive)
+
+
+async def rendered(body: bytes) -> str:
+    request = request_with([body[start : start + PART] for start in range(0, len(body), PART)])
     try:
         chat, num_bytes = await read_request(request, ChatRequest, LIMITS)
         assert chat.grammar is None
@@ -132,33 +131,29 @@ def check(body: bytes) -> None:
     assert outcome == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("unit", UNITS)
-def test_a_long_text_does_not_block_the_loop(unit: str) -> None:
-    check(question(repeated(UNITS[unit], 20 * MiB)))
+def full(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("unit", UNITS)
-def test_a_text_of_the_largest_size_does_not_block_the_loop(unit: str) -> None:
-    check(question(repeated(UNITS[unit], 32 * MiB - 100)))
+@pytest.mark.parametrize(
+    ("unit", "num_bytes", "end"),
+    [
+        ("pairs", 20 * MiB, ""),
+        *(full(unit, 20 * MiB, "") for unit in UNITS if unit != "pairs"),
+        *(full(unit, 32 * MiB - 100, "") for unit in UNITS),
+        full("words", 20 * MiB, "😀"),  # makes all characters wide
+        ("words", 20 * MiB, "\\ud83d"),  # half a character
+        ("control tokens", LIMITS.chars - 100, "😀"),  # the longest text that is tokenized
+    ],
+)
+def test_long_text_does_not_block_the_loop(unit: str, num_bytes: int, end: str) -> None:
+    check(question(repeated(UNITS[unit], num_bytes) + end))
 
 
-def test_one_wide_character_does_not_make_a_long_text_four_times_as_long() -> None:
-    check(question(repeated("word ", 20 * MiB) + "😀"))
-
-
-def test_a_long_text_with_half_a_character_does_not_block_the_loop() -> None:
-    check(question(repeated("word ", 20 * MiB) + "\\ud83d"))
-
-
-def test_many_texts_do_not_block_the_loop() -> None:
+@pytest.mark.parametrize("count", [full(1000), 8000])  # the largest admissible size, and more
+def test_many_texts_do_not_block_the_loop(count: int) -> None:
     message = {"role": "user", "content": repeated("]~b]", 4000)}
-    for count in (1000, 8000):  # the largest admissible size, and a larger one
-        check(json.dumps({"messages": [message] * count}).encode())
-
-
-def test_the_longest_text_of_control_tokens_does_not_block_the_loop() -> None:
-    check(question(repeated("]~b]", LIMITS.chars - 100) + "😀"))
+    check(json.dumps({"messages": [message] * count}).encode())
 
 
 def test_a_long_image_does_not_count_as_text() -> None:
@@ -170,20 +165,12 @@ def test_a_long_image_does_not_count_as_text() -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS.values())
-@pytest.mark.parametrize("shift", range(12))
-def test_a_text_read_in_pieces_is_the_text(unit: str, shift: int) -> None:
-    content = "x" * shift + repeated(unit.replace("]~b]", "\\\\\\\\"), 600_000)
+def test_text_read_in_pieces_is_the_text(unit: str) -> None:
     limits = BodyLimits.of(max_bytes=MiB, max_model_len=1)
-    body = question(content)
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body}
-
-    request = Request(
-        {"type": "http", "headers": [(b"content-type", b"application/json")]}, receive
-    )
-    chat, _ = asyncio.run(read_request(request, ChatRequest, limits))
-    assert chat.messages == json.loads(body)["messages"]
+    for shift in range(12):
+        content = "x" * shift + repeated(unit.replace("]~b]", "\\\\\\\\"), 600_000)
+        chat, _ = asyncio.run(read_request(request_with([question(content)]), ChatRequest, limits))
+        assert chat.messages == json.loads(question(content))["messages"]
 
 
 def test_blocks_of_an_answer_are_joined_once() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from negamax.api.common.thought_signature import ThoughtSigner
-from tests.attacks.neighbour import unnoticed
+from tests.attacks.concurrent_client import unnoticed
 from tests.attacks.test_bodies import resident_bytes
 from tests.e2e.conftest import MODEL, Server
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.attacks.neighbour import unnoticed
+from tests.attacks.concurrent_client import unnoticed
 from tests.e2e.conftest import Server, eventually
 from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx here")
 CONFIG = Path(__file__).parents[2] / "deploy" / "nginx.conf"
-FLOODER, NEIGHBOUR = "127.0.0.1", "127.0.0.2"
+FLOODER, OTHER = "127.0.0.1", "127.0.0.2"
 BURST = 40  # requests at once, and then 10 a second
 OPEN_REQUESTS = 64  # of one address
 CHAT = "/v1/chat/completions"
@@ -85,11 +85,11 @@ def test_an_address_over_its_rate_is_refused_and_others_are_not(server: Server, 
         return statuses
 
     started = time.monotonic()
-    with client_at(NEIGHBOUR, port) as http, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with client_at(OTHER, port) as http, concurrent.futures.ThreadPoolExecutor(2) as pool:
         statuses = unnoticed(
             server,
             lambda: [status for part in pool.map(lambda _: flood(), range(2)) for status in part],
-            client=lambda: client_at(NEIGHBOUR, port),
+            client=lambda: client_at(OTHER, port),
             gap=1.0,
         )
         assert http.get("/livez").status_code == 200
@@ -118,7 +118,7 @@ def test_open_requests_of_an_address_are_limited(port: int) -> None:
                 raise AssertionError(connection.recv(1000))
         with client_at(FLOODER, port) as http:
             check_refusal(http.get("/livez"))
-        with client_at(NEIGHBOUR, port) as http:
+        with client_at(OTHER, port) as http:
             assert http.get("/livez").status_code == 200
     with client_at(FLOODER, port) as http:
         assert eventually(lambda: http.get("/livez").status_code == 200)

@@ -4,7 +4,7 @@ import json
 import time
 
 from negamax.api.dialects.generate.growing_json import BYTES_PER_SECOND
-from tests.attacks.neighbour import unnoticed
+from tests.attacks.concurrent_client import unnoticed
 from tests.e2e.conftest import Server
 
 NUM_TOKENS = 600

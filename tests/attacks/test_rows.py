@@ -1,27 +1,20 @@
 import httpx
 
-from tests.attacks.neighbour import unnoticed
+from tests.attacks.concurrent_client import unnoticed
 from tests.e2e.conftest import Server
 
-LARGEST_SEED = 2**63 - 1
+CHAT = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+LARGEST = {"n": 3, "max_new_tokens": 4, "sampling_seed": 2**63 - 1}
 
 
-def test_choices_after_the_largest_seed(server: Server, http: httpx.Client) -> None:
+def test_choices_after_the_largest_seed_get_answers(server: Server, http: httpx.Client) -> None:
     engine = server.engine_pid()
-    chat = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-    generate = {
-        "text": "Hello",
-        "sampling_params": {"n": 3, "max_new_tokens": 4, "sampling_seed": LARGEST_SEED},
-    }
-    answers = unnoticed(
-        server,
-        lambda: [
-            http.post("/v1/chat/completions", json=chat | {"seed": LARGEST_SEED, "n": 2}),
-            http.post("/generate", json=generate),
-        ],
-        gap=1.0,
-    )
-    assert [answer.status_code for answer in answers] == [200, 200], [
-        answer.text for answer in answers
-    ]
+
+    def ask() -> list[httpx.Response]:
+        return [
+            http.post("/v1/chat/completions", json=CHAT | {"seed": 2**63 - 1, "n": 2}),
+            http.post("/generate", json={"text": "Hello", "sampling_params": LARGEST}),
+        ]
+
+    assert [answer.status_code for answer in unnoticed(server, ask, gap=1.0)] == [200, 200]
     assert server.engine_pid() == engine

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.attacks.neighbour import unnoticed
+from tests.attacks.concurrent_client import unnoticed
 from tests.e2e.conftest import Server
 
 

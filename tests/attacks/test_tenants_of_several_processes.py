@@ -1,6 +1,5 @@
 import concurrent.futures
 import contextlib
-import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -40,7 +39,8 @@ def holder(server: Server, key: str, index: int) -> Iterator[httpx.Client]:
     raise AssertionError(f"process {index} answers nothing")
 
 
-BOTH = list(itertools.product(range(COUNT), repeat=2))
+# processes of the owner and of another request: the same one, and another
+BOTH = [(0, 0), (1, 0), *(pytest.param(*pair, marks=pytest.mark.full) for pair in ((0, 1), (1, 1)))]
 
 
 @pytest.mark.parametrize(("one", "other"), BOTH)

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from tests.attacks import neighbour
-from tests.attacks.neighbour import unnoticed
+from tests.attacks import concurrent_client
+from tests.attacks.concurrent_client import unnoticed
 from tests.e2e.conftest import Server
 
 
@@ -25,10 +25,10 @@ def test_a_stopped_engine_is_a_gap_and_a_running_one_is_none(
         try:
             unnoticed(talker, stop, gap=0.3)
         except AssertionError as error:
-            return "gap of a neighbour" in str(error)
+            return "gap of a concurrent client" in str(error)
         return False
 
-    monkeypatch.setattr(neighbour, "_TRIES", 1)
-    monkeypatch.setattr(neighbour, "slowness", lambda: 1.0)
+    monkeypatch.setattr(concurrent_client, "_TRIES", 1)
+    monkeypatch.setattr(concurrent_client, "slowness", lambda: 1.0)
     # retry: with other load a gap counts less than it was
     assert any(is_noticed() for _ in range(10))

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
@@ -42,21 +41,6 @@ class BusyMachine:
         return sum(self._waited.values()) / 1e9
 
 
-class Stopwatch:
-    """Measures a `with` block in seconds, without the time taken by other load."""
-
-    def __init__(self, server: Server) -> None:
-        self._machine = BusyMachine(server)
-
-    def __enter__(self) -> Stopwatch:
-        self._busy, self._started = self._machine.seconds(), time.monotonic()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        passed = time.monotonic() - self._started
-        self.seconds = passed - (self._machine.seconds() - self._busy)
-
-
 def unnoticed(
     server: Server,
     attack: Callable[[], T],
@@ -66,23 +50,26 @@ def unnoticed(
     client: Callable[[], httpx.Client] | None = None,
     **fields: Any,
 ) -> T:
-    """Return `attack`'s result once it neither stalls a `Neighbour` nor exceeds its time.
+    """Return `attack`'s result once it neither stalls a `ConcurrentClient` nor exceeds its time.
 
     Limits: `gap` between two events of a client with `fields`, `seconds` on a core of 2025.
     """
     tries = []
     for _ in range(_TRIES):
-        with Neighbour(server, client=client, **fields) as neighbour, Stopwatch(server) as watch:
+        with ConcurrentClient(server, client=client, **fields) as other:
+            machine = BusyMachine(server)
+            started = time.monotonic() - machine.seconds()
             returned = attack()
-        assert neighbour.errors == []
-        tries.append((neighbour.longest_gap, watch.seconds))
+            spent = time.monotonic() - machine.seconds() - started
+        assert other.errors == []
+        tries.append((other.longest_gap, spent))
         slower = slowness()
-        if neighbour.longest_gap < gap * slower and watch.seconds < seconds * slower:
+        if other.longest_gap < gap * slower and spent < seconds * slower:
             return returned
-    raise AssertionError(f"gap of a neighbour and duration, in seconds: {tries}")
+    raise AssertionError(f"gap of a concurrent client and duration, in seconds: {tries}")
 
 
-class Neighbour:
+class ConcurrentClient:
     """Streams endless text of a chat while a `with` block runs. Single writer: its thread."""
 
     def __init__(
@@ -101,7 +88,7 @@ class Neighbour:
         self.longest_gap = 0.0  # seconds between two events
         self.errors: list[str] = []
 
-    def __enter__(self) -> Neighbour:
+    def __enter__(self) -> ConcurrentClient:
         self._machine = BusyMachine(self._server)
         self._thread.start()
         assert eventually(lambda: self._num_events >= 3), self.errors
@@ -119,12 +106,7 @@ class Neighbour:
         self._last = now
         self._num_events += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(120)
 
