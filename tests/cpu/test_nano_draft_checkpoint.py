@@ -50,8 +50,8 @@ def counts(llm: LLM) -> dict[str, Any]:
     return DraftCounts.of_stats(llm.stats(), None).summary()
 
 
-@pytest.mark.parametrize("model", LENGTHS)
-def test_as_many_guesses_are_right_as_were_when_it_was_made(model: str) -> None:
+@pytest.mark.parametrize("model", [pytest.param("nano", marks=pytest.mark.full), "nano-m3"])
+def test_as_many_drafts_are_accepted_as_after_training(model: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=48)
     with engine(model, drafts=False) as llm:
         expected = [one.outputs[0].token_ids for one in llm.generate(chats(llm), params)]
@@ -61,14 +61,14 @@ def test_as_many_guesses_are_right_as_were_when_it_was_made(model: str) -> None:
     assert found == pytest.approx(LENGTHS[model], abs=0.05)
 
 
-def test_one_layer_off_guesses_are_wrong() -> None:
+def test_drafts_from_other_layers_are_rejected() -> None:
     fields = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}  # numbered by layer inputs
     with engine("nano", drafts=True, fields=fields) as llm:
         llm.generate(chats(llm)[:4], SamplingParams(temperature=0.0, max_tokens=32))
         assert counts(llm)["spec_decode_acceptance_length"] < LENGTHS["nano"] - 1
 
 
-def test_in_the_format_of_speculators_it_stands_for_nano_with_it(tmp_path: Path) -> None:
+def test_speculators_format_serves_nano_with_its_draft(tmp_path: Path) -> None:
     folder = EMBEDDED_DRAFTS["nano-draft"]
     config = json.loads((folder / "config.json").read_text())
     config = as_speculators(config, verifier="nano", speculative_tokens=2)
@@ -98,7 +98,7 @@ def test_files_are_those_of_a_small_eagle3_draft(model: str) -> None:
         locate(EngineOptions(f"{model}-draft"))
 
 
-def test_the_draft_of_the_other_model_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_of_the_draft_of_another_model(caplog: pytest.LogCaptureFixture) -> None:
     for model, draft, count in (
         ("nano", "nano", 0),
         ("nano-m3", "nano-m3", 0),
@@ -158,7 +158,7 @@ def requests(llm: LLM) -> tuple[list[Any], list[SamplingParams]]:
         {"temperature": 1.0, "grammar": person, "reasoning": thinks, "thinking_token_budget": 5},
     ]
     prompts = [llm.render(asked)] * 6 + [llm.render(asked), called, llm.render(asked)]
-    params = [SamplingParams(**{"seed": 3, "max_tokens": 60, **each}) for each in fields]
+    params = [SamplingParams(**{"seed": 3, "max_tokens": 40, **each}) for each in fields]
     return prompts, params
 
 
@@ -171,7 +171,7 @@ def answers(llm: LLM) -> list[Answer]:
     ]  # fmt: skip
 
 
-def test_everything_that_a_request_may_ask_for_is_as_without_drafts() -> None:
+def test_all_request_fields_give_the_same_answers_with_drafts() -> None:
     with engine("nano", drafts=False, max_model_len=512) as llm:
         expected = answers(llm)
     ends = [end for _, _, end, _, _, _ in expected]
@@ -182,25 +182,27 @@ def test_everything_that_a_request_may_ask_for_is_as_without_drafts() -> None:
         assert answers(llm) == expected  # from the prefix cache
         stats = llm.stats()
     assert stats.preemption_count > 0 and stats.cached_prompt_tokens > 0
-    assert stats.num_accepted_tokens > 500
+    assert stats.num_accepted_tokens > 300
     with engine("nano", drafts=True, fields={"draft_sample_method": "probabilistic"}) as llm:
         assert answers(llm) == expected
-        assert llm.stats().num_accepted_tokens > 250
+        assert llm.stats().num_accepted_tokens > 150
 
 
-def test_a_suite_is_solved_with_what_one_types(capsys: pytest.CaptureFixture[str]) -> None:
+def test_suite_is_solved_with_drafts_from_the_command_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     speculation = '{"method":"eagle3","model":"nano-draft"}'
-    options = ("--suite", "nano-math", "--count", "3", "--speculative-config", speculation)
+    options = ("--suite", "nano-math", "--count", "2", "--speculative-config", speculation)
     assert main(["bench", "accuracy", *options]) == 0
     printed = capsys.readouterr().out
-    assert "nano-math: 3 of 3 exact" in printed
+    assert "nano-math: 2 of 2 exact" in printed
     assert re.search(r"[23]\.\d\d tokens per row with drafts", printed)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", LENGTHS)
 @pytest.mark.parametrize("suite", ["nano-math", "nano-tools"])
-def test_whole_suites_are_solved_word_for_word_as_without(model: str, suite: str) -> None:
+def test_whole_suites_give_the_same_tokens_with_drafts(model: str, suite: str) -> None:
     def solved(drafts: bool) -> tuple[SuiteResult, list[list[int]]]:
         with engine(model, drafts=drafts) as llm:
             generate, said = llm.generate, list[list[int]]()

@@ -54,11 +54,11 @@ def solved(llm: LLM, suite: str, count: int) -> int:
 
 
 def test_it_solves_what_it_was_trained_for(nano_m3: LLM) -> None:
-    assert solved(nano_m3, "nano-math", 4) >= 3
-    assert solved(nano_m3, "nano-tools", 6) >= 5
+    assert solved(nano_m3, "nano-math", 2) + solved(nano_m3, "nano-tools", 4) >= 5
 
 
-def test_random_blocks_are_no_substitute_for_chosen_ones(
+@pytest.mark.full
+def test_random_blocks_do_not_replace_selected_ones(
     nano_m3: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accuracy, "MAX_TOKENS", 200)  # enough for an answer; nonsense has no end

@@ -48,6 +48,14 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         assert "Traceback" not in server.log
 
 
+def post(server: Server, path: str, **fields: Any) -> Any:
+    """Return an answer to a request on a connection of its own."""
+    with server.http() as http:
+        answer = http.post(path, json=fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
 def keeper(response_id: str) -> int:
     return int(response_id[-2:], 16)
 
@@ -59,13 +67,9 @@ def response_from(server: Server, index: int, **fields: Any) -> Any:
     """
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        with server.http() as http:
-            answer = http.post(
-                "/v1/responses", json={"input": "Hello", "max_output_tokens": 8, **fields}
-            )
-        assert answer.status_code == 200, answer.text
-        if keeper(answer.json()["id"]) == index:
-            return answer.json()
+        response = post(server, "/v1/responses", input="Hello", max_output_tokens=8, **fields)
+        if keeper(response["id"]) == index:
+            return response
     raise AssertionError(f"process {index} answers nothing")
 
 
@@ -98,33 +102,19 @@ def streams_under_way(
 def test_every_process_answers_for_responses_of_the_others(several: Server) -> None:
     first = [response_from(several, index) for index in range(COUNT)]
     for kept in first:
+        place, reference = f"/v1/responses/{kept['id']}", kept["output"][0]["id"]
         for _ in range(6):  # through separate connections
             with several.http() as http:
-                assert http.get(f"/v1/responses/{kept['id']}").json() == kept
-                items = http.get(f"/v1/responses/{kept['id']}/input_items").json()["data"]
-                assert items[0]["content"] == [{"type": "input_text", "text": "Hello"}]
-                going_on = {
-                    "input": "And?",
-                    "previous_response_id": kept["id"],
-                    "max_output_tokens": 4,
-                }
-                second = http.post("/v1/responses", json=going_on).json()
-                # a conversation stays where it began
-                assert keeper(second["id"]) == keeper(kept["id"])
-                assert second["usage"]["input_tokens"] > kept["usage"]["total_tokens"]
-                item = kept["output"][0]["id"]
-                referring = {
-                    "input": [
-                        {"type": "item_reference", "id": item},
-                        {"role": "user", "content": "?"},
-                    ]
-                }
-                assert (
-                    http.post(
-                        "/v1/responses", json=referring | {"max_output_tokens": 4}
-                    ).status_code
-                    == 200
-                )
+                assert http.get(place).json() == kept
+                items = http.get(f"{place}/input_items").json()["data"]
+            assert items[0]["content"] == [{"type": "input_text", "text": "Hello"}]
+            going_on = {"input": "And?", "previous_response_id": kept["id"]}
+            second = post(several, "/v1/responses", max_output_tokens=4, **going_on)
+            # a conversation stays where it began
+            assert keeper(second["id"]) == keeper(kept["id"])
+            assert second["usage"]["input_tokens"] > kept["usage"]["total_tokens"]
+            items = [{"type": "item_reference", "id": reference}, {"role": "user", "content": "?"}]
+            post(several, "/v1/responses", input=items, max_output_tokens=4)
     with several.http() as http:
         for kept in first:
             assert http.delete(f"/v1/responses/{kept['id']}").json()["deleted"]
@@ -137,47 +127,32 @@ def test_processes_listen_only_on_the_shared_port(several: Server) -> None:
 
 def test_relayed_stream_is_a_stream(several: Server) -> None:
     for index in range(COUNT):
-        kept = response_from(several, index)
-        for _ in range(4):
-            client = several.openai()
-            events = list(
-                client.responses.create(
-                    model=MODEL,
-                    input="More",
-                    previous_response_id=kept["id"],
-                    stream=True,
-                    max_output_tokens=24,
+        following = {"previous_response_id": response_from(several, index)["id"], "input": "More"}
+        for _ in range(3):
+            with several.openai() as client:
+                stream = client.responses.create(
+                    model=MODEL, stream=True, max_output_tokens=24, **following
                 )
-            )
+                events = list(stream)
             assert events[0].type == "response.created"
             assert events[-1].type in ("response.completed", "response.incomplete")
             assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
 def test_refusals_are_relayed_with_their_request_ids(several: Server) -> None:
-    kept = response_from(several, 1)
+    body = {"input": "x", "previous_response_id": response_from(several, 1)["id"]}
     for _ in range(8):
         with several.http() as http:
-            body = {
-                "input": "x",
-                "previous_response_id": kept["id"],
-                "max_output_tokens": 10**9,
-                "temperature": 7,
-            }
-            refused = http.post("/v1/responses", json=body, headers={"x-request-id": "mine"})
-            error_of(refused, 400, param="temperature")
-            assert refused.headers.get_list("x-request-id") == ["mine"]
+            refused = http.post(
+                "/v1/responses", json=body | {"temperature": 7}, headers={"x-request-id": "mine"}
+            )
+        error_of(refused, 400, param="temperature")
+        assert refused.headers.get_list("x-request-id") == ["mine"]
 
 
 def test_hanging_up_on_a_relayed_stream_ends_it(several: Server) -> None:
-    kept = response_from(several, 2)
-    body = {
-        "input": "x",
-        "previous_response_id": kept["id"],
-        "max_output_tokens": 3000,
-        "ignore_eos": True,
-        "stream": True,
-    }
+    body = {"input": "x", "previous_response_id": response_from(several, 2)["id"], "stream": True}
+    body |= {"max_output_tokens": 3000, "ignore_eos": True}
     for _ in range(6):
         with several.http() as http, http.stream("POST", "/v1/responses", json=body) as running:
             next(running.iter_lines())
@@ -189,46 +164,35 @@ def test_response_in_the_background_can_be_cancelled_from_anywhere(several: Serv
     seen = set[int]()
     wanted = {"input": "Hello", "background": True, "max_output_tokens": 3000, "ignore_eos": True}
     while seen != set(range(COUNT)):
+        place = f"/v1/responses/{(identity := post(several, '/v1/responses', **wanted)['id'])}"
+        assert post(several, f"{place}/cancel")["status"] == "cancelled"
         with several.http() as http:
-            running = http.post("/v1/responses", json=wanted).json()
-        with several.http() as http:
-            assert (
-                http.post(f"/v1/responses/{running['id']}/cancel").json()["status"] == "cancelled"
-            )
-            assert http.get(f"/v1/responses/{running['id']}").json()["status"] == "cancelled"
-        seen.add(keeper(running["id"]))
+            assert http.get(place).json()["status"] == "cancelled"
+        seen.add(keeper(identity))
 
 
 def test_metrics_count_all_processes(several: Server) -> None:
-    before = (
-        several.gauge("sglang:num_requests_total"),
-        several.gauge("vllm:e2e_request_latency_seconds_count"),
-    )
+    counts = ("sglang:num_requests_total", "vllm:e2e_request_latency_seconds_count")
+    before = [several.gauge(name) for name in counts]
     for _ in range(24):
-        with several.http() as http:
-            assert http.post(CHAT, json=SHORT).status_code == 200
+        post(several, CHAT, **SHORT)
     for _ in range(12):  # whichever process answers
-        assert several.gauge("sglang:num_requests_total") == before[0] + 24
-        assert several.gauge("vllm:e2e_request_latency_seconds_count") == before[1] + 24
+        assert [several.gauge(name) for name in counts] == [count + 24 for count in before]
     assert several.gauge("vllm:generation_tokens_total") >= 24 * 8
 
 
 def test_abort_reaches_the_requests_of_all_processes(several: Server) -> None:
     def run(number: int) -> str:
-        with several.http() as http:
-            sampling = {"max_new_tokens": 3000, "ignore_eos": True}
-            answer = http.post(
-                "/generate", json={"text": "x", "rid": f"r{number}", "sampling_params": sampling}
-            )
-            return str(answer.json()["meta_info"]["finish_reason"]["type"])
+        sampling = {"max_new_tokens": 3000, "ignore_eos": True}
+        answer = post(several, "/generate", text="x", rid=f"r{number}", sampling_params=sampling)
+        return str(answer["meta_info"]["finish_reason"]["type"])
 
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         answers = [pool.submit(run, number) for number in range(6)]
         assert eventually(lambda: several.gauge("vllm:num_requests_running") == 6)
-        with several.http() as http:
-            assert http.post("/abort_request", json={"rid": "r3"}).json()["num_aborted"] == 1
-            assert answers[3].result(120) == "abort"
-            assert http.post("/abort_request", json={"abort_all": True}).json()["num_aborted"] == 5
+        assert post(several, "/abort_request", rid="r3")["num_aborted"] == 1
+        assert answers[3].result(120) == "abort"
+        assert post(several, "/abort_request", abort_all=True)["num_aborted"] == 5
         assert {answer.result(120) for answer in answers} == {"abort"}
 
 
@@ -264,12 +228,11 @@ def test_limit_of_the_queue_is_one_for_all(tmp_path: Path) -> None:
         # Simultaneous requests may exceed the limit by one per process.
         assert 5 <= found.count(200) <= 5 + COUNT - 1 and set(found) == {200, 429}
         assert eventually(lambda: server.gauge("negamax:waiting_tokens") == 0)
-        with server.http() as http:
-            assert http.post(CHAT, json=SHORT).status_code == 200
+        post(server, CHAT, **SHORT)
 
 
 def test_process_that_dies_is_started_again_and_only_its_requests_end(several: Server) -> None:
-    wanted = {"input": "Hello", "ignore_eos": True, "max_output_tokens": 2500, "stream": True}
+    wanted = {"input": "Hello", "ignore_eos": True, "max_output_tokens": 1200, "stream": True}
     keepers: list[int] = []
 
     def run() -> tuple[int, bool]:
@@ -297,10 +260,8 @@ def test_process_that_dies_is_started_again_and_only_its_requests_end(several: S
                 return False
 
         assert eventually(only_the_others_run)
-        assert all(
-            has_ended == (index != victim)
-            for index, has_ended in (stream.result(120) for stream in streams)
-        )
+        for index, has_ended in (stream.result(120) for stream in streams):
+            assert has_ended == (index != victim)
     assert eventually(lambda: several.gauge("negamax:open_requests") == 0)
     assert eventually(lambda: len(several.member_pids()) == COUNT - 1)
     assert pid not in several.member_pids()
@@ -328,9 +289,8 @@ def test_all_processes_learn_of_a_dead_engine_and_use_the_next(several: Server) 
     wait_until_ready(several)
 
     def all_ready() -> bool:
-        with httpx.Client(
-            base_url=several.url, headers={"connection": "close"}, timeout=180
-        ) as http:
+        closing = {"connection": "close"}
+        with httpx.Client(base_url=several.url, headers=closing, timeout=180) as http:
             return all(http.get("/readyz").status_code == 200 for _ in range(16))
 
     assert eventually(all_ready)
@@ -339,81 +299,79 @@ def test_all_processes_learn_of_a_dead_engine_and_use_the_next(several: Server) 
     assert several.gauge("negamax:engine_restarts_total") == 1
 
 
-def test_all_processes_drain_and_leave_together(tmp_path: Path) -> None:
+@pytest.fixture
+def ending(tmp_path: Path) -> Iterator[Server]:
+    """Run a server that its test ends."""
     options = (*talking(tmp_path, tokens_per_second=RATE), "--api-server-count", str(COUNT))
     with serving(*options, log_file=tmp_path / "log") as server:
-        family = [server.engine_pid(), *server.member_pids()]
-        # a service manager sends SIGTERM to every process; the first one decides when each ends
-        for pid in family:
-            os.kill(pid, signal.SIGTERM)
-        with concurrent.futures.ThreadPoolExecutor(9) as pool:
-            ends = streams_under_way(server, pool, 9, max_tokens=500)
-            assert server.stop() == 0
-            for end in ends:
-                last, done = end.result()
-                assert '"finish_reason":"length"' in last and done == "data: [DONE]"
-        assert not any(map(is_alive, family))
-        assert "Traceback" not in server.log
+        yield server
+    assert "Traceback" not in server.log
 
 
-def test_second_signal_aborts_the_requests_of_all_processes(tmp_path: Path) -> None:
-    options = (*talking(tmp_path, tokens_per_second=RATE), "--api-server-count", str(COUNT))
-    with serving(*options, log_file=tmp_path / "log") as server:
-        with concurrent.futures.ThreadPoolExecutor(9) as pool:
-            ends = streams_under_way(server, pool, 9)
-            server.process.send_signal(signal.SIGTERM)
-            with server.http() as http:
-                assert eventually(lambda: http.get("/readyz").status_code == 503)
-            assert server.stop() == 0
-            for end in ends:
-                error, done = end.result()
-                assert "service_unavailable_error" in error and done == "data: [DONE]"
-        assert "Traceback" not in server.log
+def test_all_processes_drain_and_leave_together(ending: Server) -> None:
+    family = [ending.engine_pid(), *ending.member_pids()]
+    # a service manager sends SIGTERM to every process; the first one decides when each ends
+    for pid in family:
+        os.kill(pid, signal.SIGTERM)
+    with concurrent.futures.ThreadPoolExecutor(9) as pool:
+        ends = streams_under_way(ending, pool, 9, max_tokens=200)
+        assert ending.stop() == 0
+        for end in ends:
+            last, done = end.result()
+            assert '"finish_reason":"length"' in last and done == "data: [DONE]"
+    assert not any(map(is_alive, family))
 
 
-def test_port_of_another_server_is_refused(several: Server, tmp_path: Path) -> None:
+def test_second_signal_aborts_the_requests_of_all_processes(ending: Server) -> None:
+    with concurrent.futures.ThreadPoolExecutor(9) as pool:
+        ends = streams_under_way(ending, pool, 9)
+        ending.process.send_signal(signal.SIGTERM)
+        with ending.http() as http:
+            assert eventually(lambda: http.get("/readyz").status_code == 503)
+        assert ending.stop() == 0
+        for end in ends:
+            error, done = end.result()
+            assert "service_unavailable_error" in error and done == "data: [DONE]"
+
+
+def refused_log(log_file: Path, *options: str) -> tuple[int, str]:
+    """Return the exit code and the log of a server that does not start."""
+    process = launch(*options, log_file=log_file)
+    code = process.wait(START_SECONDS)
+    assert process.stdout is not None
+    process.stdout.close()
+    return code, log_file.read_text()
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_port_of_another_server_is_refused(several: Server, tmp_path: Path, count: str) -> None:
     port = several.url.rsplit(":", 1)[1]
-    for count in ("1", "2"):
-        process = launch("--api-server-count", count, "--port", port, log_file=tmp_path / "log")
-        assert process.wait(START_SECONDS) != 0
-        assert process.stdout is not None
-        process.stdout.close()
-        assert "in use" in (tmp_path / "log").read_text()
+    code, log = refused_log(tmp_path / "log", "--api-server-count", count, "--port", port)
+    assert code != 0 and "in use" in log
 
 
 def test_engine_that_cannot_start_ends_all(tmp_path: Path) -> None:
     options = ("--api-server-count", "2", "--device", "cpu", "--max-model-len", "100000000")
-    process = launch(*options, log_file=tmp_path / "log")
-    assert process.wait(START_SECONDS) == 2
-    assert process.stdout is not None
-    process.stdout.close()
-    assert "Traceback" not in (tmp_path / "log").read_text()
+    code, log = refused_log(tmp_path / "log", *options)
+    assert code == 2 and "Traceback" not in log
 
 
 def test_relayed_requests_need_the_key(tmp_path: Path) -> None:
     import openai
 
     options = ("--api-server-count", "2", "--api-key", "secret")
+    key = {"x-api-key": "secret"}
     with serving(*options, program=STUB, log_file=tmp_path / "log") as server:
         client = server.openai("secret")
         kept = client.responses.create(model=MODEL, input="Hello", max_output_tokens=4)
+        place = f"/v1/responses/{kept.id}"
         for _ in range(8):
             with server.http() as http:
-                error_of(http.get(f"/v1/responses/{kept.id}"), 401, code="missing_api_key")
-                assert (
-                    http.get(
-                        f"/v1/responses/{kept.id}", headers={"x-api-key": "secret"}
-                    ).status_code
-                    == 200
-                )
-                assert http.get("/metrics", headers={"x-api-key": "secret"}).status_code == 200
-                assert http.post("/internal/abort", json=None).status_code == 401
-                assert (
-                    http.post(
-                        "/internal/abort", json=None, headers={"x-api-key": "secret"}
-                    ).status_code
-                    == 404
-                )
+                error_of(http.get(place), 401, code="missing_api_key")
+                assert http.get(place, headers=key).status_code == 200
+                assert http.get("/metrics", headers=key).status_code == 200
+                assert http.post("/internal/abort").status_code == 401
+                assert http.post("/internal/abort", headers=key).status_code == 404
         with pytest.raises(openai.AuthenticationError):
             server.openai("wrong").responses.retrieve(kept.id)
 
@@ -425,9 +383,9 @@ def test_processes_do_not_outlive_the_first(several: Server) -> None:
         streams = streams_under_way(several, pool, 8)
         os.kill(several.process.pid, signal.SIGKILL)
         # the first process can report nothing; the others report its end
-        told = [lines for stream in streams if (lines := stream.result(120))]
-    assert told
-    for error, done in told:
+        reported = [lines for stream in streams if (lines := stream.result(120))]
+    assert reported
+    for error, done in reported:
         assert "service_unavailable_error" in error and "the first server process is gone" in error
         assert done == "data: [DONE]"
     assert eventually(lambda: not any(map(is_alive, family)))
