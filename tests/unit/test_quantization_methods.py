@@ -22,6 +22,7 @@ from negamax.formats.tensor_format import ROWS, Axis, Dim, TensorFormat
 from negamax.quantization import online
 from negamax.quantization.compressed_tensors import packed
 from negamax.quantization.detect import detect
+from tests import quantization_descriptions as described
 
 EXPERT = "model.layers.3.block_sparse_moe.experts.7.w1"
 INT_EXPERT = "model.layers.3.block_sparse_moe.experts.200.w2"
@@ -32,96 +33,46 @@ NVFP4 = nvfp4(input_scale="input_scale")
 TENSOR = with_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX))
 STATIC = with_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale"))
 CHANNEL = with_rounded_activations(fp8("fp8_e4m3_channel", (ROWS,)))
-PRODUCER = {"name": "modelopt", "version": "0.43.0rc2"}
-# Fields of nvidia/MiniMax-M2.7-NVFP4 (both files), nvidia/MiniMax-M3-NVFP4 and
-# MiniMaxAI/MiniMax-M3-MXFP8.
+# As nvidia/MiniMax-M2.7-NVFP4 (both files), nvidia/MiniMax-M3-NVFP4, MiniMaxAI/MiniMax-M3-MXFP8.
 EXCLUDED = ["lm_head", GATE, "model.layers.3.self_attn*"]
-M2_CONFIG = {
-    "config_groups": {
+M2_CONFIG = described.modelopt(
+    "NVFP4", EXCLUDED, kv_cache_scheme=KV,
+    config_groups={
         "group_0": {"input_activations": W4A4, "weights": W4A4, "targets": ["Linear"]}
     },
-    "ignore": EXCLUDED, "quant_algo": "NVFP4", "kv_cache_scheme": KV, "producer": PRODUCER,
-    "quant_method": "modelopt",
-}  # fmt: skip
-M2_FILE = {
-    "producer": PRODUCER,
-    "quantization": {
-        "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16,
-        "exclude_modules": EXCLUDED,
-    },
-}  # fmt: skip
-M3_CONFIG = {
-    "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None,
-    "exclude_modules": ["lm_head", "vision_tower", f"language_model.{GATE}"],
-    "quantized_layers": {
-        f"language_model.{EXPERT}": {"quant_algo": "NVFP4", "group_size": 16},
-        f"language_model.{ATTENTION}": {"quant_algo": "MXFP8"},
-    },
-    "quant_method": "modelopt",
-}  # fmt: skip
+)  # fmt: skip
+M2_FILE = described.modelopt_file(EXCLUDED, "FP8")
+M3_CONFIG = described.modelopt_mixed(
+    {f"language_model.{EXPERT}": "NVFP4", f"language_model.{ATTENTION}": "MXFP8"},
+    ["lm_head", "vision_tower", f"language_model.{GATE}"],
+)
 MXFP8 = {
     "quant_method": "mxfp8", "activation_scheme": "dynamic", "fmt": "e4m3",
     "weight_block_size": [1, 32], "scale_fmt": "ue8m0",
     "ignored_layers": ["lm_head", "model.embed_tokens", f"language_model.{GATE}"],
 }  # fmt: skip
-_MX = {
-    "dtype": "fp4", "is_dynamic": False, "qscheme": "per_group", "ch_axis": -1, "group_size": 32,
-    "block_size": None, "symmetric": None, "round_method": "half_even", "scale_type": "float",
-    "scale_format": "e8m0", "scale_calculation_mode": "even", "mx_element_dtype": None,
-    "observer_cls": "PerBlockMXObserver", "is_scale_quant": False,
-}  # fmt: skip
-_E4M3 = {
-    "dtype": "fp8_e4m3", "is_dynamic": False, "qscheme": "per_tensor", "ch_axis": None,
-    "group_size": None, "symmetric": None, "observer_cls": "PerTensorMinMaxObserver",
-}  # fmt: skip
 
 
 def quark(weight: object, inputs: object, **changes: Any) -> dict[str, Any]:
-    layer = {
-        "weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None,
-        "target_device": None,
-    }  # fmt: skip
-    return {
-        "quant_method": "quark", "global_quant_config": layer, "algo_config": None,
-        "softmax_quant_spec": None, "layer_type_quant_config": {}, "layer_quant_config": {},
-        "exclude": ["*lm_head", "re:.*gate$", f"language_model.{ATTENTION}"],
-        "kv_cache_quant_config": {}, "kv_cache_post_rope": False, "quant_mode": "eager_mode",
-        "version": "0.12", "export": {
-            "kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder",
-            "weight_format": "real_quantized", "weight_merge_groups": None,
-        },
-        **changes,
-    }  # fmt: skip
+    exclude = ["*lm_head", "re:.*gate$", f"language_model.{ATTENTION}"]
+    return described.quark(weight, inputs, **{"exclude": exclude, **changes})
 
 
-QUARK = quark(_MX, {**_MX, "is_dynamic": True})
-_ATTENTION_LAYER = {
-    "weight": {**_E4M3, "qscheme": "per_channel", "ch_axis": 0},
-    "input_tensors": {**_E4M3, "is_dynamic": True}, "output_tensors": None, "bias": None,
-}  # fmt: skip
-_KEYS = {"weight": _MX, "input_tensors": None, "output_tensors": _E4M3, "bias": None}
+_MX, _E4M3 = described.QUARK_MXFP4, described.QUARK_E4M3
+QUARK = quark(_MX, described.dynamic(_MX))
+_ATTENTION_LAYER = described.quark_layer(described.QUARK_E4M3_ROWS, described.dynamic(_E4M3))
+_KEYS = described.quark_layer(_MX, None, _E4M3)
 FP8 = {"quant_method": "fp8", "modules_to_not_convert": ["gate"], "ignored_layers": ["lm_head"]}
 BLOCK = {**FP8, "weight_block_size": [128, 128]}
-
-
-_E4M3_ROWS = {
-    "num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False,
-    "group_size": None, "block_structure": None, "actorder": None, "observer": "minmax",
-    "observer_kwargs": {},
-}  # fmt: skip
-_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
-COMPRESSED_FP8: dict[str, Any] = {
-    "quant_method": "compressed-tensors", "format": "float-quantized",
-    "quantization_status": "compressed", "kv_cache_scheme": None,
-    "global_compression_ratio": None, "ignore": ["lm_head", "re:.*gate$", "re:.*o_proj"],
-    "config_groups": {
-        "group_0": {"targets": ["Linear"], "weights": _E4M3_ROWS, "input_activations": _TOKENS},
-        "group_1": {
-            "targets": [r"re:.*experts\.\d+\.w1"], "input_activations": _TOKENS,
-            "weights": {**_E4M3_ROWS, "strategy": "tensor"},
-        },
-    },
-}  # fmt: skip
+COMPRESSED_FP8 = described.compressed(
+    "float-quantized",
+    described.group(described.E4M3_ROWS, inputs=described.FP8_TOKENS),
+    described.group(
+        {**described.E4M3_ROWS, "strategy": "tensor"}, targets=[r"re:.*experts\.\d+\.w1"],
+        inputs=described.FP8_TOKENS,
+    ),
+    ignore=["lm_head", "re:.*gate$", "re:.*o_proj"],
+)  # fmt: skip
 
 
 def blocks(rows: int, columns: int, *, fnuz: bool = False) -> TensorFormat:
@@ -139,11 +90,7 @@ def blocks(rows: int, columns: int, *, fnuz: bool = False) -> TensorFormat:
         (M3_CONFIG, NVFP4, mxfp8()),
         ({**M2_CONFIG, "quant_algo": "W4A16_NVFP4"}, nvfp4(), PLAIN),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [GATE]}, STATIC, STATIC),
-        (
-            {"quant_algo": "fp8_per_channel_per_token", "exclude_modules": ["*gate"]},
-            CHANNEL,
-            CHANNEL,
-        ),
+        ({"quant_algo": "fp8_per_channel_per_token", "exclude_modules": ["*gate"]}, *[CHANNEL] * 2),
         (MXFP8, *[mxfp8(scale_name="weight_scale_inv")] * 2),
         (QUARK, mxfp4(), PLAIN),
         (
@@ -154,11 +101,7 @@ def blocks(rows: int, columns: int, *, fnuz: bool = False) -> TensorFormat:
         (quark(_E4M3, {**_E4M3, "is_dynamic": True}), TENSOR, PLAIN),
         (quark(_E4M3, _E4M3), STATIC, PLAIN),
         (quark(_E4M3, None), fp8("fp8_e4m3_tensor", PER_MATRIX), PLAIN),
-        (
-            quark([{**_MX, "group_size": 16, "scale_format": None}, _E4M3], [_MX, _E4M3]),
-            nvfp4(input_scale="input_scale_2"),
-            PLAIN,
-        ),
+        (quark(described.QUARK_NVFP4, [_MX, _E4M3]), nvfp4(input_scale="input_scale_2"), PLAIN),
         (COMPRESSED_FP8, TENSOR, with_rounded_activations(fp8("fp8_e4m3_channel", PER_ROW))),
         (BLOCK, E4M3_BLOCKS, E4M3_BLOCKS),
         (FP8, TENSOR, TENSOR),
@@ -181,68 +124,40 @@ def test_modules_have_the_described_float_formats(
     assert scheme.format_of(mine) == expert or config is M3_CONFIG
 
 
-# As the exporters of AutoAWQ, GPTQModel and AutoRound write them, with fields that have no effect.
-AWQ: dict[str, Any] = {
-    "quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True,
-    "backend": "autoawq", "do_fuse": False, "exllama_config": None, "fuse_max_seq_len": None,
-    "modules_to_fuse": None, "modules_to_not_convert": ["self_attn", "gate", "lm_head"],
-}  # fmt: skip
+AWQ = described.awq(["self_attn", "gate", "lm_head"])
 AWQ_OF_GPTQMODEL: dict[str, Any] = {
     "quant_method": "awq", "method": "awq", "format": "gemm", "checkpoint_format": "gemm",
     "bits": 4, "group_size": 128, "desc_act": False, "lm_head": False, "sym": True,
     "zero_point": False, "version": "gemm", "pack_dtype": "int32",
     "meta": {"quantizer": ["gptqmodel:5.7.0"]},
 }  # fmt: skip
-GPTQ: dict[str, Any] = {
-    "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
-    "checkpoint_format": "gptq", "lm_head": False, "pack_dtype": "int32", "static_groups": False,
-    "true_sequential": True, "damp_percent": 0.05, "model_name_or_path": "", "dataset": None,
-    "model_file_base_name": "model", "meta": {"quantizer": ["gptqmodel:5.6.0"], "mse": 0.0},
-    "dynamic": {
-        r"-:.*\.layers\.0\..*": {}, r"+:.*self_attn\..*": {"bits": 8, "group_size": 64},
-        r".*experts\.200\.w2": {"desc_act": True},
-    },
-}  # fmt: skip
-AUTO_ROUND: dict[str, Any] = {
-    "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4,
-    "group_size": 128, "sym": True, "data_type": "int", "autoround_version": "0.9.3",
-    "batch_size": 8, "iters": 200, "nsamples": 512, "seqlen": 2048, "low_gpu_mem_usage": True,
-    "block_name_to_quantize": "model.layers",
-    "extra_config": {
-        "model.layers.0.self_attn.q_proj": {"bits": 16, "data_type": "fp"},
-        r".*self_attn.*": {"bits": 8}, "model.layers.3.mlp.experts.200.w2": {"group_size": 64},
-    },
-}  # fmt: skip
+GPTQ = described.gptq(dynamic={
+    r"-:.*\.layers\.0\..*": {}, r"+:.*self_attn\..*": {"bits": 8, "group_size": 64},
+    r".*experts\.200\.w2": {"desc_act": True},
+})  # fmt: skip
+AUTO_ROUND = described.auto_round(extra_config={
+    "model.layers.0.self_attn.q_proj": {"bits": 16, "data_type": "fp"},
+    r".*self_attn.*": {"bits": 8}, "model.layers.3.mlp.experts.200.w2": {"group_size": 64},
+})  # fmt: skip
 
 
-def compressed(**weights: Any) -> dict[str, Any]:
-    usual = {
-        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32,
-        "actorder": None, "block_structure": None, "dynamic": False, "observer": "minmax",
-        "observer_kwargs": {}, "scale_dtype": None, "zp_dtype": None,
-    }  # fmt: skip
-    group = {
-        "format": "pack-quantized", "input_activations": None, "output_activations": None,
-        "targets": ["re:.*block_sparse_moe.experts.*"], "weights": {**usual, **weights},
-    }  # fmt: skip
-    return {
-        "quant_method": "compressed-tensors", "format": "pack-quantized",
-        "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
-        "global_compression_ratio": None, "quantization_status": "compressed",
-        "sparsity_config": {}, "transform_config": {}, "version": "0.12.3",
-    }  # fmt: skip
+def compressed(*, inputs: Any = None, **weights: Any) -> dict[str, Any]:
+    group = described.group(
+        {"group_size": 32, **weights}, targets=["re:.*block_sparse_moe.experts.*"],
+        inputs=inputs, stored="pack-quantized",
+    )  # fmt: skip
+    return described.compressed("pack-quantized", group, ignore=["lm_head"])
 
 
 def modelslim(**fields: Any) -> dict[str, Any]:
-    return {
-        "quant_method": "modelslim", "model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0",
-        "group_size": 0, "metadata": {},
-        "optional": {"quarot": {"rotation_map": {"global_rotation": "optional/q.safetensors"}}},
-        "kv_cache_type": "C8", "kv_quant_type": "C8", "model.norm.weight": "FLOAT",
-        f"{INT_EXPERT}.weight": "W8A8_DYNAMIC", f"{INT_EXPERT}.weight_scale": "W8A8_DYNAMIC",
+    types = {
+        "model.norm.weight": "FLOAT", f"{INT_EXPERT}.weight": "W8A8_DYNAMIC",
+        f"{INT_EXPERT}.weight_scale": "W8A8_DYNAMIC",
         f"{INT_EXPERT}.weight_offset": "W8A8_DYNAMIC", f"{ATTENTION}.weight": "W8A8",
-        f"{ATTENTION}.deq_scale": "W8A8", "lm_head.weight": "FLOAT", **fields,
+        f"{ATTENTION}.deq_scale": "W8A8", "lm_head.weight": "FLOAT",
     }  # fmt: skip
+    cache = {"kv_cache_type": "C8", "kv_quant_type": "C8", "quant_method": "modelslim"}
+    return described.modelslim(types, **{**cache, **fields})
 
 
 def found(fields: dict[str, Any]) -> dict[str, str]:
@@ -298,19 +213,17 @@ def test_nearest_target_of_overlapping_groups_counts() -> None:
         "packed_int4_group_64": [r"re:.*layers\.(2|3)\.mlp\..*(gate|up|down)_proj$"],
         "packed_int4_group_128": ["model.layers.3.mlp.experts.7.down_proj"],
     }
-    groups = {}
-    for number, (name, modules) in enumerate(targets.items()):
+    groups = []
+    for name, modules in targets.items():
         size = name.rpartition("_")[2]
-        weights: dict[str, Any] = (
-            {"strategy": "channel", "group_size": None}
-            if size == "channel"
-            else {"group_size": int(size)}
-        )
-        (group,) = compressed(**weights)["config_groups"].values()
-        groups[f"group_{number}"] = {**group, "targets": modules}
-    scheme = detect(
-        QuantizationSpec("compressed-tensors", {**compressed(), "config_groups": groups})
-    )
+        is_channel = size == "channel"
+        weights = {
+            "strategy": "channel" if is_channel else "group",
+            "group_size": None if is_channel else int(size),
+        }
+        groups.append(described.group(weights, targets=modules))
+    fields = described.compressed("pack-quantized", *groups, ignore=["lm_head"])
+    scheme = detect(QuantizationSpec("compressed-tensors", fields))
     assert scheme is not None
     layers = "model.layers.{}.block_sparse_moe.experts.{}.w2"
     for module, wanted in {
@@ -323,7 +236,7 @@ def test_nearest_target_of_overlapping_groups_counts() -> None:
 
 
 def test_activations_may_be_rounded_if_the_method_does() -> None:
-    tokens = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    tokens = described.TOKENS
 
     def element(spec: QuantizationSpec) -> str | None:
         scheme = detect(spec)
@@ -337,11 +250,10 @@ def test_activations_may_be_rounded_if_the_method_does() -> None:
         (int8, tokens, "int8"), (int8, None, None), (int4, tokens, None),
         ({**int8, "strategy": "group", "group_size": 128}, tokens, None),
     ):  # fmt: skip
-        fields = compressed(**weights)
-        fields["config_groups"]["group_0"]["input_activations"] = inputs
+        fields = compressed(inputs=inputs, **weights)
         assert element(QuantizationSpec("compressed-tensors", fields)) == expected
-    for said, expected in (("W8A8_DYNAMIC", "int8"), ("W8A8_MIX", "int8"), ("W8A16", None)):
-        fields = modelslim(**{f"{INT_EXPERT}.weight": said})
+    for kind, expected in (("W8A8_DYNAMIC", "int8"), ("W8A8_MIX", "int8"), ("W8A16", None)):
+        fields = modelslim(**{f"{INT_EXPERT}.weight": kind})
         assert element(QuantizationSpec("modelslim", fields)) == expected
     for name, expected in (
         ("int8", "int8"), ("int8_per_channel_weight_only", None), ("int4", None),
@@ -442,7 +354,7 @@ def test_unsupported_descriptions_are_refused_by_name(
         detect(spec)
 
 
-def test_the_outputs_that_quark_puts_into_the_cache_may_be_fp8() -> None:
+def test_quark_outputs_for_the_cache_may_be_fp8() -> None:
     config = quark(_MX, None, layer_quant_config={"*k_proj": _KEYS, "*v_proj": _KEYS})
     config["export"]["kv_cache_group"] = ["*k_proj", "*v_proj"]
     scheme = detect(QuantizationSpec("quark", config))
