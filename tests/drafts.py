@@ -11,13 +11,13 @@ from negamax.worker.config import WorkerConfig
 from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
 
-ALWAYS_RIGHT, ALWAYS_WRONG, RANDOM = KINDS = ("always right", "always wrong", "random")
+ACCEPTED, REJECTED, RANDOM = KINDS = ("accepted", "rejected", "random")
 NUM_DRAFT_TOKENS = 3
 
 Key = tuple[int, tuple[int, ...]]  # seed and prompt of a request
 
 
-class KnowingProposer(Proposer):
+class ScriptedProposer(Proposer):
     """Proposes tokens of a run without drafts, with errors by kind; none for unknown requests."""
 
     num_draft_tokens = NUM_DRAFT_TOKENS
@@ -50,22 +50,19 @@ class KnowingProposer(Proposer):
             # A row in flight continues after its end. A captured step samples again once it has all
             # logits.
             is_first = not self.is_checked or requests.needs_all_logits(slot)
-            assert is_first or known[: len(output)] == output[: len(known)], (
-                "what is accepted is in its place"
-            )
-            guesses = output[length - prompt_len :][:num_tokens]
-            for place, token in enumerate(guesses):
-                drafts[row, place] = self._guess(token, random.Random(f"{length} {token} {place}"))
+            assert is_first or known[: len(output)] == output[: len(known)], "an accepted draft"
+            for place, token in enumerate(output[length - prompt_len :][:num_tokens]):
+                drafts[row, place] = self._draft(token, random.Random(f"{length} {token} {place}"))
         return drafts
 
-    def _guess(self, token: int, rng: random.Random) -> int:
-        wrong = (token + 1) % 50
+    def _draft(self, token: int, rng: random.Random) -> int:
+        other = (token + 1) % 50
         if self._kind == RANDOM:
-            return rng.choice((token, token, token, wrong, -1))
-        return token if self._kind == ALWAYS_RIGHT else wrong
+            return rng.choice((token, token, token, other, -1))
+        return token if self._kind == ACCEPTED else other
 
 
-class ReadingProposer(KnowingProposer):
+class ResidualProposer(ScriptedProposer):
     """Keeps the last residual streams of each position, as a draft model's cache would."""
 
     def __init__(self, capture: tuple[int, ...], kind: str, outputs: dict[Key, list[int]]) -> None:
@@ -73,19 +70,11 @@ class ReadingProposer(KnowingProposer):
         self.capture = capture
         self.seen: dict[tuple[int, int], list[Tensor]] = {}  # by slot and position
 
-    def propose(
-        self,
-        states: TokenStates,
-        slots: Tensor,
-        lengths: Tensor,
-        ends: Tensor,
-        requests: RequestState,
-        num_tokens: int,
-    ) -> Tensor:
+    def propose(self, states: TokenStates, *args: Any) -> Tensor:
         places = zip(states.slots.tolist(), states.positions.tolist(), strict=True)
         for token, place in enumerate(places):
             self.seen[place] = [residual[token].clone() for residual in states.residuals]
-        return super().propose(states, slots, lengths, ends, requests, num_tokens)
+        return super().propose(states, *args)
 
 
 def install(patch: Callable[[object, str, Any], None], proposer: Proposer) -> None:

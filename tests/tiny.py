@@ -16,6 +16,15 @@ NANO = Path(__file__).parents[1] / "negamax" / "assets" / "nano"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
+def small_sizes(**changes: Any) -> dict[str, Any]:
+    """Return an M2 configuration of two layers that runs in milliseconds."""
+    return {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
+        "num_local_experts": 6, "num_experts_per_tok": 2, "max_position_embeddings": 80, **changes,
+    }  # fmt: skip
+
+
 def random_sizes(seed: int) -> dict[str, Any]:
     """Draw an M2 configuration: 2-12 heads, 1-4 KV heads, 4-32 experts, top-1 to top-8."""
     rng = random.Random(seed)
@@ -40,25 +49,19 @@ def random_sizes(seed: int) -> dict[str, Any]:
 
 
 def make_model(seed: int, **sizes: Any) -> MiniMaxM2ForCausalLM:
-    """Make a float32 model of random weights: norms near 1, router bias 4-10, separated logits."""
     from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
-    rotary_dim = sizes.pop("rotary_dim")
+    factor = sizes.pop("rotary_dim") / sizes["head_dim"]
     theta = sizes.pop("rope_theta", 5e6)
-    rope = {
-        "rope_type": "default",
-        "rope_theta": theta,
-        "partial_rotary_factor": rotary_dim / sizes["head_dim"],
-    }
-    config = MiniMaxM2Config(
-        **sizes,
-        rope_parameters=rope,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
-    model = MiniMaxM2ForCausalLM(config).float().eval()
+    rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": factor}
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = MiniMaxM2Config(**sizes, **special, rope_parameters=rope, tie_word_embeddings=False)
+    return randomize(MiniMaxM2ForCausalLM(config), seed, norm=1.0)
+
+
+def randomize(model: Any, seed: int, *, norm: float) -> Any:
+    """Draw float32 weights: norms near `norm`, router bias 4-10, separated logits."""
+    model = model.float().eval()
     model.set_experts_implementation("eager")  # other implementations do not support odd sizes
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -67,7 +70,7 @@ def make_model(seed: int, **sizes: Any) -> MiniMaxM2ForCausalLM:
                 sign = torch.randint(0, 2, (), generator=generator) * 2 - 1
                 tensor.copy_(sign * (4 + 6 * torch.rand(tensor.shape, generator=generator)))
             elif "norm" in name:
-                tensor.copy_(1 + 0.2 * torch.randn(tensor.shape, generator=generator))
+                tensor.copy_(norm + 0.2 * torch.randn(tensor.shape, generator=generator))
             elif tensor.is_floating_point() and tensor.dim() >= 2:
                 gain = 1.0 if "lm_head" in name or "embed" in name else tensor.shape[-1] ** -0.5
                 tensor.copy_(gain * torch.randn(tensor.shape, generator=generator))

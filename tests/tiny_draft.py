@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Weights = dict[str, Tensor]
-Guess = tuple[list[int], list[int]]  # tokens that follow these
+Proposal = tuple[list[int], list[int]]  # known tokens, and the draft tokens after them
 
 # Differences of drafts: config fields, own embedding and head, and file layout ("specforge").
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -194,9 +194,9 @@ def make(
     return fields, tensors, save(fields, tensors, folder, layout=layout)
 
 
-def watch(patch: Callable[[object, str, Any], None]) -> list[Guess]:
+def watch(patch: Callable[[object, str, Any], None]) -> list[Proposal]:
     """Record the known tokens and the proposal of every call in this process."""
-    seen: list[Guess] = []
+    seen: list[Proposal] = []
     propose = Eagle3Proposer.propose
 
     def noting(
@@ -212,8 +212,8 @@ def watch(patch: Callable[[object, str, Any], None]) -> list[Guess]:
     return seen
 
 
-def count_wrong(
-    seen: Iterable[Guess],
+def count_differing(
+    seen: Iterable[Proposal],
     target: PreTrainedModel,
     texts: Sequence[list[int]],
     layers: Sequence[int],
@@ -232,17 +232,17 @@ def count_wrong(
             found = target(torch.tensor([text]), output_hidden_states=True).hidden_states
         # transformers normalizes the last layer's output, which is none of these
         streams[tuple(text)] = [found[layer][0] for layer in layers]
-    wrong, compared = 0, 0
+    differing, compared = 0, 0
     for known, drafts in seen:
         text = next((text for text in texts if text[: len(known)] == known), None)
         if text is None:
             continue  # a row in flight after its end
         read = [one[: len(known) - 1] for one in streams[tuple(text)]]
-        guesses = oracle.guess(read, torch.tensor(known), len(drafts))
+        proposed = oracle.propose(read, torch.tensor(known), len(drafts))
         left = min(len(drafts), len(text) - len(known))  # others are never proposed
         compared += left
-        wrong += sum(map(ne, drafts[:left], guesses[:left]))
-    return wrong, compared
+        differing += sum(map(ne, drafts[:left], proposed[:left]))
+    return differing, compared
 
 
 class Oracle:
@@ -257,15 +257,15 @@ class Oracle:
         ids = torch.arange(len(self.head))
         self.ids = ids + tensors.get("d2t", torch.zeros_like(ids))
 
-    def guess(self, streams: Sequence[Tensor], tokens: Tensor, count: int) -> list[int]:
+    def propose(self, streams: Sequence[Tensor], tokens: Tensor, count: int) -> list[int]:
         """Return `count` tokens after `tokens` [n + 1], given `streams` [n, hidden]."""
-        h, following, guesses = self.combine(streams), tokens[1:], []
+        h, following, proposed = self.combine(streams), tokens[1:], []
         for _ in range(count):
             out, recurrent = self.run(h, self.embedding[following])
-            guesses.append(int(self.ids[(out[-1] @ self.head.T).argmax()]))
+            proposed.append(int(self.ids[(out[-1] @ self.head.T).argmax()]))
             h = torch.cat([h, recurrent[-1:]])
-            following = torch.cat([following, torch.tensor(guesses[-1:])])
-        return guesses
+            following = torch.cat([following, torch.tensor(proposed[-1:])])
+        return proposed
 
     def combine(self, streams: Sequence[Tensor]) -> Tensor:
         if self.config.get("fc_norm"):

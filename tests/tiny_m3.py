@@ -5,19 +5,15 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-import torch
+from tests import tiny
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM3SparseForConditionalGeneration
 
 VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "patch_size": 2,
-    "image_size": 4,
-}
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "patch_size": 2, "image_size": 4,
+}  # fmt: skip
 
 
 def random_sizes(seed: int, **fixed: Any) -> dict[str, Any]:
@@ -67,25 +63,12 @@ def random_sizes(seed: int, **fixed: Any) -> dict[str, Any]:
 
 
 def make_model(seed: int, **sizes: Any) -> MiniMaxM3SparseForConditionalGeneration:
-    """Make a float32 model of random text weights: norms near 0 as Gemma's, router bias 4-10."""
     # (this import takes a second, and sizes alone do not need it)
     from transformers import MiniMaxM3SparseForConditionalGeneration, MiniMaxM3VLConfig
 
     config = MiniMaxM3VLConfig(text_config=sizes, vision_config=VISION, projector_hidden_size=16)
-    model = MiniMaxM3SparseForConditionalGeneration(config).float().eval()
-    model.set_experts_implementation("eager")  # other implementations do not support odd sizes
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if "e_score_correction_bias" in name:
-                sign = torch.randint(0, 2, (), generator=generator) * 2 - 1
-                tensor.copy_(sign * (4 + 6 * torch.rand(tensor.shape, generator=generator)))
-            elif "norm" in name:
-                tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
-            elif tensor.is_floating_point() and tensor.dim() >= 2:
-                gain = 1.0 if "lm_head" in name or "embed" in name else tensor.shape[-1] ** -0.5
-                tensor.copy_(gain * torch.randn(tensor.shape, generator=generator))
-    return model
+    # norms near 0, as Gemma's
+    return tiny.randomize(MiniMaxM3SparseForConditionalGeneration(config), seed, norm=0.0)
 
 
 def text_config(seed: int, **fixed: Any) -> dict[str, Any]:

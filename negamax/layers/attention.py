@@ -23,8 +23,8 @@ from negamax.layers.context_exchange import KeyExchange, key_exchange
 from negamax.layers.kv_scales import KvScales
 from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
 from negamax.layers.names import AttentionNames
-from negamax.layers.partial import Partial
 from negamax.layers.qk_norm import FullWidthNorm, PerHeadNorm
+from negamax.parallel.collectives import Partial
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
@@ -78,9 +78,7 @@ class GroupedQueryKind:
         kernels: KernelTable,
         cache: CacheShard = WHOLE_CACHE,
     ) -> None:
-        """`group`: query heads per KV head; `frequencies` from `rotary.signed_frequencies`;
-        `quantize`: output projections take FP8 activations.
-        """
+        """`group`: query heads per KV head; `quantize`: output projections take FP8 activations."""
         self._kv_heads, self._group, self._cache = kv_heads, group, cache
         self._frequencies = frequencies
         self._dtype, self._quantize = kernels.dtype, quantize

@@ -18,9 +18,8 @@ from negamax.kernels.norm.op import ADD_RMS
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.layers.linear import ColumnParallel, ProjectionPart
-from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot
-from negamax.parallel.collectives import SingleRank
+from negamax.parallel.collectives import Partial, SingleRank
 from negamax.quantization.scheme import WeightFormat
 
 _ROWS = 4096  # rows of an embedding changed at a time
@@ -59,9 +58,7 @@ class RmsNorm:
         self.slots = [WeightSlot(name, (width,), target=weight)]
 
     def __call__(self, part: Partial, residual: Tensor) -> Tensor | QuantizedActivations:
-        """Sum `part` over its group and add it to residual [T, width] in place; return the norm of
-        the result.
-        """
+        """Sum `part` over its group, add it to residual [T, width] in place; return its norm."""
         if part.group.size == 1:
             return self._add_rms(part.x, residual, self.prepared)
         return self._sum_add_rms(part.x, residual, self._sum_norm, part.group)
@@ -69,8 +66,8 @@ class RmsNorm:
     def complete(
         self, residual: Tensor, group: Collective, *, copy: bool = True, out: Tensor | None = None
     ) -> Tensor:
-        """Return a copy of the complete residual stream [T, width] on every rank, after this norm's
-        sum over `group`; in `out` if given. Without `copy` it may be the stream itself.
+        """Complete the residual stream [T, width] on every rank after this norm's sum over `group`,
+        as a copy (in `out` if given) or, without `copy`, perhaps the stream itself.
         """
         stream: Tensor = self._complete(residual, group, copy=copy, out=out)
         return stream

@@ -30,8 +30,8 @@ from negamax.layers.context_exchange import KeyExchange, key_exchange
 from negamax.layers.kv_scales import KvScales
 from negamax.layers.linear import ColumnParallels, ProjectionPart, RowParallel
 from negamax.layers.names import AttentionNames, IndexerNames
-from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot
+from negamax.parallel.collectives import Partial
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
@@ -60,9 +60,7 @@ class BlockSparseKind:
     def __init__(
         self, shape: SparseShape, *, frequencies: Tensor, quantize: bool, kernels: KernelTable
     ) -> None:
-        """`frequencies` from `rotary.signed_frequencies`; `quantize`: output projections take FP8
-        activations.
-        """
+        """`quantize`: output projections take FP8 activations."""
         self._shape, self._frequencies = shape, frequencies
         self._dtype, self._quantize = kernels.dtype, quantize
         self._locate, self._own_rows = kernels[LOCATE].run, kernels[OWN_ROWS].run
@@ -210,9 +208,7 @@ class BlockSparseAttention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """x [T, hidden] -> [T, hidden], or parts of it. Writes the tokens' keys, values and index
-        keys to `kv`.
-        """
+        """x [T, hidden] -> [T, hidden], or parts of it. Writes keys, values and index keys."""
         step: BlockSparseStep = metadata.prepared[BlockSparseKind.name]
         k, v, index, scales = kv["k"], kv["v"], kv["index"], self.kv_scales.of(kv)
         q, index_q = self._write(

@@ -47,9 +47,7 @@ def cache_shard(view: AttentionView) -> CacheShard:
 
 
 def cache_kernels(kernels: KernelTable, context: ParallelContext) -> KernelTable:
-    """Wrap the attention and cache-row ops for a rank with some blocks of its caches. With all
-    blocks, return `kernels` unchanged.
-    """
+    """Wrap attention and cache-row ops for a rank with some blocks; with all, change nothing."""
     view, group = context.layout.attention, context.cache_group
     if view.cache_size == 1:
         return kernels
@@ -89,9 +87,7 @@ class _Merged:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, kv_scales: tuple[float, float]
     ) -> Hidden:
-        """q [T, heads of all ranks of the group, head_dim] -> [T, own heads * head_dim]. `rest`:
-        the selected blocks, if the op takes them, and the plan.
-        """
+        """q [T, heads of the group, head_dim] -> [T, own heads * head_dim]. `rest`: plan last."""
         *choice, plan = rest
         own = self.part.run(q, k, v, *choice, plan.part, kv_scales=kv_scales)
         count = q.shape[1] // self.group.size

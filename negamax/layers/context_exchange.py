@@ -31,9 +31,7 @@ class KeyExchange:
         }
 
     def __call__(self, caches: Sequence[Tensor]) -> None:
-        """Complete `caches` [num_blocks, heads, block_size, width], which contain this rank's
-        tokens.
-        """
+        """Complete `caches` [num_blocks, heads, block_size, width] with all ranks' tokens."""
         group, sent = self._group, []
         rows = [self._rows[cache.shape[1]] for cache in caches]
         for cache, places in zip(caches, rows, strict=True):

@@ -17,8 +17,7 @@ from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 from negamax.kernels.dispatch.op import COMBINE, DISPATCH
 from negamax.kernels.moe.op import PLACE
 from negamax.kernels.registry import KernelTable
-from negamax.layers.partial import Partial
-from negamax.parallel.collectives import Collective
+from negamax.parallel.collectives import Collective, Partial
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 
@@ -28,8 +27,8 @@ UNQUANTIZED_ROWS = 64
 
 
 class ExpertMap:
-    """Slots of each expert and counts of its selections, on the device. CUDA graphs read these
-    tensors, so they are updated in place and never replaced.
+    """Slots of each expert and counts of its selections. CUDA graphs read these tensors, so they
+    are updated in place.
     """
 
     def __init__(
@@ -66,9 +65,7 @@ class ExpertMap:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Activations of T rows on the rank of their experts, with slots (-1: none) and weights [T,
-    top_k].
-    """
+    """Activations of T rows on the rank of their experts; slots (-1: none), weights [T, top_k]."""
 
     x: Tensor | QuantizedActivations
     ids: Tensor
@@ -139,9 +136,7 @@ class ExpertDispatch(Protocol):
     def dispatch(
         self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
     ) -> Dispatched:
-        """x [T, hidden], selected experts (-1: none) and weights [T, top_k] -> input of this rank's
-        experts.
-        """
+        """x [T, hidden], experts (-1: none) and weights [T, top_k] -> input of own experts."""
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
         """out [input rows, P, hidden], the outputs of this rank's experts -> [T, ...]."""
@@ -197,47 +192,13 @@ class ReplicatedTokens:
         return Partial(out, self._group)
 
 
-class DataParallelTokens(ReplicatedTokens):
+class DistributedTokens(ReplicatedTokens):
     """Data-parallel ranks have different tokens. Each sends its tokens to the others, padded to the
-    largest number on any rank, and receives the summed expert outputs. The next norm sums over the
-    ranks of its attention group.
-    """
+    largest number on any rank, and receives the summed expert outputs.
 
-    def __init__(
-        self,
-        table: Sequence[int],
-        *,
-        context: ParallelContext,
-        device: torch.device,
-        kernels: KernelTable,
-    ) -> None:
-        super().__init__(table, context=context, device=device, kernels=kernels)
-        layout, self._group = context.layout, context.attention_group
-        self._exchange = TokenExchange(
-            context.token_group,
-            layout.token_ranks,
-            layout=layout,
-            num_slots=len(self.table),
-            device=device,
-            kernels=kernels,
-        )
-
-    def dispatch(
-        self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
-    ) -> Dispatched:
-        own = super().dispatch(x, ids, weights, tokens)
-        return self._exchange.send(own, tokens.most_tokens or len(ids))
-
-    def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
-        return Partial(self._exchange.sum(out, given, num_tokens), self._group)
-
-
-class ContextParallelTokens(DataParallelTokens):
-    """Context-parallel ranks: in a sharded step, each sends its shard of the tokens as
-    data-parallel ranks do.
-
-    In other steps each has all tokens of its data-parallel rank. It exchanges them only with ranks
-    of the same context-parallel index, and the results are summed over the context-parallel ranks.
+    In a sharded step, context-parallel ranks do the same with their shards. In other steps they
+    have equal tokens: only ranks of the same context-parallel index exchange them, and the results
+    are summed over the context-parallel ranks.
     """
 
     def __init__(
@@ -250,48 +211,47 @@ class ContextParallelTokens(DataParallelTokens):
     ) -> None:
         super().__init__(table, context=context, device=device, kernels=kernels)
         layout, self._context = context.layout, context.context_group
-        self._between: TokenExchange | None = (
-            None  # between data-parallel ranks; None: there is one
-        )
-        if layout.dp > 1:
-            self._between = TokenExchange(
-                context.data_group,
-                layout.data_ranks,
-                layout=layout,
-                num_slots=len(self.table),
-                device=device,
+        self._group = context.attention_group
+        # of sharded steps, and between data-parallel ranks in others; None: there is one
+        self._sharded, self._between = (
+            TokenExchange(
+                group, ranks, layout=layout, num_slots=len(self.table), device=device,
                 kernels=kernels,
             )
+            if len(ranks) > 1
+            else None
+            for group, ranks in (
+                (context.token_group, layout.token_ranks),
+                (context.data_group, layout.data_ranks),
+            )
+        )  # fmt: skip
 
     def dispatch(
         self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
     ) -> Dispatched:
-        if tokens.is_share:
-            return super().dispatch(x, ids, weights, tokens)
-        slots = self._slots_of(ids, tokens.positions, are_counted=self._context.rank == 0)
+        is_counted = tokens.is_share or self._context.rank == 0
+        slots = self._slots_of(ids, tokens.positions, are_counted=is_counted)
         own = Dispatched(x, slots, weights)
-        if self._between is None:
-            return own
-        return self._between.send(own, tokens.most_tokens or len(ids))
+        exchange = self._sharded if tokens.is_share else self._between
+        return own if exchange is None else exchange.send(own, tokens.most_tokens or len(ids))
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
-        if given.exchange is self._exchange:
-            return super().combine(out, given, num_tokens)
-        if self._between is None:
-            summed = out if out.dim() == 2 else out.sum(1)
+        if given.exchange is not None:
+            summed = given.exchange.sum(out, given, num_tokens)
         else:
-            summed = self._between.sum(out, given, num_tokens)
-        return Partial(self._context.all_reduce(summed), self._group)
+            summed = out if out.dim() == 2 else out.sum(1)
+        if given.exchange is None or given.exchange is not self._sharded:
+            summed = self._context.all_reduce(summed)
+        return Partial(summed, self._group)
 
 
 def expert_dispatch(
     table: Sequence[int], *, context: ParallelContext, device: torch.device, kernels: KernelTable
 ) -> ExpertDispatch:
     """Return the dispatch for the ranks of `context`. `table`: the expert in each slot. Ranks have
-    equally many consecutive slots; an expert may have slots on several ranks.
+    equally many consecutive slots.
     """
     layout = context.layout
     if layout.dp == layout.cp == 1:
         return ReplicatedTokens(table, context=context, device=device, kernels=kernels)
-    kind = DataParallelTokens if layout.cp == 1 else ContextParallelTokens
-    return kind(table, context=context, device=device, kernels=kernels)
+    return DistributedTokens(table, context=context, device=device, kernels=kernels)

@@ -15,8 +15,8 @@ from negamax.kernels.gemm.op import LINEAR
 from negamax.kernels.op import Prepared
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
-from negamax.layers.partial import Partial
 from negamax.layers.weights import MatrixWeight, choose_kernel
+from negamax.parallel.collectives import Partial
 from negamax.quantization.scheme import WeightFormat
 
 
@@ -88,16 +88,12 @@ class ColumnParallel(_Linear):
         out_dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """x [T, in] -> [T, this rank's rows of all parts], in `out_dtype` (None: that of x), in
-        `out` if given.
-        """
+        """x [T, in] -> [T, this rank's rows of all parts], in `out_dtype` or that of x."""
         return self._run(x, self._weight, out_dtype=out_dtype, out=out)
 
 
 class ColumnParallels:
-    """`ColumnParallel` with one GEMM per run of parts in the same format. One GEMM for all would
-    require dequantized weights.
-    """
+    """`ColumnParallel` with one GEMM per run of parts in the same format."""
 
     def __init__(
         self,
@@ -147,8 +143,6 @@ class RowParallel(_Linear):
         self.slots = self._matrix.slots(name, shape, region=(range(shape[0]), columns))
 
     def __call__(self, x: Tensor | QuantizedActivations, *, in_parts: bool = False) -> Partial:
-        """x [T, in of this rank] -> [T, out]; with `in_parts` perhaps [T, P, out], P parts that the
-        next norm sums.
-        """
+        """x [T, own columns] -> [T, out]; with `in_parts` perhaps [T, P, out] parts."""
         out = self._run(x, self._weight, out_dtype=None, out=None, in_parts=in_parts)
         return Partial(out, self._group)

@@ -8,16 +8,14 @@ from negamax.kernels.mlp.op import SWIGLU
 from negamax.kernels.registry import KernelTable
 from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
 from negamax.layers.names import MlpNames
-from negamax.layers.partial import Partial
+from negamax.parallel.collectives import Partial
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import shard
 from negamax.quantization.scheme import WeightFormat
 
 
 class Mlp:
-    """down(activation(gate, up)). If an even split would cut a quantization group, weights are
-    dequantized at load.
-    """
+    """down(activation(gate, up)). Weights whose groups a split would cut are dequantized."""
 
     def __init__(
         self,

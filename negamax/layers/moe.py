@@ -20,8 +20,8 @@ from negamax.layers.basic import RmsNorm
 from negamax.layers.expert_dispatch import ExpertMap, expert_dispatch
 from negamax.layers.mlp import Mlp
 from negamax.layers.names import MlpNames, MoeNames
-from negamax.layers.partial import Partial
 from negamax.layers.weights import MatrixWeight, WeightSlot, choose_kernel
+from negamax.parallel.collectives import Partial
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ExpertView
 from negamax.quantization.scheme import WeightFormat
@@ -191,8 +191,8 @@ class SparseMoe:
         self._dispatch.use_map(experts)
 
     def observe(self, ids: Tensor | None) -> None:
-        """Write the experts of each later call's first tokens to `ids` [max_tokens, top_k] int32
-        (None: stop). A graph keeps the tensor of its capture.
+        """Write the experts of later calls' first tokens to `ids` [max_tokens, top_k] int32. A
+        graph keeps the tensor of its capture.
         """
         self._observed = ids
 

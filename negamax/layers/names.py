@@ -35,9 +35,7 @@ class MlpNames:
 
 @dataclass(frozen=True)
 class MoeNames:
-    """Router and experts; the names contain * in place of the expert's number. `shared`: the shared
-    expert.
-    """
+    """Router and experts; names contain * in place of the expert's number."""
 
     router: str
     router_bias: str

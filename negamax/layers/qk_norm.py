@@ -49,9 +49,7 @@ class FullWidthNorm:
 
 
 class PerHeadNorm:
-    """RMS norm over each head, with one weight for all q heads and one for all k heads. `gemma`:
-    scale by 1 + the checkpoint's weights.
-    """
+    """RMS norm over each head. `gemma`: scale by 1 + the checkpoint's weights."""
 
     op = "attention.head_norm"
 

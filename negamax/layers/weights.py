@@ -91,9 +91,7 @@ class WeightSlot:
         return rows, columns
 
     def in_rows(self, count: int) -> Iterator[WeightSlot]:
-        """Replace this slot by slots for at most `count` entries of the first dimension each. This
-        one counts as written.
-        """
+        """Replace this slot by slots for at most `count` entries of the first dimension each."""
         target, self._target, self.written = self._target, None, True
         first, *rest = self.region
         for at in range(0, len(first), count):
@@ -111,11 +109,8 @@ class WeightSlot:
             )
 
     def write(self, tensor: Tensor) -> None:
-        """Copy this rank's part of `tensor` (the full checkpoint tensor) and cast it to the
-        parameter's dtype.
-
-        Errors: `CheckpointError` for a second write, another shape than `shape`, or values that are
-        not floating point.
+        """Copy this rank's part of a full checkpoint tensor. Errors: `CheckpointError` for a second
+        write, another shape, or values that are not floating point.
         """
         self._check_shape(tensor, self.shape)
         for dim, wanted in enumerate(self.region):
@@ -124,8 +119,8 @@ class WeightSlot:
         self.write_part(tensor)
 
     def write_part(self, part: Tensor, matrix: tuple[int, int] | None = None) -> Tensor:
-        """Write the part `region` of the tensor, as `write` does; return the written view of the
-        parameter. `matrix`: shape that fixed values are computed for (None: the slot's).
+        """Write the part `region`; return the written view of the parameter. `matrix`: shape that
+        fixed values are computed for (None: the slot's).
         """
         if self.written:
             raise CheckpointError(f"tensor {self.name} is in the checkpoint twice")
@@ -253,9 +248,7 @@ class MatrixWeight:
         ]
 
     def _place_of(self, tensor: StoredTensor, region: Region, at: tuple[int, ...]) -> Tensor:
-        """Return the destination of the matrix part `region` in the parameter of `tensor`, from row
-        at[-1] and column 0 on.
-        """
+        """Return the place of the part `region` in the parameter, from row at[-1], column 0 on."""
         held, own = self._tensors[tensor.name][at[:-1]], tensor.held()
         for n, (dim, part) in enumerate(zip(own.dims, own.part(region), strict=True)):
             row = at[-1] if dim.axis is Axis.ROWS else 0

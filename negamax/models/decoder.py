@@ -25,8 +25,8 @@ from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
 from negamax.layers.names import DecoderNames
-from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot, slots_by_name
+from negamax.parallel.collectives import Partial
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,15 @@ from negamax.kernels.peers import Collective, PeerMemory
 if TYPE_CHECKING:
     from negamax.parallel.symmetric import SharedBuffer
 
-__all__ = ["Collective", "ProcessGroup", "SingleRank"]
+__all__ = ["Collective", "Partial", "ProcessGroup", "SingleRank"]
+
+
+@dataclass(frozen=True)
+class Partial:
+    """This rank's part of a sum over `group`, which `RmsNorm` completes."""
+
+    x: Tensor  # [T, width], or [T, P, width] with P parts to sum
+    group: Collective
 
 
 class SingleRank:
@@ -56,12 +65,9 @@ class ProcessGroup:
         self.peers = peers
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks; on the CPU in fp32 and in rank order, rounded once.
-
-        A ring's summation order depends on the tensor's size, so a token's result would depend on
-        its batch. On a GPU this is accepted for large tensors; kernels that use `peers` sum small
-        ones in rank order. There the result is in `tensor` itself (NCCL), or in a buffer that the
-        next call overwrites.
+        """Sum over the ranks; on the CPU in fp32 and in rank order, so that no token depends on its
+        batch. On a GPU, kernels that use `peers` sum small tensors in rank order. The result is in
+        `tensor` itself (NCCL) or in a buffer that the next call overwrites.
         """
         if tensor.is_cuda:
             if self._shared is not None and self._shared.fits(tensor):
@@ -94,10 +100,8 @@ class ProcessGroup:
     def exchange(
         self, *, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
     ) -> None:
-        """Send a tensor to one rank of the group and receive one from another, at once.
-
-        The ranks involved must agree. On a GPU both transfers are enqueued; on the CPU they are
-        complete. Errors: `EngineDeadError` if a rank is gone.
+        """Send a tensor to one rank and receive one from another at once; on a GPU only enqueued.
+        Errors: `EngineDeadError` if a rank is gone.
         """
         operations = [
             dist.P2POp(way, part[0], group=self._group, group_peer=part[1])

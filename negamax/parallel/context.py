@@ -55,10 +55,8 @@ class ParallelContext:
     def gloo(
         layout: ParallelLayout, rendezvous: str, *, has_drafts: bool = False
     ) -> ParallelContext:
-        """Meet the other ranks over gloo at `rendezvous` (`rendezvous.open_store`).
-
-        With draft tokens, every pipeline stage receives the samples. Every rank of the world must
-        call this with the same sizes. Errors: `EngineError` if they do not meet in time.
+        """Meet the other ranks over gloo at `rendezvous` (`rendezvous.open_store`). Every rank must
+        pass the same sizes. Errors: `EngineError` if they do not meet in time.
         """
         if layout.world_size == 1:
             return ParallelContext.single()
@@ -84,15 +82,12 @@ class ParallelContext:
         is_one_sided: bool = False,
         has_drafts: bool = False,
     ) -> ParallelContext:
-        """Meet ranks that each hold one GPU of their machine, `device`, which must be the current
-        device.
-
-        GPU tensors travel over NCCL or, from kernels, through peer memory (`peers` of the groups;
-        None if the GPUs cannot reach each other). CPU tensors travel over gloo. Peer memory has
-        room for rows `hidden_size` wide, the norm statistics of `max_tokens` tokens and `max_rows`
-        sampled tokens. With `is_one_sided`, data-parallel and context-parallel ranks also get room
-        for tokens on their way to experts, and ranks that split a KV cache for attention results.
-        Every rank must call this with the same sizes.
+        """Meet ranks that each hold one GPU of their machine: `device`, the current one. GPU
+        tensors travel over NCCL or, from kernels, through peer memory (`peers` of the groups; None
+        if the GPUs cannot reach each other); CPU tensors over gloo. Peer memory has room for rows
+        `hidden_size` wide, norm statistics of `max_tokens` tokens and `max_rows` sampled tokens;
+        with `is_one_sided` also for tokens on their way to experts and partial attention. Every
+        rank must pass the same sizes.
         """
         if layout.world_size == 1:
             return ParallelContext.single()

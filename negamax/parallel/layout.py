@@ -38,9 +38,7 @@ class AttentionView:
         return self.ranks[first : first + self.cache_size]
 
     def heads(self, num_heads: int) -> range:
-        """Return the query heads of this rank. Errors: `ConfigError` if `size` does not divide
-        `num_heads`.
-        """
+        """Return this rank's query heads. Errors: `ConfigError` if they do not divide evenly."""
         if num_heads % self.size:
             raise ConfigError(f"{num_heads} attention heads cannot be split over {self.size} ranks")
         per_rank = num_heads // self.size
@@ -53,9 +51,7 @@ class AttentionView:
         return range(first, first + self.cache_size * len(own))
 
     def kv_replicas(self, num_kv_heads: int) -> int:
-        """Number of ranks with each KV head: 1, or `size / num_kv_heads` if there are more ranks
-        than KV heads.
-        """
+        """Return the number of ranks with each KV head, above 1 with more ranks than KV heads."""
         if num_kv_heads % self.size == 0:
             return 1
         if self.size % num_kv_heads == 0:
@@ -67,9 +63,7 @@ class AttentionView:
         )
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return the KV heads of this rank: one, with copies on others, if there are more ranks
-        than KV heads.
-        """
+        """Return this rank's KV heads: with more ranks than KV heads one, copied on others."""
         replicas = self.kv_replicas(num_kv_heads)
         per_rank = max(1, num_kv_heads // self.size)
         first = self.rank // replicas * per_rank
@@ -78,9 +72,7 @@ class AttentionView:
 
 @dataclass(frozen=True)
 class RankShare:
-    """A rank's part of rows or columns, and the padded size common to all ranks. Padding is
-    zeros.
-    """
+    """A rank's part of rows or columns, and the size common to all ranks, padded with zeros."""
 
     part: range
     size: int
@@ -109,9 +101,7 @@ class ExpertView:
         return self.rank % self.tp
 
     def experts(self, num_experts: int) -> range:
-        """Return the experts of this rank. Errors: `ConfigError` if `ep` does not divide
-        `num_experts`.
-        """
+        """Return this rank's experts. Errors: `ConfigError` if they do not divide evenly."""
         if num_experts % self.ep:
             raise ConfigError(
                 f"{num_experts} experts cannot be split over {self.ep} expert-parallel ranks",
@@ -121,9 +111,7 @@ class ExpertView:
         return range(self.ep_rank * per_rank, (self.ep_rank + 1) * per_rank)
 
     def width(self, intermediate_size: int, *, unit: int = 1) -> RankShare:
-        """Return this rank's rows of each expert's gate and up projection (columns of down), split
-        at multiples of `unit`.
-        """
+        """Return this rank's rows of gate and up (columns of down), at multiples of `unit`."""
         what = "expert intermediate size"
         shard(intermediate_size, rank=self.tp_rank, size=self.tp, what=what)
         return share(intermediate_size, rank=self.tp_rank, size=self.tp, unit=unit)
@@ -243,9 +231,7 @@ class ParallelLayout:
         return ExpertView(rank=self.rank - first, size=self.stage_size, ep=self.ep, ranks=ranks)
 
     def expert_slots(self, num_experts: int, layer: int) -> tuple[int, ...]:
-        """Return the expert in each slot of a layer at start. Without a placement: all experts in
-        order, then the first ones again. Ranks have equally many consecutive slots.
-        """
+        """Return the expert in each slot at start: of the placement, or all in order, repeated."""
         if self.expert_placement:
             return self.expert_placement[layer]
         return tuple(slot % num_experts for slot in range(num_experts + self.redundant_experts))
@@ -259,17 +245,13 @@ class ParallelLayout:
 
     @property
     def context_ranks(self) -> tuple[int, ...]:
-        """World ranks with the same attention weights that split the tokens of prompts with this
-        one.
-        """
+        """World ranks with the same attention weights that split prompts with this one."""
         first = self.rank - self.cp_rank * self.tp
         return tuple(first + number * self.tp for number in range(self.cp))
 
     @property
     def token_ranks(self) -> tuple[int, ...]:
-        """World ranks of the stage with different tokens in sharded steps: this rank's place in
-        every tensor-parallel group.
-        """
+        """World ranks of the stage with this one's place in each tensor-parallel group."""
         first = self.pp_rank * self.stage_size + self.tp_rank
         return tuple(range(first, first + self.stage_size, self.tp))
 
@@ -294,9 +276,7 @@ class ParallelLayout:
         return replace(self, rank=self.rank % self.stage_size, pp=1, partition=())
 
     def layers(self, num_layers: int) -> range:
-        """Return the layers of this rank's pipeline stage. If they do not divide evenly, the first
-        stages have one more. Errors: `ConfigError` with a valid setting.
-        """
+        """Return the stage's layers; first stages may have one more. Errors: `ConfigError`."""
         if num_layers < self.pp:
             raise ConfigError(
                 f"{num_layers} layers cannot be split over {self.pp} pipeline stages",
@@ -325,9 +305,7 @@ class ParallelLayout:
 
 
 def shard(total: int, *, rank: int, size: int, what: str) -> range:
-    """Return the `rank`-th of `size` equal slices of `total`. Errors: `ConfigError`, naming `what`,
-    if it does not divide.
-    """
+    """Return the `rank`-th of `size` equal slices. Errors: `ConfigError`, naming `what`."""
     if total % size:
         raise ConfigError(f"{what} {total} cannot be split over {size} ranks")
     per_rank = total // size
@@ -335,9 +313,7 @@ def shard(total: int, *, rank: int, size: int, what: str) -> range:
 
 
 def share(total: int, *, rank: int, size: int, unit: int) -> RankShare:
-    """Return the `rank`-th of `size` slices of `total` that begin at multiples of `unit`. They
-    differ by at most one `unit`, which minimizes the largest slice.
-    """
+    """Return one of `size` slices at multiples of `unit`, which differ by at most one unit."""
     units = -(-total // unit)
     first, stop = (min(units * edge // size * unit, total) for edge in (rank, rank + 1))
     return RankShare(range(first, stop), -(-units // size) * unit)

@@ -21,9 +21,7 @@ class Arrival:
         self._work = work
 
     def wait(self) -> None:
-        """Wait for the tensor; on a GPU, make the current stream wait. Errors: `EngineDeadError` if
-        the sender is gone.
-        """
+        """Wait (on a GPU, its stream) for it. Errors: `EngineDeadError` without a sender."""
         if self._work is None:
             return
         try:
@@ -33,8 +31,8 @@ class Arrival:
 
 
 class Link:
-    """A link to or from rank `peer`. Over NCCL it is a group of its own, so that its two directions
-    do not wait for each other.
+    """A link to or from rank `peer`; over NCCL a group of its own, so that directions are
+    independent.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, *, kept: int) -> None:
@@ -43,9 +41,7 @@ class Link:
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Send without waiting for the receiver. `tensor` must not change meanwhile. Errors: as in
-        `Arrival.wait`.
-        """
+        """Send `tensor`, which must not change, without waiting. Errors: as in `Arrival.wait`."""
         while len(self._sent) >= self._kept:
             Arrival(self._sent[0][0]).wait()
             self._sent.popleft()
@@ -57,9 +53,7 @@ class Link:
         self._sent.append((work, tensor))
 
     def receive(self, out: Tensor) -> Arrival:
-        """Receive the oldest message into `out`, which must be contiguous. Errors: as in
-        `Arrival.wait`.
-        """
+        """Receive the oldest message into contiguous `out`. Errors: as in `Arrival.wait`."""
         try:
             return Arrival(dist.irecv(out, self._peer, group=self._group))
         except RuntimeError as error:
@@ -84,8 +78,8 @@ class PipelineLinks:
     def connect(
         layout: ParallelLayout, *, backend: str, device: torch.device, has_drafts: bool = False
     ) -> PipelineLinks:
-        """Open the links. Samples go to the first stage, or with draft tokens to all. Every rank of
-        the world must call this. Errors: `EngineDeadError` if ranks do not meet.
+        """Open the links on every rank of the world. Samples go to the first stage, or with draft
+        tokens to all. Errors: `EngineDeadError` if ranks do not meet.
         """
         if layout.pp == 1:
             return PipelineLinks()
@@ -115,9 +109,7 @@ class PipelineLinks:
         return links
 
     def hand_down(self, tensor: Tensor) -> None:
-        """Broadcast the first stage's `tensor` into those of all stages. All must be contiguous.
-        Errors: as in `Arrival.wait`.
-        """
+        """Broadcast the first stage's contiguous `tensor`. Errors: as in `Arrival.wait`."""
         if self.previous is not None:
             self.previous.receive(tensor).wait()
         if self.next is not None:
@@ -125,9 +117,7 @@ class PipelineLinks:
             self.next.finish()
 
     def _open(self, layout: ParallelLayout, device: torch.device) -> None:
-        """Use every link once, in the order of a step, so that connections do not delay the first
-        step.
-        """
+        """Use every link once, so that opening connections does not delay the first step."""
         token = torch.zeros(1, device=device)
         for link, sends in (
             (self.previous, False),

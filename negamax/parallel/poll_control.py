@@ -6,11 +6,8 @@ import torch
 
 
 class PollControl:
-    """A clock, a time limit and an abort flag in host memory. Polling kernels read them about once
-    a millisecond, also while their stream is blocked.
-
-    Kernels set the flag themselves at their time limit. Results computed after the flag is set are
-    invalid.
+    """A clock, a time limit and an abort flag in host memory, which polling kernels read and set
+    about once a millisecond. Later results are invalid once the flag is set.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -13,11 +13,9 @@ _POLL_SECONDS = 0.05
 
 
 def open_store(rendezvous: str, layout: ParallelLayout, *, timeout_s: float) -> dist.Store:
-    """Open the store at `rendezvous`, which no other group may have used.
-
-    It is a file of this machine, or `tcp://ADDRESS:PORT`: rank 0 listens on that address only,
-    whereas PyTorch's own socket would listen on all. Errors: `OSError` if this fails or exceeds
-    `timeout_s`.
+    """Open the unused store at `rendezvous`: a file, or `tcp://ADDRESS:PORT`, on which rank 0
+    listens (PyTorch's own socket would listen on all addresses). Errors: `OSError` if this fails or
+    exceeds `timeout_s`.
     """
     if not rendezvous.startswith("tcp://"):
         return dist.FileStore(rendezvous, layout.world_size)

@@ -14,9 +14,7 @@ from negamax.parallel.layout import ParallelLayout, shard
 
 
 def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = None) -> None:
-    """Refuse a layout that does not fit the model, or needs more than `gpus` GPUs (None: no limit).
-    Errors: `ConfigError` with valid sizes.
-    """
+    """Refuse a layout that does not fit the model or `gpus`. Errors: `ConfigError` with sizes."""
     layout.layers(spec.num_layers)
     _check_slots(layout, spec)
     stages = layout.pp
@@ -54,9 +52,7 @@ def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = N
 
 
 def possible_splits(spec: ModelSpec, *, most: int) -> Iterator[ParallelOptions]:
-    """List valid arguments of `check_split` for up to `most` ranks: split experts first, then whole
-    ones.
-    """
+    """List valid arguments of `check_split` for up to `most` ranks, split experts first."""
     for size in range(1, most + 1):
         for whole in (False, True)[: 1 + (size > 1)]:
             options = ParallelOptions(size, enable_expert_parallel=whole)
@@ -68,9 +64,7 @@ def possible_splits(spec: ModelSpec, *, most: int) -> Iterator[ParallelOptions]:
 
 
 def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
-    """Errors: `ConfigError` unless ranks have equally many slots and no expert is twice on
-    a rank.
-    """
+    """Refuse uneven slots, and an expert twice on a rank. Errors: `ConfigError`."""
     sizes, redundant = spec.expert_sizes(), layout.redundant_experts
     if sizes is None or not redundant:
         return

@@ -36,9 +36,7 @@ PEER_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class SharedBuffer:
-    """Sums bf16 tensors up to its own size: every rank sums one slice of all buffers and writes it
-    to all of them.
-    """
+    """Sums bf16 tensors: every rank sums one slice of all buffers and writes it to all of them."""
 
     memory: Tensor  # [elements] bf16, on every rank of the group
     group_name: str
@@ -53,9 +51,7 @@ class SharedBuffer:
         )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the ranks, in the buffer: valid until the next call. Added in bf16,
-        like NCCL.
-        """
+        """Return the sum over the ranks, in bf16 and the buffer: valid until the next call."""
         part = self.memory[: tensor.numel()]
         part.copy_(tensor.reshape(-1))
         torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", self.group_name)
@@ -72,14 +68,10 @@ def connect(
     control: PollControl,
     token_words: int = 0,
 ) -> tuple[PeerMemory, SharedBuffer] | None:
-    """Allocate regions for rows `hidden_size` wide, norm statistics of `max_tokens` tokens and
-    `max_rows` sampled tokens. With `token_words`, also one for rows of that many words on their way
-    to experts.
-
-    `control`: limits kernel waits for other ranks. Every rank of `group`, which has gloo and NCCL,
-    must call this with the same sizes. Returns None on all ranks if the GPUs cannot reach each
-    other's memory. So it does if their number is not a power of two, because kernels take ranks as
-    one tile.
+    """Allocate regions for rows `hidden_size` wide, norm statistics of `max_tokens` tokens,
+    `max_rows` sampled tokens and rows of `token_words` on their way to experts. Every rank of
+    `group` must call this with the same sizes. Returns None on all ranks if the GPUs cannot reach
+    each other, or their number is not a power of two (kernels take ranks as one tile).
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world & (world - 1):
@@ -159,9 +151,7 @@ def _shard_words(max_tokens: int, hidden_size: int, world: int) -> tuple[int, in
 
 
 def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return why some GPU of the group is out of reach; None if all are in reach. For GPUs hidden
-    from this process, sharing memory fails later.
-    """
+    """Return why some GPU of the group is out of reach; None if none is known to be."""
     own = torch.tensor([device.index], dtype=torch.int64)
     indices = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(indices, own, group=group)
@@ -180,9 +170,7 @@ def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
 def _share(
     num_words: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, list[int], Callable[[], None], str | None]:
-    """Allocate `num_words` zeroed words of 8 bytes. Returns this rank's words, the addresses of
-    every rank's words, a barrier of the ranks on the current stream, and the error.
-    """
+    """Allocate zeroed words; return them, every rank's addresses, a barrier and the error."""
     try:
         words = symm_mem.empty(num_words, dtype=torch.int64, device=device)
         words.zero_()

@@ -69,9 +69,7 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Release a sequence's blocks, in position order. The tail of a cached prefix is reused
-        first.
-        """
+        """Release a sequence's blocks, in position order. The tail is reused first."""
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
@@ -92,9 +90,7 @@ class BlockPool:
         self._cached.clear()
 
     def index(self, block_id: int, block_hash: bytes) -> None:
-        """Index a held, completely computed block. A second block with the same content is not
-        indexed.
-        """
+        """Index a held, completely computed block, unless another block has its content."""
         assert self._ref_counts[block_id] > 0 and self._block_hashes[block_id] is None
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block_id

@@ -51,11 +51,7 @@ class DraftLength(Protocol):
     """Chooses the number for each plan, from earlier calls alone."""
 
     def choose(self, num_rows: int) -> int:
-        """Return the draft tokens for each of up to `num_rows` generating rows.
-
-        Rows verify that many, if the previous step proposed as many, and propose that many for the
-        next step.
-        """
+        """Return how many drafts each of up to `num_rows` generating rows verifies and proposes."""
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Record that `plan` took `seconds` (0: unknown). Called for all plans, in order."""
@@ -73,10 +69,8 @@ class FixedDraftLength:
 
 
 class _Times:
-    """Corrections to the logarithms of step times at similar numbers of rows.
-
-    Each is a sum of one number for all lengths and one per length, estimated by a Kalman filter.
-    Single writer: `AdaptiveDraftLength`.
+    """Corrections to the logarithms of step times at similar numbers of rows: a sum of one number
+    for all lengths and one per length, estimated by a Kalman filter.
     """
 
     def __init__(self, lengths: Sequence[int], *, step: int) -> None:
@@ -241,18 +235,14 @@ class AdaptiveDraftLength:
         self.end_step(num_rows, num_proposed if is_even else None, seconds)
 
     def add_rows(self, num_rows: int, num_drafts: int, num_accepted: int) -> None:
-        """Record rows that verified `num_drafts` each, of which the first `num_accepted` were
-        accepted.
-        """
+        """Record rows that verified `num_drafts` each and accepted the first `num_accepted`."""
         for place in self._places[: min(num_drafts, num_accepted + 1)]:
             place.new_trials += num_rows
         for place in self._places[:num_accepted]:
             place.new_accepted += num_rows
 
     def end_step(self, num_rows: int, num_drafts: int | None, seconds: float) -> None:
-        """Record a step of `num_rows` rows. `num_drafts` is None if rows differ or other tokens
-        ran: then `seconds` is ignored.
-        """
+        """Record a step. `num_drafts` None: rows differ or other tokens ran; ignore `seconds`."""
         self._num_steps += 1
         for place in self._places:
             place.end_step(num_rows)
@@ -262,9 +252,7 @@ class AdaptiveDraftLength:
             self._times_of(num_rows).correct(index, found, step=self._num_steps)
 
     def _scores(self, num_rows: int, *, tried: float) -> list[float]:
-        """Return relative tokens per second of each length. All lengths but the chosen one count as
-        `tried` standard deviations faster.
-        """
+        """Score lengths by tokens per second; unchosen ones look `tried` deviations faster."""
         times = self._times_of(num_rows)
         shares = self.acceptance()
         scores = []

@@ -33,9 +33,7 @@ def best_placement(loads: Sequence[int], current: Slots, num_ranks: int) -> list
 
 
 def copies_of(loads: Sequence[int], num_slots: int, num_ranks: int) -> list[int]:
-    """Number of slots of each expert: one, and each further slot goes to the expert with the
-    highest load per slot. An expert has at most one slot per rank.
-    """
+    """Count the slots of each expert: one, more by load per slot, at most one per rank."""
     copies = [1] * len(loads)
     heaviest = [(-float(load), expert) for expert, load in enumerate(loads)]
     heapq.heapify(heaviest)
@@ -48,9 +46,7 @@ def copies_of(loads: Sequence[int], num_slots: int, num_ranks: int) -> list[int]
 
 
 def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[set[int]]:
-    """Assign equally many experts to each rank: the heaviest first, each to the least loaded rank
-    with room and without a copy of it.
-    """
+    """Assign equally many experts to each rank: the heaviest first, to the least loaded rank."""
     items = [
         (loads[expert] / count, expert) for expert, count in enumerate(copies) for _ in range(count)
     ]
@@ -78,9 +74,7 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[se
 
 
 def keep_in_place(packs: Sequence[set[int]], current: Slots, num_ranks: int) -> list[int]:
-    """Assign each pack to the rank that has most of it already. Experts that stay on a rank keep
-    their slots.
-    """
+    """Assign each pack to the rank that has most of it. Experts that stay keep their slots."""
     per_rank = len(current) // num_ranks
     held = [current[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]
     pairs = [

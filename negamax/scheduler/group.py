@@ -18,22 +18,25 @@ from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.request_table import RequestTable
 from negamax.scheduler.scheduler import Scheduler, by_order
 from negamax.scheduler.sequence import Sequence
-from negamax.scheduler.shares import is_shared_out, most_of_share
-from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult, StepSize
+from negamax.scheduler.step import (
+    SequenceUpdate,
+    StepPlan,
+    StepResult,
+    StepSize,
+    bound_shard,
+    is_sharded,
+)
 
 
 class GroupScheduler:
-    """A `Scheduler` for each data-parallel rank, and the requests of all of them.
-
-    Use: `add` and `end` at any moment; `plan`, launch it, then `commit` (or `fail`) plans in order.
+    """A `Scheduler` for each data-parallel rank. Use: `add` and `end` at any moment; `plan`, launch
+    it, then `commit` (or `fail`) plans in order.
     """
 
     def __init__(
         self, limits: SchedulerLimits, draft_lengths: Items[DraftLength | None] = (None,)
     ) -> None:
-        """`limits` of each rank, except the number of waiting requests; `draft_lengths`: one per
-        rank, as for `Scheduler`.
-        """
+        """`limits` of each rank, but of all waiting requests; a draft length per rank."""
         self.limits, self._requests = limits, RequestTable(limits)
         self.ranks = [Scheduler(limits, self._requests, length) for length in draft_lengths]
         self._waiting: list[Sequence] = []  # by order, not assigned to a rank yet
@@ -102,9 +105,7 @@ class GroupScheduler:
             self._requests.clear_grammar(sequence)
 
     def plan(self) -> list[StepPlan] | None:
-        """Return the next step, one plan per rank, some perhaps without rows. None if nothing can
-        run before the next commit or `add`.
-        """
+        """Return the next step, a plan per rank; None if none can run before a commit or `add`."""
         if len(self.ranks) == 1:
             plan = self.ranks[0].plan()
             return None if plan is None else [plan]
@@ -181,7 +182,7 @@ def _size(
                 num_runs += 1
             is_decode &= is_one and samples
             longest_run = max(longest_run, min(sequence.prompt_len - computed, count))
-        share = most_of_share(plan.num_tokens, num_runs=num_runs, num_shares=num_shares)
+        share = bound_shard(plan.num_tokens, num_runs=num_runs, num_shares=num_shares)
         largest_share = max(largest_share, share)
     return StepSize(
         num_tokens=max(plan.num_tokens for plan in plans),
@@ -189,5 +190,5 @@ def _size(
         num_drafts=max(max(*plan.num_draft_tokens, plan.num_proposed, 0) for plan in plans),
         longest_decode=longest,
         is_decode=is_decode,
-        largest_share=largest_share if is_shared_out(longest_run, num_shares) else 0,
+        largest_share=largest_share if is_sharded(longest_run, num_shares) else 0,
     )

@@ -47,9 +47,7 @@ class PlanBuilder:
         self.chunks.append((count, samples, sequence))
 
     def finish(self, step_id: int, *, has_constrained: bool, num_proposed: int) -> StepPlan:
-        """Return the plan. Afterwards `sequences` has one entry per row. `has_constrained`: some
-        sequence is constrained; `num_proposed` as in `StepPlan`.
-        """
+        """Return the plan. Afterwards `sequences` has one entry per row."""
         num_scheduled = [1] * len(self.slots)
         needs_sampling = [True] * len(self.slots)
         self.chunks.sort(key=lambda chunk: chunk[0] > 1)  # stable

@@ -14,11 +14,7 @@ HASH_BYTES = 32  # 128 bits, against collisions found by an attacker
 
 
 class BlockHashes:
-    """Hashes of one sequence's full blocks, computed on demand and kept. Single writer: its
-    sequence.
-
-    `tokens` is the sequence's own list, which only grows.
-    """
+    """Hashes of full blocks, computed on demand. `tokens`: a sequence's own growing list."""
 
     __slots__ = ("_block_size", "_hashes", "_root", "_tokens")
 
@@ -47,9 +43,7 @@ class BlockHashes:
 
 
 def match_prefix(pool: BlockPool, block_hashes: BlockHashes, *, max_blocks: int) -> list[int]:
-    """Return the longest run of indexed blocks from the start, at most `max_blocks`, without
-    holding them.
-    """
+    """Return the longest run of indexed blocks from the start, at most `max_blocks`; holds none."""
     block_ids: list[int] = []
     for index in range(max_blocks):
         block_id = pool.find(block_hashes[index])

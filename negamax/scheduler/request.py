@@ -59,9 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check(self, *, max_logprobs: int, vocab_size: int) -> None:
-        """Refuse values out of range. `max_logprobs`: the server's cap; `vocab_size` bounds token
-        ids.
-        """
+        """Refuse values out of range. `max_logprobs`: the server's cap."""
         most = 2**31 - 1
         ranges: dict[str, tuple[float, float]] = {
             "n": (1, MAX_CHOICES),
@@ -127,9 +125,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def resolved(self, defaults: SamplingDefaults, *, room: int) -> SamplingParams:
-        """Return a copy without None: model defaults, and `max_tokens` = `room` (tokens left in the
-        context).
-        """
+        """Replace None by the model's defaults; `room`: tokens left in the context."""
         top_k = defaults.top_k if self.top_k is None else self.top_k
         return msgspec.structs.replace(
             self,
@@ -152,9 +148,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to continue. `sampling` is resolved (no None that has a default) and has n = 1:
-    callers split n > 1 into requests.
-    """
+    """One sequence to continue, with resolved sampling and n = 1."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]

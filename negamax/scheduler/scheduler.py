@@ -117,18 +117,13 @@ class Scheduler:
         return found
 
     def proposed(self, result: StepResult) -> dict[str, list[int]]:
-        """Return by request the tokens that the oldest uncommitted plan has proposed for its
-        grammar rows.
-        """
+        """Return the oldest uncommitted plan's proposed tokens of its grammar rows, by request."""
         sequences = self._in_flight[0].sequences
         return {sequences[row].request_id: drafts for row, drafts in result.proposed.items()}
 
     def postpone(self, plan: StepPlan, rows: list[int]) -> None:
-        """Postpone rows of the latest plan. Their samples are ignored, and their sequences are not
-        planned until `unblock`.
-
-        The rows' KV stays computed; their last token runs again. The step's `GrammarBitmask` names
-        them to the worker.
+        """Postpone rows of the latest plan until `unblock`: their samples are ignored, and their
+        last token runs again. The step's `GrammarBitmask` names them to the worker.
         """
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
@@ -141,9 +136,7 @@ class Scheduler:
             sequence.num_total -= 1
 
     def plan(self) -> StepPlan | None:
-        """Return the next step; None if nothing can run before the next commit, `add` or (in a
-        pipeline) turn.
-        """
+        """Return the next step; None if nothing can run before a commit, `add` or pipeline turn."""
         self._turns.begin()
         builder = PlanBuilder(self.limits.max_num_batched_tokens, self.limits.chunk_length)
         num_drafts = 0
@@ -184,10 +177,8 @@ class Scheduler:
         return self._in_flight[-1].sequences
 
     def cost_of(self, sequence: Sequence) -> int | None:
-        """Return the cost of admitting a waiting sequence here, in prompt tokens; None if it would
-        have to wait.
-
-        Counts the tokens that run before its first output token, and the batch that it would join.
+        """Return the cost of admitting a waiting sequence here, in prompt tokens: those that run
+        before its first output, and the batch that it would join. None if it would have to wait.
         """
         pool, block_size, waiting = self._pool, self.limits.block_size, self._waiting
         attempt = (sequence.request_id, pool.gain_count)
@@ -353,9 +344,7 @@ class Scheduler:
         return prefills
 
     def _reserve_drafts(self, sequence: Sequence, most: int, builder: PlanBuilder) -> int:
-        """Number of draft tokens, up to `most`, that the sequence's row may verify: within its
-        length limit and in free blocks. Drafts preempt no sequence.
-        """
+        """Reserve free blocks for up to `most` drafts within the length limit; preempt nothing."""
         wanted = min(most, sequence.limit - 1 - sequence.num_total)
         pool = self._pool
         while sequence.num_total + wanted > sequence.capacity and pool.num_free:
@@ -372,9 +361,7 @@ class Scheduler:
             builder.append_block(sequence)
 
     def _give_back(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Release blocks granted to a committed row for rejected drafts. The block after the
-        sequence's end stays: its next tokens go there.
-        """
+        """Take back the tokens of rejected drafts; blocks stay for the next tokens."""
         sequence.num_computed -= num_drafts - num_accepted
         sequence.num_total -= num_drafts - num_accepted
 
@@ -391,10 +378,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give a running sequence one more block, preempting later ones. False if it is the last
-        itself and must skip the step.
-
-        A skipping sequence keeps its blocks, and earlier ones may preempt it. The first sequence
-        never skips, so all make progress.
+        and must skip the step. The first sequence never skips, so all make progress.
         """
         pool = self._pool
         while pool.num_free == 0:
@@ -410,9 +394,7 @@ class Scheduler:
         sequence.capacity += self.limits.block_size
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Return a sequence to the queue, to be recomputed. Its tokens in flight are still applied
-        at commit.
-        """
+        """Return a sequence to the queue, to be recomputed. Its tokens in flight still count."""
         self.preemption_count += 1
         self._leave(sequence)
         sequence.resume_after = self._step_count - 1
@@ -462,9 +444,7 @@ class Scheduler:
         )
 
     def _blocks_for(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """For all tokens of a waiting sequence, return its cached blocks, the number of further
-        blocks it needs, and how many of both are free now.
-        """
+        """Return a waiting sequence's cached blocks, the number of others and of free ones."""
         pool, block_size, num_tokens = self._pool, self.limits.block_size, len(sequence.tokens)
         shared: list[int] = []
         if sequence.request.sampling.prompt_logprobs is None:
@@ -475,9 +455,7 @@ class Scheduler:
         return shared, num_new, num_new + sum(pool.ref_count(block) == 0 for block in shared)
 
     def _index_blocks(self, sequence: Sequence) -> None:
-        """Index the blocks filled by committed steps. Earlier, a lost step would leave invalid
-        content in the index.
-        """
+        """Index the blocks filled by committed steps: the content of a lost step is invalid."""
         block_size = self.limits.block_size
         num_full = sequence.num_committed // block_size
         for index in range(sequence.num_indexed, num_full):

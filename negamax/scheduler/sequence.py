@@ -63,9 +63,7 @@ class Sequence:
         eos_token_ids: frozenset[int],
         block_size: int,
     ) -> None:
-        """`limit`: most tokens, prompt and output; `arrival`: rises with every request; `turn`: its
-        place among its tenant's requests.
-        """
+        """`limit`: most tokens; `arrival` rises with requests, `turn` with the tenant's."""
         sampling = request.sampling
         self.request = request
         self.request_id = request.request_id

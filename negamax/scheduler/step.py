@@ -40,6 +40,16 @@ class StepSize(msgspec.Struct, frozen=True, array_like=True, gc=False):
     largest_share: int = 0
 
 
+def is_sharded(longest_run: int, num_shares: int) -> bool:
+    """Whether a step is sharded: each piece of its longest run, two per rank, has a token."""
+    return num_shares > 1 and longest_run >= 2 * num_shares
+
+
+def bound_shard(num_tokens: int, *, num_runs: int, num_shares: int) -> int:
+    """Bound a rank's tokens in a step whose `num_runs` runs are split into two pieces per rank."""
+    return min(num_tokens, -(-num_tokens // num_shares) + 2 * num_runs)
+
+
 class ExpertMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Copies the expert in slot `source` of a layer to slot `target`."""
 
@@ -118,9 +128,7 @@ class RowFailures(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities at one position: the chosen token's, its rank (1 = most likely), and those
-    of the most likely tokens.
-    """
+    """Log-probability and rank (1 = most likely) of a token, and the most likely tokens."""
 
     token_id: int
     logprob: float
@@ -130,9 +138,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Results of step `step_id`. `token_ids` has the tokens of each row with `needs_sampling`, in
-    plan order: accepted draft tokens and one more.
-    """
+    """Results of a step: each sampled row's accepted drafts and bonus token, in plan order."""
 
     step_id: int
     token_ids: list[int]

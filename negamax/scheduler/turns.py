@@ -26,9 +26,7 @@ class Turns:
         return sequence.known_at <= self._number
 
     def most_rows(self, running: Iterable[Sequence], budget: int) -> int:
-        """Return how many rows of the `running` sequences may generate in this plan of `budget`
-        tokens.
-        """
+        """Return how many of the `running` rows may generate in this plan of `budget` tokens."""
         if self._num_stages == 1:
             return budget
         generating = sum(each.num_total - each.num_computed == 1 for each in running)
@@ -39,9 +37,7 @@ class Turns:
         return -(-num_rows // self._num_stages)
 
     def most_slots(self, max_num_seqs: int, budget: int) -> int:
-        """Return how many sequences may run, so that each gets its turn in one of the plans in
-        flight.
-        """
+        """Return how many sequences may run, so that each has a turn in a plan in flight."""
         stages = self._num_stages
         return max_num_seqs if stages == 1 else min(max_num_seqs, stages * budget)
 

@@ -34,9 +34,7 @@ class SampleInputs:
 
 
 class StepColumns(NamedTuple):
-    """T tokens of S sequences, on the host. Offsets count from a slot's first token that is not
-    computed yet.
-    """
+    """T tokens of S sequences, on the host. Offsets count from a slot's first uncomputed token."""
 
     token_slots: Column  # [T]
     slots: Column  # [S]
@@ -55,9 +53,7 @@ class StepColumns(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """A step on the host: T tokens of S sequences. The generated tokens come first, each a sequence
-    of its own; runs of prompt tokens follow.
-    """
+    """A step on the host: T tokens of S sequences, single tokens first, then prompt runs."""
 
     num_decodes: int
     columns: StepColumns
@@ -116,9 +112,7 @@ class StepInputs:
 
 
 def is_decode(plan: StepPlan, requests: RequestState) -> bool:
-    """Whether every row is a decode, with its drafts, and samples: a captured step can replay such
-    a step as a whole.
-    """
+    """Whether every row is a sampled decode with its drafts: a graph can replay it all."""
     return (
         bool(plan.slots)
         and all(plan.needs_sampling)
@@ -130,13 +124,10 @@ def is_decode(plan: StepPlan, requests: RequestState) -> bool:
 def build_batch_layout(
     plan: StepPlan, requests: RequestState, *, generated_apart: bool, drafts_apart: bool = True
 ) -> BatchLayout:
-    """Split `plan` into single generated tokens and runs of prompt tokens.
-
-    `generated_apart`: generated tokens run one by one as decodes and prompt tokens as prefills,
-    regardless of how the scheduler groups them into steps. (A preempted sequence runs both again.)
-    Several decodes of one step may belong to one sequence: a layer writes all keys and values
-    before it attends, and each token sees only earlier ones. Without it, a resumed sequence is one
-    run of tokens. Without `drafts_apart`, a row with draft tokens is one run, too.
+    """Split `plan` into single generated tokens and runs of prompt tokens. With `generated_apart`,
+    generated tokens always run one by one as decodes, several perhaps of one sequence: a layer
+    writes all keys before it attends. Without it, a resumed sequence is one run of tokens; without
+    `drafts_apart`, so is a row with draft tokens.
     """
     decodes: list[tuple[int, int, int]] = []  # slot, first offset, tokens
     prefills: list[tuple[int, int, int]] = []
@@ -190,9 +181,7 @@ def build_batch_layout(
 def metadata_of(
     inputs: StepInputs, requests: RequestState, *, active: Tensor | None = None, **host: Any
 ) -> AttentionMetadata:
-    """Build the attention metadata of `inputs`. `active` [1] int32: tokens without padding; `host`:
-    the fields of `AttentionMetadata` available on the host.
-    """
+    """Build metadata. `active` [1] int32: tokens without padding; `host`: fields on the host."""
     return AttentionMetadata(
         positions=inputs.positions,
         token_slots=inputs.token_slots,
@@ -208,9 +197,7 @@ def metadata_of(
 def build(
     layout: BatchLayout, requests: RequestState, *, most_tokens: int | None = None
 ) -> tuple[Tensor, AttentionMetadata]:
-    """Gather the tokens and metadata of `layout` from `requests`, which already contain the plan's
-    changes. `most_tokens` as in `AttentionMetadata`.
-    """
+    """Gather the tokens and metadata of `layout`. `most_tokens` as in `AttentionMetadata`."""
     columns = layout.columns
     (packed,) = upload([np.concatenate(columns)], requests.tokens.device)
     num_tokens, num_seqs = len(columns.token_slots), len(columns.slots)

@@ -32,9 +32,7 @@ class RankAddresses:
 
     @staticmethod
     def local(folder: str, layout: ParallelLayout) -> RankAddresses:
-        """Unix sockets and files in a private folder. (torch's TCP store would listen on all
-        interfaces, without a key.)
-        """
+        """Use Unix sockets and files: torch's TCP store would listen everywhere, without a key."""
         return RankAddresses(
             plans=tuple(f"ipc://{folder}/rank{rank}" for rank in range(layout.world_size)),
             results=tuple(f"ipc://{folder}/results{rank}" for rank in range(layout.dp)),
@@ -131,9 +129,7 @@ class WorkerConfig:
 
 
 def decode_config(frame: bytes) -> WorkerConfig:
-    """Decode the configuration from a MessagePack `frame`, with its model family's own spec
-    type.
-    """
+    """Decode the configuration from MessagePack, with its model family's own spec type."""
     config = msgspec.msgpack.decode(frame, type=WorkerConfig)
     fields = msgspec.msgpack.decode(frame)["spec"]
     return replace(
@@ -184,9 +180,7 @@ class KernelTime(msgspec.Struct, frozen=True):
 
 
 class DebugResult(msgspec.Struct, frozen=True):
-    """`number`, `kernels`, `counts` or `experts`, as the command asks; None if this worker cannot
-    answer.
-    """
+    """`number`, `kernels`, `counts` or `experts`, as the command asks; None: it cannot answer."""
 
     number: float | None = None
     kernels: list[KernelTime] | None = None

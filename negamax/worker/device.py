@@ -25,10 +25,7 @@ logger = get_logger(__name__)
 
 
 def choose_device(name: str) -> str:
-    """Resolve option `name` to "cpu" or "cuda"; "auto" is cuda if there is a GPU.
-
-    Errors: `ConfigError` for another name, and for "cuda" without a GPU.
-    """
+    """Resolve option `name` to "cpu" or "cuda". Errors: `ConfigError`."""
     if name not in DEVICES:
         raise ConfigError(f"--device is {name!r}; allowed: {', '.join(DEVICES)}")
     found = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
@@ -42,16 +39,12 @@ def choose_device(name: str) -> str:
 
 
 def num_gpus(device: str) -> int | None:
-    """Count the GPUs for a result of `choose_device`; None on the CPU, which any number of ranks
-    share.
-    """
+    """Count the GPUs for a result of `choose_device`; None on the CPU, which ranks share."""
     return torch.cuda.device_count() if device == "cuda" else None
 
 
 def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:
-    """Resolve the compute dtype; "auto" is the checkpoint's, or float32 if this CPU lacks bfloat16
-    arithmetic.
-    """
+    """Resolve the compute dtype; "auto": the checkpoint's, or float32 on a CPU without bfloat16."""
     if name == "auto":
         name = spec.dtype
         if device == "cuda" and name == "float32":
@@ -73,9 +66,7 @@ def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:
 
 
 def kv_dtype(name: str, *, dtype: torch.dtype, device: str) -> torch.dtype:
-    """Resolve the cache dtype for option `name`. Errors: `ConfigError` for FP8 on the CPU, or
-    another float type than the model's.
-    """
+    """Resolve the cache dtype. Errors: `ConfigError` for FP8 on the CPU or another float type."""
     return _cache_dtype(name, "--kv-cache-dtype", dtype=dtype, has_fp8=device == "cuda")
 
 
@@ -98,8 +89,8 @@ def _cache_dtype(name: str, option: str, *, dtype: torch.dtype, has_fp8: bool) -
 def check_platform(
     platform: Platform, *, cache_dtypes: Collection[torch.dtype], rank: int = 0
 ) -> None:
-    """Refuse a GPU that cannot run the model, before anything is loaded. Rank 0 warns of an
-    untested GPU. Errors: `ConfigError`.
+    """Refuse a GPU that cannot run the model; rank 0 warns of an untested one. Errors:
+    `ConfigError`.
     """
     platform.check(fp8_cache=torch.float8_e4m3fn in cache_dtypes)
     if rank == 0 and not platform.is_measured:
@@ -112,9 +103,7 @@ def check_platform(
 def upload(
     columns: Sequence[NDArray[np.int64]], device: torch.device, *, out: Tensor | None = None
 ) -> list[Tensor]:
-    """Send all columns to `device` in one transfer, each as an int64 tensor; at the front of `out`
-    if given.
-    """
+    """Send all columns in one transfer, each as an int64 tensor; at the front of `out` if given."""
     if device.type == "cpu" and out is None:  # they are there
         return [torch.from_numpy(np.ascontiguousarray(column)) for column in columns]
     packed = torch.from_numpy(np.concatenate(columns))
@@ -179,9 +168,7 @@ class CudaGraphPool:
 
 
 def pool_bytes(pool: tuple[int, int]) -> int:
-    """Return the GPU memory of the graphs captured in `pool`. The allocator's total is no measure:
-    a capture first frees unused memory.
-    """
+    """Return the GPU memory of `pool`'s graphs; a capture may shrink the allocator's total."""
     segments = torch.cuda.memory_snapshot()
     return sum(
         segment["total_size"]
@@ -213,9 +200,7 @@ class Runtime:
         return event
 
     def seconds_of(self, run: Callable[[], None], *, repeats: int) -> float | None:
-        """Measure the device time of `run`: the mean of `repeats` consecutive calls after one
-        warmup call. None if the device has no timeline.
-        """
+        """Measure the mean device time of `repeats` calls after a warmup; None: no clock."""
         run()
         began = self.record_event()
         for _ in range(repeats):

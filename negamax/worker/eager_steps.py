@@ -36,9 +36,7 @@ _LONG = 16_384
 
 @torch.inference_mode()
 def compile_eager_steps(runner: ModelRunner) -> None:
-    """Compile the kernels of steps of every shape, using the first layers only, without running
-    them. Their tokens are in the padding row.
-    """
+    """Compile the kernels of steps of every shape without running them, by first layers."""
     model, config, requests = runner.model, runner.config, runner.requests
     layers = warmup_layers(model.layers, config.kv_caches)
     entering = None

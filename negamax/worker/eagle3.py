@@ -26,20 +26,18 @@ from negamax.kernels.drafts.op import RECORD_GUESS
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.sampling.op import DRAW_LEADING, PICK
 from negamax.layers.attention import KvCaches
-from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot
 from negamax.models.decoder import Decoder
 from negamax.models.eagle3 import names
 from negamax.models.eagle3.config import DraftModel, Eagle3Spec, name_draft_errors
 from negamax.models.eagle3.model import Eagle3Draft, build
-from negamax.parallel.collectives import SingleRank
+from negamax.parallel.collectives import Partial, SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import WeightFormat
 from negamax.worker.config import WorkerConfig
-from negamax.worker.distant_proposer import hand_down_embedding
-from negamax.worker.proposer import Proposer, TokenStates
+from negamax.worker.proposer import Proposer, TokenStates, hand_down_embedding
 from negamax.worker.request_state import FILTERS, RequestState
 
 
@@ -49,9 +47,7 @@ class Eagle3Proposer(Proposer):
     """
 
     def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
-        """Check the draft's files without loading them. Errors: those of `plan_load` and
-        `read_rotation`.
-        """
+        """Check the draft's files. Errors: those of `plan_load` and `read_rotation`."""
         assert config.speculation is not None
         self.num_draft_tokens = config.speculation.num_speculative_tokens
         self.capture = draft.spec.aux_layers
@@ -136,9 +132,8 @@ class Eagle3Proposer(Proposer):
     def _pick_drafts(
         self, hidden: Tensor, slots: Tensor, lengths: Tensor, requests: RequestState, *, place: int
     ) -> Tensor:
-        """Sample the token at lengths + place [R] int64 from hidden [R, hidden] -> [R] int64, an
-        index of `_target_ids`; -1 without a finite logit. Ranks exchange two values per row, and
-        the leading tokens of rows that draw with a small top_k.
+        """Sample the token at lengths + place from hidden [R, hidden] -> [R] int64, an index of
+        `_target_ids`; -1 without a finite logit.
         """
         model, logits = self._model, self._model.local_logits(hidden)
         if not self._draws:
@@ -157,9 +152,7 @@ class Eagle3Proposer(Proposer):
     def _single_tokens(
         self, slots: Tensor, positions: Tensor, seq_lens: Tensor, requests: RequestState
     ) -> AttentionMetadata:
-        """Describe one token of each of `slots`, at `positions`, [R] int64 both; seq_lens [R]
-        int32.
-        """
+        """Describe one token of each of `slots`, [R] int64 each but seq_lens [R] int32."""
         # only a GPU has them
         host = tuple(seq_lens.tolist()) if slots.device.type == "cpu" else ()
         return AttentionMetadata(
@@ -194,8 +187,6 @@ def _build(
 
 
 def _spread(spec: Eagle3Spec) -> Tensor:
-    """Spread the tokens of a draft without a checkpoint evenly over the target's: its d2t [draft
-    vocab].
-    """
+    """Spread a synthetic draft's tokens evenly over the target's: its d2t [draft vocab]."""
     ids = torch.arange(spec.draft_vocab_size)
     return ids * spec.vocab_size // spec.draft_vocab_size - ids

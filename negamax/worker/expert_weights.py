@@ -138,9 +138,7 @@ class MovableExperts(ExpertRecorder):
         self._maps[layer].update(table)
 
     def _peer(self, ep_rank: int) -> int:
-        """Return the rank of the group with the slots of `ep_rank` and this rank's slice of each
-        expert.
-        """
+        """Return the rank with the slots of `ep_rank` and this rank's slice of each expert."""
         return ep_rank * self._view.tp + self._view.tp_rank
 
     def _open(self) -> None:

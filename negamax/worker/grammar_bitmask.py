@@ -27,9 +27,7 @@ class RowBitmasks:
     packed: Tensor  # [M, ceil(V / 8)] uint8: bit i of byte j allows token 8 j + i
 
     def of(self, rows: Sequence[int], *, renumber: bool = False) -> RowBitmasks | None:
-        """Select the masks of `rows`, if any; with `renumber`, members become indices into
-        `rows`.
-        """
+        """Select the masks of `rows`; with `renumber`, members become indices into `rows`."""
         place = {row: i for i, row in enumerate(rows)}
         kept = [i for i, member in enumerate(self.members) if member in place]
         if not kept:
@@ -41,9 +39,7 @@ class RowBitmasks:
         )
 
     def apply(self, logits: Tensor, *, first_id: int) -> None:
-        """Set forbidden logits to minus infinity, in place. logits [R, V of this rank] fp32, from
-        token `first_id` on.
-        """
+        """Forbid tokens in logits [R, V of this rank] fp32, from token `first_id` on, in place."""
         num_ids = logits.shape[1]
         shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
         for start in range(0, len(self.members), TILE):
@@ -79,9 +75,7 @@ class PendingBitmask:
     def of_plan(
         cls, plan: StepPlan, wait: WaitForBitmask, *, vocab_size: int, requests: RequestState
     ) -> PendingBitmask:
-        """Return the bitmask from `wait`; plans without grammar rows do not wait. A row with a mask
-        of another vocabulary fails.
-        """
+        """Take the bitmask from `wait` once needed. A row with a mask of another size fails."""
         bitmask = cache(wait)
 
         def by_row() -> dict[int, list[bytes | None]]:
@@ -103,9 +97,7 @@ class PendingBitmask:
         return cls(cache(by_row), lambda: bitmask().postponed)
 
     def of(self, sampled_rows: Sequence[int], *, device: torch.device) -> RowBitmasks | None:
-        """Send the masks of samples to the device. `sampled_rows`: rows of the plan, one entry per
-        sample in order. None if no sample has a mask.
-        """
+        """Send the masks of samples of `sampled_rows` to the device; None if none has one."""
         left = {row: iter(masks) for row, masks in self._by_row().items()}
         of_samples = [next(left[row], None) if row in left else None for row in sampled_rows]
         members = [i for i, mask in enumerate(of_samples) if mask is not None]
@@ -120,9 +112,7 @@ class PendingBitmask:
         )
 
     def drop_drafts(self, drafts: Tensor, plan: StepPlan) -> bool:
-        """Remove forbidden draft tokens of the rows that `plan` samples, [rows, K] int64, in place.
-        Returns whether there are any.
-        """
+        """Void forbidden drafts [sampled rows, K] int64 in place; return whether any may be."""
         limits = {row: len(masks) - 1 for row, masks in self._by_row().items()}
         limits |= dict.fromkeys(self.postponed, 0)
         if all(plan.num_draft_tokens[row] <= limit for row, limit in limits.items()):

@@ -46,9 +46,7 @@ from negamax.worker.verify import VerifiedRows, Verifier
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """Outputs of every replay, which fills them from the front. N and R are the largest numbers of
-    tokens and of sampled tokens.
-    """
+    """Outputs of every replay, from the front. N, R: most tokens and sampled tokens."""
 
     # [N, hidden], of steps that are not sampled, and of all stages but the last
     hidden: Tensor
@@ -150,9 +148,7 @@ class StepGraphs:
                     step()
 
     def capture(self, kind: str, pool: GraphPool, progress: Callable[[int, int], None]) -> str:
-        """Run and capture every shape of `kind`, the largest first, in the memory of `pool`.
-        Returns a line for the log.
-        """
+        """Run and capture every shape of `kind`, the largest first; return a line for the log."""
         started, before = time.monotonic(), pool.num_bytes()
         shapes = sorted(self.shapes[kind])
         for number, shape in enumerate(reversed(shapes)):
@@ -173,9 +169,7 @@ class StepGraphs:
         return shapes[found] if fits else None
 
     def find_decodes(self, num_rows: int, num_drafts: int = 0) -> StepShape | None:
-        """Return the smallest captured shape for decodes that verify or propose up to `num_drafts`
-        tokens.
-        """
+        """Return the smallest captured shape of decodes with up to `num_drafts` draft tokens."""
         fitting = [length for length in self._decodes if length >= num_drafts]
         if not fitting:
             return None
@@ -184,9 +178,7 @@ class StepGraphs:
         return shapes[found] if found < len(shapes) else None
 
     def entering(self, shape: StepShape) -> Tensor | None:
-        """Return the buffer that a replay as `shape` reads the previous stage's stream from; None
-        on the first stage.
-        """
+        """Return the buffer of the previous stage's stream; None on the first stage."""
         entering = self.buffers.entering
         return None if entering is None else entering[: shape.num_tokens]
 
@@ -197,9 +189,7 @@ class StepGraphs:
         self._send(shape, columns)
 
     def replay(self, shape: StepShape) -> StepBuffers:
-        """Run the prepared step. The buffers hold its results, before those of padding, until the
-        next replay.
-        """
+        """Run the prepared step. Its results are valid until the next replay, padding last."""
         self._graphs[shape][0].replay()
         return self.buffers
 
@@ -208,9 +198,7 @@ class StepGraphs:
         return [residual[:num_tokens] for residual in self.buffers.residuals]
 
     def sample_inputs(self, shape: StepShape, columns: StepColumns) -> SampleInputs:
-        """Locate the samples of the replayed decodes `columns`, to sample them again. Restores the
-        draft tokens in their slots.
-        """
+        """Locate the replayed samples to sample them again, and restore their draft tokens."""
         if shape.num_drafts:
             inputs, ran = self._inputs(shape), self._token_ids[: shape.num_tokens]
             self._requests.store(inputs.token_slots, inputs.positions, ran)
@@ -229,9 +217,7 @@ class StepGraphs:
             self._graphs[shape][1].replay()
 
     def drafts(self, shape: StepShape, num_rows: int) -> Tensor:
-        """Return the drafts [rows, drafts] int64 that the replayed step has verified; `finish`
-        reads them again.
-        """
+        """Return the replayed step's drafts [rows, drafts] int64; `finish` reads them again."""
         return self._drafts_of(shape)[:num_rows]
 
     def finish(self, shape: StepShape, token_ids: Tensor) -> None:
@@ -241,9 +227,7 @@ class StepGraphs:
             self._graphs[shape][1].replay()
 
     def replay_seconds(self, num_rows: int, *, repeats: int) -> float | None:
-        """Measure the device time of the latest decode of `num_rows` rows, replayed back to back
-        without a host; None: there was none.
-        """
+        """Measure the latest decode of `num_rows` rows without a host; None: there was none."""
         shape = self.find_decodes(num_rows)
         if shape is None or shape not in self._latest:
             return None
@@ -281,9 +265,7 @@ class StepGraphs:
         return [partial(self._run_decodes, shape, kv), partial(again, shape)]
 
     def _run_layers(self, shape: StepShape, kv: Sequence[KvCaches]) -> None:
-        """Run the layers of any batch. Results are copied out, so that other graphs may use the
-        memory.
-        """
+        """Run the layers of any batch; copy the results out of the graphs' shared memory."""
         inputs = self._place(shape)
         seq_lens, query_starts, active = self._words_of(shape)
         metadata = metadata_of(
@@ -342,9 +324,7 @@ class StepGraphs:
         return token_ids
 
     def _finish(self, shape: StepShape, metadata: AttentionMetadata | None = None) -> None:
-        """Verify the step's drafts and propose the next ones, if there is a proposer. It may be
-        repeated. `metadata`: of the step, if already built.
-        """
+        """Verify the step's drafts and propose the next ones. It may be repeated."""
         if self._verifier is None:
             return
         num_tokens, num_seqs = shape[:2]
@@ -382,9 +362,7 @@ class StepGraphs:
         return StepInputs.of(self._columns, self._places, shape.num_tokens, shape.num_seqs)
 
     def _words_of(self, shape: StepShape) -> tuple[Tensor, ...]:
-        """Sequence lengths [S], query starts [S + 1] and the number of tokens without padding [1],
-        int32.
-        """
+        """Sequence lengths [S], query starts [S + 1] and tokens without padding [1], int32."""
         parts = shape.num_seqs, shape.num_seqs + 1, 1
         return self._words[: sum(parts)].split(parts)
 
@@ -398,9 +376,7 @@ class StepGraphs:
         return self._drafts[: shape.num_seqs, : shape.num_drafts]
 
     def _decode_metadata(self, shape: StepShape) -> AttentionMetadata:
-        """Metadata in which each token is a sequence that ends with it; tokens of a row with drafts
-        are a run.
-        """
+        """Describe each token as a sequence of its own; tokens of a row with drafts are a run."""
         inputs, num_tokens = self._inputs(shape), shape.num_tokens
         seq_lens, _, active = self._words_of(shape)
         runs = None
@@ -426,9 +402,7 @@ class StepGraphs:
         )
 
     def _store(self, shape: StepShape, token_ids: Tensor) -> None:
-        """Store the sampled tokens for the next step and the host, and the new lengths of rows
-        without drafts.
-        """
+        """Store the sampled tokens, and the new lengths of rows without drafts."""
         requests, num_tokens = self._requests, shape.num_tokens
         self._store_tokens(
             token_ids, self._columns[:num_tokens], self._ends[:num_tokens],

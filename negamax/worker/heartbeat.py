@@ -21,9 +21,7 @@ LOST_SECONDS = 2.0
 
 
 class RankHeartbeat:
-    """Heartbeats of one rank. `beats` has a row for each rank and one more, which the executor sets
-    to abort kernels that wait for other ranks.
-    """
+    """Heartbeats of one rank, a row of `beats`; the last row asks kernels to stop waiting."""
 
     def __init__(self, beats: SharedNumbers, rank: int) -> None:
         self._rank = rank

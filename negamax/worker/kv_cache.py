@@ -33,10 +33,7 @@ ALIGNMENT = 512
 
 
 def check_scales(skipped: Iterable[str], *, dtype: torch.dtype) -> None:
-    """Refuse an FP8 cache if the checkpoint's KV scales are for int8. Errors: `ConfigError`.
-
-    `skipped`: reasons for which tensors of the checkpoint are not loaded.
-    """
+    """Refuse an FP8 cache with KV scales for int8, by the reasons for `skipped` tensors."""
     if dtype == torch.float8_e4m3fn and INT8_CACHE in skipped:
         raise ConfigError(
             "--kv-cache-dtype is fp8; the checkpoint's scales of keys and values are for int8, one "
@@ -86,10 +83,8 @@ def _zeros(
 
 
 def _zeros_on_large_pages(num_bytes: int) -> Tensor:
-    """Allocate zeroed bytes, on 2 MiB pages if the system grants them.
-
-    Attention gathers blocks of a few KiB from the whole pool: with 4 KiB pages, nearly every block
-    is a TLB miss. Untouched pages take no memory.
+    """Allocate zeroed bytes on 2 MiB pages if possible: attention gathers small blocks from the
+    whole pool, with a TLB miss each on 4 KiB pages. Untouched pages take no memory.
     """
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -100,10 +95,8 @@ def _zeros_on_large_pages(num_bytes: int) -> Tensor:
 def choose_blocks(
     config: WorkerConfig, *, dtype: torch.dtype, workspace: int, device: torch.device
 ) -> int:
-    """Return how many blocks this rank can hold: the user's number, or from the memory that is
-    left.
-
-    `dtype`: of caches that specify none; `workspace`: bytes of a step on a GPU.
+    """Return how many blocks this rank can hold. `dtype`: of caches that specify none; `workspace`:
+    bytes of a step on a GPU.
     """
     if config.num_kv_blocks:
         return config.num_kv_blocks
@@ -132,9 +125,7 @@ def choose_blocks(
 
 
 def draft_buffers(config: WorkerConfig) -> int:
-    """Bytes that captured steps keep for drafts: logits of verifying rows, and residual streams for
-    a draft model.
-    """
+    """Bytes of captured steps for drafts: logits of verifying rows, and residual streams."""
     speculation, spec = config.speculation, config.spec
     if speculation is None or not config.cudagraph_size:
         return 0
@@ -145,9 +136,7 @@ def draft_buffers(config: WorkerConfig) -> int:
 
 
 def stage_buffers(config: WorkerConfig) -> int:
-    """Bytes of residual streams that wait to be sent or run, and of their streams for a draft
-    model.
-    """
+    """Bytes of residual streams that wait to be sent or run, a draft model's included."""
     if config.layout.pp == 1:
         return 0
     streams = 1 + (len(config.draft.spec.aux_layers) if config.draft else 0)
@@ -157,10 +146,8 @@ def stage_buffers(config: WorkerConfig) -> int:
 def choose_num_blocks(
     *, block_bytes: int, block_size: int, max_model_len: int, max_num_seqs: int, budget: int
 ) -> int:
-    """Return how many blocks of `block_bytes` to allocate: the most that all sequences could use,
-    within `budget` bytes.
-
-    Errors: `ResourceError` if one sequence of `max_model_len` tokens does not fit.
+    """Return the blocks that all sequences could use, within `budget` bytes. Errors:
+    `ResourceError` if one sequence of `max_model_len` tokens does not fit.
     """
     blocks_per_sequence = -(-max_model_len // block_size)
     affordable = max(0, budget) // max(1, block_bytes)
@@ -197,9 +184,7 @@ def describe(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> st
 
 
 def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:
-    """Refuse a number or length of rows that exceeds the free memory: tokens and block table of
-    each, for all ranks of a CPU.
-    """
+    """Refuse rows whose tokens and block tables exceed the free memory (of all ranks on a CPU)."""
     item = 8 if device.type == "cpu" else 4
     per_row = slot_bytes(config.max_model_len, config.block_size, item=item)
     free = (
@@ -225,9 +210,7 @@ def check_weights_fit(
     device: torch.device,
     layout: ParallelLayout,
 ) -> None:
-    """Refuse a model whose weights, with its draft, exceed the free memory: of each rank's GPU, or
-    of this machine for all CPU ranks. Rank 0 logs the cost of padding.
-    """
+    """Refuse weights that exceed the free memory of a GPU, or of this machine for all CPU ranks."""
     on_gpu, num_ranks, kept = device.type == "cuda", layout.world_size, kernels.reads_stored
     padding = expert_padding(spec, kept=kept, layout=layout)
     if padding and layout.rank == 0:

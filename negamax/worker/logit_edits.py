@@ -32,9 +32,7 @@ class LogitEdit(Protocol):
     """Implements one or several sampling parameters."""
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
-        """Whether the edit changes anything. It must depend on the arguments alone: ranks exchange
-        the logits of edited rows.
-        """
+        """Whether the edit changes anything, by the arguments alone, as on every rank."""
 
     def prepare(
         self, params: SamplingParams, eos_token_ids: Collection[int], device: torch.device
@@ -109,9 +107,7 @@ class AllowedTokens:
 
 
 class MinTokens:
-    """`min_tokens`: forbids tokens that end a sequence. A grammar mask enforces `min_tokens`
-    itself.
-    """
+    """`min_tokens`: forbids tokens that end a sequence. A grammar mask does so itself."""
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
         if not params.min_tokens:

@@ -23,10 +23,8 @@ logger = get_logger(__name__)
 
 @torch.inference_mode()
 def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
-    """Measure the GPU bytes of a step of `max_num_batched_tokens` prompt tokens and `max_num_seqs`
-    sampled rows, and of the proposer after it.
-
-    Its layers share one cache of just these tokens, in `dtype`.
+    """Measure the GPU bytes of the largest prefill step and the proposer after it. Its layers share
+    one cache of just these tokens, in `dtype`.
     """
     model, config, requests = runner.model, runner.config, runner.requests
     proposer, device = runner.proposer, runner.device

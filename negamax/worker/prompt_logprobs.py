@@ -17,9 +17,7 @@ TILE = 256
 def score_prompts(
     model: Decoder, plan: StepPlan, hidden: Tensor, *, layout: BatchLayout, requests: RequestState
 ) -> dict[int, list[LogprobEntries]]:
-    """Return by row index, for rows that asked, the entries of prompt tokens that this step's
-    tokens predict. Computed in tiles. hidden [T, hidden].
-    """
+    """Score the prompt tokens that hidden [T, hidden] predicts, by row, for rows that asked."""
     if not requests.prompt_logprob_slots:
         return {}
     found: dict[int, list[LogprobEntries]] = {}

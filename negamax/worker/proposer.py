@@ -10,9 +10,11 @@ from torch import Tensor
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches
+from negamax.layers.basic import VocabEmbedding
 from negamax.models.decoder import Decoder
 from negamax.options.speculation import NGRAM
 from negamax.parallel.context import ParallelContext
+from negamax.quantization.scheme import WeightFormat
 from negamax.worker.config import WorkerConfig
 from negamax.worker.request_state import RequestState
 from negamax.worker.synthetic_acceptance import SyntheticAcceptance
@@ -75,17 +77,43 @@ class Proposer(Protocol):
         raise NotImplementedError
 
 
-def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | None:
-    """Create the proposer of `config`; None: no speculative decoding.
+class DistantProposer(Proposer):
+    """The proposer of earlier stages: gets the last one's drafts, sends residual streams."""
 
-    Errors: `CheckpointError` for files that are not a draft.
-    """
+    def __init__(self, config: WorkerConfig, *, dtype: torch.dtype) -> None:
+        assert config.speculation is not None
+        self.num_draft_tokens = config.speculation.num_speculative_tokens
+        self._draft, self._dtype = config.draft, dtype
+        own = config.layout.layers(config.spec.num_layers)
+        layers = config.draft.spec.aux_layers if config.draft else ()
+        self.capture = tuple(layer for layer in layers if layer in own)
+
+    def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
+        if self._draft is not None and not self._draft.spec.own_embedding:
+            hand_down_embedding(target, context, WeightFormat(self._dtype, device))
+        return ""
+
+
+def hand_down_embedding(
+    target: Decoder, context: ParallelContext, weights: WeightFormat
+) -> VocabEmbedding:
+    """Copy this rank's embedding rows from the first stage to the last. All must call it."""
+    if target.is_first_stage:
+        embedding = target.embedding
+    else:
+        shape = target.spec.vocab_size, target.spec.hidden_size
+        rows, group = target.vocab_range, context.attention_group
+        embedding = VocabEmbedding("", shape, rows=rows, group=group, weights=weights)
+    context.links.hand_down(embedding.table)
+    return embedding
+
+
+def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | None:
+    """Create the proposer of `config`, if any. Errors: `CheckpointError` for invalid files."""
     speculation = config.speculation
     if speculation is None:
         return None
     if not config.layout.is_last_stage:
-        from negamax.worker.distant_proposer import DistantProposer
-
         return DistantProposer(config, dtype=kernels.dtype)
     proposer: Proposer
     if speculation.method == NGRAM:

@@ -135,9 +135,7 @@ def main(endpoint: str, rank: int) -> int:
 
 
 def _set_environment(interface: str | None) -> None:
-    """Set the libraries' environment variables. `interface`: network between machines; None: one
-    machine.
-    """
+    """Set the libraries' environment variables. `interface`: network between machines."""
     # gloo and NCCL accept messages without a key, so they listen only on the network of the ranks.
     env.set_default("GLOO_SOCKET_IFNAME", interface or LOOPBACK)
     env.set_default("NCCL_SOCKET_IFNAME", f"={interface or LOOPBACK}")
@@ -215,9 +213,7 @@ class _ResultSender:
         self._outcomes.put(outcome)
 
     def finish(self) -> None:
-        """Wait until all are sent, unless waits were aborted: another rank's data may never
-        arrive.
-        """
+        """Wait until all are sent, unless waits were aborted."""
         self._outcomes.put(None)
         while self._thread.is_alive() and not self._heartbeat.is_aborted:
             self._thread.join(0.1)

@@ -95,9 +95,7 @@ class RequestState:
         self._new_failures: dict[int, str] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply the plan's new rows and appended blocks. A new row that cannot be applied goes to
-        `failures`.
-        """
+        """Apply new rows and appended blocks. A row that cannot be applied goes to `failures`."""
         for row in plan.new_rows:
             self._assign(row)
         if plan.appended_slots:
@@ -125,9 +123,7 @@ class RequestState:
         self.num_computed.index_add_(0, slots, counts)
 
     def raise_bounds(self, plan: StepPlan, *, postponed: Sequence[int]) -> None:
-        """Raise the bounds for the launched rows of `plan`; the last token of `postponed` rows will
-        run again.
-        """
+        """Raise the bounds for launched rows; the last token of `postponed` ones runs again."""
         self.num_computed_bound[plan.slots] += plan.num_scheduled
         self.num_computed_bound[[plan.slots[row] for row in postponed]] -= 1
         self._unverified[plan.slots] += plan.num_draft_tokens
@@ -135,9 +131,8 @@ class RequestState:
     def lower_bounds(
         self, plan: StepPlan, num_accepted: Mapping[int, int], reassigned: Container[int] = ()
     ) -> None:
-        """Lower the bounds by the rejected drafts of `plan`; `num_accepted` by row. Slots that
-        belong to other requests since are left alone: those `reassigned`, and in the last two steps
-        those without unverified drafts.
+        """Lower the bounds by the rejected drafts of `plan`, except slots of other requests: those
+        `reassigned` and, in the last two steps, those without unverified drafts.
         """
         for row, num_drafts in enumerate(plan.num_draft_tokens):
             slot = plan.slots[row]
@@ -181,9 +176,7 @@ class RequestState:
         self.block_tables[self.padding_slot] = block
 
     def fail(self, slot: int, error: Exception) -> None:
-        """End the sequence in `slot` with `error`, unless it has failed before. Other sequences go
-        on.
-        """
+        """End the sequence in `slot` with `error`, unless it has failed before."""
         if slot not in self.failures:
             logger.error("slot %d: its request ends with an error", slot, exc_info=error)
             self.failures[slot] = f"{type(error).__name__} while this request was computed"
@@ -201,9 +194,7 @@ class RequestState:
         return failures
 
     def _assign(self, row: NewRow) -> None:
-        """Assign a new row to its slot. One that fails becomes a greedy row without edits on the
-        padding block.
-        """
+        """Assign a new row to its slot; one that fails becomes greedy, on the padding block."""
         slot = row.slot
         self.failures.pop(slot, None)
         self._num_blocks[slot] = len(row.block_ids)
@@ -222,9 +213,7 @@ class RequestState:
             self._fill_sampling(row)
 
     def _classify(self, slot: int, params: SamplingParams) -> None:
-        """Record the row's sampling needs. It depends on the plan alone, because ranks exchange
-        logits by it.
-        """
+        """Record the row's sampling needs, by the plan alone: ranks exchange logits by them."""
         assert params.temperature is not None and params.top_k is not None
         edited = any(edit.applies(params, self._eos_token_ids) for edit in logit_edits.EDITS)
         is_drawn = params.temperature > 0.0
@@ -259,9 +248,7 @@ class RequestState:
 
 
 def _zeros(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate [rows, columns]. On a CPU only written pages take memory, so short sequences take
-    little.
-    """
+    """Allocate [rows, columns]. On a CPU only written pages take memory."""
     if device.type != "cpu":
         return torch.zeros(rows, columns, dtype=dtype, device=device)
     num_bytes = rows * columns * dtype.itemsize

@@ -34,10 +34,8 @@ class ModelRunner:
     """The model of one rank on its device, ready to run steps (`worker.step`)."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Load the weights, allocate the caches and capture the steps.
-
-        Errors: `ConfigError`, `CheckpointError` and `ResourceError`, most of them before the
-        weights take memory.
+        """Load weights, allocate caches and capture steps. Errors: `ConfigError`, `CheckpointError`
+        and `ResourceError`, most of them before the weights take memory.
         """
         self.device = device = take_device(config)
         self.runtime = runtime_of(device)
@@ -128,9 +126,7 @@ class ModelRunner:
         return num_blocks
 
     def _capture_graphs(self) -> tuple[StepGraphs | None, str]:
-        """Compile the kernels of eager steps and capture the common ones; None if the device
-        captures nothing. Also returns a log line on the graphs' memory.
-        """
+        """Compile eager steps and capture common ones, if possible; also return a log line."""
         config, pool_of = self.config, self.runtime.graph_pool
         if pool_of is None:
             return None, ""
@@ -166,9 +162,7 @@ class ModelRunner:
 
 
 def take_device(config: WorkerConfig) -> torch.device:
-    """Return this rank's device. On a GPU the calling thread gets a stream of its own, which graphs
-    need.
-    """
+    """Return this rank's device. On a GPU the thread gets its own stream, which graphs need."""
     if config.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", config.layout.local_rank % torch.cuda.device_count())

@@ -27,9 +27,7 @@ BROKEN = -1  # in place of a token: the row's logits are not finite
 
 
 class LogprobEntries:
-    """Log-probabilities of N sampled tokens with up to `max(num_top)` alternatives each, on their
-    way to the host.
-    """
+    """Log-probabilities of N sampled tokens and up to `max(num_top)` others, on their way."""
 
     def __init__(self, logprobs: Tensor, token_ids: Tensor, *, num_top: Sequence[int]) -> None:
         """logprobs [N, V] fp32, token_ids [N] int64; row i reports num_top[i] alternatives."""
@@ -92,8 +90,8 @@ class Sampler:
         picked: Tensor | None = None,
         masks: RowBitmasks | None = None,
     ) -> Sampled:
-        """Sample a token for every row. `logits` [R, V of this rank] fp32 may be changed in place;
-        `picked` [R]: tokens already sampled by a captured step.
+        """Sample every row of `logits` [R, V of this rank] fp32, which may change. `picked` [R]:
+        tokens already sampled by a captured step.
         """
         members = list(range(len(inputs.slots)))
         if self._on_shards:
@@ -106,9 +104,7 @@ class Sampler:
         return self._choose_gathered(logits, inputs, members, picked=picked, masks=masks)
 
     def launch_all(self, logits: Tensor, inputs: SampleInputs) -> None:
-        """Launch all kernels that sampling from `logits` may launch, on the shards and on whole
-        rows. The rows are padding.
-        """
+        """Launch, on padding, all kernels that sampling from `logits` may launch."""
         options = self._shard_options(inputs)
         picked = self._kernels[PICK].run(logits, **options)
         self._kernels[DRAW_LEADING].run(logits, otherwise=picked, **options)
@@ -188,11 +184,8 @@ class Sampler:
     def _draws(
         self, logits: Tensor, inputs: SampleInputs, members: list[int]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Sample `members` of the rows with filters; return the rows and their tokens. Rows with a
-        small top_k use a fixed number of candidates; the others sort all logits.
-
-        The shapes of each group's arithmetic do not depend on the other group's rows, so the same
-        seed gives the same token in any batch.
+        """Sample `members` with filters: with a fixed number of candidates for a small top_k,
+        otherwise from all logits. Shapes do not depend on the other group, so neither do tokens.
         """
         requests, vocab_size = self._requests, logits.shape[1]
         top_k = {i: requests.state(inputs.slots[i]).sampling.top_k or 0 for i in members}
@@ -240,9 +233,7 @@ def _edit(
     requests: RequestState,
     is_masked: bool,
 ) -> None:
-    """Edit `logits` [V] of one row in place. `position` [] int64 of the new token; `bound`: its
-    upper bound on the host.
-    """
+    """Edit `logits` [V] of one row. `position` [] int64 of the new token; `bound`: its bound."""
     state = requests.state(slot)
     outputs = requests.tokens[slot, state.prompt_len : bound].long()
     places = torch.arange(state.prompt_len, bound, device=logits.device)

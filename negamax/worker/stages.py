@@ -83,9 +83,7 @@ class Stage:
         self._expected: deque[_Expected] = deque()
 
     def begin(self, plan: StepPlan) -> list[Arrived]:
-        """Before `plan` is applied, receive results of old steps and those that its rows need.
-        Returns the verifications among them.
-        """
+        """Receive results of old steps and those that `plan` needs; return the verifications."""
         if not self._expected:
             return []
         assigned = {row.slot for row in plan.new_rows}
@@ -107,10 +105,8 @@ class Stage:
         *,
         is_padding: bool = False,
     ) -> Entering:
-        """Receive what enters the stage, at the front of `out` and `captured` where given.
-
-        Where ranks share the stream, the rows of the others are zeros. `is_padding`: the tokens are
-        padding, which no stage sends.
+        """Receive the stage's inputs, at the front of `out` and `captured` where given. Where ranks
+        share the stream, other ranks' rows are zeros. `is_padding`: no stage sends the tokens.
         """
         if self._links.previous is None:
             return Entering(None, [])
@@ -143,8 +139,7 @@ class Stage:
 
     def send(self, hidden: Tensor, entered: Entering, captured: Sequence[Tensor]) -> None:
         """Send copies of the stream [T, width] that leaves the stage, and of the streams for a
-        draft model. The latter are the received ones and this stage's own, [T, width] each. The
-        last stage sends none.
+        draft model: those received and this stage's own, [T, width] each.
         """
         if self._links.next is None:
             return
@@ -161,10 +156,8 @@ class Stage:
             self._expected.append(_Expected(plan, inputs.slots, *places))
 
     def give_back(self, plan: StepPlan, token_ids: Tensor, num_accepted: Tensor | None) -> None:
-        """On the last stage, send the results of the step `plan`.
-
-        These are sampled tokens [S] int64, accepted drafts [R] int64 of sampled rows if it has
-        drafts, and proposed tokens [R, plan.num_proposed].
+        """From the last stage, send a step's sampled tokens [S] int64, accepted drafts [R] int64 of
+        sampled rows if it has drafts, and proposed tokens [R, plan.num_proposed].
         """
         if not self._links.sampled:
             return
@@ -177,9 +170,7 @@ class Stage:
             link.send(message)
 
     def post(self) -> None:
-        """Start to receive all that is expected, without waiting: a GPU that sends spins until it
-        is received.
-        """
+        """Start to receive all expected results: a GPU that sends spins until then."""
         for step in self._expected:
             self._receive(step)
 

@@ -64,9 +64,7 @@ class Executed:
 
 
 class StepRunner:
-    """Runs the steps of one rank. A failed step may be run again once
-    `RequestState.restore_lengths` has reset the lengths: all other writes are idempotent.
-    """
+    """Runs the steps of one rank. A failed one may run again after `restore_lengths`."""
 
     def __init__(self, runner: ModelRunner, *, needs_eager: Callable[[], bool]) -> None:
         """`needs_eager`: whether captured steps must not run at the moment."""
@@ -156,8 +154,8 @@ class StepRunner:
         return Batch(plan, layout)
 
     def _execute(self, batch: Batch) -> Executed:
-        """Launch the layers. Between pipeline stages, receive the incoming residual streams and
-        send the outgoing ones. A plan without rows launches padding and exchanges none.
+        """Launch the layers, between receiving and sending residual streams. A plan without rows
+        launches padding and exchanges none.
         """
         plan, layout, requests, stage = batch.plan, batch.layout, self._requests, self._stage
         is_padding = not plan.slots
@@ -204,9 +202,8 @@ class StepRunner:
         return sample_inputs(layout.sample_slots, layout.sample_offsets, self._requests)
 
     def _sample(self, batch: Batch, hidden: Tensor, bitmask: PendingBitmask) -> Sampled | None:
-        """Sample the rows that ask for it, and write the tokens into their slots. A replay has
-        sampled already: only rows that need all logits are sampled again. If some rows have masks,
-        all are, because graphs do not read masks.
+        """Sample the rows that ask for it and store the tokens. After a replay only rows that need
+        all logits are sampled again, or all if some have masks: graphs do not read masks.
         """
         layout, requests, slots = batch.layout, self._requests, batch.plan.slots
         num_samples = len(layout.sample_rows)
@@ -231,9 +228,7 @@ class StepRunner:
         return sampled
 
     def _compute_logits(self, layout: BatchLayout, hidden: Tensor) -> Tensor:
-        """Logits of the samples [R, V of this rank]; NaN for rows that failed on this rank, perhaps
-        on it alone, so that no rank finds a token for them.
-        """
+        """Logits of the samples [R, V of this rank]; NaN for rows that failed on this rank."""
         hidden = hidden[indices(layout.sample_tokens, self._device)]
         failed = list(self._requests.failures_of(layout.sample_slots))
         if failed:
@@ -247,8 +242,8 @@ class StepRunner:
         states: TokenStates | None,
         bitmask: PendingBitmask,
     ) -> tuple[Tensor | None, Verification | None]:
-        """Verify the drafts of the step, reject those without a mask, and propose the next ones.
-        Returns accepted drafts [R] int64 and the data for the host; None: the step has no drafts.
+        """Verify the step's drafts, reject those without a mask, and propose the next ones. Returns
+        accepted drafts [R] int64 and the data for the host; None: the step has no drafts.
         """
         plan, requests, verifier = batch.plan, self._requests, self._verifier
         if verifier is None or not plan.slots:

@@ -58,10 +58,8 @@ def capture_sizes(kind: str, largest: int) -> list[int]:
 def capture_shapes(
     *, max_rows: int, max_tokens: int, max_num_seqs: int, draft_lengths: Sequence[int] = ()
 ) -> dict[str, list[StepShape]]:
-    """List the captured shapes by kind.
-
-    Decodes: up to `max_rows`, with each number of draft tokens in `draft_lengths`. Others: up to
-    `max_tokens` tokens of up to `max_num_seqs` sequences.
+    """List shapes by kind: decodes up to `max_rows` with each of `draft_lengths`, others up to
+    `max_tokens` tokens of `max_num_seqs` sequences.
     """
     most_rows = {length: min(max_rows, max_tokens // (length + 1)) for length in draft_lengths}
     return {

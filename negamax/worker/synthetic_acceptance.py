@@ -14,9 +14,7 @@ _STEP, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
 class SyntheticAcceptance:
-    """Build a table of random accepted lengths. `rates`: for each place in the draft, the share of
-    drafts that are accepted up to it.
-    """
+    """A table of random accepted lengths. `rates`: share of drafts accepted up to each place."""
 
     def __init__(self, rates: Sequence[float]) -> None:
         self._mean_length = 1.0 + sum(rates)
@@ -33,9 +31,7 @@ class SyntheticAcceptance:
         )
 
     def count(self, num_drafts: Tensor, seeds: Tensor, lengths: Tensor) -> Tensor:
-        """Number of accepted drafts, the same on all ranks. `lengths`: tokens before the drafts.
-        [R] int64 each.
-        """
+        """Count accepted drafts. `lengths`: tokens before the drafts. [R] int64 each."""
         places = (seeds * _SEED_STEP + lengths) & (_DRAWS - 1)
         return torch.minimum(self._counts[places], num_drafts)
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from negamax.kernels.attention.metadata import AttentionMetadata, SharedTokens
 from negamax.kernels.peers import Collective
-from negamax.scheduler.shares import is_shared_out
-from negamax.scheduler.step import StepSize
+from negamax.scheduler.step import StepSize, is_sharded
 from negamax.worker.batch import BatchLayout, Column, StepColumns, build, build_padding
 from negamax.worker.device import upload
 from negamax.worker.request_state import RequestState
@@ -71,9 +70,7 @@ class PiecesOfRuns:
         *,
         most_tokens: int | None = None,
     ) -> None:
-        """`most_tokens`: at least the largest shard of any data-parallel rank; None: there
-        is one.
-        """
+        """`most_tokens`: at least the largest shard of any data-parallel rank; None: of one."""
         self._layout, self._requests, self._group = layout, requests, group
         shares = [_share_of(layout, rank, group.size) for rank in range(group.size)]
         self._own, self._num_rows = shares[group.rank], max(len(each.tokens) for each in shares)
@@ -121,8 +118,8 @@ class _ShardTokens:
 def share_tokens(
     layout: BatchLayout, requests: RequestState, group: Collective, *, size: StepSize | None = None
 ) -> TokenShare:
-    """Return this rank's shard of a step; all of it if no prompt run is long enough for all pieces.
-    With several data-parallel ranks, `size` states whether all of them shard their tokens.
+    """Return this rank's shard of a step, all of it without a long prompt run. `size` decides for
+    several data-parallel ranks.
     """
     if size is not None:
         most_tokens = size.largest_share or size.num_tokens
@@ -130,7 +127,7 @@ def share_tokens(
             return AllTokens(layout, requests, most_tokens, is_share=size.largest_share > 0)
         return PiecesOfRuns(layout, requests, group, most_tokens=size.largest_share)
     runs = np.diff(layout.columns.query_starts)[layout.num_decodes :]
-    if is_shared_out(runs.max(initial=0), group.size):
+    if is_sharded(runs.max(initial=0), group.size):
         return PiecesOfRuns(layout, requests, group)
     return AllTokens(layout, requests)
 

@@ -34,10 +34,8 @@ class VerifiedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Verifier:
-    """Counts accepted drafts, sets the length of each row and proposes the next drafts.
-
-    The two ops default to their PyTorch references: index tensors of eager steps have any
-    alignment, and Triton would compile a kernel for each.
+    """Counts accepted drafts, sets row lengths and proposes the next drafts. The ops default to
+    PyTorch: eager index tensors have any alignment, for each of which Triton would compile.
     """
 
     proposer: Proposer

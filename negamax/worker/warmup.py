@@ -17,8 +17,8 @@ _MOST_THREADS = 8  # compilation holds the GIL half of the time
 
 
 def warmup_layers(layers: Sequence[object], caches: KvCacheSpecs) -> int:
-    """Return how many of the first `layers` launch every kernel: at least one of each kind, by
-    parts and caches. It is at least two, because only the first reads the embedding's output.
+    """Return how many of the first `layers` launch every kernel: one of each kind, at least two
+    because only the first reads the embedding's output.
     """
     sorts = [
         (*map(type, (layer, *vars(layer).values())), *own)
@@ -36,9 +36,7 @@ def cut(num_tokens: int, longest: int) -> list[int]:
 
 @contextmanager
 def warming_up(context: ParallelContext) -> Iterator[None]:
-    """Context in which Triton kernels are compiled but not run: results are undefined. All ranks of
-    a pipeline stage must launch the same kernels.
-    """
+    """Compile Triton kernels without running them. All ranks of a stage launch the same ones."""
     from negamax.kernels.launch.triton import compiling  # Triton is installed only with a GPU
 
     layout = context.layout

@@ -36,12 +36,10 @@ class Worker:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, wait_for_bitmask: WaitForBitmask) -> StepOutput | StepResult:
-        """Run one plan; on a GPU it is only enqueued on return. If the plan has grammar rows, wait
-        for their bitmask between the model and the sampling.
-
-        A row that cannot be prepared, sampled or described is reported in `errors`; on the CPU so
-        is a row that makes the model raise. Other rows are not affected. On a GPU, a model that
-        raises fails the whole step. Errors: `EngineDeadError` if another rank is gone.
+        """Run one plan; on a GPU it is only enqueued on return. Grammar rows wait for their bitmask
+        between the model and the sampling. A row that fails alone is reported in `errors`; on a
+        GPU, a model that raises fails the whole step. Errors: `EngineDeadError` if another rank is
+        gone.
         """
         runner, requests = self.runner, self.runner.requests
         self._lower_bounds(runner.stage.begin(plan))
@@ -63,9 +61,7 @@ class Worker:
         return output if expert_counts is None else with_expert_counts(output, expert_counts)
 
     def _lower_bounds(self, arrived: list[Arrived]) -> None:
-        """Apply the verifications that are on the host: those of the step before the last one and
-        earlier. Does not wait for the last one.
-        """
+        """Apply verifications on the host: of the step before the last one and earlier."""
         self._unverified += ((self._num_steps, step) for step in arrived)
         self._num_steps += 1
         settled = self._num_steps - self.runner.runtime.is_asynchronous
@@ -75,29 +71,27 @@ class Worker:
             self.runner.requests.lower_bounds(step.plan, accepted, step.reassigned)
 
     def _run(self, plan: StepPlan, bitmask: PendingBitmask) -> StepOutput | StepResult:
-        """Run the step as one batch. If that fails on the CPU, run it row by row, unless other
-        data-parallel ranks, stages or context-parallel ranks take part in the step.
-        """
-        layout = self.runner.config.layout
-        if self.runner.runtime.is_asynchronous or layout.pp > 1:
-            return self._steps.run(plan, bitmask)
-        if plan.of_all is not None or layout.cp > 1:
-            return self._steps.run(plan, bitmask).result()
+        """Run the step as one batch; if that fails on a single CPU rank, row by row."""
+        runner, requests = self.runner, self.runner.requests
+        layout, is_lazy = runner.config.layout, runner.runtime.is_asynchronous
+        has_others = plan.of_all is not None or layout.pp > 1 or layout.cp > 1
         try:
-            return self._steps.run(plan, bitmask).result()
+            output = self._steps.run(plan, bitmask)
+            return output if is_lazy or layout.pp > 1 else output.result()
         except EngineDeadError:  # another rank is gone: repeating is useless
             raise
         except Exception:
+            if is_lazy or has_others:
+                raise
             logger.exception(
                 "step %d failed as a batch; running its %d rows one by one",
                 plan.step_id,
                 len(plan.slots),
             )
-            requests = self.runner.requests
-            requests.restore_lengths()
-            for row in plan.grammar_rows:  # masks belong to drafts that may have been replaced
-                requests.drafts[plan.slots[row]] = -1
-            return run_rows_separately(plan, bitmask, self._steps.run)
+        requests.restore_lengths()
+        for row in plan.grammar_rows:  # masks belong to drafts that may have been replaced
+            requests.drafts[plan.slots[row]] = -1
+        return run_rows_separately(plan, bitmask, self._steps.run)
 
     @torch.inference_mode()
     def run_debug_command(self, command: DebugCommand) -> DebugResult:
@@ -106,9 +100,7 @@ class Worker:
 
     @torch.inference_mode()
     def idle(self) -> None:
-        """Start to receive messages of other stages. Call it when no plan has arrived for a
-        while.
-        """
+        """Start to receive messages of other stages, when no plan has arrived for a while."""
         if self.runner.runtime.is_asynchronous:
             self.runner.stage.post()
 

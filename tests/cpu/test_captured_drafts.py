@@ -10,7 +10,8 @@ from negamax.scheduler import scheduler
 from negamax.scheduler.draft_length import FixedDraftLength
 from negamax.worker import batch, device, graphs, request_state, runner, step, worker
 from tests import drafts
-from tests.drafts import ALWAYS_RIGHT, ALWAYS_WRONG, RANDOM, Key
+from tests.drafts import ACCEPTED, RANDOM, REJECTED, Key
+from tests.layouts import full
 
 LONG: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 LETTERS = Grammar(kind="regex", text="[a-z ]{9}")
@@ -33,7 +34,7 @@ PROMPTS = [[5 + seed, *range(20 + seed, 20 + 4 * seed)] for seed in range(len(PA
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "preempted": {"num_kv_blocks": 30},
-    "chunks, and more rows than are captured": {
+    "chunks and uncaptured rows": {
         "max_num_batched_tokens": 23,
         "max_num_seqs": 5,
         "max_cudagraph_capture_size": 3,
@@ -104,7 +105,13 @@ def known(expected: list[Any]) -> dict[Key, list[int]]:
 @pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(ALWAYS_RIGHT, "plain"), (ALWAYS_WRONG, "plain"), *((RANDOM, name) for name in OPTIONS)],
+    [
+        (ACCEPTED, "plain"),
+        (RANDOM, "preempted"),
+        full(REJECTED, "plain"),
+        full(RANDOM, "plain"),
+        full(RANDOM, "chunks and uncaptured rows"),
+    ],
 )
 def test_captured_drafts_change_nothing(
     kind: str, options: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -119,14 +126,14 @@ def test_captured_drafts_change_nothing(
     monkeypatch.setattr(graphs.StepGraphs, "replay", noting)
     monkeypatch.setattr(scheduler, "FixedDraftLength", AnyDraftLength)
     monkeypatch.setattr(runner, "draft_lengths", lambda *_: (1, 3))
-    drafts.install(monkeypatch.setattr, drafts.KnowingProposer(kind, known(expected)))
+    drafts.install(monkeypatch.setattr, drafts.ScriptedProposer(kind, known(expected)))
     with engine(**OPTIONS[options]) as llm:
         assert answers(llm) == expected
         stats = llm.stats()
     assert {shape.num_drafts for shape in shapes if shape.is_sampled} == {0, 1, 3}
     assert options != "preempted" or stats.preemption_count > 0
     rate = stats.num_accepted_tokens / stats.num_draft_tokens
-    assert rate == 0.0 if kind == ALWAYS_WRONG else rate > (0.9 if kind == ALWAYS_RIGHT else 0.2)
+    assert rate == 0.0 if kind == REJECTED else rate > (0.9 if kind == ACCEPTED else 0.2)
 
 
 def test_a_step_is_one_launch_and_one_copy(
@@ -142,7 +149,7 @@ def test_a_step_is_one_launch_and_one_copy(
         outputs = [one.outputs[0].token_ids for one in llm.generate(prompts, params)]
     columns = zip(params, prompts, outputs, strict=True)
     outcomes = {(one.seed or 0, tuple(prompt)): output for one, prompt, output in columns}
-    drafts.install(monkeypatch.setattr, drafts.KnowingProposer(RANDOM, outcomes))
+    drafts.install(monkeypatch.setattr, drafts.ScriptedProposer(RANDOM, outcomes))
     counts: list[tuple[int, int]] = []
     num_copies = 0
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 # shared memory of a multiprocessor that one program may use
 SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}
 # test every n-th case, others for each architecture
-SAMPLE = {"sm_80": 160, "sm_89": 160, "sm_90": 59, "sm_100": 160, "gfx942": 60, "gfx950": 160}
+SAMPLE = {"sm_80": 900, "sm_89": 900, "sm_90": 229, "sm_100": 900, "gfx942": 450, "gfx950": 900}
 
 
 def compiled(every: dict[str, int]) -> dict[str, list[dict[str, Any]]]:
@@ -52,7 +52,7 @@ def check(arch: str, found: list[dict[str, Any]]) -> None:
         assert [entry for entry in kernels if entry["spilled"] > 144] == []
     assert [entry for entry in kernels if entry["torn"]] == []
     refused = {entry["refused"] for entry in found if "refused" in entry}
-    assert all("dequantised" in words or "FP8 KV cache" in words for words in refused)
+    assert all("dequanti" in words or "FP8 KV cache" in words for words in refused)
     assert arch in ("sm_80", "gfx942") or not refused
 
 
@@ -95,20 +95,12 @@ def test_each_load_that_threads_share_needs_an_agreement(
     assert not reads_torn_words({"ttgir": "\n".join(lines)})  # of an AMD GPU
 
 
-def exchanges(*worlds: int) -> list[dict[str, Any]]:
-    script = Path(__file__).with_name("compile_exchanges.py")
-    done = subprocess.run(
-        [sys.executable, str(script), *map(str, worlds)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @pytest.mark.parametrize("world", [4, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 8))])
 def test_ranks_never_take_a_word_of_the_call_before(world: int) -> None:
-    kernels = exchanges(world)
+    script = Path(__file__).with_name("compile_exchanges.py")
+    command = [sys.executable, str(script), str(world)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert len({entry["kernel"] for entry in kernels if entry["polls"]}) == 8
     assert [entry for entry in kernels if entry["torn"]] == []

@@ -3,13 +3,11 @@
 The answers equal those of a run without drafts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import graph_support
 import pytest
@@ -23,24 +21,10 @@ from negamax.models.memory import draft_bytes, weight_bytes
 from negamax.scheduler.draft_length import FixedDraftLength
 from negamax.worker import kv_cache
 from tests import tiny, tiny_draft, tiny_m3
-from tests.tiny_draft import VARIANTS, Guess
+from tests.layouts import full
+from tests.tiny_draft import VARIANTS, Proposal
 
-if TYPE_CHECKING:
-    from transformers import MiniMaxM2ForCausalLM
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rotary_dim": 8,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = tiny.small_sizes(num_hidden_layers=5, max_position_embeddings=64)
 IDS = [1, 2, 3]  # counted by layer outputs, as trainers do
 LAYERS = (2, 3, 4)
 NUM_DRAFT_TOKENS = 3
@@ -61,12 +45,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def target() -> MiniMaxM2ForCausalLM:
+def target() -> Any:
     return tiny.make_model(5, **SIZES)
 
 
 @pytest.fixture(scope="module")
-def folder(target: MiniMaxM2ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(target, tmp_path_factory.mktemp("model"))
 
 
@@ -92,26 +76,31 @@ def expected(folder: Path) -> list[list[int]]:
         return outputs(llm)
 
 
-def make_draft(variant: str, folder: Path) -> tuple[dict[str, Any], Any, str]:
+Draft = tuple[dict[str, Any], tiny_draft.Weights, str]  # config, tensors, folder
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> Draft:
+    return make_draft("plain", tmp_path)
+
+
+def make_draft(variant: str, folder: Path) -> Draft:
     return tiny_draft.make(variant, folder / "draft", vocab_size=96, hidden_size=32, ids=IDS)
 
 
-def count_wrong(
-    seen: list[Guess],
-    target: MiniMaxM2ForCausalLM,
-    outputs: list[list[int]],
-    config: dict[str, Any],
-    tensors: tiny_draft.Weights,
+def check_proposals(
+    seen: list[Proposal], target: Any, outputs: list[list[int]], draft: Draft
 ) -> int:
+    """Return the number of draft tokens that differ from the oracle's."""
     texts = [prompt + output for prompt, output in zip(PROMPTS, outputs, strict=True)]
-    wrong, compared = tiny_draft.count_wrong(seen, target, texts, LAYERS, config, tensors)
+    found, compared = tiny_draft.count_differing(seen, target, texts, LAYERS, *draft[:2])
     assert compared > 100
-    return wrong
+    return found
 
 
-CASES = [(variant, "plain") for variant in VARIANTS]
-CASES += [("plain", options) for options in OPTIONS if options != "plain"]
-CASES += [("biases, two layers", "chunks")]
+CASES = [("plain", "plain"), ("speculators", "plain"), ("biases, two layers", "chunks")]
+CASES += [("plain", "preempted"), ("plain", "rests in between")]
+REST = [(variant, "plain") for variant in VARIANTS] + [("plain", "chunks")]
 
 
 class Resting(FixedDraftLength):
@@ -125,19 +114,21 @@ class Resting(FixedDraftLength):
         return next(self.turns)
 
 
-@pytest.mark.parametrize(("variant", "options"), CASES)
-def test_drafts_are_those_of_plain_pytorch_and_change_no_answer(
+@pytest.mark.parametrize(
+    ("variant", "options"), [*CASES, *(full(*case) for case in REST if case not in CASES)]
+)
+def test_drafts_equal_plain_pytorch_and_change_no_answer(
     folder: Path,
-    target: MiniMaxM2ForCausalLM,
+    target: Any,
     expected: list[list[int]],
     tmp_path: Path,
     variant: str,
     options: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, tensors, draft = make_draft(variant, tmp_path)
+    draft = make_draft(variant, tmp_path)
     seen = tiny_draft.watch(monkeypatch.setattr)
-    with engine(folder, draft, **OPTIONS[options]) as llm:
+    with engine(folder, draft[2], **OPTIONS[options]) as llm:
         if options == "rests in between":
             (scheduler,) = llm._loop._scheduler.ranks
             scheduler._draft_length = Resting()
@@ -148,28 +139,41 @@ def test_drafts_are_those_of_plain_pytorch_and_change_no_answer(
         stats = llm.stats()
     assert stats.cached_prompt_tokens > 0 and stats.num_free_kv_blocks == stats.num_kv_blocks
     assert options != "preempted" or stats.preemption_count > 0
-    assert count_wrong(seen, target, expected, config, tensors) == 0
+    assert check_proposals(seen, target, expected, draft) == 0
 
 
-def test_layers_that_are_off_by_one_are_seen(
+@pytest.mark.parametrize(
+    ("changes", "least", "most"),
+    [
+        # layer inputs: one layer too early
+        ({"eagle_aux_hidden_state_layer_ids": IDS}, 50, 1000),
+        ({"draft_lm_head_quantization": "fp8"}, 0, 40),
+    ],
+    ids=["layers off by one", "head in fp8"],
+)
+def test_changed_drafts_differ_and_change_no_answer(
     folder: Path,
-    target: MiniMaxM2ForCausalLM,
+    target: Any,
     expected: list[list[int]],
-    tmp_path: Path,
+    draft: Draft,
+    changes: dict[str, Any],
+    least: int,
+    most: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, tensors, draft = make_draft("plain", tmp_path)
-    layers = {"eagle_aux_hidden_state_layer_ids": IDS}  # layer inputs: one layer too early
     seen = tiny_draft.watch(monkeypatch.setattr)
-    with engine(folder, draft, more=layers) as llm:
+    with engine(folder, draft[2], changes) as llm:
         assert outputs(llm) == expected
-    assert count_wrong(seen, target, expected, config, tensors) > 50
+        worker = llm._loop.executor._worker  # type: ignore[attr-defined]
+        held = worker.runner.config.draft.spec.quantization
+    if "draft_lm_head_quantization" in changes:  # a CPU dequantizes it
+        assert held.fields == {"format": "fp8_per_channel", "only": "lm_head"}
+    assert least < check_proposals(seen, target, expected, draft) < most
 
 
-def test_captured_steps_guess_the_same(
-    folder: Path, target: MiniMaxM2ForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_captured_steps_propose_the_same(
+    folder: Path, target: Any, draft: Draft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, tensors, draft = make_draft("plain", tmp_path)
     pool = graph_support.RepeatedSteps()
     graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
     graph_support.watch_reads(monkeypatch)  # keeps the values to read from being overwritten
@@ -177,39 +181,20 @@ def test_captured_steps_guess_the_same(
     with engine(folder, None, **sizes) as llm:
         without = outputs(llm)
     seen = tiny_draft.watch(monkeypatch.setattr)
-    with engine(folder, draft, **sizes) as llm:
+    with engine(folder, draft[2], **sizes) as llm:
         assert outputs(llm) == without
-    assert count_wrong(seen, target, without, config, tensors) == 0
+    assert check_proposals(seen, target, without, draft) == 0
     assert pool.num_replays > 0
 
 
-def test_a_head_in_fp8_guesses_nearly_the_same(
-    folder: Path,
-    target: MiniMaxM2ForCausalLM,
-    expected: list[list[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_sampled_drafts_change_no_answer(
+    folder: Path, expected: list[list[int]], draft: Draft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, tensors, draft = make_draft("plain", tmp_path)
-    seen = tiny_draft.watch(monkeypatch.setattr)
-    with engine(folder, draft, {"draft_lm_head_quantization": "fp8"}) as llm:
-        assert outputs(llm) == expected
-        # (a CPU dequantizes it)
-        worker = llm._loop.executor._worker  # type: ignore[attr-defined]
-        held = worker.runner.config.draft.spec.quantization
-    assert held.fields == {"format": "fp8_per_channel", "only": "lm_head"}
-    assert 0 < count_wrong(seen, target, expected, config, tensors) < 40
-
-
-def test_drafts_that_are_drawn_change_no_answer_either(
-    folder: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, _, draft = make_draft("plain", tmp_path)
     found = []
     for method in ("greedy", "probabilistic"):
         with monkeypatch.context() as patch:
             seen = tiny_draft.watch(patch.setattr)
-            with engine(folder, draft, {"draft_sample_method": method}) as llm:
+            with engine(folder, draft[2], {"draft_sample_method": method}) as llm:
                 assert outputs(llm) == expected
         found.append({tuple(known): drafts for known, drafts in seen})
     greedy = [tuple(PROMPTS[row] + expected[row][:5]) for row in (0, 2)]
@@ -218,32 +203,32 @@ def test_drafts_that_are_drawn_change_no_answer_either(
     assert sum(found[0][known] != found[1][known] for known in drawn) > 8
 
 
-@pytest.mark.parametrize("name", ["folder", "bundled"])
-def test_a_draft_without_weights_is_drawn(
-    folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["bundled", full("folder")])
+def test_a_draft_without_weights_is_synthetic(
+    folder: Path, draft: Draft, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For benchmarks: the answers are those of synthetic weights without a draft."""
-    _, _, draft = make_draft("plain", tmp_path)
+    model = draft[2]
     if name == "bundled":
-        spec = read_spec(json.loads((Path(draft) / "config.json").read_text()))
+        spec = read_spec(json.loads((Path(model) / "config.json").read_text()))
         monkeypatch.setitem(FAMILY.bundled, "tiny-draft", spec)  # type: ignore[index]
-        draft = "tiny-draft"
+        model = "tiny-draft"
     with engine(folder, None, load_format="synthetic") as llm:
         without = outputs(llm)
     seen = tiny_draft.watch(monkeypatch.setattr)
-    with engine(folder, draft, load_format="synthetic") as llm:
+    with engine(folder, model, load_format="synthetic") as llm:
         assert outputs(llm) == without
-    guessed = {token for _, drafts in seen for token in drafts}
-    assert len(guessed) > 10 and all(0 <= token < 96 for token in guessed)
+    proposed = {token for _, drafts in seen for token in drafts}
+    assert len(proposed) > 10 and all(0 <= token < 96 for token in proposed)
+
+
+Q_PROJ = "self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            lambda t: t.pop("midlayer.self_attn.q_proj.weight"),
-            "missing from the checkpoint: layers.0.self_attn.q_proj.weight",
-        ),
+        (lambda t: t.pop(f"midlayer.{Q_PROJ}"), f"missing from the checkpoint: layers.0.{Q_PROJ}"),
         (lambda t: t.pop("d2t"), "1 tensor is missing from the checkpoint: d2t"),
         (lambda t: t.pop("lm_head.weight"), "missing from the checkpoint: lm_head.weight"),
         (lambda t: t.update(extra=torch.ones(2)), "1 tensor is not part of this model: extra"),
@@ -260,52 +245,47 @@ def test_a_draft_without_weights_is_drawn(
         ),
     ],
 )
-def test_files_of_a_draft_are_checked_as_those_of_a_model(
-    folder: Path, tmp_path: Path, change: Callable[[tiny_draft.Weights], None], words: str
+def test_refuses_invalid_files_of_a_draft(
+    folder: Path, draft: Draft, change: Callable[[tiny_draft.Weights], None], words: str
 ) -> None:
-    config, tensors, draft = make_draft("plain", tmp_path)
+    config, tensors, path = draft
     change(tensors)
-    tiny_draft.save(config, tensors, Path(draft))
+    tiny_draft.save(config, tensors, Path(path))
     with pytest.raises(CheckpointError) as caught:
-        engine(folder, draft)
+        engine(folder, path)
     assert words in caught.value.message
-    assert caught.value.message.startswith(f"draft {draft}: ")
+    assert caught.value.message.startswith(f"draft {path}: ")
 
 
 def test_offsets_of_32_bits_are_read_as_those_of_64(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, tensors, draft = make_draft("plain", tmp_path)
+    folder: Path, target: Any, expected: list[list[int]], draft: Draft,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    config, tensors, path = draft
+    tiny_draft.save(config, tensors | {"d2t": tensors["d2t"].int()}, Path(path))
     seen = tiny_draft.watch(monkeypatch.setattr)
-    with engine(folder, draft) as llm:
-        outputs(llm)
-    guesses = seen[:]
-    seen.clear()
-    tiny_draft.save(config, tensors | {"d2t": tensors["d2t"].int()}, Path(draft))
-    with engine(folder, draft) as llm:
-        outputs(llm)
-    assert seen == guesses != []
+    with engine(folder, path) as llm:
+        assert outputs(llm) == expected
+    assert check_proposals(seen, target, expected, draft) == 0
 
 
-def test_memory_that_a_draft_takes_is_counted_and_refused_with_numbers(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_memory_of_a_draft_is_counted_and_refused_with_numbers(
+    folder: Path, draft: Draft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, tensors, draft = make_draft("plain", tmp_path)
-    with engine(folder, None) as llm:
-        config = llm._loop.executor._worker.runner.config  # type: ignore[attr-defined]
-        alone = sum(one.heads * one.width * 4 for layer in config.kv_caches for one in layer)
-    with engine(folder, draft) as llm:
-        config = llm._loop.executor._worker.runner.config  # type: ignore[attr-defined]
-        both = sum(one.heads * one.width * 4 for layer in config.kv_caches for one in layer)
-        held = draft_bytes(config.draft.spec, dtype="float32")
-    assert both - alone == 2 * 2 * 8 * 4
+    _, tensors, path = draft
+    widths = []
+    for model in (None, path):
+        with engine(folder, model) as llm:
+            config = llm._loop.executor._worker.runner.config  # type: ignore[attr-defined]
+        widths.append(sum(one.heads * one.width * 4 for each in config.kv_caches for one in each))
+    assert widths[1] - widths[0] == 2 * 2 * 8 * 4
     of_draft = sum(one.nbytes for name, one in tensors.items() if name != "t2d")
-    assert held == of_draft
+    assert draft_bytes(config.draft.spec, dtype="float32") == of_draft
     monkeypatch.setattr(kv_cache, "GIB", 1)
     room = weight_bytes(config.spec, dtype="float32") + of_draft
     monkeypatch.setattr(env, "available_memory", lambda: room - 1)
     with pytest.raises(ResourceError, match=f"{of_draft}.0 GiB of them are the draft's"):
-        engine(folder, draft)
+        engine(folder, path)
 
 
 def test_a_draft_of_minimax_m3_reads_its_layers(
@@ -331,6 +311,5 @@ def test_a_draft_of_minimax_m3_reads_its_layers(
     expected = texts(None)
     seen = tiny_draft.watch(monkeypatch.setattr)
     assert texts(draft) == expected
-    wrong, compared = tiny_draft.count_wrong(seen, target, expected, LAYERS, config, tensors)
-    assert compared > 100
-    assert wrong == 0
+    found = tiny_draft.count_differing(seen, target, expected, LAYERS, config, tensors)
+    assert found[0] == 0 and found[1] > 100

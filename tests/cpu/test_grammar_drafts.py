@@ -23,7 +23,7 @@ from negamax.text.grammar.structural_tag import structural_tag
 from negamax.text.grammar.tool_calls import tool_grammar
 from negamax.text.tokenizer import Tokenizer
 from tests import drafts
-from tests.drafts import ALWAYS_RIGHT, ALWAYS_WRONG, KINDS, RANDOM, Key
+from tests.drafts import ACCEPTED, KINDS, RANDOM, REJECTED, Key
 
 TOKENIZER = Tokenizer.from_folder(Path(negamax.__file__).parent / "assets" / "nano")
 SPACES = {i: -8.0 for i in range(4096) if TOKENIZER.token_text(i).isspace()}
@@ -127,7 +127,7 @@ def run_out(llm: LLM) -> None:
     assert not llm._loop._grammars._rules
 
 
-class Changing(drafts.KnowingProposer):
+class Changing(drafts.ScriptedProposer):
     """Proposes by the current kind, also after tokens sampled without a mask."""
 
     is_checked = False
@@ -191,7 +191,7 @@ def test_texts_under_grammars_are_those_without_drafts(
     tokens, right = (now - then for now, then in zip(verified(llm), before, strict=True))
     assert tokens > 300
     rate = right / tokens
-    assert rate == 0.0 if kind == ALWAYS_WRONG else rate > (0.7 if kind == ALWAYS_RIGHT else 0.15)
+    assert rate == 0.0 if kind == REJECTED else rate > (0.7 if kind == ACCEPTED else 0.15)
 
 
 def test_masks_that_come_too_late_void_the_drafts_of_their_rows(
@@ -227,7 +227,7 @@ def test_masks_that_come_too_late_void_the_drafts_of_their_rows(
     monkeypatch.setattr(GroupScheduler, "commit", noted)
     monkeypatch.setattr(manager, "ALONE_SECONDS", -1.0)
     before = verified(llm)
-    for kind in (RANDOM, ALWAYS_RIGHT):
+    for kind in (RANDOM, ACCEPTED):
         proposer.be(kind, known)
         assert answers(llm) == expected
     assert sum(late) > 30 and verified(llm)[1] > before[1] + 100
@@ -242,7 +242,7 @@ def test_steps_that_do_not_overlap_and_choices_of_one_prompt(
     known: dict[Key, list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    proposer.be(ALWAYS_RIGHT, known)
+    proposer.be(ACCEPTED, known)
     monkeypatch.setattr(llm._loop, "_overlap", False)
     assert answers(llm) == expected
     several = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=40, grammar=LETTERS)
@@ -252,7 +252,7 @@ def test_steps_that_do_not_overlap_and_choices_of_one_prompt(
 
     alone = choices()  # their tokens are not known yet
     keys = [(3 + index, tuple(PROMPTS[0])) for index in range(3)]
-    proposer.be(ALWAYS_RIGHT, dict(zip(keys, alone, strict=True)))
+    proposer.be(ACCEPTED, dict(zip(keys, alone, strict=True)))
     before = verified(llm)
     assert choices() == alone and verified(llm)[1] > before[1] + 20
     run_out(llm)

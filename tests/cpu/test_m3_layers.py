@@ -14,9 +14,8 @@ from negamax.layers.basic import RmsNorm
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
 from negamax.layers.names import MlpNames
-from negamax.layers.partial import Partial
 from negamax.models.minimax_m3 import names
-from negamax.parallel.collectives import SingleRank
+from negamax.parallel.collectives import Partial, SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 

@@ -77,7 +77,7 @@ def test_rows_that_verify_drafts_choose_their_own_blocks(
         (0, tuple(prompt)): generation.outputs[0].token_ids
         for prompt, generation in zip(prompts, plain, strict=True)
     }
-    drafts.install(monkeypatch.setattr, drafts.KnowingProposer(drafts.RANDOM, known))
+    drafts.install(monkeypatch.setattr, drafts.ScriptedProposer(drafts.RANDOM, known))
     with LLM(folder, **options) as engine:
         generations = engine.generate(prompts, GREEDY)
         assert engine.stats().num_accepted_tokens > NUM_TOKENS

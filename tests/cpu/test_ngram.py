@@ -32,7 +32,7 @@ def searched(tokens: list[int], least: int, most: int, count: int, width: int) -
 
 @pytest.mark.parametrize("width", [WINDOW, 24])
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 4), (2, 3), (5, 5)])
-def test_the_search_is_that_of_plain_python(
+def test_the_search_equals_plain_python(
     least: int, most: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ngram, "SEARCHED_TOKENS", width)
@@ -61,7 +61,7 @@ def test_the_search_is_that_of_plain_python(
     assert any(row[0] >= 0 for row in expected) and any(row[-1] < 0 for row in expected)
 
 
-def test_short_sequences_are_searched_quickly_however_long_the_window() -> None:
+def test_short_sequences_are_searched_quickly_at_any_context_length() -> None:
     config, window = SpeculationConfig("ngram", 3), ngram.SEARCHED_TOKENS
     proposer = NgramProposer(config, max_model_len=window)
     state = RequestState(64, window, max_blocks=1, eos_token_ids=(), device=torch.device("cpu"))
@@ -81,7 +81,7 @@ def texts(**options: Any) -> tuple[list[list[int]], float]:
     said = "I do not know that. I am only a small demonstration model. I can do short word problems"
     chat: Any = [question, {"role": "assistant", "content": said}, question]
     params = [
-        SamplingParams(temperature=temperature, seed=3, max_tokens=70) for temperature in (0.0, 1.0)
+        SamplingParams(temperature=temperature, seed=3, max_tokens=50) for temperature in (0.0, 1.0)
     ]
     with LLM("nano", num_threads=1, show_progress=False, **options) as llm:
         generations = llm.chat([chat, chat], params)
@@ -92,13 +92,8 @@ def texts(**options: Any) -> tuple[list[list[int]], float]:
 
 def test_texts_are_the_same_and_take_fewer_steps() -> None:
     expected, _ = texts()
-    config = {
-        "method": "ngram",
-        "num_speculative_tokens": 4,
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 4,
-        "adaptive": False,
-    }
+    config = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False,
+              "prompt_lookup_min": 2, "prompt_lookup_max": 4}  # fmt: skip
     found, accepted = texts(speculative_config=config)
     assert found == expected
     assert accepted > 0.3
@@ -109,24 +104,22 @@ def counted(text: list[int], prompt_len: int, most: int) -> tuple[list[int], lis
     """For rows of `text`, return counts of rows, drafts, accepted drafts, and those by position."""
     num_known, totals, places = prompt_len + 1, [0, 0, 0], [0] * most
     while num_known < len(text):
-        guesses = searched(text[:num_known], 1, 4, most, WINDOW)[: len(text) - 1 - num_known]
-        right = 0
-        for guess, token in zip(guesses, text[num_known:], strict=False):
-            if guess != token:
+        drafts = searched(text[:num_known], 1, 4, most, WINDOW)[: len(text) - 1 - num_known]
+        accepted = 0
+        for draft, token in zip(drafts, text[num_known:], strict=False):
+            if draft != token:
                 break
-            places[right] += 1
-            right += 1
-        num_draft_tokens = sum(guess >= 0 for guess in guesses)
-        for i, number in enumerate((num_draft_tokens > 0, num_draft_tokens, right)):
+            places[accepted] += 1
+            accepted += 1
+        num_draft_tokens = sum(draft >= 0 for draft in drafts)
+        for i, number in enumerate((num_draft_tokens > 0, num_draft_tokens, accepted)):
             totals[i] += number
-        num_known += right + 1
+        num_known += accepted + 1
     return totals, places
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_guesses_are_counted_where_there_are_some(
-    captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proposed_drafts_are_counted(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare with a search in plain Python; a row without a match has no drafts."""
     if captured:
         pool = graph_support.RepeatedSteps()

@@ -120,7 +120,7 @@ def test_draft_tokens_are_those_before_the_rotation(
         found = outputs(llm)
         spec = llm._loop.executor._worker.runner.config.draft.spec  # type: ignore[attr-defined]
     texts = [prompt + output for prompt, output in zip(PROMPTS, found, strict=True)]
-    wrong, compared = tiny_draft.count_wrong(seen, target, texts, LAYERS, config, tensors)
+    wrong, compared = tiny_draft.count_differing(seen, target, texts, LAYERS, config, tensors)
     assert wrong == 0 and compared > 30
     (folder / FILE).rename(tmp_path / "away")  # the draft tokens would differ
     try:

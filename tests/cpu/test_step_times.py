@@ -13,11 +13,6 @@ from negamax.worker.device import Runtime
 from tests import tiny
 
 ROWS = 6
-SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
-    "num_local_experts": 6, "num_experts_per_tok": 2, "max_position_embeddings": 80,
-}  # fmt: skip
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16", "num_threads": 1, "max_num_seqs": ROWS, "max_num_batched_tokens": 40,
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1},
@@ -46,7 +41,7 @@ class Clocked(Runtime):
 def test_steps_of_all_lengths_are_timed_and_answers_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = str(tiny.save(tiny.make_model(3, **SIZES), tmp_path))
+    folder = str(tiny.save(tiny.make_model(3, **tiny.small_sizes(vocab_size=97)), tmp_path))
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
     prompts = [[5, 6, 7, 5, 6], [9, 9, 9]]
 

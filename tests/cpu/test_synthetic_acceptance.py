@@ -21,42 +21,41 @@ def test_numbers_are_spread_evenly_over_seeds_and_positions() -> None:
         assert abs(torch.corrcoef(torch.stack((drawn[1:], drawn[:-1])))[0, 1]) < 0.08
 
 
-def test_requests_whose_seeds_follow_each_other_are_not_right_together() -> None:
+def test_requests_with_consecutive_seeds_differ_in_accepted_drafts() -> None:
     """As the choices of one request: 64 of 129 tokens have the mean of many draws, not of one."""
     rates = (0.8, 0.45, 0.25)
     schedule = SyntheticAcceptance(rates)
     for first in range(0, 2000, 100):
-        lengths, end, right, rows = torch.full((64,), 1000), 1129, 0, 0
+        lengths, end, total, rows = torch.full((64,), 1000), 1129, 0, 0
         while (runs := lengths < end).any():
             seeds = first + torch.arange(64)[runs]
             accepted = schedule.count(torch.full_like(seeds, 3), seeds, lengths[runs])
             lengths[runs] += accepted + 1
-            right, rows = right + int(accepted.sum()), rows + len(seeds)
-        assert right / rows == pytest.approx(sum(rates), abs=0.08)
+            total, rows = total + int(accepted.sum()), rows + len(seeds)
+        assert total / rows == pytest.approx(sum(rates), abs=0.08)
 
 
 @pytest.mark.parametrize("is_captured", [True, False])
-def test_the_mean_is_what_was_asked_for(is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mean_length_is_as_requested(
+    is_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if is_captured:
         runtime = graph_support.runtime(graph_support.RepeatedSteps())
         graph_support.install(monkeypatch, runtime)
     config: dict[str, Any] = {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "adaptive": False,
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_length": 2.5,
-    }
-    params = SamplingParams(temperature=1.0, max_tokens=100, ignore_eos=True)
-    options: dict[str, Any] = {"num_threads": 1, "max_num_seqs": 6, "max_num_batched_tokens": 64}
+        "method": "ngram", "num_speculative_tokens": 3, "adaptive": False,
+        "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5,
+    }  # fmt: skip
+    params = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
+    options: dict[str, Any] = {"num_threads": 1, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     with LLM("nano", speculative_config=config, **options) as llm:
-        llm.generate([[5, 6, 7]] * 6, params)
+        llm.generate([[5, 6, 7]] * 4, params)
         stats = llm.stats()
         assert llm.info.speculation is not None
         assert llm.info.speculation.synthetic_acceptance_length == 2.5
         assert "SYNTHETIC ACCEPTANCE of 2.50" in llm._loop.executor.ready.load_summary
-    assert stats.num_drafts > 200
+    assert stats.num_drafts > 50
     shares = [count / stats.num_drafts for count in stats.accepted_per_position]
     # (at the end of a request a row has fewer drafts)
-    assert shares == pytest.approx([1.0, 0.5, 0.0], abs=0.1)
+    assert shares == pytest.approx([1.0, 0.5, 0.0], abs=0.15)
     assert shares[2] == 0.0

@@ -16,8 +16,7 @@ from negamax.kernels.kvcache.op import cache_rows, slots_of
 from negamax.kernels.peers import PeerMemory
 from negamax.layers.context_exchange import key_exchange
 from negamax.scheduler.request import SamplingParams
-from negamax.scheduler.shares import most_of_share
-from negamax.scheduler.step import NewRow, StepPlan, StepSize
+from negamax.scheduler.step import NewRow, StepPlan, StepSize, bound_shard
 from negamax.worker.batch import BatchLayout, build, build_batch_layout
 from negamax.worker.request_state import RequestState
 from negamax.worker.token_shares import AllTokens, PiecesOfRuns, TokenShare, share_tokens
@@ -129,7 +128,7 @@ def test_shares_beside_those_of_other_data_parallel_ranks(
     all_ids, _ = build(layout, requests)
     num_tokens = len(all_ids)
     runs = sum(computed < prompt for prompt, computed, _ in rows)
-    most = most_of_share(num_tokens, num_runs=runs, num_shares=ranks)
+    most = bound_shard(num_tokens, num_runs=runs, num_shares=ranks)
     size = StepSize(
         num_tokens=num_tokens + 7,
         num_rows=len(rows),

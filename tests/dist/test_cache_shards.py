@@ -8,8 +8,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 sys.path.append(str(Path(__file__).parent))
 
-from m3_support import GREEDY, PARAMS, check, prompts_of
-from test_m3_ranks import sizes_of
+from test_m3_ranks import compare_with_transformers, sizes_of
 
 from negamax import LLM, SamplingParams
 from negamax.base import supervision
@@ -17,11 +16,9 @@ from tests import tiny, tiny_draft, tiny_m3
 from tests.layouts import full, parallel
 
 TWO: dict[str, Any] = parallel(tp=2, decode_context_parallel_size=2)
-SIZES: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 5,
-    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "rotary_dim": 8,
-    "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 256,
-}  # fmt: skip
+SIZES = tiny.small_sizes(
+    num_hidden_layers=5, num_key_value_heads=1, num_local_experts=8, max_position_embeddings=256
+)
 
 
 @pytest.mark.parametrize(
@@ -34,25 +31,7 @@ SIZES: dict[str, Any] = {
     ids=str,
 )
 def test_m3_equals_transformers(kv_heads: int, ranks: dict[str, Any], tmp_path: Path) -> None:
-    sizes = sizes_of(kv_heads)
-    model, prompts = tiny_m3.make_model(11, **sizes), prompts_of(11, sizes)
-    engine = LLM(
-        str(tiny.save(model, tmp_path)),
-        dtype="float32",
-        max_num_batched_tokens=37,
-        max_num_seqs=3,
-        max_model_len=256,
-        num_kv_blocks=16,
-        num_threads=1,
-        **ranks,
-    )
-    with engine:
-        generations = engine.generate(prompts, PARAMS)
-        prompts.append(prompts[1] + generations[1].outputs[0].token_ids[:19])
-        generations += engine.generate(prompts[3:], GREEDY)
-        stats, memory = engine.stats(), engine.info.memory
-    check(model, prompts, generations)
-    assert stats.cached_prompt_tokens > 0 and stats.preemption_count > 0
+    memory = compare_with_transformers(sizes_of(kv_heads), tmp_path, **ranks)
     assert "some blocks of each KV head on each rank" in memory
 
 
@@ -81,8 +60,8 @@ def test_captured_steps_and_drafts_keep_the_text(
 ) -> None:
     make = tiny.make_model if family == "m2" else tiny_m3.make_model
     folder = tiny.save(make(5, **(SIZES if family == "m2" else sizes_of(1))), tmp_path / "model")
-    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_batched_tokens": 40,
-                               "max_num_seqs": 4, "max_model_len": 256}  # fmt: skip
+    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_batched_tokens": 24,
+                               "max_num_seqs": 3, "max_model_len": 256}  # fmt: skip
     if method == "eagle3":
         _, _, draft = tiny_draft.make(
             "biases, two layers", tmp_path / "draft", ids=[1, 2, 3], vocab_size=96, hidden_size=32
@@ -92,12 +71,12 @@ def test_captured_steps_and_drafts_keep_the_text(
         options["speculative_config"] = {
             "method": method, "num_speculative_tokens": 3, "adaptive": False,
         }  # fmt: skip
-    prompts = [[5, 6, 7, 8, 9] * 30, [5, 6, 7, 8, 9] * 3, [11, 12, 13] * 20, [33]]
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    prompts = [[5, 6, 7, 8, 9] * 30, [5, 6, 7, 8, 9] * 3, [11, 12, 13] * 8, [33]]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     spawn = supervision.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
-        return spawn("tests.dist.captured_rank", *args)
+        return spawn("tests.dist.ranks", "captured", *args)
 
     monkeypatch.setattr(supervision, "spawn", captured)
     found = []
@@ -110,8 +89,8 @@ def test_captured_steps_and_drafts_keep_the_text(
         assert [child.exit_code for child in children] == [0] * len(children)  # and replayed steps
         counts = stats.num_draft_tokens, stats.num_accepted_tokens
         found.append(([each.outputs[0].token_ids for each in made], counts))
-    (expected, of_one), (said, of_all) = found
-    assert said == expected
+    (expected, of_one), (texts, of_all) = found
+    assert texts == expected
     assert (of_all[1] > 0) == (method is not None)
     if "pipeline_parallel_size" not in ranks:  # otherwise rows take turns
         assert of_all == of_one

@@ -50,7 +50,7 @@ def ranks(counted: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     spawn = supervision.spawn
 
     def counting(_module: str, *args: str) -> subprocess.Popen[bytes]:
-        return spawn("tests.dist.counting_rank", *args)
+        return spawn("tests.dist.ranks", "counting", *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COUNTED_TOKENS", str(counted))
@@ -200,7 +200,7 @@ def test_captured_steps_run_all_tokens_on_every_rank(
     spawn = supervision.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
-        return spawn("tests.dist.captured_rank", *args)
+        return spawn("tests.dist.ranks", "captured", *args)
 
     monkeypatch.setattr(supervision, "spawn", captured)
     ranks = parallel(pcp=2, dp=replicas)

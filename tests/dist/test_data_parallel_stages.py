@@ -176,7 +176,7 @@ def test_captured_steps_of_data_ranks_on_stages(
     spawn = supervision.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
-        return spawn("tests.dist.captured_rank", *args)
+        return spawn("tests.dist.ranks", "captured", *args)
 
     monkeypatch.setattr(supervision, "spawn", captured)
     texts = []

@@ -36,7 +36,7 @@ def test_plans_reach_the_ranks_of_their_replica(
     spawn = supervision.spawn
 
     def recording(_module: str, *args: str) -> subprocess.Popen[bytes]:
-        return spawn("tests.dist.recording_rank", *args)
+        return spawn("tests.dist.ranks", "echo", *args)
 
     monkeypatch.setattr(supervision, "spawn", recording)
     monkeypatch.setattr(executor, "SHUTDOWN_SECONDS", 120.0)

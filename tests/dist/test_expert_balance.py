@@ -159,7 +159,7 @@ def test_drafts_and_captured_steps_find_the_experts(
     spawn = supervision.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
-        return spawn("tests.dist.captured_rank", *args)
+        return spawn("tests.dist.ranks", "captured", *args)
 
     monkeypatch.setattr(supervision, "spawn", captured)
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}

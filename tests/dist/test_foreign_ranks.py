@@ -19,7 +19,7 @@ def test_two_ranks_give_the_text_of_one(tmp_path: Path, monkeypatch: pytest.Monk
     spawn = supervision.spawn
 
     def spawn_knowing(_module: str, *args: str) -> subprocess.Popen[bytes]:
-        return spawn("tests.dist.foreign_rank", *args)
+        return spawn("tests.dist.ranks", "foreign", *args)
 
     monkeypatch.setattr(supervision, "spawn", spawn_knowing)
     folder = str(save(random_tensors(read_spec(CONFIG)), tmp_path))

@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_every_rank_has_of_its_tokens_what_one_rank_makes_of_them(folder: Path, case: int) -> None:
+def test_every_rank_has_the_results_of_one_rank_for_its_tokens(folder: Path, case: int) -> None:
     dp, cp, tp, ep, _, shared_width = CASES[case]
     whole = mixture(ParallelLayout(), None, shared_width=shared_width)
     for rank in range(dp * cp * tp):

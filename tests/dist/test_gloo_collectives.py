@@ -15,7 +15,7 @@ def rows_of(rank: int) -> Tensor:
     return torch.randn(ROWS, 3, 2, generator=torch.Generator().manual_seed(rank)).bfloat16()
 
 
-def said(group: Collective) -> dict[str, Tensor]:
+def gather_all(group: Collective) -> dict[str, Tensor]:
     mine = rows_of(group.rank)
     return {
         "all_reduce": group.all_reduce(mine.clone()),
@@ -29,7 +29,7 @@ def said(group: Collective) -> dict[str, Tensor]:
 def one_rank(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     context = ParallelContext.gloo(ParallelLayout(rank=rank, tp=world), f"{folder}/meet")
-    torch.save(said(context.attention_group), f"{folder}/{rank}.pt")
+    torch.save(gather_all(context.attention_group), f"{folder}/{rank}.pt")
     context.close()
 
 
@@ -49,6 +49,6 @@ def test_sums_shards_and_concatenations(tmp_path: Path) -> None:
         assert torch.equal(got["bytes"].view(torch.bfloat16), torch.cat(everyones))
 
 
-def test_one_rank_keeps_what_it_has() -> None:
-    for name, got in said(SingleRank()).items():
+def test_one_rank_keeps_its_tensors() -> None:
+    for name, got in gather_all(SingleRank()).items():
         assert torch.equal(got.view(torch.uint8), rows_of(0).view(torch.uint8)), name

@@ -13,6 +13,7 @@ from rank_processes import run_ranks
 
 from negamax import LLM
 from tests import tiny, tiny_m3
+from tests.layouts import full
 
 
 def sizes_of(kv_heads: int) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def sizes_of(kv_heads: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, full(4)])
 def test_every_rank_has_the_logits_of_transformers(tp: int, tmp_path: Path) -> None:
     expected = {}
     for kv_heads in {layout[1] for layout in LAYOUTS if layout[0] == tp}:
@@ -53,32 +54,26 @@ def test_every_rank_has_the_logits_of_transformers(tp: int, tmp_path: Path) -> N
             assert all(map(torch.equal, of_all, of_shards))
 
 
-@pytest.mark.parametrize(
-    ("tp", "sharding"),
-    [(2, "on"), *(pytest.param(4, how, marks=pytest.mark.full) for how in ("on", "off"))],
-)
+@pytest.mark.parametrize(("tp", "sharding"), [(2, "on"), full(4, "on"), full(4, "off")])
 def test_the_engine_equals_transformers_on_several_ranks(
     tp: int, sharding: str, tmp_path: Path
 ) -> None:
-    sizes = sizes_of(2)
-    model = tiny_m3.make_model(11, **sizes)
-    prompts = prompts_of(11, sizes)
-    engine = LLM(
-        str(tiny.save(model, tmp_path)),
-        dtype="float32",
-        tensor_parallel_size=tp,
-        max_num_batched_tokens=37,
-        max_num_seqs=3,
-        max_model_len=256,
-        num_kv_blocks=16,
-        num_threads=1,
-        index_cache_sharding=sharding,
-    )
-    with engine:
+    ranks = {"tensor_parallel_size": tp, "index_cache_sharding": sharding}
+    memory = compare_with_transformers(sizes_of(2), tmp_path, **ranks)
+    assert ("a shard of the index keys on each rank" in memory) == (sharding == "on")
+
+
+def compare_with_transformers(sizes: dict[str, Any], folder: Path, **ranks: Any) -> str:
+    """Check chunks, preemption and cached prefixes; return the engine's memory summary."""
+    model, prompts = tiny_m3.make_model(11, **sizes), prompts_of(11, sizes)
+    with LLM(
+        str(tiny.save(model, folder)), dtype="float32", max_num_batched_tokens=37, max_num_seqs=3,
+        max_model_len=256, num_kv_blocks=16, num_threads=1, **ranks,
+    ) as engine:  # fmt: skip
         generations = engine.generate(prompts, PARAMS)
         prompts.append(prompts[1] + generations[1].outputs[0].token_ids[:19])
         generations += engine.generate(prompts[3:], GREEDY)
         stats, memory = engine.stats(), engine.info.memory
     check(model, prompts, generations)
     assert stats.cached_prompt_tokens > 0 and stats.preemption_count > 0
-    assert ("a shard of the index keys on each rank" in memory) == (sharding == "on")
+    return memory

@@ -57,7 +57,7 @@ def knowing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
         def drafting(module: str, *args: str) -> subprocess.Popen[bytes]:
             if not module.endswith("rank_process"):
                 return spawn(module, *args)
-            return spawn("tests.dist.drafting_rank", *args, str(file))
+            return spawn("tests.dist.ranks", "with drafts", *args, str(file))
 
         monkeypatch.setattr(supervision, "spawn", drafting)
 
@@ -156,7 +156,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(module: str, *args: str) -> subprocess.Popen[bytes]:
         if not module.endswith("rank_process"):
             return spawn(module, *args)
-        return spawn("tests.dist.captured_rank", *args)
+        return spawn("tests.dist.ranks", "captured", *args)
 
     monkeypatch.setattr(supervision, "spawn", started)
 

@@ -210,7 +210,7 @@ def test_captured_steps_of_stages_give_the_text_of_one_stage(
     spawn = supervision.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
-        return spawn("tests.dist.captured_rank", *args)
+        return spawn("tests.dist.ranks", "captured", *args)
 
     monkeypatch.setattr(supervision, "spawn", captured)
     limits = {"dtype": "float32", "max_num_batched_tokens": 24, "max_num_seqs": 5}

@@ -39,7 +39,7 @@ def faulty_ranks(**ranks: int) -> Iterator[LLM]:
     spawn = supervision.spawn
 
     def faulty(_module: str, *args: str) -> subprocess.Popen[bytes]:
-        return spawn("tests.dist.faulty_rank", *args)
+        return spawn("tests.dist.ranks", "faulty", *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervision, "spawn", faulty)

@@ -10,26 +10,16 @@ from negamax.config.grammar import Grammar
 from negamax.engine.core import executor
 
 NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
-POINT = Grammar(
-    kind="json_schema",
-    text=json.dumps(
-        {
-            "type": "object",
-            "properties": {"x": {"type": "integer", "maximum": 99, "minimum": 0}},
-            "required": ["x"],
-        }
-    ),
-)
+POINT_SCHEMA = {
+    "type": "object", "properties": {"x": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "required": ["x"],
+}  # fmt: skip
+POINT = Grammar(kind="json_schema", text=json.dumps(POINT_SCHEMA))
 
 
-def nano(tensor_parallel_size: int) -> LLM:
-    return LLM(
-        "nano",
-        tensor_parallel_size=tensor_parallel_size,
-        dtype="float32",
-        num_threads=1,
-        max_model_len=512,
-    )
+def nano(ranks: int) -> LLM:
+    sizes = {"tensor_parallel_size": ranks, "max_model_len": 256}
+    return LLM("nano", dtype="float32", num_threads=1, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +29,14 @@ def two_ranks() -> Iterator[LLM]:
 
 
 def texts(llm: LLM) -> list[str]:
+    spaces = {198: -20.0, 220: -20.0, 257: -20.0}
     params = [
         SamplingParams(temperature=0.0, max_tokens=40, grammar=NAME),
         SamplingParams(temperature=1.0, seed=1, max_tokens=40, grammar=NAME, logprobs=2),
-        SamplingParams(
-            temperature=0.0,
-            max_tokens=100,
-            grammar=POINT,
-            logit_bias={198: -20.0, 220: -20.0, 257: -20.0},
-        ),
+        SamplingParams(temperature=0.0, max_tokens=100, grammar=POINT, logit_bias=spaces),
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
     ]
-    return [
-        generation.outputs[0].text for generation in llm.generate(["Name and age:"] * 4, params)
-    ]
+    return [found.outputs[0].text for found in llm.generate(["Name and age:"] * 4, params)]
 
 
 def test_two_ranks_follow_a_grammar_as_one_does(two_ranks: LLM) -> None:
@@ -69,9 +53,7 @@ def test_ranks_that_wait_for_masks_can_be_stopped(
     """This must be the last test of these two ranks."""
     monkeypatch.setattr(executor, "SHUTDOWN_SECONDS", 120.0)
     llm = two_ranks
-    params = SamplingParams(
-        max_tokens=40, grammar=NAME, seed=1, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0
-    )
+    params = SamplingParams(max_tokens=40, grammar=NAME, seed=1, temperature=1.0)
     prompt = llm.tokenizer.encode("Name:")
     (request,) = next(llm._sequences([prompt], llm._admit([prompt], params)))[0][1:2]
     llm._loop._scheduler.add(request)
@@ -79,6 +61,6 @@ def test_ranks_that_wait_for_masks_can_be_stopped(
     assert plans is not None and plans[0].grammar_rows == [0]
     ranks = llm._loop.executor
     ranks.launch(plans)  # no masks are ever sent
-    time.sleep(1.0)
+    time.sleep(0.3)
     llm.shutdown()
     assert all(child.exit_code in (0, 1) for child in ranks._processes)  # type: ignore[attr-defined]  # nobody was killed

@@ -1,6 +1,7 @@
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,18 +29,13 @@ from negamax.models.decoder import Decoder
 from negamax.models.registry import read_spec
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
+from tests.layouts import full
 
 SIZES = {
-    "num_attention_heads": 8,
-    "head_dim": 12,
-    "rotary_dim": 6,
-    "vocab_size": 64,
-    "hidden_size": 37,
-    "intermediate_size": 24,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
+    "num_attention_heads": 8, "head_dim": 12, "rotary_dim": 6, "vocab_size": 64, "hidden_size": 37,
+    "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3,
     "num_hidden_layers": 2,
-}
+}  # fmt: skip
 NANO = Path(negamax.__file__).parent / "assets" / "nano"
 TOKENS = [
     int(token) for token in torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(3))
@@ -54,13 +50,8 @@ def make_spec(kv_heads: int) -> ModelSpec:
 
 def logits(spec: ModelSpec, context: ParallelContext) -> torch.Tensor:
     run = PagedRun(build(spec, random_weights(spec, 7), context=context), ranks=context.layout.tp)
-    steps = [
-        [("a", TOKENS[:21])],
-        [("a", TOKENS[21:38])],
-        [("a", TOKENS[38:39])],
-        [("a", TOKENS[39:])],
-    ]
-    return torch.cat([run.step(step)["a"] for step in steps])
+    chunks = TOKENS[:21], TOKENS[21:38], TOKENS[38:39], TOKENS[39:]
+    return torch.cat([run.step([("a", chunk)])["a"] for chunk in chunks])
 
 
 def head_and_embedding(spec: ModelSpec, context: ParallelContext) -> dict[str, torch.Tensor]:
@@ -83,20 +74,15 @@ def checkpoint_and_synthetic(context: ParallelContext, cache: Path) -> dict[str,
         if source == "synthetic":
             fill_synthetic(slots, spec, 3)
         else:
-            said = load_cached(
-                cache,
-                slots,
-                checkpoint=NANO,
-                layout=context.layout,
-                load=partial(load_to_say, slots, spec),
-            )
-            assert said.startswith("loaded weight cache") == (source == "cache")
+            load = partial(load_summary, slots, spec)
+            summary = load_cached(cache, slots, checkpoint=NANO, layout=context.layout, load=load)
+            assert summary.startswith("loaded weight cache") == (source == "cache")
         model.finish_loading()
         results[source] = PagedRun(model, ranks=context.layout.tp).step([("a", TOKENS)])["a"]
     return results
 
 
-def load_to_say(slots: Mapping[str, WeightSlot], spec: ModelSpec) -> str:
+def load_summary(slots: Mapping[str, WeightSlot], spec: ModelSpec) -> str:
     return load_weights(slots, spec, NANO).summary()
 
 
@@ -121,26 +107,28 @@ def padded(context: ParallelContext, checkpoint: Path) -> torch.Tensor:
     return PagedRun(model, ranks=context.layout.tp).step([("a", TOKENS)])["a"]
 
 
+def compute_all(case: int, context: ParallelContext, folder: Path) -> dict[str, torch.Tensor]:
+    _, kv_heads, ep = LAYOUTS[case]
+    spec = make_spec(kv_heads)
+    found = {"logits": logits(spec, context), "padded": padded(context, folder)}
+    found |= head_and_embedding(spec, context)
+    if ep > 1:
+        found |= checkpoint_and_synthetic(context, folder / f"cache-{case}-{context.layout.tp}")
+    return found
+
+
 def one_rank(rank: int, tp: int, folder: str) -> None:
     torch.set_num_threads(1)
-    for case, (size, kv_heads, ep) in enumerate(LAYOUTS):
-        if size != tp:
-            continue
-        context = ParallelContext.gloo(
-            ParallelLayout(rank=rank, tp=tp, ep=ep), f"{folder}/meet-{case}"
-        )
-        torch.save(logits(make_spec(kv_heads), context), f"{folder}/{case}-{rank}.pt")
-        torch.save(
-            head_and_embedding(make_spec(kv_heads), context), f"{folder}/{case}-{rank}-vocab.pt"
-        )
-        torch.save(padded(context, Path(folder)), f"{folder}/{case}-{rank}-padded.pt")
-        if ep > 1:
-            results = checkpoint_and_synthetic(context, Path(folder) / f"cache-{case}")
-            torch.save(results, f"{folder}/{case}-{rank}-fp8.pt")
-        context.close()
+    for case, (size, _, ep) in enumerate(LAYOUTS):
+        if size == tp:
+            layout = ParallelLayout(rank=rank, tp=tp, ep=ep)
+            context = ParallelContext.gloo(layout, f"{folder}/meet-{case}")
+            found = compute_all(case, context, Path(folder))
+            torch.save(found, f"{folder}/{case}-{rank}.pt")
+            context.close()
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, full(4)])
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, Path]:
@@ -150,97 +138,47 @@ def world(
     return request.param, folder
 
 
-def test_every_rank_has_the_logits_of_a_single_rank(world: tuple[int, Path]) -> None:
+def test_every_rank_has_the_results_of_a_single_rank(world: tuple[int, Path]) -> None:
+    """Logits in chunks, padded FP8 experts, the vocabulary, checkpoints and synthetic weights."""
     tp, folder = world
     for case, (size, kv_heads, ep) in enumerate(LAYOUTS):
         if size != tp:
             continue
-        expected = logits(make_spec(kv_heads), ParallelContext.single())
-        for rank in range(tp):
-            got = torch.load(folder / f"{case}-{rank}.pt", weights_only=True)
-            torch.testing.assert_close(
-                got,
-                expected,
-                atol=1e-5,
-                rtol=1e-5,
-                msg=f"tp, kv, ep = {tp, kv_heads, ep}; rank {rank}",
-            )
-
-
-def test_fp8_experts_whose_blocks_are_padded_give_the_logits_of_a_single_rank(
-    world: tuple[int, Path],
-) -> None:
-    tp, folder = world
-    expected = padded(ParallelContext.single(), folder)
-    for case, (size, _, ep) in enumerate(LAYOUTS):
-        for rank in range(tp if size == tp else 0):
-            got = torch.load(folder / f"{case}-{rank}-padded.pt", weights_only=True)
-            torch.testing.assert_close(
-                got, expected, atol=1e-5, rtol=1e-5, msg=f"tp {tp}, ep {ep}, rank {rank}"
-            )
-
-
-def test_an_fp8_checkpoint_and_synthetic_weights_are_the_same_model_however_experts_are_split(
-    world: tuple[int, Path],
-) -> None:
-    tp, folder = world
-    expected = checkpoint_and_synthetic(ParallelContext.single(), folder / "cache")
-    for case, (size, _, ep) in enumerate(LAYOUTS):
-        if size != tp or ep == 1:
-            continue
-        for rank in range(tp):
-            got = torch.load(folder / f"{case}-{rank}-fp8.pt", weights_only=True)
-            for source, values in expected.items():
+        what = f"tp, kv, ep = {tp, kv_heads, ep}"
+        expected = compute_all(case, ParallelContext.single(), folder)
+        ranks = [torch.load(folder / f"{case}-{rank}.pt", weights_only=True) for rank in range(tp)]
+        for name in ("logits", "padded", "all"):
+            for got in ranks:
                 torch.testing.assert_close(
-                    got[source], values, atol=1e-4, rtol=1e-4, msg=f"{source}, tp {tp}, ep {ep}"
+                    got[name], expected[name], atol=1e-5, rtol=1e-5, msg=f"{name}, {what}"
                 )
-            assert torch.equal(got["cache"], got["checkpoint"])
-
-
-def test_ranks_agree_bit_for_bit(world: tuple[int, Path]) -> None:
-    tp, folder = world
-    for case, layout in enumerate(LAYOUTS):
-        if layout[0] == tp:
-            results = [
-                torch.load(folder / f"{case}-{rank}.pt", weights_only=True) for rank in range(tp)
-            ]
-            assert all(torch.equal(results[0], result) for result in results[1:])
-
-
-def test_each_rank_holds_its_token_ids_and_nothing_of_the_others(world: tuple[int, Path]) -> None:
-    tp, folder = world
-    for case, (size, kv_heads, _) in enumerate(LAYOUTS):
-        if size != tp:
+        assert all(torch.equal(ranks[0]["logits"], got["logits"]) for got in ranks)
+        # each rank holds its token ids and nothing of the others
+        assert torch.equal(torch.cat([got["ids"] for got in ranks]), expected["ids"])
+        for got in ranks:
+            ids = got["ids"]
+            torch.testing.assert_close(got["local"], expected["all"][:, ids], atol=1e-5, rtol=1e-5)
+            assert torch.equal(got["embedding"][ids], expected["embedding"][ids])
+        assert torch.equal(sum(got["embedding"] for got in ranks), expected["embedding"])
+        if ep == 1:
             continue
-        expected = head_and_embedding(make_spec(kv_heads), ParallelContext.single())
-        ranks = [
-            torch.load(folder / f"{case}-{rank}-vocab.pt", weights_only=True) for rank in range(tp)
-        ]
-        assert torch.equal(torch.cat([rank["ids"] for rank in ranks]), expected["ids"])
-        for rank in ranks:
-            torch.testing.assert_close(
-                rank["local"], expected["all"][:, rank["ids"]], atol=1e-5, rtol=1e-5
-            )
-            torch.testing.assert_close(rank["all"], expected["all"], atol=1e-5, rtol=1e-5)
-            assert torch.equal(rank["embedding"][rank["ids"]], expected["embedding"][rank["ids"]])
-        assert torch.equal(sum(rank["embedding"] for rank in ranks), expected["embedding"])
+        for source in ("checkpoint", "cache", "synthetic"):
+            for got in ranks:
+                torch.testing.assert_close(
+                    got[source], expected[source], atol=1e-4, rtol=1e-4, msg=f"{source}, {what}"
+                )
+                assert torch.equal(got["cache"], got["checkpoint"])
 
 
-def test_sizes_that_do_not_split_are_refused_by_name() -> None:
+def test_refuses_sizes_that_do_not_split() -> None:
     kernels = resolve(platform=CPU, dtype=torch.float32)
-    single = ParallelContext.single()
 
     def refused(layout: ParallelLayout, **sizes: int) -> str:
         spec = read_spec(tiny_config(0, **SIZES | {"num_key_value_heads": 2} | sizes))
-        context = ParallelContext(layout, single.attention_group, single.expert_group, single.world)
+        context = replace(ParallelContext.single(), layout=layout)
+        dtype, device = torch.float32, torch.device("cpu")
         with pytest.raises(ConfigError) as caught:
-            build_model(
-                spec,
-                context=context,
-                dtype=torch.float32,
-                device=torch.device("cpu"),
-                kernels=kernels,
-            )
+            build_model(spec, context=context, dtype=dtype, device=device, kernels=kernels)
         return str(caught.value)
 
     three = ParallelLayout(tp=3)
@@ -252,13 +190,7 @@ def test_sizes_that_do_not_split_are_refused_by_name() -> None:
 
 def test_slots_of_other_ranks_experts_are_not_needed() -> None:
     spec = make_spec(2)
-    single = ParallelContext.single()
-    context = ParallelContext(
-        ParallelLayout(rank=1, tp=2, ep=2),
-        single.attention_group,
-        single.expert_group,
-        single.world,
-    )
+    context = replace(ParallelContext.single(), layout=ParallelLayout(rank=1, tp=2, ep=2))
     slots = build(spec, context=context, loaded=False).weight_slots()
     experts = {name: slot.needed for name, slot in slots.items() if ".experts." in name}
     assert sum(experts.values()) * 2 == len(experts)

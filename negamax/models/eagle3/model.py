@@ -37,12 +37,11 @@ from negamax.layers.attention import (
 from negamax.layers.basic import RmsNorm, VocabEmbedding
 from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
 from negamax.layers.mlp import Mlp
-from negamax.layers.partial import Partial
 from negamax.layers.weights import StoredPart, WeightSlot, slots_by_name
 from negamax.models.decoder import Decoder
 from negamax.models.eagle3 import names
 from negamax.models.eagle3.config import Eagle3Spec
-from negamax.parallel.collectives import SingleRank
+from negamax.parallel.collectives import Partial, SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import shard
 from negamax.quantization.scheme import WeightFormat

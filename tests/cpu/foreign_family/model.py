@@ -15,9 +15,9 @@ from negamax.layers.attention import Attention, GroupedQueryKind, KvCaches
 from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
-from negamax.layers.partial import Partial
 from negamax.layers.qk_norm import PerHeadNorm
 from negamax.models.decoder import Decoder, DecoderLayer
+from negamax.parallel.collectives import Partial
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
