@@ -1,7 +1,5 @@
 """Build the model of a spec on this rank."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import torch
@@ -48,10 +46,7 @@ def build_empty_slots(
     kernels: KernelTable,
     keep_quantized: bool = True,
 ) -> dict[str, WeightSlot]:
-    """Return the weight slots of the model on rank `layout`, without memory: to plan the load.
-
-    Errors: as `build_model`.
-    """
+    """Return the slots on rank `layout`, without memory, to plan the load. Errors: as above."""
     one = SingleRank()
     context = ParallelContext(layout, attention_group=one, expert_group=one, world=one)
     device = torch.device("meta")

@@ -11,12 +11,10 @@ The options name parsers as vLLM and SGLang do:
 | `none` | stay text | in the content as generated |
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from negamax.base.errors import ConfigError
 from negamax.config.grammar import Marker, Reasoning
@@ -53,10 +51,7 @@ ReasoningState = Literal["open", "optional", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How the served model is prompted and its answers are read.
-
-    Without `reads_calls`, what looks like a call is content.
-    """
+    """How a model is prompted and its answers are read. Without `reads_calls`, calls are text."""
 
     family: ChatFamily
     thinking: Thinking
@@ -75,7 +70,7 @@ class ChatFormat:
         template: ChatTemplate | None = None,
         tool_call_parser: str | None = AUTO,
         reasoning_parser: str | None = AUTO,
-    ) -> ChatFormat:
+    ) -> Self:
         """Choose the format of `model` (its architecture or model_type in config.json).
 
         A parser None is `none`; without a `tokenizer` all tags count by their text. Errors:
@@ -106,9 +101,7 @@ class ChatFormat:
         stop: Sequence[str] = (),
         includes_stop: bool = False,
     ) -> OutputParser:
-        """Return a parser for one answer (see `OutputParser`); without `may_call` it finds no
-        calls.
-        """
+        """Return a parser for one answer (see `OutputParser`); it finds calls if `may_call`."""
         output = self.output if self.reads_calls and may_call else self.output.without_calls()
         return OutputParser(
             output,
@@ -166,9 +159,7 @@ class ChatFormat:
 
 
 def may_call(tools: Sequence[Mapping[str, Any]] | None, messages: Sequence[Any]) -> bool:
-    """Whether an answer may have calls: of declared tools, or if the conversation has calls
-    already.
-    """
+    """Whether an answer may have calls: of declared tools, or as the conversation has already."""
     return bool(tools) or any(
         isinstance(message, Mapping) and message.get("tool_calls") for message in messages
     )

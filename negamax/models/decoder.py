@@ -5,8 +5,6 @@ per layer:  h += attention(rms(h));  h += mlp(rms(h))
 logits = head(rms(h))
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -1,9 +1,4 @@
-"""Types that a model family consists of: `ModelFamily`, and its modules `names` and `init`.
-
-Imports no torch.
-"""
-
-from __future__ import annotations
+"""The parts of a model family: `ModelFamily`, its modules `names` and `init`. Imports no torch."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -55,9 +50,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """A tensor of every checkpoint; or `count` alike, one per expert, whose number is * in the
-    name.
-    """
+    """A tensor of every checkpoint, or `count` alike: one per expert, numbered at * in `name`."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,7 +1,5 @@
 """Count the bytes of a model's weights from the family's tensor list. Imports no torch."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict
@@ -165,10 +163,7 @@ def read_bytes(spec: ModelSpec, num_tokens: int, *, dtype: str, ranks: int) -> f
 
 
 def expected_distinct_experts(spec: ModelSpec, num_tokens: int) -> float | None:
-    """Return how many experts of a layer `num_tokens` tokens hit; None without experts.
-
-    Choices are uniform and independent.
-    """
+    """Return how many experts of a layer `num_tokens` tokens hit by uniform choice; or None."""
     for weight in import_names(spec).weights(spec):
         if weight.used is not None:
             return weight.count * hit_share(weight, num_tokens)

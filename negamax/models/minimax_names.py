@@ -6,8 +6,6 @@ Re-saved and converted checkpoints spell some names otherwise, or store several 
 tensor. All those rules are in this module.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Set
 from typing import Any

@@ -3,8 +3,6 @@
 Imports no torch: `models/build.py` makes models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module

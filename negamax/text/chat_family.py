@@ -1,7 +1,5 @@
 """The chat format of a model family."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from negamax.text.grammar.tool_calls import CallStyle

@@ -1,14 +1,12 @@
 """Render conversations to prompt text by the checkpoint's Jinja template, in a sandbox."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import jinja2
 import jinja2.meta
@@ -37,10 +35,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         origin: str = "chat template",
     ) -> None:
-        """`source` is the Jinja text; `variables` are always defined; `origin` names it in errors.
-
-        Errors: `CheckpointError` for a syntax error.
-        """
+        """`variables` are always defined; `origin` names `source`. Errors: `CheckpointError`."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
@@ -63,7 +58,7 @@ class ChatTemplate:
             ) from error
 
     @classmethod
-    def from_folder(cls, path: Path, override: Path | None = None) -> ChatTemplate | None:
+    def from_folder(cls, path: Path, override: Path | None = None) -> Self | None:
         """Read the template of the checkpoint folder `path`; None without one.
 
         It is the file `override`, else `chat_template.jinja`, else `chat_template` of

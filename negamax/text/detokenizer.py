@@ -1,7 +1,5 @@
 """Convert token ids to text while they arrive: whole UTF-8 characters, up to a stop string."""
 
-from __future__ import annotations
-
 import codecs
 from collections import deque
 from collections.abc import Sequence
@@ -34,20 +32,10 @@ class Detokenizer:
     """
 
     __slots__ = (
-        "_decoder",
-        "_held",
-        "_held_chars",
-        "_include_stop",
-        "_mid_character",
-        "_min_tokens",
-        "_num_tokens",
-        "_skip_special",
-        "_stop_state",
-        "_stops",
-        "_tokenizer",
-        "_whole",
+        "_decoder", "_held", "_held_chars", "_include_stop", "_mid_character", "_min_tokens",
+        "_num_tokens", "_skip_special", "_stop_state", "_stops", "_tokenizer", "_whole",
         "matched_stop",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -119,9 +107,7 @@ class Detokenizer:
         return TextPiece(text, None)
 
     def _advance(self, piece: TextPiece, ready: list[TextPiece]) -> None:
-        """Append `piece`, search it for a stop string, and move text that cannot become one to
-        `ready`.
-        """
+        """Append `piece`, search for a stop string, and move certain text to `ready`."""
         if self._stops is None:
             ready.append(piece)
             return
@@ -144,9 +130,7 @@ class Detokenizer:
     def _release(
         self, num_chars: int, ready: list[TextPiece], *, may_split_tags: bool = False
     ) -> None:
-        """Move the first `num_chars` held characters to `ready`. A tag token stays whole for the
-        parser.
-        """
+        """Move the first `num_chars` held characters to `ready`. A tag token stays whole."""
         while num_chars > 0:
             piece = self._held[0]
             if len(piece.text) <= num_chars:

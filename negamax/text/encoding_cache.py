@@ -25,10 +25,7 @@ _ENTRY_BYTES = 512  # of an entry besides its token ids, rounded up
 
 
 class EncodingCache:
-    """Encodes by `tokenizer`, and caches long parts by the digest of their text.
-
-    The least recently used entries are evicted. Threads may share it.
-    """
+    """Encodes by `tokenizer`, and caches the latest used long parts. Threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_bytes: int = CACHE_BYTES) -> None:
         """`max_bytes` bounds digests, token ids and Python's objects around them."""

@@ -7,8 +7,6 @@ such spellings before rendering. The remaining whole spellings in the prompt are
 escapes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -58,9 +56,7 @@ class TokenEscaper:
 
 
 class _Spellings:
-    """Texts of tokens, found whole in a string and partly at its ends: the template may add the
-    rest.
-    """
+    """Texts of tokens, found whole in a string and partly at its ends."""
 
     def __init__(self, texts: frozenset[str]) -> None:
         longest_first = sorted(texts, key=len, reverse=True)

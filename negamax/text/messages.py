@@ -1,7 +1,5 @@
 """Normalizes clients' conversations for MiniMax's templates without losing content."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -174,10 +172,7 @@ def _read_content(
     thoughts: list[str] | None = None,
     joins_notes: bool = True,
 ) -> str | list[Any]:
-    """Return content as text or text parts; thinking parts go to `thoughts`, if allowed.
-
-    `joins_notes`: notes begin and end a line.
-    """
+    """Return content as text or text parts; thinking goes to `thoughts`, notes to own lines."""
     if content is None or content == []:
         return ""
     if isinstance(content, str):
@@ -285,10 +280,7 @@ def _read_arguments(arguments: Any) -> dict[str, Any]:
 
 
 def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Check that each call is answered once, in time, and order the results as the calls.
-
-    A truncated call without a result is left out: it could not be run.
-    """
+    """Check that each call is answered once, in call order; drop truncated calls without result."""
     ordered: list[dict[str, Any]] = []
     i = 0
     while i < len(messages):

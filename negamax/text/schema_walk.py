@@ -1,7 +1,5 @@
 """Walks JSON schemas: references within a document, alternatives, and allowed types."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -61,10 +59,7 @@ def walk_alternatives(schemas: Iterable[Any], *, root: Any) -> Iterator[Mapping[
 
 
 def find_types(schemas: Iterable[Any], *, root: Any) -> frozenset[str]:
-    """Return all JSON types that any of `schemas` or their alternatives allows.
-
-    A type is declared by type (also a list), enum, const, nullable, properties or items.
-    """
+    """Return all JSON types that any of `schemas` or their alternatives allows."""
     found: set[str] = set()
     for node in walk_alternatives(schemas, root=root):
         declared = node.get("type")

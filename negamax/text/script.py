@@ -4,8 +4,6 @@ A script is a TOML file of rules; the first rule that matches the prompt answers
 try a client, such as a coding agent with long prompts, without the hardware for a model.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Sequence
@@ -101,9 +99,7 @@ class ScriptedAnswers:
         self._bodies = [_render_body(rule, template, output_format) for rule in script.rules]
 
     def answer(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens of the answer and the end of the turn; only the latter if no rule
-        matches.
-        """
+        """Return the tokens of the answer and the end of the turn; or the end alone."""
         prompt = self._tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
         role, message = find_new_messages(prompt, self._format)
         for rule, body in zip(self._script.rules, self._bodies, strict=True):
@@ -119,10 +115,7 @@ class ScriptedAnswers:
 
 
 def find_new_messages(prompt: str, output_format: OutputFormat) -> tuple[str, str]:
-    """Return (role, text) of the messages after the assistant's last answer in a rendered prompt.
-
-    Agents add reminders beside what the user says. The role is "tool" if there is a result.
-    """
+    """Return (role, text) of the messages after the last answer; "tool" if one is a result."""
     turns = [turn.partition("\n") for turn in prompt.split(output_format.turn_open)[1:]]
     if turns and turns[-1][0] == output_format.assistant:
         turns.pop()  # the open turn of the answer

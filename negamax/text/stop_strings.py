@@ -1,7 +1,5 @@
 """Finds the first stop string in growing text, and ends content there."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -37,9 +35,7 @@ class StopMatcher:
                 queue.append(child)
 
     def scan(self, text: str, *, state: int, may_match: bool) -> tuple[str | None, int, int]:
-        """Walk `text` from `state`; return the first complete stop string, its end offset, the new
-        state.
-        """
+        """Walk `text`; return the first complete stop string, its end offset, the new state."""
         for offset, char in enumerate(text):
             state = self._step(state, char)
             matched = self._match[state]
@@ -74,21 +70,12 @@ class StopMatcher:
 
 
 class StoppableText:
-    """Emits content up to the first stop string. Text that may become one is held back.
-
-    White space before the first word is not searched.
-    """
+    """Emits content up to the first stop string, holding what may become one."""
 
     __slots__ = (
-        "_held",
-        "_is_before_word",
-        "_is_included",
-        "_out",
-        "_state",
-        "_stops",
-        "matched",
+        "_held", "_is_before_word", "_is_included", "_out", "_state", "_stops", "matched",
         "may_match",
-    )
+    )  # fmt: skip
 
     def __init__(
         self, out: Callable[[str], None], stops: StopMatcher, *, is_included: bool

@@ -1,13 +1,11 @@
 """The checkpoint's byte-level BPE tokenizer: text to token ids, and token ids to exact bytes."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tokenizers
 
@@ -48,16 +46,12 @@ class TooManyTokensError(Exception):
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer of `tokenizer.json` and `tokenizer_config.json`. Threads may share
-    it.
-    """
+    """A byte-level BPE tokenizer. Threads may share it."""
 
     def __init__(
         self, definition: str, *, config: Mapping[str, Any], source: str = "tokenizer.json"
     ) -> None:
-        """`definition` is the text of tokenizer.json, `config` tokenizer_config.json; `source`
-        names it.
-        """
+        """`definition`: text of tokenizer.json (`source`); `config`: tokenizer_config.json."""
         try:
             self._backend = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # the library raises bare Exception for every defect
@@ -89,10 +83,8 @@ class Tokenizer:
         self.eos_token_id: int | None = self._find_named(config, "eos_token", source=source)
 
     @classmethod
-    def from_folder(cls, path: Path) -> Tokenizer:
-        """Read the tokenizer of a checkpoint folder. Errors: `CheckpointError` with the broken
-        file.
-        """
+    def from_folder(cls, path: Path) -> Self:
+        """Read a checkpoint's tokenizer. Errors: `CheckpointError` naming the file."""
         file = path / "tokenizer.json"
         read_json_object(file)  # checked, the text is used
         config = read_json_object(path / "tokenizer_config.json")
@@ -136,16 +128,12 @@ class Tokenizer:
         return TokenEscaper(self._added_ids, structure=STRUCTURE_TOKENS)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`, by default without control tokens; invalid UTF-8 becomes
-        U+FFFD.
-        """
+        """Return the text of `ids` without control tokens; invalid UTF-8 becomes U+FFFD."""
         kept = (i for i in ids if not (skip_special_tokens and i in self._special))
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token spelled `text` in the vocabulary (byte-level spelling), or
-        None.
-        """
+        """Return the id of the token with this byte-level spelling, or None."""
         return self._backend.token_to_id(text)
 
     def token_text(self, token_id: int) -> str:
@@ -262,9 +250,7 @@ _BYTE_OF = _make_byte_alphabet()
 
 
 def _decode_spelling(spelling: str) -> bytes:
-    """Return the bytes of a byte-level spelling. With a character outside the byte alphabet, encode
-    it as UTF-8.
-    """
+    """Return the bytes of a byte-level spelling; UTF-8 with a character outside the alphabet."""
     try:
         return bytes([_BYTE_OF[char] for char in spelling])
     except KeyError:

@@ -5,12 +5,10 @@ the residual stream of some layers of its target, the model whose tokens it prop
 named by the stream that enters it: layer L's is the stream after L layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from negamax.base.errors import CheckpointError, ConfigError
 from negamax.config import fields
@@ -95,11 +93,8 @@ class Eagle3Spec(ModelSpec):
             "input width of the draft's fc": self.num_aux * self.target_hidden_size,
         }
 
-    def for_target(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Eagle3Spec:
-        """Return the draft of `target` that reads `layers` of it, or those that it names itself.
-
-        Errors: `ConfigError` if it is the draft of another model.
-        """
+    def for_target(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Self:
+        """Return the draft of `target` that reads `layers` of it. Errors: `ConfigError`."""
         for name, found, wanted in (
             ("vocab_size", self.vocab_size, target.vocab_size),
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),
@@ -181,10 +176,7 @@ def name_draft_errors(name: str | None) -> Iterator[None]:
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the layers read by drafts that name none, as in vLLM, SGLang and the trainers.
-
-    Errors: `ConfigError` for a target with too few layers.
-    """
+    """Return the layers of drafts that name none, as in vLLM. Errors: `ConfigError` for too few."""
     if num_layers < 7:
         raise ConfigError(
             f"the draft names no layers of its target, and the target has {num_layers}; the usual "
@@ -195,10 +187,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
-    """Read the spec from a parsed config.json.
-
-    Errors: `ConfigError` with the field, the value found and the values allowed.
-    """
+    """Read the spec from a parsed config.json. Errors: `ConfigError` naming the field."""
     notes: list[str] = []
     use, aux_layers = speculators.Use(), _read_aux_layers
     if speculators.is_speculators(config):
@@ -288,9 +277,7 @@ def _read_aux_layers(ids: object) -> tuple[int, ...]:
 
 
 def _read_input_layers(ids: object) -> tuple[int, ...]:
-    """Return the layers named by config.json as inputs, as vLLM does; () without. Errors:
-    `ConfigError`.
-    """
+    """Return the layers named as inputs, as vLLM does; () without. Errors: `ConfigError`."""
     if ids is None:
         return ()
     given = ids if isinstance(ids, list | tuple) else ()

@@ -1,7 +1,5 @@
 """Synthetic weights of EAGLE3 drafts: activations of realistic magnitude, random proposals."""
 
-from __future__ import annotations
-
 import math
 
 from negamax.models.eagle3.config import Eagle3Spec

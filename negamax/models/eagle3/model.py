@@ -7,8 +7,6 @@
 The next draft token takes its own h instead of fc's. Other layers are those of a Llama.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -189,10 +187,7 @@ class _Layer:
     def enter_first(
         self, x: Partial, token_ids: Tensor, embed: VocabEmbedding
     ) -> tuple[Tensor, Tensor]:
-        """Enter the first layer: return its attention's input and the residual.
-
-        token_ids [T]. The content of x may be overwritten.
-        """
+        """Return the first attention's input and the residual. token_ids [T]; overwrites x."""
         assert self._hidden_norm is not None
         fused, weight = self._embed_norms, None
         if fused and x.group.size == 1 and x.x.dim() == 2 and not self._is_residual_normed:
@@ -222,9 +217,7 @@ class _Layer:
     def __call__(
         self, hidden: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """Run the layer on its entered input; return the output without the residual, which is
-        changed.
-        """
+        """Run the layer on its entered input; changes the residual, which is not in the output."""
         attended = self._attention(hidden, metadata, kv)
         return self._mlp(self._post_norm(attended, residual))
 
@@ -360,9 +353,7 @@ class Eagle3Draft:
             )
 
     def combine(self, streams: Sequence[Tensor]) -> Partial:
-        """Combine the target's residual streams of T tokens, each [T, target hidden] -> [T,
-        hidden].
-        """
+        """Combine the target's residual streams of T tokens, each [T, width] -> [T, hidden]."""
         norms = self._aux_norms
         if self._rotation_back is not None:
             streams = [stream @ self._rotation_back for stream in streams]

@@ -1,9 +1,4 @@
-"""Tensors of EAGLE3 drafts, and their spellings.
-
-SpecForge, TorchSpec, vLLM's converters and its speculators library are known.
-"""
-
-from __future__ import annotations
+"""Tensors of EAGLE3 drafts, as SpecForge, TorchSpec, vLLM and its speculators spell them."""
 
 import re
 from collections.abc import Iterable, Iterator

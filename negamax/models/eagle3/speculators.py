@@ -4,8 +4,6 @@ The draft's sizes are in `transformer_layer_config`, EAGLE3's fields beside it, 
 draft in `speculators_config`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +42,7 @@ def is_speculators(config: Mapping[str, Any]) -> bool:
 
 
 def flat(config: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:
-    """Flatten to the fields of any EAGLE3 draft of `architecture`.
-
-    Errors: `ConfigError` with the field, the value found and the values allowed.
-    """
+    """Flatten to the fields of any EAGLE3 draft. Errors: `ConfigError` naming the field."""
     if config[MODEL_TYPE] != "eagle3":
         refuse(MODEL_TYPE, config[MODEL_TYPE], "'eagle3'")
     names = config.get("architectures")

@@ -15,8 +15,6 @@ The end of a truncated output decides nothing. A parameter given twice is writte
 common JSON reader takes the last one, streamed or not.
 """
 
-from __future__ import annotations
-
 import enum
 import re
 from collections.abc import Mapping
@@ -71,17 +69,9 @@ class MiniMaxM2Block(CallBlock):
     """Reader of a call block."""
 
     __slots__ = (
-        "_arguments",
-        "_closer",
-        "_is_declared",
-        "_is_written",
-        "_key",
-        "_keys",
-        "_space",
-        "_state",
-        "_types",
-        "_value",
-    )
+        "_arguments", "_closer", "_is_declared", "_is_written", "_key", "_keys", "_space", "_state",
+        "_types", "_value",
+    )  # fmt: skip
 
     def __init__(self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool) -> None:
         super().__init__(calls, schemas=schemas, has_opener=has_opener)

@@ -4,8 +4,6 @@ MiniMax's own config.json and that of transformers are read. Fields without infl
 are ignored; unknown ones are listed in `ModelSpec.notes` for the log.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -75,10 +73,7 @@ class MiniMaxM2Spec(MoeSpec):
 
 
 def read_spec(config: Mapping[str, Any]) -> MiniMaxM2Spec:
-    """Read the spec from a parsed config.json.
-
-    Errors: `ConfigError` with the field, the value found and the values allowed.
-    """
+    """Read the spec from a parsed config.json. Errors: `ConfigError` naming the field."""
     notes: list[str] = []
     common = fields.read_common(config, default_theta=5_000_000.0, notes=notes)
     fields.check_fixed(config, _FIXED | dict.fromkeys(_NULL_ONLY))

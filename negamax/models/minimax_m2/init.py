@@ -5,8 +5,6 @@ only if all experts are equally likely. So router rows have one length, and rout
 differ. Tokens stay independent in all layers because layers add little to a token's embedding.
 """
 
-from __future__ import annotations
-
 import math
 
 from negamax.config.model_spec import MoeSpec

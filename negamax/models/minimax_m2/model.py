@@ -1,7 +1,5 @@
 """MiniMax-M2 (also M2.1, M2.5, M2.7): every layer has full attention and a mixture of experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from negamax.kernels.registry import KernelTable

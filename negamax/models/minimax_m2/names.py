@@ -1,7 +1,5 @@
 """The tensors of MiniMax-M2."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from negamax.models.family import WeightSpec

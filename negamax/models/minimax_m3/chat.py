@@ -17,8 +17,6 @@ A tag without the marker is data. Elements nest: an object has one element per m
 - Garbled invoke tags, also with the marker inside, are read as the declared tool that they name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

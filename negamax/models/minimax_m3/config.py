@@ -5,12 +5,10 @@ model is in `text_config`) and of a text model alone. Unknown fields are noted f
 fields of `sparse_attention_config` must be known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from negamax.base.errors import ConfigError
 from negamax.config import fields
@@ -145,12 +143,12 @@ class MiniMaxM3Spec(MoeSpec):
             forced = f"at least the {sparse.init_blocks} first and {sparse.local_blocks} last"
             refuse("sparse_topk_blocks", sparse.topk_blocks, f"{forced} blocks")
 
-    def first_layers(self, num_layers: int) -> MiniMaxM3Spec:
+    def first_layers(self, num_layers: int) -> Self:
         sparse = self.sparse and replace(self.sparse, layers=self.sparse.layers[:num_layers])
         moe_layers = self.moe_layers[:num_layers]
         return replace(self, num_layers=num_layers, moe_layers=moe_layers, sparse=sparse)
 
-    def shard_index(self) -> MiniMaxM3Spec:
+    def shard_index(self) -> Self:
         return replace(self, sparse=self.sparse and replace(self.sparse, is_sharded=True))
 
     def kv_caches(self) -> KvCacheSpecs:
@@ -181,10 +179,7 @@ class MiniMaxM3Spec(MoeSpec):
 
 
 def read_vision(config: Mapping[str, Any]) -> MiniMaxM3Spec:
-    """Read the spec of the text model from a config.json of the vision-language class.
-
-    Errors: `ConfigError` with the field, the value found and the values allowed.
-    """
+    """Read the text model's spec from a vision-language config. Errors: `ConfigError`."""
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         refuse("text_config", text, "an object, which describes the text model")

@@ -4,8 +4,6 @@ SwiGLU-OAI has a mean, by `up + 1`, so an MLP adds one vector to all tokens that
 tokens share would make them choose the same experts.
 """
 
-from __future__ import annotations
-
 import math
 
 from negamax.models.family import Initializer

@@ -1,8 +1,4 @@
-"""MiniMax-M3: the first layers have full attention and dense MLPs, the others block-sparse
-attention and a mixture of experts.
-"""
-
-from __future__ import annotations
+"""MiniMax-M3: layers with full or block-sparse attention, and with dense MLPs or experts."""
 
 from typing import Any
 

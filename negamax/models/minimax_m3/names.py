@@ -1,7 +1,5 @@
 """The tensors of MiniMax-M3's text model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Finds, at compile time, grammars in which an output can get stuck."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator

@@ -1,7 +1,5 @@
 """Rewrites JSON schemas for the grammar compiler, and refuses keywords that it cannot enforce."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,9 +35,7 @@ MAX_BYTES = 4 << 20
 
 
 class Budget:
-    """Limit of the expanded schemas of one request: with references, a small request can become
-    large.
-    """
+    """Limit of the expanded schemas of a request: references let small ones become large."""
 
     def __init__(self) -> None:
         self._nodes = 0

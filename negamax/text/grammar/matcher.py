@@ -4,8 +4,6 @@ Only the grammar process imports this module: xgrammar imports torch and transfo
 seconds.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from threading import Lock
@@ -38,9 +36,7 @@ class GrammarCompiler:
         num_threads: int,
         token_tags: Collection[str],
     ) -> None:
-        """`vocab_size`: of the model, which may be padded; `token_tags`: tags that match only as
-        tokens.
-        """
+        """`vocab_size` may be padded; `token_tags` are tags that match only as tokens."""
         self.vocab_size = vocab_size
         vocabulary = [_spell(tokenizer, token_id, token_tags) for token_id in range(vocab_size)]
         info = xgrammar.TokenizerInfo(
@@ -60,11 +56,7 @@ class GrammarCompiler:
         self._cache: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
 
     def compile(self, structural_tag: str) -> xgrammar.CompiledGrammar:
-        """Return the compiled form.
-
-        Errors: `InvalidRequestError` with the compiler's message, and for a grammar with a dead
-        end.
-        """
+        """Return the compiled form. Errors: `InvalidRequestError`, also for a dead end."""
         with self._lock:
             known = self._cache.get(structural_tag)
             if known is not None:
@@ -142,9 +134,7 @@ class GrammarMatcher:
 
 
 def _spell(tokenizer: Tokenizer, token_id: int, token_tags: Collection[str]) -> bytes:
-    """Return a token's bytes in grammars; a tag's bytes cannot be text, a control token has
-    none.
-    """
+    """Return a token's bytes in grammars: none for a control token, no text for a tag."""
     text = tokenizer.token_bytes(token_id)
     if not tokenizer.is_added(token_id):
         return text

@@ -1,11 +1,10 @@
 """Tracks where an output's reasoning ends, and ends it at its budget."""
 
-from __future__ import annotations
-
 import enum
 from collections import deque
 from collections.abc import Callable
 from copy import copy
+from typing import Self
 
 from negamax.config.grammar import Marker, Reasoning
 
@@ -58,7 +57,7 @@ class ReasoningGate:
         """Whether the gate no longer has any effect."""
         return self._state is _State.CLOSED and not self._due
 
-    def fork(self) -> ReasoningGate:
+    def fork(self) -> Self:
         """Return a copy, to try tokens."""
         forked = copy(self)
         forked._due = self._due.copy()

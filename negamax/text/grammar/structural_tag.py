@@ -1,7 +1,5 @@
 """Write grammars as xgrammar's structural tags (`text.grammar.tag_formats`)."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -5,8 +5,6 @@ A format is a mapping with a `type`: `const_string`, `regex`, `json_schema`, `gr
 `plus`, `star` of other formats.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

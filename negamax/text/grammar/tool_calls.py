@@ -7,8 +7,6 @@ in the order of the schema, as models write them.
 expands the schemas, in the grammar process.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from abc import ABC, abstractmethod
@@ -38,124 +36,6 @@ _STRING_FORMATS = {
 }
 
 
-def tool_grammar(
-    tools: Sequence[Mapping[str, Any]],
-    style: CallStyle,
-    *,
-    choice: str = "auto",
-    name: str | None = None,
-    allowed: Collection[str] | None = None,
-    parallel: bool = True,
-    content: Grammar | None = None,
-) -> Grammar | None:
-    """Return the grammar of an answer that may or must call `tools`; None: nothing to enforce.
-
-    `choice` is "auto", "required" or "function"; with "function", the answer calls the tool `name`
-    once. Only `allowed` tools may be called. Without `parallel` there is at most one call.
-    `content`: grammar of an answer without a call.
-
-    Arguments follow their schema if the call is forced or the tool is strict. If a schema cannot be
-    followed, `calls_format` refuses a strict tool, and leaves the arguments of others free. The
-    caller has checked `name` and `allowed`.
-    """
-    functions = [tool.get("function", tool) for tool in tools]
-    forced = choice != "auto"
-    if name is not None:
-        functions = [function for function in functions if function["name"] == name]
-    if allowed is not None:
-        functions = [function for function in functions if function["name"] in allowed]
-    if not functions:
-        assert not forced, "no tool that could be called"
-        return content
-    is_free = parallel and allowed is None and content is None
-    if not forced and is_free and not any(function.get("strict") for function in functions):
-        return None
-    rules = CallRules(
-        style=style.name,
-        tag_ids=dict(style.tag_ids),
-        functions=[
-            _describe(function, follow_schema=forced or bool(function.get("strict")))
-            for function in functions
-        ],
-        is_forced=forced,
-        once=not parallel or name is not None,
-        no_other_calls=allowed is not None,
-        content=content,
-    )
-    return Grammar(kind="tool_calls", text=written(msgspec.to_builtins(rules), kind="tool_calls"))
-
-
-class CalledFunction(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function that may be called; `schema` of its arguments, None: free."""
-
-    name: str
-    schema: dict[str, Any] | None = None
-    is_strict: bool = False
-
-
-class CallRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of `tool_grammar`; the text of its grammars."""
-
-    style: str
-    tag_ids: dict[str, int]
-    functions: list[CalledFunction]
-    is_forced: bool
-    once: bool
-    no_other_calls: bool
-    content: Grammar | None
-
-
-def read_rules(text: str) -> CallRules:
-    """Parse the text of a grammar. Errors: `InvalidRequestError`."""
-    try:
-        return msgspec.json.decode(text, type=CallRules)
-    except (msgspec.DecodeError, RecursionError) as error:
-        refuse_grammar(f"the tool_calls cannot be read: {error}")
-
-
-def calls_format(
-    rules: CallRules, styles: CallStyles, *, content: Format | None, budget: Budget
-) -> Format:
-    """Return the format of an answer that follows `rules`; `content`: format of an answer without a
-    call.
-
-    Errors: `InvalidRequestError` for a schema that cannot be followed, and above the `budget`.
-    """
-    style = styles[rules.style](rules.tag_ids, budget)
-    calls = any_of([_format_call(function, style) for function in rules.functions])
-    block = style.block(calls if rules.once else {"type": "plus", "content": calls})
-    alone = block if style.lead is None else sequence([style.lead, block])
-    if rules.is_forced:
-        return alone
-    if content is not None:
-        return any_of([alone, content])
-    return style.among_text(block, once=rules.once, no_other_calls=rules.no_other_calls)
-
-
-def _describe(function: Mapping[str, Any], *, follow_schema: bool) -> CalledFunction:
-    schema = function.get("parameters")
-    followed = dict(schema) if follow_schema and isinstance(schema, Mapping) else None
-    return CalledFunction(function["name"], followed, bool(function.get("strict")))
-
-
-def _format_call(function: CalledFunction, style: CallStyle) -> Format:
-    """Return one call of a declared function."""
-    if not NAME.fullmatch(function.name):
-        refuse_grammar(
-            f"the tool name {function.name!r} cannot be written in a call; leave out quotes, angle "
-            f"brackets and line breaks"
-        )
-    arguments = style.any_arguments()
-    if function.schema is not None:
-        try:
-            root = prepared(function.schema, strict=function.is_strict, budget=style.budget)
-            arguments = style.arguments(root, root=root)
-        except InvalidRequestError:
-            if function.is_strict or style.budget.is_spent:
-                raise
-    return style.invoke(function.name, arguments)
-
-
 class CallStyle(ABC):
     """A model family's syntax of calls, as formats. It spends the `budget` of one request."""
 
@@ -179,10 +59,7 @@ class CallStyle(ABC):
 
     @abstractmethod
     def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
-        """Return free text in which `block` may begin at any place; `once`: it ends the output.
-
-        `no_other_calls`: the text contains no call of a declared tool.
-        """
+        """Return text with `block`s, one if `once`; `no_other_calls`: no other call of a tool."""
 
     @abstractmethod
     def call_tags(self, name: str) -> tuple[str, str]:
@@ -357,3 +234,120 @@ def count(value: Any) -> int | None:
 
 
 CallStyles = Mapping[str, type[CallStyle]]
+
+
+def tool_grammar(
+    tools: Sequence[Mapping[str, Any]],
+    style: CallStyle,
+    *,
+    choice: str = "auto",
+    name: str | None = None,
+    allowed: Collection[str] | None = None,
+    parallel: bool = True,
+    content: Grammar | None = None,
+) -> Grammar | None:
+    """Return the grammar of an answer that may or must call `tools`; None: nothing to enforce.
+
+    `choice` is "auto", "required" or "function"; with "function", the answer calls the tool `name`
+    once. Only `allowed` tools may be called. Without `parallel` there is at most one call.
+    `content`: grammar of an answer without a call.
+
+    Arguments follow their schema if the call is forced or the tool is strict. If a schema cannot be
+    followed, `calls_format` refuses a strict tool, and leaves the arguments of others free. The
+    caller has checked `name` and `allowed`.
+    """
+    functions = [tool.get("function", tool) for tool in tools]
+    forced = choice != "auto"
+    if name is not None:
+        functions = [function for function in functions if function["name"] == name]
+    if allowed is not None:
+        functions = [function for function in functions if function["name"] in allowed]
+    if not functions:
+        assert not forced, "no tool that could be called"
+        return content
+    is_free = parallel and allowed is None and content is None
+    if not forced and is_free and not any(function.get("strict") for function in functions):
+        return None
+    rules = CallRules(
+        style=style.name,
+        tag_ids=dict(style.tag_ids),
+        functions=[
+            _describe(function, follow_schema=forced or bool(function.get("strict")))
+            for function in functions
+        ],
+        is_forced=forced,
+        once=not parallel or name is not None,
+        no_other_calls=allowed is not None,
+        content=content,
+    )
+    return Grammar(kind="tool_calls", text=written(msgspec.to_builtins(rules), kind="tool_calls"))
+
+
+class CalledFunction(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function that may be called; `schema` of its arguments, None: free."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    is_strict: bool = False
+
+
+class CallRules(msgspec.Struct, frozen=True, kw_only=True):
+    """The arguments of `tool_grammar`; the text of its grammars."""
+
+    style: str
+    tag_ids: dict[str, int]
+    functions: list[CalledFunction]
+    is_forced: bool
+    once: bool
+    no_other_calls: bool
+    content: Grammar | None
+
+
+def read_rules(text: str) -> CallRules:
+    """Parse the text of a grammar. Errors: `InvalidRequestError`."""
+    try:
+        return msgspec.json.decode(text, type=CallRules)
+    except (msgspec.DecodeError, RecursionError) as error:
+        refuse_grammar(f"the tool_calls cannot be read: {error}")
+
+
+def calls_format(
+    rules: CallRules, styles: CallStyles, *, content: Format | None, budget: Budget
+) -> Format:
+    """Return the format of an answer that follows `rules`; `content`: of one without a call.
+
+    Errors: `InvalidRequestError` for a schema that cannot be followed, and above the `budget`.
+    """
+    style = styles[rules.style](rules.tag_ids, budget)
+    calls = any_of([_format_call(function, style) for function in rules.functions])
+    block = style.block(calls if rules.once else {"type": "plus", "content": calls})
+    alone = block if style.lead is None else sequence([style.lead, block])
+    if rules.is_forced:
+        return alone
+    if content is not None:
+        return any_of([alone, content])
+    return style.among_text(block, once=rules.once, no_other_calls=rules.no_other_calls)
+
+
+def _describe(function: Mapping[str, Any], *, follow_schema: bool) -> CalledFunction:
+    schema = function.get("parameters")
+    followed = dict(schema) if follow_schema and isinstance(schema, Mapping) else None
+    return CalledFunction(function["name"], followed, bool(function.get("strict")))
+
+
+def _format_call(function: CalledFunction, style: CallStyle) -> Format:
+    """Return one call of a declared function."""
+    if not NAME.fullmatch(function.name):
+        refuse_grammar(
+            f"the tool name {function.name!r} cannot be written in a call; leave out quotes, angle "
+            f"brackets and line breaks"
+        )
+    arguments = style.any_arguments()
+    if function.schema is not None:
+        try:
+            root = prepared(function.schema, strict=function.is_strict, budget=style.budget)
+            arguments = style.arguments(root, root=root)
+        except InvalidRequestError:
+            if function.is_strict or style.budget.is_spent:
+                raise
+    return style.invoke(function.name, arguments)

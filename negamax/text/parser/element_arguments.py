@@ -10,8 +10,6 @@ name makes a list. So does text in place of an array: several such elements form
 other repeated name is written twice; every common JSON reader takes the last one.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -222,9 +220,7 @@ class ElementArguments:
         return None
 
     def _become_container(self, element: _Element) -> bool:
-        """Turn the open text into an object or an array. False: it is a string, and openers in it
-        are data.
-        """
+        """Turn the open text into a container. False: it is a string, and tags in it are data."""
         types = element.schema.types
         if element.shape is _STRING or not (
             element.is_blank or (types & _CONTAINERS and "string" not in types)

@@ -1,7 +1,5 @@
 """Events of a parsed answer, and the whole answer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -35,9 +33,7 @@ class ToolArgumentsDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
-    """The arguments of this call are complete: its deltas form a JSON object. A truncated call has
-    none.
-    """
+    """The arguments of this call are a whole JSON object. A truncated call has no end."""
 
     index: int
 
@@ -47,9 +43,7 @@ ParserEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolArgumentsDelta
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """One call of an answer. `arguments` is a JSON object, or the beginning of one if not
-    `is_whole`.
-    """
+    """One call; `arguments` is a JSON object, or the beginning of one if not `is_whole`."""
 
     name: str
     arguments: str

@@ -1,11 +1,10 @@
 """Interface between the parser and a model family's syntax of reasoning and calls."""
 
-from __future__ import annotations
-
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from negamax.text.parser.events import ParserEvent, ToolArgumentsDelta, ToolCallEnd, ToolCallStart
 from negamax.text.parser.schema_values import ToolSchemas, json_string, json_string_body
@@ -125,7 +124,7 @@ class OutputFormat:
     turn_close: str = "[e~["
     assistant: str = "ai"  # the role of the model's own turns
 
-    def without_calls(self) -> OutputFormat:
+    def without_calls(self) -> Self:
         """Return the format for answers in which calls are text."""
         think_tags = {tag: self.literals[tag] for tag in (self.think_open, self.think_close)}
         return dataclasses.replace(self, literals=think_tags, patterns=(), beginnings=NO_BEGINNINGS)
@@ -141,10 +140,7 @@ class OutputFormat:
         return {tag: token_id for tag, token_id in found.items() if token_id is not None}
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends inside an open think block.
-
-        Only the open assistant turn counts: prompts quote think tags elsewhere.
-        """
+        """Whether a rendered prompt ends inside the think block of its open assistant turn."""
         if prompt.rstrip("\n").endswith(self.think_open):
             return True
         _, found, turn = prompt.rpartition(f"{self.turn_open}{self.assistant}\n")

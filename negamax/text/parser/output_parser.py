@@ -20,8 +20,6 @@ Rules for every format:
   beginning of a JSON object, never a whole one, so that clients do not run half a call.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -69,24 +67,10 @@ class OutputParser:
     """
 
     __slots__ = (
-        "_block",
-        "_calls",
-        "_closer_is_token",
-        "_content",
-        "_emit_content",
-        "_events",
-        "_format",
-        "_is_after_block",
-        "_lexer",
-        "_opener",
-        "_opener_is_loose",
-        "_reasoning",
-        "_schemas",
-        "_splits",
-        "_state",
-        "_stoppable",
-        "_thinking",
-    )
+        "_block", "_calls", "_closer_is_token", "_content", "_emit_content", "_events", "_format",
+        "_is_after_block", "_lexer", "_opener", "_opener_is_loose", "_reasoning", "_schemas",
+        "_splits", "_state", "_stoppable", "_thinking",
+    )  # fmt: skip
 
     def __init__(
         self,

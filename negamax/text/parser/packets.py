@@ -6,8 +6,6 @@ characters. So the last fragment of reasoning and arguments is held until the ne
 Content is not held that long: people wait for it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

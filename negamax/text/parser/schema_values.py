@@ -43,9 +43,7 @@ class ToolSchemas:
         return tool in self._roots
 
     def declared_name(self, name: str) -> str | None:
-        """Return the declared tool with this name, or the only one that differs just in letter
-        case.
-        """
+        """Return the declared tool of this name, or the only one that differs in letter case."""
         if name in self._roots:
             return name
         alike = self._folded.get(name.casefold(), ())
@@ -153,10 +151,7 @@ def json_string(text: str) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse strict JSON.
-
-    Errors: `ValueError` also for NaN, infinities, floats out of range and too deep nesting.
-    """
+    """Parse strict JSON. Errors: `ValueError`, also for NaN, infinities and too deep nesting."""
     try:
         return json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_finite)
     except RecursionError as error:

@@ -1,7 +1,5 @@
 """Splits generated text into tags and text, regardless of how it arrives in pieces."""
 
-from __future__ import annotations
-
 import enum
 import re
 from collections.abc import Mapping, Sequence
@@ -55,9 +53,7 @@ class Lexeme(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class TagPattern:
-    """A tag in the text: a literal `prefix` and `rest`, an expression without groups that ends in
-    `>`.
-    """
+    """A tag: a literal `prefix`, and `rest`, an expression without groups that ends in `>`."""
 
     kind: TagKind
     prefix: str
@@ -205,9 +201,7 @@ class TagLexer:
             self._held = text[end:]
 
     def _find_beginning(self, text: str, start: int) -> int:
-        """Return the start of a possible tag that reaches the end of `text`, or the length of
-        `text`.
-        """
+        """Return where a possible tag begins that reaches the end of `text`, or its length."""
         tables = self._tables
         self._is_inside = False
         low = max(start, len(text) - _MAX_TAG_CHARS)
@@ -231,10 +225,7 @@ class TagLexer:
 
 
 def _join_patterns(patterns: Sequence[TagPattern]) -> tuple[list[TagKind], re.Pattern[str]]:
-    """Return the kinds of the tags and one expression with a group for each.
-
-    Tags with the same prefix share it, so that other characters are passed quickly.
-    """
+    """Return the kinds of the tags and one expression, a group for each; prefixes are shared."""
     kinds: list[TagKind] = []
     families: list[str] = []
     for prefix in dict.fromkeys(pattern.prefix for pattern in patterns):

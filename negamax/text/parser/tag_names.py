@@ -1,7 +1,5 @@
 """Reads names in the tags of a call, also in garbled tags."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

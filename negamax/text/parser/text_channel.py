@@ -1,7 +1,5 @@
 """White space of reasoning or content while it is written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 _QUOTES = frozenset("`'\"“‘«")
