@@ -1,4 +1,3 @@
-import base64
 import contextlib
 import json
 import os
@@ -38,6 +37,10 @@ class PageError(AssertionError):
     """A script failed in the page, or a condition did not become true."""
 
 
+def _description(details: dict[str, Any]) -> str:
+    return str(details.get("exception", {}).get("description", details["text"]))
+
+
 class Browser:
     """One tab. `problems` has uncaught errors, console errors and blocked loads."""
 
@@ -50,9 +53,8 @@ class Browser:
         self.problems: list[str] = []
         self.requests: list[dict[str, Any]] = []  # {url, method, headers, postData?}
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
-            "sessionId"
-        ]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -67,8 +69,7 @@ class Browser:
             if answer.get("id") == self._last_id:
                 if "error" in answer:
                     raise PageError(f"{method}: {answer['error']['message']}")
-                result: dict[str, Any] = answer["result"]
-                return result
+                return dict(answer["result"])
             self._note(answer)
 
     def _receive(self) -> dict[str, Any]:
@@ -85,10 +86,7 @@ class Browser:
         params = message.get("params", {})
         match message.get("method"):
             case "Runtime.exceptionThrown":
-                details = params["exceptionDetails"]
-                self.problems.append(
-                    details.get("exception", {}).get("description", details["text"])
-                )
+                self.problems.append(_description(params["exceptionDetails"]))
             case "Log.entryAdded" if params["entry"]["level"] == "error":
                 entry = params["entry"]
                 self.problems.append(f"{entry['text']} {entry.get('url', '')}".strip())
@@ -104,16 +102,10 @@ class Browser:
         names = ", ".join(values)
         given = ", ".join(json.dumps(value) for value in values.values())
         expression = f"(async ({names}) => {{ {script} }})({given})"
-        answer = self.call(
-            "Runtime.evaluate",
-            expression=expression,
-            awaitPromise=True,
-            returnByValue=True,
-            userGesture=True,
-        )
+        flags = {"awaitPromise": True, "returnByValue": True, "userGesture": True}
+        answer = self.call("Runtime.evaluate", expression=expression, **flags)
         if "exceptionDetails" in answer:
-            details = answer["exceptionDetails"]
-            raise PageError(details.get("exception", {}).get("description", details["text"]))
+            raise PageError(_description(answer["exceptionDetails"]))
         return answer["result"].get("value")
 
     def wait(self, condition: str, *, seconds: float = WAIT_SECONDS, **values: Any) -> Any:
@@ -128,6 +120,22 @@ class Browser:
             f"not within {seconds:g} s: {condition}\n--- the page:\n{text}\n--- problems: "
             f"{self.problems}"
         )
+
+    def count(self, selector: str) -> int:
+        return int(self.run("return document.querySelectorAll(s).length", s=selector))
+
+    def get(self, selector: str, property: str) -> Any:
+        """Return a property of the first such element."""
+        return self.run(f"return document.querySelector(s).{property}", s=selector)
+
+    def wait_for_text(self, selector: str, text: str) -> None:
+        self.wait("document.querySelector(s)?.textContent === t", s=selector, t=text)
+
+    def give_files(self, selector: str, *files: Path) -> None:
+        """Select files in a file input."""
+        root = self.call("DOM.getDocument")["root"]["nodeId"]
+        field = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+        self.call("DOM.setFileInputFiles", nodeId=field, files=[str(file) for file in files])
 
     def shows(self, selector: str) -> None:
         self.wait("document.querySelector(selector)?.checkVisibility() === true", selector=selector)
@@ -164,33 +172,18 @@ class Browser:
         )
         self.call("Input.insertText", text=text) if text else self.press("Delete")
 
-    def press(self, key: str, *, shift: bool = False) -> None:
-        codes = {"Enter": 13, "Escape": 27, "Tab": 9, "Delete": 46}
+    def press(self, key: str) -> None:
+        code = {"Enter": 13, "Escape": 27, "Tab": 9, "Delete": 46}[key]
         text = {"text": "\r"} if key == "Enter" else {}
-        common = {
-            "key": key,
-            "code": key,
-            "windowsVirtualKeyCode": codes[key],
-            "modifiers": 8 if shift else 0,
-        }
+        common = {"key": key, "code": key, "windowsVirtualKeyCode": code}
         self.call("Input.dispatchKeyEvent", type="keyDown", **common, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def look(self, *, width: int, height: int, scheme: str = "light") -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
-        self.call(
-            "Emulation.setEmulatedMedia",
-            features=[{"name": "prefers-color-scheme", "value": scheme}],
-        )
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", features=features)
 
 
 def chromium() -> str:

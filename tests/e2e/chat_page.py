@@ -2,6 +2,7 @@ import json
 from typing import Any
 
 from tests.e2e.browser import Browser
+from tests.e2e.scripted_server import Script
 
 IDLE = "document.querySelector('#send').textContent.startsWith('Send')"
 ANSWERS = "document.querySelectorAll('.assistant .foot .actions:not([hidden])').length"
@@ -32,11 +33,26 @@ SETTLED = """
 """
 
 
+def send(page: Browser, text: str) -> None:
+    page.write("#prompt", text)
+    page.press("Enter")
+
+
+def say(page: Browser, script: Script, answer: str, text: str) -> None:
+    """Send a message whose answer is scripted."""
+    script.steps, script.finish_reason = [{"content": answer}], "stop"
+    ask(page, text)
+
+
+def contents(script: Script) -> list[str]:
+    """Return the texts of the last request."""
+    return [message["content"] for message in script.bodies[-1]["messages"]]
+
+
 def ask(page: Browser, text: str) -> None:
     """Send a message and wait until its answer has ended and is stored and listed."""
     before = page.run(f"return {ANSWERS}")
-    page.write("#prompt", text)
-    page.press("Enter")
+    send(page, text)
     page.wait(f"{ANSWERS} > before && {IDLE}", before=before)
     page.run(SETTLED)
 
@@ -50,10 +66,7 @@ def figures(page: Browser) -> dict[str, str]:
 
 
 def sent(page: Browser) -> dict[str, Any]:
-    bodies = [
-        request["postData"]
-        for request in page.requests
-        if request["url"].endswith("/v1/chat/completions")
-    ]
-    body: dict[str, Any] = json.loads(bodies[-1])
+    """Return the body of the last request."""
+    asked = [each for each in page.requests if each["url"].endswith("/v1/chat/completions")]
+    body: dict[str, Any] = json.loads(asked[-1]["postData"])
     return body

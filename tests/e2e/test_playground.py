@@ -11,10 +11,11 @@ import httpx
 import pytest
 
 from tests.e2e.browser import Browser
-from tests.e2e.chat_page import ANSWERS, IDLE, ask, figures, sent
+from tests.e2e.chat_page import ANSWERS, IDLE, ask, contents, figures, say, send, sent
 from tests.e2e.conftest import MODEL, Server, eventually, serving
 from tests.e2e.scripted_server import NAME, Script, call, scripted
 
+FOCUSED = "document.activeElement.getAttribute('aria-label')"
 POLICY = {
     "default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'", "img-src data: 'self'",
     "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'", "require-trusted-types-for 'script'",
@@ -28,19 +29,12 @@ def test_answers_stream_with_folded_thinking_and_figures(nano: Browser, server: 
     assert "85" in nano.text(".assistant .text")
     # duration, if known
     assert nano.text(".thinking .label").startswith("Thought")
-    assert nano.run("return document.querySelector('.thinking').open") is False
+    assert nano.get(".thinking", "open") is False
     nano.click(".thinking summary")
     assert "47" in nano.text(".thoughts")
     first = figures(nano)
-    assert first.keys() - {"Speed"} == {
-        "First token",
-        "Total",
-        "Prompt",
-        "Cached",
-        "Output",
-        "Thinking",
-        "Finish",
-    }
+    names = {"First token", "Total", "Prompt", "Cached", "Output", "Thinking", "Finish"}
+    assert first.keys() - {"Speed"} == names
     assert 0 < int(first["Thinking"]) < int(first["Output"])
     used = int(first["Prompt"]) + int(first["Output"])
     assert nano.text("#window-text") == f"{used} of 4,096 tokens"
@@ -55,10 +49,8 @@ def test_answers_stream_with_folded_thinking_and_figures(nano: Browser, server: 
     assert "85" in nano.text(".assistant .text")
     assert int(figures(nano)["Cached"]) > 0  # now the prompt is cached
     assert nano.problems == []
-    assert {
-        request["url"].startswith(server.url) or request["url"] == "about:blank"
-        for request in nano.requests
-    } == {True}
+    urls = [request["url"] for request in nano.requests]
+    assert all(url.startswith((server.url, "about:blank")) for url in urls)
 
 
 def test_a_tool_call_takes_its_result_and_goes_on(nano: Browser) -> None:
@@ -66,25 +58,18 @@ def test_a_tool_call_takes_its_result_and_goes_on(nano: Browser) -> None:
     ask(nano, "What is the weather in Paris?")
     assert nano.text(".call .name") == "get_weather"
     assert nano.text(".call pre") == '{\n  "city": "Paris"\n}'
-    assert (
-        nano.run("return document.activeElement.getAttribute('aria-label')")
-        == "Result of get_weather"
-    )
+    assert nano.run(f"return {FOCUSED}") == "Result of get_weather"
     assert nano.text("#send") == "Send results"
     nano.write(".call textarea", '{"temperature": 21}')
     nano.click("#send")
     nano.wait(f"{ANSWERS} === 2 && {IDLE}")
     question, asked, result = sent(nano)["messages"]
     assert question == {"role": "user", "content": "What is the weather in Paris?"}
-    assert asked["reasoning_content"] and asked["tool_calls"][0]["function"] == {
-        "name": "get_weather",
-        "arguments": '{"city": "Paris"}',
-    }
-    assert result == {
-        "role": "tool",
-        "tool_call_id": asked["tool_calls"][0]["id"],
-        "content": '{"temperature": 21}',
-    }
+    (asked_call,) = asked["tool_calls"]
+    assert asked["reasoning_content"]
+    assert asked_call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    answer = {"role": "tool", "tool_call_id": asked_call["id"], "content": '{"temperature": 21}'}
+    assert result == answer
     assert nano.text(".assistant:last-child .text")
     assert nano.problems == []
 
@@ -116,10 +101,9 @@ def test_settings_are_fields_of_the_request_and_the_server_takes_them(nano: Brow
     assert int(figures(nano)["Output"]) <= 12
     assert nano.text(".problem") in ("", "Cut off: token limit reached.")
     nano.write("[name=temperature]", "3")  # the form itself refuses it
-    nano.write("#prompt", "Hello again!")
-    nano.press("Enter")
-    assert nano.run("return document.querySelectorAll('.user').length") == 1
-    assert nano.run("return document.querySelector('#prompt').value") == "Hello again!"
+    send(nano, "Hello again!")
+    assert nano.count(".user") == 1
+    assert nano.get("#prompt", "value") == "Hello again!"
 
 
 def test_an_error_of_the_server_is_shown_with_its_request_id(nano: Browser) -> None:
@@ -138,90 +122,62 @@ def test_an_error_of_the_server_is_shown_with_its_request_id(nano: Browser) -> N
 def test_refusals_and_errors_within_a_stream_keep_what_had_come(
     page: Browser, script: Script
 ) -> None:
-    script.refusal = (
-        429,
-        {"message": "the queue is full", "code": "queue_full"},
-        {"retry-after": "2"},
-    )
+    error = {"message": "the queue is full", "code": "queue_full"}
+    script.refusal = (429, error, {"retry-after": "2"})
     ask(page, "One")
-    assert (
-        page.text(".problem")
-        == "the queue is full\nHTTP 429 · queue_full · try again in 2 s · request id "
-        "request-refused"
-    )
+    details = "HTTP 429 · queue_full · try again in 2 s · request id request-refused"
+    assert page.text(".problem") == f"the queue is full\n{details}"
     script.refusal = None
-    script.steps = [
-        {"content": "Half an ans"},
-        {"error": {"message": "the engine is gone", "code": "engine_dead"}},
-    ]
+    gone = {"message": "the engine is gone", "code": "engine_dead"}
+    script.steps = [{"content": "Half an ans"}, {"error": gone}]
     page.click(".assistant .again")
     page.wait(f"{IDLE} && document.querySelector('.assistant .text').textContent === 'Half an ans'")
     assert page.text(".problem") == "the engine is gone\nengine_dead · request id request-2"
-    script.steps = [{"content": "Whole"}]
-    ask(page, "Two")
-    assert [message["content"] for message in script.bodies[-1]["messages"]] == [
-        "One",
-        "Half an ans",
-        "Two",
-    ]
+    say(page, script, "Whole", "Two")
+    assert contents(script) == ["One", "Half an ans", "Two"]
 
 
 def test_thinking_and_arguments_are_seen_while_they_are_written(
     page: Browser, script: Script
 ) -> None:
-    pieces = call(
-        "write_file",
-        '{"path": "a.py", "size": 12345678901234567890, "no',
-        'ne": [], "text": "x\\"\\n"}',
-    )
+    start, end = '{"path": "a.py", "size": 12345678901234567890, "no', 'ne": [], "text": "x\\"\\n"}'
+    *pieces, last = call("write_file", start, end)
     looks, calls = threading.Event(), threading.Event()
-    script.steps = [
-        {"reasoning_content": "First I "},
-        looks,
-        {"reasoning_content": "look."},
-        {"content": "Now"},
-        *pieces[:2],
-        calls,
-        pieces[2],
-    ]
+    thoughts = [{"reasoning_content": "First I "}, looks, {"reasoning_content": "look."}]
+    script.steps = [*thoughts, {"content": "Now"}, *pieces, calls, last]
     script.finish_reason = "tool_calls"
-    page.write("#prompt", "Write")
-    page.press("Enter")
-    page.wait("document.querySelector('.thinking .preview')?.textContent === 'First I '")
+    send(page, "Write")
+    page.wait_for_text(".thinking .preview", "First I ")
     assert page.text(".thinking .label").startswith("Thinking")
     # the label counts the seconds
     page.wait(
         "/^Thinking \\d+\\.\\d s/.test(document.querySelector('.thinking .label').textContent)"
     )
     looks.set()
-    page.wait("document.querySelector('.call .state')?.textContent === 'writing …'")
+    page.wait_for_text(".call .state", "writing …")
     page.wait("document.querySelector('.call pre').textContent.endsWith('\"no')")
     calls.set()
     page.wait(IDLE)
-    whole = (
-        '{\n  "path": "a.py",\n  "size": 12345678901234567890,\n  "none": [],\n  "text": '
-        '"x\\"\\n"\n}'
-    )
+    whole = """{
+  "path": "a.py",
+  "size": 12345678901234567890,
+  "none": [],
+  "text": "x\\"\\n"
+}"""
     assert page.text(".call pre") == whole
     assert re.match(r"Thought for \d+\.\d s", page.text(".thinking .label"))
 
 
 def test_stopping_ends_the_request_and_keeps_the_text(page: Browser, script: Script) -> None:
-    script.steps = [
-        {"content": "As far as"},
-        *call("whole", "{}"),
-        *call("late", '{"a": ', index=1),
-        60,
-    ]
-    page.write("#prompt", "One")
-    page.press("Enter")
-    page.wait("document.querySelector('.call:nth-child(2) .state')?.textContent === 'writing …'")
+    late = call("late", '{"a": ', index=1)
+    script.steps = [{"content": "As far as"}, *call("whole", "{}"), *late, 60]
+    send(page, "One")
+    page.wait_for_text(".call:nth-child(2) .state", "writing …")
     page.press("Escape")
     page.wait(IDLE)
     assert page.text(".problem").startswith("Stopped.")
     assert eventually(lambda: script.hang_ups == 1)
-    script.steps = [{"content": "More"}]
-    ask(page, "Two")
+    say(page, script, "More", "Two")
     # calls without an answer
     assert script.bodies[-1]["messages"][1] == {"role": "assistant", "content": "As far as"}
 
@@ -234,27 +190,21 @@ def test_a_call_that_the_token_limit_cut_off_is_left_out(page: Browser, script: 
         "Cut off: token limit reached.\nA tool call is incomplete"
     )
     assert page.run("return document.querySelector('.call textarea')") is None
-    script.steps, script.finish_reason = [{"content": "More"}], "stop"
-    ask(page, "Two")
+    say(page, script, "More", "Two")
     assert script.bodies[-1]["messages"][1] == {"role": "assistant", "content": "Well"}
 
 
 def test_editing_asks_again_from_there(page: Browser, script: Script) -> None:
-    script.steps = [{"content": "Answer"}]
     for text in ("One", "Two", "Three"):
-        ask(page, text)
+        say(page, script, "Answer", text)
     page.click(".user:nth-child(3) .edit")
     page.write(".editor textarea", "Two, changed")
     page.press("Enter")
     page.wait(f"{ANSWERS} === 2 && {IDLE}")
-    assert [message["content"] for message in script.bodies[-1]["messages"]] == [
-        "One",
-        "Answer",
-        "Two, changed",
-    ]
-    assert page.run("return document.querySelectorAll('.message').length") == 4
+    assert contents(script) == ["One", "Answer", "Two, changed"]
+    assert page.count(".message") == 4
     page.click("#new")
-    assert page.run("return document.querySelectorAll('.message').length") == 0
+    assert page.count(".message") == 0
 
 
 def test_the_key_is_asked_for_and_kept_in_the_tab_only(page: Browser) -> None:
@@ -266,18 +216,18 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_only(page: Browser) -> None:
         assert page.text("#key-reason") == "the API key is missing"
         page.write("#key", "wrong")
         page.press("Enter")
-        page.wait(
-            "document.querySelector('#key-dialog').open && !document.querySelector('#key').value"
-        )
+        field = "document.querySelector('#key').value"
+        page.wait(f"document.querySelector('#key-dialog').open && !{field}")
         page.write("#key", "secret")
         page.press("Enter")
         page.wait("document.querySelector('#model').value === name", name=NAME)
         ask(page, "Hello")
         assert page.text(".assistant .text") == "Open"
-        kept = (
-            "return [Object.values(sessionStorage), "
-            "Object.values(localStorage).join().includes('secret'), document.cookie]"
-        )
+        kept = """return [
+            Object.values(sessionStorage),
+            Object.values(localStorage).join().includes('secret'),
+            document.cookie,
+        ]"""
         assert page.run(kept) == [["secret"], False, ""]
         assert "secret" not in page.run("return document.documentElement.outerHTML")
         page.click("#settings-toggle")
@@ -313,21 +263,13 @@ def test_the_browser_asks_for_the_key_of_a_guarded_server_once(
 
 def test_the_copied_command_repeats_the_request(page: Browser, script: Script) -> None:
     script.steps = [{"content": "Again"}]
-    request = {
-        "model": NAME,
-        "messages": [{"role": "user", "content": 'it\'s "quoted" $HOME `id` \\ !\n\u00e9'}],
-        "stream": True,
-    }
-    command = page.run(
-        "return (await import('/playground/stream.js')).curlCommand(request, true)", request=request
-    )
-    told = subprocess.run(
-        ["sh", "-c", command],
-        capture_output=True,
-        check=True,
-        env={"NEGAMAX_API_KEY": "k", **os.environ},
-    )
-    assert b'"Again"' in told.stdout
+    question = {"role": "user", "content": 'it\'s "quoted" $HOME `id` \\ !\n\u00e9'}
+    request = {"model": NAME, "messages": [question], "stream": True}
+    make = "return (await import('/playground/stream.js')).curlCommand(request, true)"
+    command = ["sh", "-c", page.run(make, request=request)]
+    environment = {"NEGAMAX_API_KEY": "k", **os.environ}
+    done = subprocess.run(command, capture_output=True, check=True, env=environment)
+    assert b'"Again"' in done.stdout
     assert script.bodies == [request]
 
 
@@ -339,99 +281,61 @@ def test_a_conversation_survives_export_and_import(
     page.write("[name=system]", "Be kind.")
     ask(page, "One")
     page.write(".call textarea", "done")
-    script.steps, script.finish_reason = [{"content": "Fine"}], "stop"
-    ask(page, "and then?")
+    say(page, script, "Fine", "and then?")
     page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     page.click("#export")
     file = tmp_path / "conversation.json"
     assert eventually(file.exists)
     kept = json.loads(file.read_text(encoding="utf-8"))
-    assert [message["role"] for message in kept["messages"]] == [
-        "user",
-        "assistant",
-        "tool",
-        "user",
-        "assistant",
-    ]
+    roles = [message["role"] for message in kept["messages"]]
+    assert roles == ["user", "assistant", "tool", "user", "assistant"]
     assert kept["settings"]["system"] == "Be kind."
 
     before = page.wait("location.hash")
     page.write("[name=system]", "")
-    document = page.call("DOM.getDocument")["root"]["nodeId"]
-    field = page.call("DOM.querySelector", nodeId=document, selector="#import-file")["nodeId"]
-    page.call("DOM.setFileInputFiles", nodeId=field, files=[str(file)])
+    page.give_files("#import-file", file)
     page.wait("location.hash !== before", before=before)  # it is another conversation
-    assert page.run("return document.querySelectorAll('.message').length") == 4
+    assert page.count(".message") == 4
     ask(page, "Two")
     body = script.bodies[-1]["messages"]
     assert body[0] == {"role": "system", "content": "Be kind."}
     assert body[1:-1] == kept["messages"]
     broken = tmp_path / "broken.json"
     broken.write_text('{"messages": [{"role": "wizard"}]}')
-    page.call("DOM.setFileInputFiles", nodeId=field, files=[str(broken)])
-    page.wait(
-        "document.querySelector('#notice').textContent === 'Message 1 has the role \"wizard\".'"
-    )
+    page.give_files("#import-file", broken)
+    page.wait_for_text("#notice", 'Message 1 has the role "wizard".')
     # earlier content remains
-    assert page.run("return document.querySelectorAll('.message').length") == 6
+    assert page.count(".message") == 6
 
 
 def test_every_control_has_a_name_and_the_keyboard_reaches_it(
     page: Browser, script: Script
 ) -> None:
-    script.steps = [
-        {"reasoning_content": "Hm."},
-        {"content": "`x`\n\n```\ny\n```"},
-        *call("f", "{}"),
-    ]
+    answer = [{"reasoning_content": "Hm."}, {"content": "`x`\n\n```\ny\n```"}]
+    script.steps = [*answer, *call("f", "{}")]
     page.run(
         "const { Store } = await import('/playground/store.js'); "
         "Store.prototype.save = () => new Promise((then) => (window.saved = then));"
     )
     ask(page, "One")
-    focused = "document.activeElement.getAttribute('aria-label')"
-    assert page.run(f"return {focused}") == "Result of f"
+    assert page.run(f"return {FOCUSED}") == "Result of f"
     page.click("#prompt")
     page.run("saved(); await new Promise((then) => setTimeout(then))")
-    assert page.run(f"return {focused}") == "Your message"  # where the user navigated to
+    assert page.run(f"return {FOCUSED}") == "Your message"  # where the user navigated to
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
-    roles = {
-        "button",
-        "textbox",
-        "combobox",
-        "spinbutton",
-        "checkbox",
-        "link",
-        "progressbar",
-        "dialog",
-    }
+    roles = {"button", "textbox", "combobox", "spinbutton", "checkbox", "link", "progressbar"}
+    roles |= {"dialog"}
     controls = [node for node in nodes if not node["ignored"] and node["role"]["value"] in roles]
     assert len(controls) > 25
-    assert [
-        node["role"]["value"] for node in controls if not node.get("name", {}).get("value")
-    ] == []
+    assert all(node.get("name", {}).get("value") for node in controls)
     page.run("document.activeElement.blur()")
     reached = set()
+    identity = "e.id || e.name || e.getAttribute('aria-label') || e.textContent"
     for _ in range(60):
         page.press("Tab")
-        reached.add(
-            page.run(
-                "const e = document.activeElement; return e.id || e.name || "
-                "e.getAttribute('aria-label') || e.textContent"
-            )
-        )
-    assert {
-        "prompt",
-        "send",
-        "model",
-        "new",
-        "theme",
-        "settings-toggle",
-        "temperature",
-        "tools",
-        "thinking",
-        "Result of f",
-    } <= reached
+        reached.add(page.run(f"const e = document.activeElement; return {identity}"))
+    expected = {"prompt", "send", "model", "new", "theme", "settings-toggle", "temperature"}
+    assert expected | {"tools", "thinking", "Result of f"} <= reached
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -439,28 +343,25 @@ def test_narrow_windows_show_everything_and_colours_follow_the_person(
     page: Browser, script: Script, scheme: str
 ) -> None:
     word = "x" * 300
-    script.steps = [
-        {"reasoning_content": word},
-        {"content": f"{word}\n\n```\n{word}\n```\n\n|{word}|b|\n|-|-|\n|c|d|"},
-    ]
+    table = f"|{word}|b|\n|-|-|\n|c|d|"
+    text = f"{word}\n\n```\n{word}\n```\n\n{table}"
+    script.steps = [{"reasoning_content": word}, {"content": text}]
     script.steps += call(word, json.dumps({"a": word}))
     page.look(width=360, height=640, scheme=scheme)
     ask(page, word)
-    assert page.run(
-        "return [document.documentElement.scrollWidth, document.querySelector('main').scrollWidth]"
-    ) == [360, 360]
+    assert page.get("html", "scrollWidth") == page.get("main", "scrollWidth") == 360
     for selector in ("#model", "#new", "#settings-toggle", "#prompt", "#send"):
-        left, right = page.run(
-            "const r = document.querySelector(s).getBoundingClientRect(); return [r.left, r.right]",
-            s=selector,
-        )
+        left = page.get(selector, "getBoundingClientRect().left")
+        right = page.get(selector, "getBoundingClientRect().right")
         assert 0 <= left < right <= 360, selector
-    dark = page.run("return getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)"
-    assert dark == (scheme == "dark")
+
+    def is_dark() -> bool:
+        color = page.run("return getComputedStyle(document.body).backgroundColor")
+        return bool(color == "rgb(20, 22, 26)")
+
+    assert is_dark() == (scheme == "dark")
     page.click("#theme")
-    assert (
-        page.run("return getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)"
-    ) != dark
+    assert is_dark() != (scheme == "dark")
     page.click("#settings-toggle")
     page.shows("[name=temperature]")
     page.press("Escape")
@@ -477,27 +378,14 @@ def test_the_files_come_with_their_policy_and_are_asked_for_anew(http: httpx.Cli
     assert http.head("/").headers["etag"] == answer.headers["etag"]
     again = http.get("/", headers={"if-none-match": answer.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
-    for name in (
-        "app.js",
-        "markdown.js",
-        "style.css",
-        "icon.svg",
-        "vendor/temml.js",
-        "vendor/LICENSES.txt",
-    ):
+    icons = ("style.css", "icon.svg", "vendor/temml.js", "vendor/LICENSES.txt")
+    for name in ("app.js", "markdown.js", *icons):
         file = http.get(f"/playground/{name}")
         assert file.status_code == 200 and file.content, name
         plain = http.get(f"/playground/{name}", headers={"accept-encoding": "identity"})
-        assert (file.headers["content-encoding"], "content-encoding" in plain.headers) == (
-            "gzip",
-            False,
-        )
+        assert file.headers["content-encoding"] == "gzip"
+        assert "content-encoding" not in plain.headers
         assert file.content == plain.content
-    for path in (
-        "/playground/__init__.py",
-        "/playground/",
-        "/playground/../server.py",
-        "/playground/%2e%2e/server.py",
-    ):
-        assert http.get(path).status_code == 404, path
+    for path in ("__init__.py", "", "../server.py", "%2e%2e/server.py"):
+        assert http.get(f"/playground/{path}").status_code == 404, path
     assert http.post("/").status_code == 405

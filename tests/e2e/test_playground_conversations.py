@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.browser import AIM, Browser
-from tests.e2e.chat_page import ANSWERS, IDLE, SETTLED, ask, begin, sent
+from tests.e2e.chat_page import ANSWERS, IDLE, SETTLED, ask, begin, contents, say, send, sent
 from tests.e2e.conftest import eventually
 from tests.e2e.scripted_server import NAME, Script, call, scripted
 
 TITLES = "[...document.querySelectorAll('#conversations .open')].map((e) => e.title)"
 TEXTS = (
-    "[...document.querySelectorAll('.message')].map((e) => e.querySelector('.bubble, "
-    ".text').textContent)"
+    "[...document.querySelectorAll('.message')]"
+    ".map((e) => e.querySelector('.bubble, .text').textContent)"
 )
 RENAME, DELETE = ".tools button:first-child", ".tools button:last-child"
 
@@ -37,6 +37,10 @@ def row(title: str, button: str = ".open") -> str:
     return f"#conversations li:has([title='{title}']) {button}"
 
 
+def wait_for(page: Browser, list_expression: str, joined: str) -> None:
+    page.wait(f"{list_expression}.join() === joined", joined=joined)
+
+
 def reload(page: Browser) -> None:
     page.run(SETTLED)
     url = page.wait("(location.hash || !document.querySelector('.message')) && location.href")
@@ -45,49 +49,34 @@ def reload(page: Browser) -> None:
     page.wait("document.querySelector('#model').value === name", name=NAME)
 
 
-def say(page: Browser, script: Script, answer: str, text: str) -> None:
-    script.steps = [{"content": answer}]
-    ask(page, text)
-
-
-def give_files(page: Browser, selector: str, *files: Path) -> None:
-    document = page.call("DOM.getDocument")["root"]["nodeId"]
-    field = page.call("DOM.querySelector", nodeId=document, selector=selector)["nodeId"]
-    page.call("DOM.setFileInputFiles", nodeId=field, files=[str(file) for file in files])
-
-
 def test_conversations_outlive_the_tab_and_are_found_renamed_and_deleted(
     page: Browser, script: Script
 ) -> None:
     say(page, script, "They *hum*.", "What do bees do?")
     page.click("#new")
     say(page, script, "They sail.", "And ships?")
-    page.wait(f"{TITLES}.join() === 'And ships?,What do bees do?'")
+    wait_for(page, TITLES, "And ships?,What do bees do?")
     reload(page)
-    page.wait(f"{TEXTS}.join() === 'And ships?,They sail.'")
+    wait_for(page, TEXTS, "And ships?,They sail.")
     page.click(row("What do bees do?"))
-    page.wait(f"{TEXTS}.join() === 'What do bees do?,They hum.'")
-    assert page.run("return document.querySelector('.text em').textContent") == "hum"
+    wait_for(page, TEXTS, "What do bees do?,They hum.")
+    assert page.get(".text em", "textContent") == "hum"
     say(page, script, "Honey.", "And make?")
-    assert [message["content"] for message in script.bodies[-1]["messages"]] == [
-        "What do bees do?",
-        "They *hum*.",
-        "And make?",
-    ]
+    assert contents(script) == ["What do bees do?", "They *hum*.", "And make?"]
 
     page.write("#search", "SAIL")
-    page.wait(f"{TITLES}.join() === 'And ships?'")
+    wait_for(page, TITLES, "And ships?")
     page.write("#search", "")
     page.wait(f"{TITLES}.length === 2")
     page.click(row("What do bees do?", RENAME))
     page.write("#conversations input", "Insects")
     page.press("Enter")
-    page.wait(f"{TITLES}.join() === 'Insects,And ships?'")
+    wait_for(page, TITLES, "Insects,And ships?")
     page.click(row("Insects", DELETE))
-    page.wait(f"{TITLES}.join() === 'And ships?'")
+    wait_for(page, TITLES, "And ships?")
     assert page.run(f"return {TEXTS}") == []
     page.click("#notice button")
-    page.wait(f"{TITLES}.join() === 'Insects,And ships?'")
+    wait_for(page, TITLES, "Insects,And ships?")
     assert page.problems == []
 
 
@@ -98,22 +87,18 @@ def test_versions_of_answers_and_questions_are_kept(page: Browser, script: Scrip
     page.wait(f"{TEXTS}.join() === 'One,Second' && {IDLE}")
     assert page.text(".assistant .place") == "2/2"
     page.click(".assistant .back")
-    page.wait(f"{TEXTS}.join() === 'One,First'")
+    wait_for(page, TEXTS, "One,First")
     say(page, script, "Third", "Two")
-    assert [message["content"] for message in script.bodies[-1]["messages"]] == [
-        "One",
-        "First",
-        "Two",
-    ]
+    assert contents(script) == ["One", "First", "Two"]
     page.click(".user .edit")
     page.write(".editor textarea", "Uno")
     script.steps = [{"content": "Primo"}]
     page.press("Enter")
     page.wait(f"{TEXTS}.join() === 'Uno,Primo' && {IDLE}")
     reload(page)
-    page.wait(f"{TEXTS}.join() === 'Uno,Primo'")
+    wait_for(page, TEXTS, "Uno,Primo")
     page.click(".user .back")
-    page.wait(f"{TEXTS}.join() === 'One,First,Two,Third'")
+    wait_for(page, TEXTS, "One,First,Two,Third")
     assert page.text(".assistant .place") == "1/2"
 
 
@@ -121,41 +106,36 @@ def test_messages_are_deleted_and_come_back(page: Browser, script: Script) -> No
     for number in ("One", "Two"):
         say(page, script, f"To {number}", number)
     page.click(".user:nth-child(3) .delete")
-    page.wait(f"{TEXTS}.join() === 'One,To One'")
+    wait_for(page, TEXTS, "One,To One")
     assert page.text("#notice").startswith("2 messages were deleted.")
     page.click("#notice button")
-    page.wait(f"{TEXTS}.join() === 'One,To One,Two,To Two'")
+    wait_for(page, TEXTS, "One,To One,Two,To Two")
     page.click(".user:nth-child(3) .delete")
     say(page, script, "To Three", "Three")
-    assert [message["content"] for message in script.bodies[-1]["messages"]] == [
-        "One",
-        "To One",
-        "Three",
-    ]
+    assert contents(script) == ["One", "To One", "Three"]
 
 
-def test_an_answer_goes_on_where_it_was_cut_off(nano: Browser) -> None:
+def test_truncated_answer_continues_where_it_ended(nano: Browser) -> None:
     nano.write("[name=max_tokens]", "6")
     ask(nano, "What is 47 + 38?")
-    thoughts = nano.run("return document.querySelector('.thoughts').textContent")
+    thoughts = nano.get(".thoughts", "textContent")
     assert thoughts and not nano.text(".assistant .text")
     nano.write("[name=max_tokens]", "")
     nano.click(".assistant .more")
     nano.wait(f"{IDLE} && document.querySelector('.assistant .text').textContent")
     assert "85" in nano.text(".assistant .text")
-    assert nano.run("return document.querySelector('.thoughts').textContent").startswith(thoughts)
-    assert nano.run("return document.querySelectorAll('.assistant').length") == 1
+    assert nano.get(".thoughts", "textContent").startswith(thoughts)
+    assert nano.count(".assistant") == 1
     assert sent(nano)["continue_final_message"] is True
-    assert nano.run("return document.querySelector('.more').hidden")
+    assert nano.get(".more", "hidden")
     assert nano.problems == []
 
 
 def test_answers_come_in_while_another_conversation_is_shown(page: Browser, script: Script) -> None:
     goes_on = threading.Event()
     script.steps = [{"content": "Slowly "}, goes_on, {"content": "done"}]
-    page.write("#prompt", "One")
-    page.press("Enter")
-    page.wait(f"{TEXTS}.join() === 'One,Slowly'")
+    send(page, "One")
+    wait_for(page, TEXTS, "One,Slowly")
     page.click("#new")
     assert page.run(f"return {TEXTS}") == []
     say(page, script, "Quick", "Two")
@@ -165,21 +145,22 @@ def test_answers_come_in_while_another_conversation_is_shown(page: Browser, scri
     page.run("new BroadcastChannel('negamax').postMessage(location.hash.slice(1))")
     page.wait("numWaiting() === 1")
     page.click(row("One"))
-    page.wait(f"{TEXTS}.join() === 'One,Slowly'")
+    wait_for(page, TEXTS, "One,Slowly")
     page.run("arrive(); await new Promise((then) => setTimeout(then))")
     assert page.run(f"return {TEXTS}") == ["One", "Slowly"]
     goes_on.set()
     page.wait(f"{TEXTS}.join() === 'One,Slowly done' && {IDLE}")
 
 
-def test_what_a_person_opens_is_shown_whatever_else_happens(page: Browser, script: Script) -> None:
+def test_opened_conversation_is_shown_during_saves_and_deletions(
+    page: Browser, script: Script
+) -> None:
     """While a conversation is read, an answer ends and is saved, and the shown one is deleted."""
     goes_on = threading.Event()
     say(page, script, "First", "One")
     page.click("#new")
     script.steps = [{"content": "Slowly "}, goes_on, {"content": "done"}]
-    page.write("#prompt", "Two")
-    page.press("Enter")
+    send(page, "Two")
     page.wait(f"{TEXTS}.join() === 'Two,Slowly' && {TITLES}.length === 2")
     page.run(HELD_READS)
     page.click(row("One"))
@@ -187,15 +168,15 @@ def test_what_a_person_opens_is_shown_whatever_else_happens(page: Browser, scrip
     goes_on.set()
     page.wait("!document.querySelector('#conversations .dot')")  # it is saved
     page.run("arrive()")
-    page.wait(f"{TEXTS}.join() === 'One,First'")
+    wait_for(page, TEXTS, "One,First")
 
     page.click(row("One", DELETE))
     page.click(row("Two"))
     page.wait("numWaiting() === 2")
     page.run("arrive()")
-    page.wait(f"{TITLES}.join() === 'Two'")
+    wait_for(page, TITLES, "Two")
     page.run("arrive()")
-    page.wait(f"{TEXTS}.join() === 'Two,Slowly done'")
+    wait_for(page, TEXTS, "Two,Slowly done")
     skipped = page.run(
         "const before = location.hash; document.querySelector('.skip').click(); "
         "return [document.activeElement.id, location.hash === before]"
@@ -211,7 +192,7 @@ def test_the_list_takes_clicks_while_it_changes(page: Browser, script: Script) -
     page.click(row("Two", RENAME))
     page.write("#conversations input", "Three")
     page.click("#prompt")
-    page.wait(f"{TITLES}.join() === 'Three,One'")
+    wait_for(page, TITLES, "Three,One")
     assert page.run("return document.activeElement.id") == "prompt"
 
     # the new name is there before the button is released
@@ -225,8 +206,8 @@ def test_the_list_takes_clicks_while_it_changes(page: Browser, script: Script) -
     )
     assert eventually(lambda: page.run(titles) == "Four,One")
     page.mouse("mouseReleased", place)
-    page.wait(f"{TEXTS}.join() === 'One,First'")
-    page.wait(f"{TITLES}.join() === 'Four,One'")
+    wait_for(page, TEXTS, "One,First")
+    wait_for(page, TITLES, "Four,One")
 
     # the keyboard focus stays
     page.run(
@@ -244,7 +225,7 @@ def test_the_list_takes_clicks_while_it_changes(page: Browser, script: Script) -
     page.write("#search", "")
     page.run("await new Promise((then) => setTimeout(then, 300))")  # for the list of all
     page.run("arrive(); await new Promise((then) => setTimeout(then))")
-    page.wait(f"{TITLES}.join() === 'Four,One'")
+    wait_for(page, TITLES, "Four,One")
     assert page.problems == []
 
 
@@ -270,21 +251,18 @@ def test_a_link_in_a_growing_answer_takes_clicks_and_keeps_the_focus(
     page.run("view.show(text += ' and'); view.show(text += ' more', true)")
     page.mouse("mouseReleased", place)
     page.wait("window.clicked === 'https://e.example/'")
-    page.wait("document.querySelector('.text').textContent === 'HereSee it and more'")
+    page.wait_for_text(".text", "HereSee it and more")
     page.run("document.querySelector('.text a').focus(); view.show(text += ' text')")
-    assert page.run("return [document.activeElement.href, view.text === text]") == [
-        "https://e.example/",
-        True,
-    ]
+    found = page.run("return [document.activeElement.href, view.text === text]")
+    assert found == ["https://e.example/", True]
     assert page.problems == []
 
 
-def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(
+def test_conversation_deleted_during_its_answer_stays_deleted(
     page: Browser, script: Script
 ) -> None:
     script.steps = [{"content": "Slowly"}, 600]
-    page.write("#prompt", "One")
-    page.press("Enter")
+    send(page, "One")
     page.wait(f"{TEXTS}.join() === 'One,Slowly' && {TITLES}.length === 1")
     page.click(row("One", DELETE))
     page.wait(f"{TITLES}.length === 0")
@@ -300,22 +278,16 @@ def test_text_files_go_into_the_message(page: Browser, script: Script, tmp_path:
     code.write_text("print('''```''')\n")
     image.write_bytes(b"\x89PNG\xff\xfe")
     large.write_text("x" * 600_000)
-    give_files(page, "#attach-file", image)
-    page.wait(
-        "document.querySelector('#notice').textContent === 'x.png is not text in UTF-8; only "
-        "text can be attached.'"
-    )
-    give_files(page, "#attach-file", large)
-    page.wait(
-        "document.querySelector('#notice').textContent === 'large.txt has 586 KiB; allowed: 512 "
-        "KiB of text.'"
-    )
-    give_files(page, "#attach-file", code)
-    page.wait("document.querySelector('.file .name')?.textContent === 'a b.py'")
+    page.give_files("#attach-file", image)
+    page.wait_for_text("#notice", "x.png is not text in UTF-8; only text can be attached.")
+    page.give_files("#attach-file", large)
+    page.wait_for_text("#notice", "large.txt has 586 KiB; allowed: 512 KiB of text.")
+    page.give_files("#attach-file", code)
+    page.wait_for_text(".file .name", "a b.py")
     say(page, script, "Three marks.", "What is this?")
     content = "a b.py:\n````py\nprint('''```''')\n````\n\nWhat is this?"
     assert script.bodies[-1]["messages"] == [{"role": "user", "content": content}]
-    assert page.run("return document.querySelectorAll('.file').length") == 0
+    assert page.count(".file") == 0
     assert page.text(".attached summary") == "a b.py 17 B"
     reload(page)
     say(page, script, "Sure.", "Sure?")
@@ -323,24 +295,13 @@ def test_text_files_go_into_the_message(page: Browser, script: Script, tmp_path:
 
 
 def test_settings_and_theme_are_kept_and_defaults_are_shown(page: Browser, script: Script) -> None:
-    shown = (
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-    )
-    read = "return names.map((name) => document.querySelector(`[name=${name}]`).placeholder)"
     page.wait("document.querySelector('[name=temperature]').placeholder !== 'default'")
-    assert page.run(read, names=shown) == ["0.7", "0.95", "40", "0", "1", "0", "0"]
-    numbers: dict[str, Any] = {
-        "min_p": 0.1,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.5,
-        "min_tokens": 2,
-    }
+    defaults = {"temperature": "0.7", "top_p": "0.95", "top_k": "40", "min_p": "0"}
+    defaults |= {"repetition_penalty": "1", "presence_penalty": "0", "frequency_penalty": "0"}
+    for name, value in defaults.items():
+        assert page.get(f"[name={name}]", "placeholder") == value, name
+    numbers: dict[str, Any] = {"min_p": 0.1, "repetition_penalty": 1.1}
+    numbers |= {"presence_penalty": 0.5, "min_tokens": 2}
     for name, value in numbers.items():
         page.write(f"[name={name}]", str(value))
     page.write("[name=stop]", "END\n\\n\\n")
@@ -355,13 +316,8 @@ def test_settings_and_theme_are_kept_and_defaults_are_shown(page: Browser, scrip
     assert not {*numbers, "stop"} & set(script.bodies[-1])
 
 
-def test_the_strip_tells_how_busy_the_server_is_while_the_page_is_visible(
-    page: Browser, script: Script
-) -> None:
-    page.wait(
-        "document.querySelector('#server').textContent === '2 running · 1 waiting · KV 15 % · "
-        "0.0 tok/s'"
-    )
+def test_strip_shows_the_load_while_the_page_is_visible(page: Browser, script: Script) -> None:
+    page.wait_for_text("#server", "2 running · 1 waiting · KV 15 % · 0.0 tok/s")
     assert page.run("return document.querySelector('#server').getAttribute('href')") == "status"
     page.run("Object.defineProperty(document, 'hidden', { value: true })")
 
@@ -384,7 +340,7 @@ def test_without_a_database_conversations_end_with_the_tab(page: Browser) -> Non
             page.click("#new")
             say(page, script, "Two", "Second")
             page.click(row("First"))
-            page.wait(f"{TEXTS}.join() === 'First,One'")
+            wait_for(page, TEXTS, "First,One")
             assert page.problems == []
             page.open("about:blank")
     finally:
@@ -399,10 +355,7 @@ def test_a_tool_call_waits_for_its_result_after_a_reload(page: Browser, script: 
     script.steps, script.finish_reason = [{"content": "Fine"}], "stop"
     page.click("#send")
     page.wait(f"{ANSWERS} === 2 && {IDLE}")
-    assert [message["role"] for message in script.bodies[-1]["messages"]] == [
-        "user",
-        "assistant",
-        "tool",
-    ]
+    roles = [message["role"] for message in script.bodies[-1]["messages"]]
+    assert roles == ["user", "assistant", "tool"]
     reload(page)
-    page.wait("document.querySelector('.call .result pre')?.textContent === 'done'")
+    page.wait_for_text(".call .result pre", "done")

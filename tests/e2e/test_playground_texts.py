@@ -4,7 +4,7 @@ import time
 import pytest
 
 from tests.e2e.browser import Browser
-from tests.e2e.chat_page import ask
+from tests.e2e.chat_page import ask, say
 from tests.e2e.scripted_server import Script, call
 from tests.speed import is_linear
 
@@ -27,55 +27,27 @@ HOSTILE = """<script>window.hit = 1</script><img src=x onerror="window.hit = 2">
 
 def test_hostile_text_does_nothing(page: Browser, script: Script) -> None:
     pieces = call('x"><img src=x onerror=hit=20>', json.dumps({"a": HOSTILE}))
-    script.steps = [
-        {"reasoning_content": HOSTILE},
-        {"content": HOSTILE},
-        *pieces,
-        {"error": {"message": HOSTILE, "code": "<b>"}},
-    ]
+    error = {"error": {"message": HOSTILE, "code": "<b>"}}
+    script.steps = [{"reasoning_content": HOSTILE}, {"content": HOSTILE}, *pieces, error]
     ask(page, HOSTILE)
     time.sleep(0.3)  # for any element that would load or run
-    assert page.run(
-        "return [window.hit, document.title, getComputedStyle(document.body).display]"
-    ) == [None, "scripted · Negamax", "grid"]
-    tags = page.run(
-        "return [...new Set([...document.querySelectorAll('#messages *')].map((e) => "
-        "e.tagName.toLowerCase()))]"
-    )
-    assert not {
-        "script",
-        "img",
-        "iframe",
-        "svg",
-        "style",
-        "object",
-        "embed",
-        "link",
-        "form",
-        "base",
-    } & set(tags)
-    names = page.run(
-        "return [...document.querySelectorAll('#messages *')].flatMap((e) => e.getAttributeNames())"
-    )
-    assert not [
-        name
-        for name in names
-        if name.startswith("on") or name in ("style", "src", "srcdoc", "srcset", "action")
-    ]
-    links = page.run(
-        "return [...document.querySelectorAll('#messages a')].map((a) => [a.protocol, a.rel, "
-        "a.host])"
-    )
-    assert {(protocol, rel) for protocol, rel, _ in links} == {
-        ("https:", "noopener noreferrer nofollow")
-    }
-    assert {host for *_, host in links} == {"evil.example", "ok.example"}
+    shown = "return [window.hit, document.title, getComputedStyle(document.body).display]"
+    assert page.run(shown) == [None, "scripted · Negamax", "grid"]
+    elements = "[...document.querySelectorAll('#messages *')]"
+    tags = page.run(f"return {elements}.map((e) => e.tagName.toLowerCase())")
+    forbidden = {"script", "img", "iframe", "svg", "style", "object", "embed", "link", "form"}
+    assert not (forbidden | {"base"}) & set(tags)
+    names = page.run(f"return {elements}.flatMap((e) => e.getAttributeNames())")
+    assert not {"style", "src", "srcdoc", "srcset", "action"} & set(names)
+    assert not [name for name in names if name.startswith("on")]
+    anchors = "[...document.querySelectorAll('#messages a')]"
+    links = page.run(f"return {anchors}.map((a) => [a.protocol, a.rel, a.host])")
+    assert {link[0] for link in links} == {"https:"}
+    assert {link[1] for link in links} == {"noopener noreferrer nofollow"}
+    assert {link[2] for link in links} == {"evil.example", "ok.example"}
     origin = page.run("return location.origin")
-    assert [
-        request["url"]
-        for request in page.requests
-        if not request["url"].startswith((origin, "about:"))
-    ] == []
+    urls = [request["url"] for request in page.requests]
+    assert all(url.startswith((origin, "about:")) for url in urls)
     assert page.problems == []
 
 
@@ -88,10 +60,8 @@ def test_the_policy_stops_what_would_slip_through(page: Browser, script: Script)
         "const i = document.createElement('img'); i.src = 'https://evil.example/'; "
         "document.body.append(i)"
     )
-    assert (
-        page.run("return fetch('https://evil.example/').then(() => 'sent', () => 'blocked')")
-        == "blocked"
-    )
+    fetched = "return fetch('https://evil.example/').then(() => 'sent', () => 'blocked')"
+    assert page.run(fetched) == "blocked"
     assert any("Content Security Policy" in problem for problem in page.problems)
 
 
@@ -167,13 +137,8 @@ def test_formulas_are_found_and_prices_are_none(page: Browser, script: Script) -
 
 
 def test_formulas_are_laid_out_and_code_has_colours(page: Browser, script: Script) -> None:
-    script.steps = [
-        {
-            "content": "\\[\\frac{a}{b_1}\\]\n\n```python\ndef f(x):\n    return 'a' + "
-            "1\n```\n\n```nosuch\nx\n```"
-        }
-    ]
-    ask(page, "One")
+    code = "```python\ndef f(x):\n    return 'a' + 1\n```\n\n```nosuch\nx\n```"
+    say(page, script, f"\\[\\frac{{a}}{{b_1}}\\]\n\n{code}", "One")
     fraction = page.run(
         """
         const [over, under] = document.querySelector('.formula mfrac').children;
@@ -181,21 +146,10 @@ def test_formulas_are_laid_out_and_code_has_colours(page: Browser, script: Scrip
         """
     )
     assert fraction > 8  # the denominator is below the numerator
-    colours = page.run(
-        "return [...document.querySelectorAll('.code code')].map((e) => [...e.children].map((c) "
-        "=> c.className))"
-    )
-    assert colours == [
-        [
-            "hljs-keyword",
-            "hljs-title function_",
-            "hljs-params",
-            "hljs-keyword",
-            "hljs-string",
-            "hljs-number",
-        ],
-        [],
-    ]
+    spans = "[...e.children].map((c) => c.className.replace('hljs-', ''))"
+    colors = page.run(f"return [...document.querySelectorAll('.code code')].map((e) => {spans})")
+    words = ["keyword", "title function_", "params", "keyword", "string", "number"]
+    assert colors == [words, []]
     assert page.problems == []
 
 
@@ -244,44 +198,28 @@ def test_a_long_answer_streams_smoothly(page: Browser, script: Script) -> None:
     assert late < 4 * early + 1  # ms, the median of a piece of 64 characters
 
 
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        [
-            "[",
-            "![",
-            "](",
-            "[a](",
-            "([",
-            "[a]",
-            "[a]: b\n",
-            "<https://",
-            "https://",
-            "www.",
-            "a@",
-            "h",
-        ],
-        ["*a ", "**a ", "_a", "*", "*a_", "~~", "a_", "`", "` `` ", "\\", "&"],
-        ["> ", ">\n", "  - ", "- a\n", "1. a\n", "- ", "-", "#", "# a\n", "\n", "\t"],
-        [
-            "|",
-            "a|b\n",
-            "|-",
-            "```a",
-            "```\n",
-            "$",
-            "$a ",
-            "$$",
-            "$$ ",
-            "\\(",
-            "\\[",
-            "\\[\n",
-            "$$\n",
-            "\\(a\\) ",
-        ],
-    ],
+LINKS = (
+    "[",
+    "![",
+    "](",
+    "[a](",
+    "([",
+    "[a]",
+    "[a]: b\n",
+    "<https://",
+    "https://",
+    "www.",
+    "a@",
+    "h",
 )
-def test_no_text_freezes_the_page(page: Browser, script: Script, pieces: list[str]) -> None:
+EMPHASIS = ("*a ", "**a ", "_a", "*", "*a_", "~~", "a_", "`", "` `` ", "\\", "&")
+BLOCKS = ("> ", ">\n", "  - ", "- a\n", "1. a\n", "- ", "-", "#", "# a\n", "\n", "\t")
+FENCES = ("|", "a|b\n", "|-", "```a", "```\n")
+MATHS = ("$", "$a ", "$$", "$$ ", "\\(", "\\[", "\\[\n", "$$\n", "\\(a\\) ")
+
+
+@pytest.mark.parametrize("pieces", [LINKS, EMPHASIS, BLOCKS, FENCES, MATHS])
+def test_no_text_freezes_the_page(page: Browser, script: Script, pieces: tuple[str, ...]) -> None:
     page.call("Performance.enable", timeDomain="threadTicks")
     for piece in pieces:
 
@@ -303,10 +241,8 @@ def test_no_text_freezes_the_page(page: Browser, script: Script, pieces: list[st
 
 
 def cpu_seconds_of(page: Browser) -> float:
-    metrics = {
-        metric["name"]: metric["value"] for metric in page.call("Performance.getMetrics")["metrics"]
-    }
-    return float(metrics["TaskDuration"])
+    metrics = page.call("Performance.getMetrics")["metrics"]
+    return float(next(each["value"] for each in metrics if each["name"] == "TaskDuration"))
 
 
 def test_events_may_be_cut_anywhere(page: Browser, script: Script) -> None:
