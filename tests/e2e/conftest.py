@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -62,6 +62,7 @@ class Server:
     process: subprocess.Popen[str]
     url: str
     log_file: Path
+    ready_line: str = ""
 
     @property
     def log(self) -> str:
@@ -147,7 +148,12 @@ def launch(
 def serving(*options: str, log_file: Path, **started: Any) -> Iterator[Server]:
     process = launch(*options, log_file=log_file, **started)
     try:
-        yield Server(process, _ready_url(process.stdout, log_file), log_file)
+        assert process.stdout is not None
+        # the first line reports a ready server; the end of the output, a failed start
+        line = process.stdout.readline()
+        match = _READY.search(line)
+        assert match, f"the server did not start: {line!r}\n{log_file.read_text(encoding='utf-8')}"
+        yield Server(process, match[1], log_file, line)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -168,15 +174,6 @@ def talking(
         encoding="utf-8",
     )
     return "--script", str(script), "--device", "cpu"
-
-
-def _ready_url(output: IO[str] | None, log_file: Path) -> str:
-    assert output is not None
-    # the first line reports a ready server; the end of the output, a failed start
-    line = output.readline()
-    match = _READY.search(line)
-    assert match, f"the server did not start: {line!r}\n{log_file.read_text(encoding='utf-8')}"
-    return match[1]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -29,9 +29,8 @@ def is_alive(pid: int) -> bool:
 
 def ranks_of(engine: int) -> list[int]:
     children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
-    return [
-        int(pid) for pid in children if "rank_process" in Path(f"/proc/{pid}/cmdline").read_text()
-    ]
+    lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
+    return [pid for pid, line in lines.items() if "rank_process" in line]
 
 
 def wait_until_ready(server: Server) -> None:
