@@ -34,7 +34,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("QK norm + rope + KV write", ("_qk_norm", "_head_norm", "_sums_kernel")),
     ("attention", ("_decode", "_prefill", "reduce_kernel")),
     ("attention plan", ("_plan_decode",)),
-    ("attention of shared caches", ("_own_choice", "_merge_partials")),
+    ("attention of shared caches", ("_own_selection", "_merge_partials")),
     ("block selection", (
         "_count_keys", "_plan_queries", "_own_blocks", "_select_decode", "_select_prefill",
         "_merge_splits", "_merge_shards",
@@ -55,7 +55,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("activation quantization", ("_quantize_kernel", "_round_kernel")),
     ("dequantized weights", ("_dequantize_kernel",)),
     ("sampling", ("_tile_argmax", "_row_argmax", "_strip_max", "_draw_leading")),
-    ("verification of drafts", ("_count_accepted", "_advance_rows", "_record_guess")),
+    ("verification of drafts", ("_count_accepted", "_advance_rows", "_record_drafts")),
     ("all-gather", ("_all_gather_kernel",)),
     ("NCCL", ("nccl",)),
     ("copies", ("Memcpy", "Memset")),

@@ -24,10 +24,9 @@ GROUP = E4M3_GROUP  # columns that share a scale
 
 @dataclass(frozen=True)
 class SwiGlu:
-    """The activation of an MLP: g * sigmoid(alpha * g) * (u + beta).
+    """The activation of an MLP: g * sigmoid(alpha * g) * (u + beta); by default silu(g) * u.
 
-    g is the gate, at most `limit`, and u the up projection, between -limit and limit. The defaults
-    give silu(g) * u.
+    g is the gate, at most `limit`, and u the up projection, between -limit and limit.
     """
 
     alpha: float = 1.0
@@ -70,10 +69,10 @@ class QuantizedActivations:
 
 @dataclass(frozen=True)
 class ShardedActivations(QuantizedActivations):
-    """Activations of many tokens, sharded by rows over the ranks of `group`.
+    """Activations of many tokens, sharded by rows over the ranks of `group`; the next all-reduce
+    overwrites them.
 
-    `q` and `scale` have all rows, `hidden` only those of this rank, from row `first` on. Valid
-    until the next all-reduce of the group.
+    `q` and `scale` have all rows, `hidden` only those of this rank, from row `first` on.
     """
 
     group: Collective
@@ -86,7 +85,7 @@ Hidden = Tensor | QuantizedActivations
 def unquantized(x: Hidden) -> Tensor:
     """Return all rows of the activations in the model's dtype."""
     assert not isinstance(x, ShardedActivations), (
-        "this rank has only its own rows of the unquantised activations"
+        "this rank has only its own rows of the unquantized activations"
     )
     return x.hidden if isinstance(x, QuantizedActivations) else x
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -75,20 +75,6 @@ AnyKernel = Kernel[Any, Any]
 AnyOp = Op[Any, Any]
 
 
-@overload
-def op(
-    name: str,
-    run: R,
-    /,
-    *,
-    summary: str,
-    tolerance: Mapping[torch.dtype, Tolerance],
-    sequence: tuple[str, ...] = ...,
-    wide_error: float = ...,
-) -> Op[None, R]: ...
-
-
-@overload
 def op(
     name: str,
     run: R,
@@ -97,24 +83,11 @@ def op(
     *,
     summary: str,
     tolerance: Mapping[torch.dtype, Tolerance],
-    sequence: tuple[str, ...] = ...,
-    wide_error: float = ...,
-) -> Op[P, R]: ...
-
-
-def op(
-    name: str,
-    run: Any,
-    prepare: Any = None,
-    /,
-    *,
-    summary: str,
-    tolerance: Mapping[torch.dtype, Tolerance],
     sequence: tuple[str, ...] = (),
     wide_error: float = 1e-2,
-) -> AnyOp:
-    """Return the op that the functions `run` and `prepare` define."""
-    made: AnyOp = Op(name)
+) -> Op[P, R]:
+    """Return the op that the functions `run` and `prepare` (None: has none) define."""
+    made: Op[P, R] = Op(name)
     made.summary, made.tolerance = summary, tolerance
     made.sequence, made.wide_error = sequence, wide_error
     made.reference = Kernel(made, "reference", run, prepare)
@@ -122,9 +95,7 @@ def op(
 
 
 def rounding_tolerance(*, scale: float = 1.0, reason: str) -> dict[torch.dtype, Tolerance]:
-    """Return the tolerance of a result of magnitude `scale` that was rounded to its dtype a few
-    times.
-    """
+    """Return the tolerance of a result of magnitude `scale`, rounded to its dtype a few times."""
     return {
         torch.float32: Tolerance(1e-5 * scale, 1e-5, reason),
         torch.bfloat16: Tolerance(2e-2 * scale, 2e-2, reason),

@@ -3,8 +3,6 @@
 `negamax.parallel` implements `Collective`; kernels get one as an argument.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -93,9 +91,7 @@ class Collective(Protocol):
         """
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Sum tensor [T, ...], T a multiple of the size, and return this rank's rows [T / size,
-        ...].
-        """
+        """Sum tensor [T, ...] over ranks, T % size == 0, and return this rank's [T / size, ...]."""
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
         """Concatenate every rank's `tensor` (of one shape) along `dim` in rank order."""

@@ -1,7 +1,5 @@
 """The platform of a device that PyTorch sees."""
 
-from __future__ import annotations
-
 import platform
 from functools import cache
 from typing import Any

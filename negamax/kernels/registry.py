@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 
 import torch
 
@@ -65,28 +66,9 @@ KERNELS: tuple[AnyKernel, ...] = (
 
 def gpu_kernels() -> tuple[AnyKernel, ...]:
     """Return the kernels for GPUs, preferred first. Imports Triton."""
-    from negamax.kernels.attention import triton as attention_triton
-    from negamax.kernels.block_sparse import triton as block_sparse_triton
-    from negamax.kernels.cache_shards import triton as cache_shards_triton
-    from negamax.kernels.collectives import triton as collectives_triton
-    from negamax.kernels.dispatch import triton as dispatch_triton
-    from negamax.kernels.drafts import triton as drafts_triton
-    from negamax.kernels.gemm import triton as gemm_triton
-    from negamax.kernels.kvcache import triton as kvcache_triton
-    from negamax.kernels.mlp import triton as mlp_triton
-    from negamax.kernels.moe import triton as moe_triton
-    from negamax.kernels.norm import triton as norm_triton
-    from negamax.kernels.quantize import triton as quantize_triton
-    from negamax.kernels.sampling import triton as sampling_triton
-    from negamax.kernels.steps import triton as steps_triton
-
-    families = (
-        attention_triton, block_sparse_triton, cache_shards_triton, collectives_triton,
-        dispatch_triton, drafts_triton, gemm_triton, kvcache_triton, mlp_triton, moe_triton,
-        norm_triton, quantize_triton, sampling_triton, steps_triton,
-    )  # fmt: skip
+    names = [family.__name__.removesuffix(".op") for family in _FAMILIES]
     return (
-        *(kernel for family in families for kernel in family.KERNELS),
+        *(kernel for name in names for kernel in import_module(f"{name}.triton").KERNELS),
         *(op.reference for op in OPS.values()),
     )
 
@@ -119,8 +101,7 @@ class KernelTable:
     def choose(
         self, op: Op[P, R], stored: TensorFormat, *, columns: int = 0
     ) -> Kernel[P, R] | None:
-        """Return the kernel of `op` for weights in the format `stored`; None: dequantize them at
-        load.
+        """Return the kernel of `op` for weights in the format `stored`; None: dequantize them.
 
         `columns` is the width of the matrix; 0 accepts any kernel.
         """

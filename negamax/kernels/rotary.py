@@ -8,8 +8,6 @@ Dimensions from rotary_dim up pass through. Angles are computed in fp32 from the
 table.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -24,17 +22,14 @@ def signed_frequencies(rotary_dim: int, theta: float) -> Tensor:
 def cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos, sin [T, 1, rotary_dim] fp32 of positions [T] int64.
 
-    The frequencies come from `signed_frequencies`; the sign makes the first half: cos(-a) = cos(a),
-    sin(-a) = -sin(a).
+    The frequencies come from `signed_frequencies`, so the sines of the first half are negative.
     """
     angles = positions.view(-1, 1, 1) * frequencies
     return angles.cos(), angles.sin()
 
 
 def half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first rotary_dim dimensions of x [T, heads, head_dim]; cos, sin [T, 1,
-    rotary_dim].
-    """
+    """Rotate the first dimensions of x [T, heads, head_dim]; cos, sin [T, 1, rotary_dim]."""
     rotary_dim = cos.shape[-1]
     rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     swapped = rotated.roll(rotary_dim // 2, -1)

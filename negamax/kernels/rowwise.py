@@ -5,8 +5,6 @@ code, whose last bits may differ. Rows are therefore padded to whole steps, and 
 the size at which PyTorch uses several threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import gcd
 
@@ -19,9 +17,7 @@ _SERIAL_LIMIT = 32_768  # elements from which PyTorch uses several threads
 
 
 def padded_rows(num_rows: int, *, width: int, multiple: int = 1) -> int:
-    """Return the least row count >= `num_rows` that fills whole steps and is a multiple of
-    `multiple` (a power of 2).
-    """
+    """Return the least row count >= `num_rows` that fills steps and is a multiple of `multiple`."""
     unit = max(multiple, _STEP // gcd(width, _STEP))
     return -(-num_rows // unit) * unit
 

@@ -16,7 +16,7 @@ from negamax.kernels.attention.metadata import (
     PagedShape,
 )
 from negamax.kernels.attention.op import DECODE, PREFILL, split_heads
-from negamax.kernels.kvcache.op import LOCATE, write
+from negamax.kernels.kvcache.op import LOCATE, KvCache, write
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rotary import half_split
 from negamax.layers.context_exchange import KeyExchange, key_exchange
@@ -199,32 +199,32 @@ class Attention:
     ) -> Partial:
         """x [T, hidden] -> [T, hidden], or parts of it. Writes the new keys and values to `kv`."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
-        qkv, k_cache, v_cache, scales = self._qkv(x), kv["k"], kv["v"], self.kv_scales.of(kv)
+        qkv, cache = self._qkv(x), self.kv_scales.scale(kv)
         if self._fused is not None:  # norm, rope and cache write in one launch
             q = self._fused.run(
-                qkv, self._qk_norm.norm, step.cos, step.sin, k_cache, v_cache, step.slot_mapping,
-                group=self._group, kv_scales=scales,
+                qkv, self._qk_norm.norm, step.cos, step.sin, cache, step.slot_mapping,
+                group=self._group,
             )  # fmt: skip
         else:
             q, k, v = split_heads(qkv, heads=self._heads, kv_heads=self._kv_heads)
             q, k = self._qk_norm(q, k)
             q, k = half_split(q, step.cos, step.sin), half_split(k, step.cos, step.sin)
-            write(k, v, k_cache, v_cache, step.slot_mapping, kv_scales=scales)
+            write(k, v, cache, step.slot_mapping)
             q = q.to(qkv.dtype)
         if step.exchange is not None:
-            step.exchange((k_cache, v_cache))
-        attended = self._attend(q, step, kv, num_decodes=metadata.num_decodes)
+            step.exchange((cache.k, cache.v))
+        attended = self._attend(q, step, cache, num_decodes=metadata.num_decodes)
         return self._out(attended, in_parts=True)
 
     def _attend(
-        self, q: Tensor, step: GroupedQueryStep, kv: KvCaches, *, num_decodes: int
+        self, q: Tensor, step: GroupedQueryStep, cache: KvCache, *, num_decodes: int
     ) -> Tensor | QuantizedActivations:
         """q [T, heads, head_dim] -> [T, heads * head_dim]."""
-        k, v, scales, parts = kv["k"], kv["v"], self.kv_scales.of(kv), []
+        parts = []
         if step.decode is not None:
-            parts.append(self._decode(q[:num_decodes], k, v, step.decode, kv_scales=scales))
+            parts.append(self._decode(q[:num_decodes], cache, step.decode))
         if step.prefill is not None:
-            parts.append(self._prefill(q[num_decodes:], k, v, step.prefill, kv_scales=scales))
+            parts.append(self._prefill(q[num_decodes:], cache, step.prefill))
         return concatenate(parts)
 
 

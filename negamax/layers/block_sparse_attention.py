@@ -13,7 +13,6 @@ from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations, concatenate
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.block_sparse.choice import BlockChoice, IndexShard, SparseShape
 from negamax.kernels.block_sparse.op import (
     BLOCK_SPARSE_DECODE,
     BLOCK_SPARSE_MERGE_SHARDS,
@@ -22,6 +21,7 @@ from negamax.kernels.block_sparse.op import (
     BLOCK_SPARSE_SELECT,
     BLOCK_SPARSE_SELECT_SHARD,
 )
+from negamax.kernels.block_sparse.selection import BlockSelection, IndexShard, SparseShape
 from negamax.kernels.cache_shards.op import OWN_ROWS
 from negamax.kernels.kvcache.op import LOCATE
 from negamax.kernels.registry import KernelTable
@@ -210,23 +210,23 @@ class BlockSparseAttention:
     ) -> Partial:
         """x [T, hidden] -> [T, hidden], or parts of it. Writes keys, values and index keys."""
         step: BlockSparseStep = metadata.prepared[BlockSparseKind.name]
-        k, v, index, scales = kv["k"], kv["v"], kv["index"], self.kv_scales.of(kv)
+        cache, index = self.kv_scales.scale(kv), kv["index"]
         q, index_q = self._write(
-            self._projection(x), self._norm, step.cos, step.sin, k, v, index, step.slot_mapping,
-            index_rows=step.index_rows, kv_scales=scales,
+            self._projection(x), self._norm, step.cos, step.sin, cache, index, step.slot_mapping,
+            index_rows=step.index_rows,
         )  # fmt: skip
         if step.exchange is not None:
-            step.exchange((k, v, index))
+            step.exchange((cache.k, cache.v, index))
         choice, count, parts = self._choose(index_q, index, step), metadata.num_decodes, []
         for attend, plan, tokens in (
             (self._decode, step.decode, slice(None, count)),
             (self._prefill, step.prefill, slice(count, None)),
         ):
             if plan is not None:
-                parts.append(attend(q[tokens], k, v, choice.of(tokens), plan, kv_scales=scales))
+                parts.append(attend(q[tokens], cache, choice.of(tokens), plan))
         return self._out(concatenate(parts), in_parts=True)
 
-    def _choose(self, index_q: Tensor, index: Tensor, step: BlockSparseStep) -> BlockChoice:
+    def _choose(self, index_q: Tensor, index: Tensor, step: BlockSparseStep) -> BlockSelection:
         if step.merge is None:
             return self._select(index_q, index, step.select)
         keys = self._select_shard(index_q, index, step.select)

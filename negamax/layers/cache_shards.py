@@ -26,7 +26,7 @@ from negamax.kernels.cache_shards.op import (
     PARTIAL_SPARSE_DECODE,
     PARTIAL_SPARSE_PREFILL,
 )
-from negamax.kernels.kvcache.op import LOCATE
+from negamax.kernels.kvcache.op import LOCATE, KvCache
 from negamax.kernels.op import AnyKernel, Kernel, Op
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
@@ -84,12 +84,10 @@ class _Merged:
     ) -> _Plan:
         return _Plan(self.part.prepare(queries, shape, dtype=dtype), quantize)
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, kv_scales: tuple[float, float]
-    ) -> Hidden:
+    def run(self, q: Tensor, cache: KvCache, *rest: Any) -> Hidden:
         """q [T, heads of the group, head_dim] -> [T, own heads * head_dim]. `rest`: plan last."""
         *choice, plan = rest
-        own = self.part.run(q, k, v, *choice, plan.part, kv_scales=kv_scales)
+        own = self.part.run(q, cache, *choice, plan.part)
         count = q.shape[1] // self.group.size
         first = self.group.rank * count
         return self.merge(own, self.group, first=first, count=count, quantize=plan.quantize)

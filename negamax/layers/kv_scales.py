@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.kernels.kvcache.op import FP8
+from negamax.kernels.kvcache.op import FP8, KvCache
 from negamax.layers.names import AttentionNames
 from negamax.layers.weights import WeightSlot
 
@@ -38,9 +38,10 @@ class KvScales:
             )
         self.values = k_scale, v_scale
 
-    def of(self, kv: Mapping[str, Tensor]) -> tuple[float, float]:
-        """Factors of the keys and values in the caches `kv`."""
-        return self.values if kv["k"].dtype == FP8 else (1.0, 1.0)
+    def scale(self, kv: Mapping[str, Tensor]) -> KvCache:
+        """Return the caches `kv` with the scales of their keys and values."""
+        k, v = kv["k"], kv["v"]
+        return KvCache(k, v, self.values) if k.dtype == FP8 else KvCache(k, v)
 
 
 def describe_kv_scales(layers: Iterable[object], dtype: torch.dtype) -> str:

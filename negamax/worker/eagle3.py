@@ -22,7 +22,7 @@ from negamax.checkpoint.plan import plan_load
 from negamax.checkpoint.quarot import read_rotation
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.drafts.op import RECORD_GUESS
+from negamax.kernels.drafts.op import RECORD_DRAFTS
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.sampling.op import DRAW_LEADING, PICK
 from negamax.layers.attention import KvCaches
@@ -54,7 +54,7 @@ class Eagle3Proposer(Proposer):
         self._draws = config.speculation.draft_sample_method == "probabilistic"
         self._config, self._draft, self._kernels = config, draft, kernels
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
-        self._record = kernels[RECORD_GUESS].run
+        self._record = kernels[RECORD_DRAFTS].run
         self._plan, self._rotation = None, None
         if draft.spec.is_rotated_back and config.folder is not None:
             self._rotation = read_rotation(Path(config.folder))

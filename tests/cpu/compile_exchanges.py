@@ -23,13 +23,14 @@ from triton.runtime import driver
 from negamax.kernels import platform as platforms
 from negamax.kernels.attention import op as attention
 from negamax.kernels.attention.triton_qk_norm import qk_norm_rope_write
-from negamax.kernels.block_sparse.triton_choice import ChoiceConstants
+from negamax.kernels.block_sparse.triton_selection import SelectionConstants
 from negamax.kernels.block_sparse.triton_shard import MergePlan, merge_shards
 from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.cache_shards.triton_merge import merge_partials
 from negamax.kernels.collectives.triton import all_reduce_add_rms
 from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 from negamax.kernels.dispatch.triton import combine, dispatch
+from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.norm.triton import prepare
 from negamax.kernels.peers import PeerMemory, PeerRegion
 from negamax.kernels.sampling.op import CANDIDATES
@@ -93,7 +94,7 @@ def exchange_choices(group: Any, num_tokens: int) -> None:
     for heads in {1, max(1, 4 // group.size)}:
         shard = SimpleNamespace(ranks=group.size, rank=0, first_head=0)
         shape: Any = SimpleNamespace(kv_heads=heads, topk_blocks=16, shard=shard)
-        constants = ChoiceConstants(
+        constants = SelectionConstants(
             HEADS=heads, DIM=128, BLOCK=128, PER_BLOCK=1, TOPK=16, TOPK_POW2=16, INIT=0, LOCAL=1,
             BLOCK_M=16, BLOCK_D=128, DOT=triton.language.bfloat16, RANKS=group.size,
         )  # fmt: skip
@@ -108,11 +109,9 @@ def exchange_sums(group: Any, num_tokens: int) -> None:
         weight, heads=heads, kv_heads=kv_heads, eps=1e-6, ranks=group.size
     )
     rotation = empty(num_tokens, 64, dtype=torch.float32)
-    caches = empty(8, kv_heads, 64, 128), empty(8, kv_heads, 64, 128)
-    qk_norm_rope_write(
-        empty(num_tokens, (heads + 2 * kv_heads) * 128), norm, rotation, rotation, *caches,
-        int64(num_tokens * kv_heads), group=group,
-    )  # fmt: skip
+    cache = KvCache(empty(8, kv_heads, 64, 128), empty(8, kv_heads, 64, 128))
+    qkv, rows = empty(num_tokens, (heads + 2 * kv_heads) * 128), int64(num_tokens * kv_heads)
+    qk_norm_rope_write(qkv, norm, rotation, rotation, cache, rows, group=group)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from negamax.kernels.block_sparse.choice import (
+from negamax.kernels.block_sparse.selection import (
     SparseShape,
     attended_tokens,
     best_keys,

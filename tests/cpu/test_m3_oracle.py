@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from negamax import LLM
 from negamax.config.kv_cache import set_index_dtype
 from negamax.kernels.block_sparse import cpu as block_sparse_cpu
-from negamax.kernels.block_sparse.choice import BlockChoice
+from negamax.kernels.block_sparse.selection import BlockSelection
 from negamax.kernels.registry import OPS
 from negamax.models.registry import read_spec
 from negamax.worker import kv_cache
@@ -137,7 +137,7 @@ def test_the_chosen_blocks_are_those_of_transformers(deep: tuple[Any, Path]) -> 
         select, own = layer.attention._select, list[tuple[torch.Tensor, torch.Tensor]]()
         got.append(own)
 
-        def record(index_q: torch.Tensor, *rest: Any, select=select, own=own) -> BlockChoice:
+        def record(index_q: torch.Tensor, *rest: Any, select=select, own=own) -> BlockSelection:
             choice = select(index_q, *rest)
             own.append((choice.ids, index_q))
             return choice

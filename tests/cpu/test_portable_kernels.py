@@ -9,6 +9,7 @@ from negamax.kernels import platform
 from negamax.kernels.attention.metadata import PagedShape, attention_metadata
 from negamax.kernels.attention.op import DECODE
 from negamax.kernels.gemm.op import LINEAR
+from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.moe.op import EXPERTS
 from negamax.kernels.norm.op import ADD_RMS
 from negamax.kernels.quantize.native import to_native
@@ -61,6 +62,6 @@ def test_all_values_in_fp8_have_the_form_of_mi300() -> None:
     for made in (
         TABLE[QUANTIZE].run(x),
         TABLE[ADD_RMS].run(x, x.clone(), norm),
-        TABLE[DECODE].run(x.view(1, 2, 128), cache, cache, plan),
+        TABLE[DECODE].run(x.view(1, 2, 128), KvCache(cache, cache), plan),
     ):
         assert made.q.dtype is FNUZ and made.q.float().abs().amax() == 240.0

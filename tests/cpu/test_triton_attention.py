@@ -12,7 +12,7 @@ from negamax.kernels.attention import triton as kernels
 from negamax.kernels.attention import triton_decode_plan
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, attention_metadata
 from negamax.kernels.attention.triton_decode import has_one_new_key
-from negamax.kernels.kvcache.op import FP8, cache_rows
+from negamax.kernels.kvcache.op import FP8, KvCache, cache_rows
 from negamax.kernels.peers import PeerMemory, PeerRegion
 from negamax.kernels.rotary import cos_sin, signed_frequencies
 from tests.kernel_cases import attention as cases
@@ -92,14 +92,14 @@ def test_decode_splits_sequences_and_leaves_padding_zero(
     q = torch.randn(len(lengths), heads, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     scales = (0.5, 2.0)
     want = spec.attend(
-        q.float(), k_cache, v_cache, spec.plan(queries, shape, dtype=q.dtype), kv_scales=scales
+        q.float(), KvCache(k_cache, v_cache, scales), spec.plan(queries, shape, dtype=q.dtype)
     )
     if captured:
         queries = replace(queries, host_seq_lens=(), host_query_lens=())
     plan = kernels.plan_decode(queries, shape, dtype=q.dtype, quantize=True)
     assert plan.split_kv == (kv_heads == 1)
     for _ in range(2):
-        got = kernels.decode(q, k_cache, v_cache, plan, kv_scales=scales)
+        got = kernels.decode(q, KvCache(k_cache, v_cache, scales), plan)
         assert isinstance(got, QuantizedActivations)
         assert relative_error(got.hidden, want) < 5e-3
         assert all((parts == -1).all() for parts in triton_decode_plan.WORKSPACES.values())
@@ -145,14 +145,15 @@ def test_draft_tokens_read_the_keys_of_their_sequence_once(
     queries = cases.run_metadata(tables[1:], lengths, counts, max_run=max_run)
     q = torch.randn(12, kv_heads * group, 128, generator=torch.Generator().manual_seed(1))
     q = q.bfloat16()
-    want = spec.attend(q.float(), k_cache, v_cache, queries, kv_scales=(0.5, 2.0))
+    cache = KvCache(k_cache, v_cache, (0.5, 2.0))
+    want = spec.attend(q.float(), cache, queries)
     q[sum(counts) :] = torch.nan  # rows of padding are undefined
     captured = replace(queries, host_seq_lens=(), host_query_lens=())
     plan = kernels.plan_decode(captured, shape, dtype=q.dtype, quantize=True)
     assert plan.num_queries == num_queries and plan.split_kv == (kv_heads * group == 6)
     assert len(plan.sequences) == 8 * len(lengths) * max_run // num_queries
     for _ in range(2):
-        got = kernels.decode(q, k_cache, v_cache, plan, kv_scales=(0.5, 2.0))
+        got = kernels.decode(q, cache, plan)
         assert isinstance(got, QuantizedActivations)
         assert relative_error(got.hidden, want) < 5e-3
         assert all((parts == -1).all() for parts in triton_decode_plan.WORKSPACES.values())
@@ -210,10 +211,10 @@ def test_prefill_runs_several_sequences_on_their_prefixes(cache_dtype: torch.dty
     queries = queries_of(tables, lengths, counts)
     q = torch.randn(sum(counts), 2, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     want = spec.attend(
-        q.float(), k_cache, v_cache, spec.plan(queries, shape, dtype=q.dtype), kv_scales=(0.5, 2.0)
+        q.float(), KvCache(k_cache, v_cache, (0.5, 2.0)), spec.plan(queries, shape, dtype=q.dtype)
     )
     plan = kernels.plan_prefill(queries, shape, dtype=q.dtype, quantize=True)
-    got = kernels.prefill(q, k_cache, v_cache, plan, kv_scales=(0.5, 2.0))
+    got = kernels.prefill(q, KvCache(k_cache, v_cache, (0.5, 2.0)), plan)
     assert isinstance(got, QuantizedActivations)
     assert relative_error(got.hidden, want) < 5e-3
     assert relative_error(got.dequantize(), got.hidden) < FP8_ERROR
@@ -223,11 +224,12 @@ def test_no_sequences_need_no_work() -> None:
     shape = PagedShape(kv_heads=1, group=2, block_size=16)
     k_cache, v_cache, tables = paged([1], shape)
     queries, q = queries_of(tables, [], []), torch.empty(0, 2, 128, dtype=torch.bfloat16)
+    cache = KvCache(k_cache, v_cache)
     for prepare, run in (
         (kernels.plan_decode, kernels.decode),
         (kernels.plan_prefill, kernels.prefill),
     ):
-        assert run(q, k_cache, v_cache, prepare(queries, shape, dtype=q.dtype)).shape == (0, 256)
+        assert run(q, cache, prepare(queries, shape, dtype=q.dtype)).shape == (0, 256)
 
 
 @dataclass
@@ -274,13 +276,13 @@ def test_norms_sum_over_ranks_and_keep_broken_rows_finite(
     norm = spec.prepare_qk_norm(weight, heads=heads, kv_heads=kv_heads, eps=1e-6, ranks=2)
     kept = rows >= 0
     want = spec.qk_norm_rope_write(
-        qkv.float(), norm, cos, sin, *caches[:2], rows.clamp(0), group=group, kv_scales=scales
+        qkv.float(), norm, cos, sin, KvCache(*caches[:2], scales), rows.clamp(0), group=group
     )
     for epoch in range(1, rounds + 1):
         words = others.view(torch.int32).long() & 0xFFFFFFFF | epoch << 32
         copies[0, epoch & 1, :tokens, 1] = words
         got = kernels.qk_norm_rope_write(
-            qkv.clone(), norm, cos, sin, *caches[2:], rows, group=group, kv_scales=scales
+            qkv.clone(), norm, cos, sin, KvCache(*caches[2:], scales), rows, group=group
         )
         assert got.isfinite().all()
         assert relative_error(got[[0, 2]], want[[0, 2]]) < 5e-3

@@ -13,8 +13,8 @@ from negamax.kernels.attention.triton_prefill import PrefillPlan
 from negamax.kernels.block_sparse import op as spec
 from negamax.kernels.block_sparse import triton as kernels
 from negamax.kernels.block_sparse import triton_select_decode
-from negamax.kernels.block_sparse.choice import (
-    BlockChoice,
+from negamax.kernels.block_sparse.selection import (
+    BlockSelection,
     IndexShard,
     SparseShape,
     best_keys,
@@ -24,7 +24,7 @@ from negamax.kernels.block_sparse.triton import sparse_norm_rope_write
 from negamax.kernels.block_sparse.triton_prefill import SparsePrefillPlan
 from negamax.kernels.block_sparse.triton_select_decode import SelectDecodePlan
 from negamax.kernels.block_sparse.triton_select_prefill import SelectPrefillPlan
-from negamax.kernels.kvcache.op import FP8, cache_rows
+from negamax.kernels.kvcache.op import FP8, KvCache, cache_rows
 from negamax.kernels.rotary import cos_sin, signed_frequencies
 
 FP8_ERROR = 0.03  # of rounding to e4m3
@@ -51,10 +51,10 @@ def test_norms_write_caches_of_two_dtypes_and_keep_broken_rows_finite(
         return [torch.zeros(4, n, block_size, 128, dtype=dtype) for n, dtype in shapes]
 
     scales, want, got = (0.5, 0.25), caches(), caches()
-    expected = spec.norm_rope_write(
-        projected[:2].float(), norm, *(x[:2] for x in angles), *want, rows[:4], kv_scales=scales
-    )
-    actual = sparse_norm_rope_write(projected, norm, *angles, *got, rows, kv_scales=scales)
+    own, real = KvCache(*want[:2], scales), (x[:2] for x in angles)
+    expected = spec.norm_rope_write(projected[:2].float(), norm, *real, own, want[2], rows[:4])
+    own = KvCache(*got[:2], scales)
+    actual = sparse_norm_rope_write(projected, norm, *angles, own, got[2], rows)
     for result, defined in zip(actual, expected, strict=True):
         assert result.isfinite().all()
         assert relative_error(result[0], defined[0]) < 5e-3
@@ -91,7 +91,7 @@ def captured(queries: AttentionMetadata) -> AttentionMetadata:
 
 def chosen(
     queries: AttentionMetadata, index_q: torch.Tensor, cache: torch.Tensor, shape: SparseShape
-) -> BlockChoice:
+) -> BlockSelection:
     """Select by the kernels, twice with one plan, as the layers of a step do."""
     plan = kernels.plan_select(queries, shape, dtype=index_q.dtype)
     first, second = (kernels.select(index_q, cache, plan) for _ in range(2))
@@ -208,7 +208,7 @@ def test_ranks_with_shards_select_what_one_rank_selects_from_all_index_keys(
     plan = spec.plan(attention_metadata(tables, lengths, queries), shape, dtype=index_q.dtype)
     want = spec.select(index_q.float(), cache, plan).ids[:-1]
 
-    def choose(rank: int) -> BlockChoice:
+    def choose(rank: int) -> BlockSelection:
         own = replace(SHAPE, shard=IndexShard(rank, 2, 2, rank))
         select = kernels.plan_select(metadata, own, dtype=index_q.dtype)
         merge = kernels.plan_merge_shards(metadata, own, dtype=index_q.dtype)
@@ -263,11 +263,11 @@ def test_decodes_attend_to_their_pages_and_leave_padding_zero(dtype: torch.dtype
     index_cache, _ = paged(lengths, heads=1)
     index_q = torch.randn(4, 2, 32, generator=generator)
     choice = spec.select(index_q, index_cache, plan)
-    want = spec.attend(q.float(), *caches, choice, plan, kv_scales=(0.5, 2.0))
+    want = spec.attend(q.float(), KvCache(*caches, (0.5, 2.0)), choice, plan)
     queries.seq_lens[2] = 0  # padding
     sparse = kernels.plan_sparse_decode(captured(queries), shape, dtype=q.dtype)
     for _ in range(2):
-        got = kernels.sparse_decode(q, *caches, choice, sparse, kv_scales=(0.5, 2.0))
+        got = kernels.sparse_decode(q, KvCache(*caches, (0.5, 2.0)), choice, sparse)
         assert not isinstance(got, QuantizedActivations)
         assert relative_error(got[[0, 1, 3]], want[[0, 1, 3]]) < 5e-3
         assert not got[2].any()
@@ -275,7 +275,7 @@ def test_decodes_attend_to_their_pages_and_leave_padding_zero(dtype: torch.dtype
 
 @pytest.mark.parametrize("is_captured", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
-def test_neighbouring_queries_attend_to_the_union_of_their_blocks(
+def test_neighboring_queries_attend_to_the_union_of_their_blocks(
     dtype: torch.dtype, is_captured: bool
 ) -> None:
     """Each query attends to its own blocks only; a chunk on a prefix, a whole prompt, one query."""
@@ -289,14 +289,14 @@ def test_neighbouring_queries_attend_to_the_union_of_their_blocks(
     queries = attention_metadata(tables, lengths, counts)
     plan = spec.plan(queries, shape, dtype=q.dtype)
     choice = spec.select(index_q, index_cache, plan)
-    want = spec.attend(q.float(), *caches, choice, plan, kv_scales=(0.5, 2.0))
+    want = spec.attend(q.float(), KvCache(*caches, (0.5, 2.0)), choice, plan)
     own = kernels.plan_sparse_prefill(
         captured(queries) if is_captured else queries, shape, dtype=q.dtype
     )
     assert isinstance(own, SparsePrefillPlan)
     assert own.size == 16
     for _ in range(2):
-        got = kernels.sparse_prefill(q, *caches, choice, own, kv_scales=(0.5, 2.0))
+        got = kernels.sparse_prefill(q, KvCache(*caches, (0.5, 2.0)), choice, own)
         assert not isinstance(got, QuantizedActivations)
         assert relative_error(got, want) < 5e-3
 
@@ -325,7 +325,7 @@ def test_results_carry_their_fp8_form(counts: tuple[int, int]) -> None:
         else (kernels.plan_sparse_prefill, kernels.sparse_prefill)
     )
     plain, quantized = (
-        run(q, *caches, choice, prepare(queries, shape, dtype=q.dtype, quantize=quantize))
+        run(q, KvCache(*caches), choice, prepare(queries, shape, dtype=q.dtype, quantize=quantize))
         for quantize in (False, True)
     )
     assert isinstance(quantized, QuantizedActivations)

@@ -15,7 +15,7 @@ from negamax.kernels.block_sparse import op as sparse
 from negamax.kernels.cache_shards import op as spec
 from negamax.kernels.cache_shards import triton as kernels
 from negamax.kernels.cache_shards.partials import PartialResults
-from negamax.kernels.kvcache.op import FP8
+from negamax.kernels.kvcache.op import FP8, KvCache
 
 RANKS = 2
 
@@ -52,9 +52,9 @@ def test_parts_merge_to_the_attention_to_all_blocks(
         index_cache, index_q = paged(lengths, heads=1)[0], torch.randn(sum(counts), 1, 32)
         plan = sparse.plan(queries, shape, dtype=q.dtype)
         choice = [sparse.select(index_q, index_cache, plan)]
-        want = sparse.attend(q.float(), *caches, *choice, plan, kv_scales=scales)
+        want = sparse.attend(q.float(), KvCache(*caches, scales), *choice, plan)
     else:
-        want = dense.attend(q.float(), *caches, queries, kv_scales=scales)
+        want = dense.attend(q.float(), KvCache(*caches, scales), queries)
     of_op = {
         (False, True): (kernels.plan_partial_decode, kernels.partial_decode),
         (False, False): (kernels.plan_partial_prefill, kernels.partial_prefill),
@@ -71,7 +71,7 @@ def test_parts_merge_to_the_attention_to_all_blocks(
         group = ThreadGroup(threads, rank, memory=None)
         results = []
         for quantize in (False, True):
-            parts = run(q, *mine, *choice, found, kv_scales=scales)
+            parts = run(q, KvCache(*mine, scales), *choice, found)
             results.append(
                 kernels.merge_partials(parts, group, first=2 * rank, count=2, quantize=quantize)
             )

@@ -22,7 +22,7 @@ WORDS = WIDTH // 2
 @pytest.mark.parametrize("two_shot", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (4, 2)])
-def test_rows_are_summed_over_ranks_then_added_and_normalised(
+def test_rows_are_summed_over_ranks_then_added_and_normalized(
     world: int, rank: int, parts: int, two_shot: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three steps of 3, 1 and 2 rows put rows at different epochs; several parts, Gemma's norm."""

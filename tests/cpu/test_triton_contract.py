@@ -54,11 +54,11 @@ def small_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     few_programs = moe_tiles.ExpertTiles(
         Tile(1, 64, 256, num_warps=4), Tile(1, 64, 128, num_warps=4), choices=2
     )
-    for table in (moe_tiles.Tiles, moe_tiles.H200):
+    for table in (moe_tiles.MoeTiles, moe_tiles.H200MoeTiles):
         monkeypatch.setattr(table, "gemv_max_m", lambda self, width: 4)
         monkeypatch.setattr(table, "gemv", lambda self, width, hidden: few_programs)
     monkeypatch.setattr(
-        sampling_tiles, "tiles_for", lambda device: sampling_tiles.Tiles(strip_block=128)
+        sampling_tiles, "tiles_for", lambda device: sampling_tiles.SamplingTiles(strip_block=128)
     )
     monkeypatch.setattr(sampling_tiles, "strip", lambda vocab: 8)
     launch_options.cache_clear()

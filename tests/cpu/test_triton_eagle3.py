@@ -27,7 +27,7 @@ LENGTHS, COUNTS = [20, 7], [4, 2]  # tokens of two requests, and how many of the
 PASS = [  # of one token of each row
     "_locate", "_plan_decode", "_embed_norms", "_split_k", "_head_norm_rope_write", "_decode",
     "_split_k", "_add_rms", "_split_k", "_swiglu", "_split_k", "_add_rms", "_split_k",
-    "_tile_argmax", "_row_argmax", "_record_guess",
+    "_tile_argmax", "_row_argmax", "_record_drafts",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from negamax.kernels.quantize import op as quantize_spec
 from negamax.kernels.quantize import triton as quantize
 from tests.kernel_cases import gemm as cases
 
-SIZES = tiles.H200()
+SIZES = tiles.H200GemmTiles()
 
 
 def fp8_linear(
@@ -72,7 +72,7 @@ def test_fp32_output_is_rounded_once() -> None:
     torch.testing.assert_close(out, x.float() @ weight.float().T, atol=1e-4, rtol=1e-5)
 
 
-def test_plain_activations_are_quantised_for_fp8_weights() -> None:
+def test_plain_activations_are_quantized_for_fp8_weights() -> None:
     """A mixed batch may pass unquantized activations."""
     x, prepared = fp8_linear(6, 256, 64)
     with_fp8 = kernels.linear(quantize_spec.quantize_activations(x), prepared)

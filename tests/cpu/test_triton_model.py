@@ -49,8 +49,8 @@ def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = moe_tiles.ExpertTiles(
         Tile(1, 128, 128, num_warps=4), Tile(1, 128, 128, num_warps=4), choices=8
     )
-    monkeypatch.setattr(moe_tiles.H200, "gemv", lambda self, width, hidden: tiles)
-    monkeypatch.setattr(gemm_tiles, "tiles_for", lambda device: gemm_tiles.Tiles(1))
+    monkeypatch.setattr(moe_tiles.H200MoeTiles, "gemv", lambda self, width, hidden: tiles)
+    monkeypatch.setattr(gemm_tiles, "tiles_for", lambda device: gemm_tiles.GemmTiles(1))
     monkeypatch.setattr(gemm_tiles, "gemv", lambda K: (32, 1))
 
 

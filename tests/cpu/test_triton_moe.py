@@ -42,10 +42,10 @@ def test_route_leaves_its_counters_at_whole_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most_few", "table"), [(4, tiles.H200), (0, tiles.H200), (0, tiles.Tiles)]
+    ("most_few", "table"), [(4, tiles.H200MoeTiles), (0, tiles.H200MoeTiles), (0, tiles.MoeTiles)]
 )
 def test_route_prefers_the_lower_id_among_equals_and_survives_nan(
-    monkeypatch: pytest.MonkeyPatch, most_few: int, table: type[tiles.Tiles]
+    monkeypatch: pytest.MonkeyPatch, most_few: int, table: type[tiles.MoeTiles]
 ) -> None:
     monkeypatch.setattr(tiles, "ROUTE_SMALL_M_MAX_M", most_few)
     monkeypatch.setattr(tiles, "tiles_for", lambda device: table())
@@ -118,7 +118,7 @@ def test_the_last_tile_of_an_expert_is_the_smallest_that_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tile = tiles.ExpertTiles(*(Tile(64, 32, 128, num_warps=4, num_stages=2) for _ in range(2)))
-    monkeypatch.setattr(tiles.Tiles, "packed", lambda self, **sizes: tile)
+    monkeypatch.setattr(tiles.MoeTiles, "packed", lambda self, **sizes: tile)
     monkeypatch.setattr(tiles, "SMALL_M_MAX_M", 4)
     counts = {0: 64 + 16, 1: 64 + 17, 2: 64 + 33, 4: 1, 5: 128, 7: 9}  # 7: of another rank
     ids = torch.cat([torch.full((count,), expert) for expert, count in counts.items()])
@@ -141,7 +141,7 @@ def test_a_shared_expert_runs_with_the_others_or_by_itself(
 ) -> None:
     """Compare with the same values in fp32; a dense FP8 MLP runs beside the experts."""
     # large tiles: the interpreter runs programs one by one
-    monkeypatch.setattr(tiles.H200, "gemv_max_m", lambda self, width: 0)
+    monkeypatch.setattr(tiles.H200MoeTiles, "gemv_max_m", lambda self, width: 0)
     hidden, width, num_experts, own = 128, 128, 3, names.moe(0)
     generator = torch.Generator().manual_seed(8)
     stored: dict[str, Tensor] = {own.router: torch.randn(3, hidden, generator=generator)}

@@ -124,7 +124,7 @@ def z_score(values: torch.Tensor, cells: int) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, 1, -7, 2**62])
-def test_noise_is_uniform_and_neighbours_are_independent(seed: int) -> None:
+def test_noise_is_uniform_and_neighbors_are_independent(seed: int) -> None:
     """Check all bytes, and the leading four bits of adjacent tokens, positions and seeds."""
     ids = torch.arange(20_000)
     by_position = bits_of(torch.tensor([seed] * 32), torch.arange(32), ids)
@@ -193,7 +193,7 @@ def leading_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
 
 def test_ranks_exchange_their_leading_tokens_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks hold 150 tokens each; this rank's memory already holds the other's words."""
-    monkeypatch.setattr(tiles, "tiles_for", lambda device: tiles.Tiles(strip_block=64))
+    monkeypatch.setattr(tiles, "tiles_for", lambda device: tiles.SamplingTiles(strip_block=64))
     monkeypatch.setattr(tiles, "strip", lambda vocab: 8)
     inputs = leading_inputs(3, 300, seed=8)
     # lower ids first among equal values

@@ -159,7 +159,7 @@ def test_products_in_fp8_need_no_plain_rows() -> None:
     weights = torch.rand(num_rows, TOP_K, generator=generator)
     for most_m in (0, 1 << 20):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(moe.tiles.H200, "gemv_max_m", lambda self, width: 0)
+            patch.setattr(moe.tiles.H200MoeTiles, "gemv_max_m", lambda self, width: 0)
             patch.setattr(moe.tiles, "SMALL_M_MAX_M", most_m)
             got, want = (
                 moe.experts(x, ids, weights, experts, first=0, count=EXPERTS) for x in (part, whole)
@@ -207,11 +207,11 @@ def test_experts_of_cut_blocks_and_groups_add_up_to_those_of_one_rank(
     x = quantize_activations(torch.randn(3, hidden, generator=generator).half() / 8)
     tile = Tile(1, 64, 128, num_warps=2)  # large: the interpreter runs programs one by one
     gemv = moe.tiles.ExpertTiles(tile, tile, choices=2)
-    monkeypatch.setattr(moe.tiles.H200, "gemv", lambda self, width, hidden: gemv)
+    monkeypatch.setattr(moe.tiles.H200MoeTiles, "gemv", lambda self, width, hidden: gemv)
     for gemv_m, small_m in ((8, 8), (0, 8), (0, 0)):
-        monkeypatch.setattr(moe.tiles.H200, "gemv_max_m", lambda self, width, m=gemv_m: m)
+        monkeypatch.setattr(moe.tiles.H200MoeTiles, "gemv_max_m", lambda self, width, m=gemv_m: m)
         if gemv_m == 0:
-            monkeypatch.setattr(moe.tiles.H200, "packed_gemv", lambda self, **_: None)
+            monkeypatch.setattr(moe.tiles.H200MoeTiles, "packed_gemv", lambda self, **_: None)
         monkeypatch.setattr(moe.tiles, "SMALL_M_MAX_M", small_m)
         expected = whole(x).x.float().sum(1)
         total = sum(part(x).x.float().sum(1) for part in parts)
@@ -241,9 +241,9 @@ def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(
     )
     weights = to_fp8(random_weights(spec, 3))
     # the token kernels read plain rows
-    monkeypatch.setattr(moe.tiles.H200, "gemv_max_m", lambda self, width: 0)
+    monkeypatch.setattr(moe.tiles.H200MoeTiles, "gemv_max_m", lambda self, width: 0)
     # large tiles: the interpreter runs programs one by one
-    monkeypatch.setattr(gemm.tiles, "tiles_for", lambda device: gemm.tiles.Tiles(1))
+    monkeypatch.setattr(gemm.tiles, "tiles_for", lambda device: gemm.tiles.GemmTiles(1))
     table = KernelTable.of(gpu_kernels(), platform=CPU, dtype=torch.float16)
 
     def logits(shard_rows: int) -> list[tuple[Tensor, ...]]:

@@ -167,9 +167,11 @@ def test_many_tokens_are_multiplied_as_the_weight_reads(
     min_m: int, stored: TensorFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cover cuBLAS, and tiles with more tokens than registers for two accumulators."""
-    monkeypatch.setattr(tiles.Tiles, "dequantized_min_m", lambda self, packing: min_m)
+    monkeypatch.setattr(tiles.GemmTiles, "dequantized_min_m", lambda self, packing: min_m)
     monkeypatch.setattr(
-        tiles.H200, "packed", lambda self, **sizes: Tile(128, 64, 128, num_warps=4, num_stages=2)
+        tiles.H200GemmTiles,
+        "packed",
+        lambda self, **sizes: Tile(128, 64, 128, num_warps=4, num_stages=2),
     )
     weight = _stored(stored, 70, 424)
     x = torch.randn(130, 424, generator=_generator()).to(torch.bfloat16)

@@ -307,7 +307,7 @@ def shard_times(context: ParallelContext, device: torch.device, router: Router) 
     for num_rows in (1, 4):
         layer, row = Layer(num_rows, 1, group, device), {}
         for warps in (8, 16):
-            tiles.tiles_for = lambda device, _warps=warps: tiles.Tiles(row_warps=_warps)
+            tiles.tiles_for = lambda device, _warps=warps: tiles.ExchangeTiles(row_warps=_warps)
             row[f"{warps} warps"] = microseconds(lambda layer=layer: layer.again(group), context)
         found[f"few rows, T={num_rows}"] = row
     tiles.tiles_for = original
@@ -398,7 +398,7 @@ def choices(context: ParallelContext, device: torch.device) -> Findings:
     """Compare MiniMax-M3's block selection from index-key shards with that from all; time both."""
     from negamax.kernels.attention.metadata import attention_metadata
     from negamax.kernels.block_sparse import triton as kernels
-    from negamax.kernels.block_sparse.choice import IndexShard, SparseShape
+    from negamax.kernels.block_sparse.selection import IndexShard, SparseShape
 
     group, heads = context.attention_group, 4
     first, count = group.rank * heads // group.size, max(1, heads // group.size)

@@ -20,7 +20,7 @@ from negamax.kernels.attention.op import (
     QK_NORM_ROPE_WRITE,
     ROPE_WRITE,
 )
-from negamax.kernels.kvcache.op import FP8, cache_rows
+from negamax.kernels.kvcache.op import FP8, KvCache, cache_rows
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.rotary import cos_sin, signed_frequencies
 from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
@@ -224,8 +224,8 @@ def _apply_norm(
     if has_norm:
         heads = {"heads": n["heads"], "kv_heads": k_cache.shape[1]}
         norm = (kernel.prepare(t["norm_weight"], eps=1e-6, **heads, **ranks),)
-    scales = n.get("kv_scales", (1.0, 1.0))
-    q = kernel.run(t["qkv"].clone(), *norm, *angles, k_cache, v_cache, rows, kv_scales=scales)
+    cache = KvCache(k_cache, v_cache, n.get("kv_scales", (1.0, 1.0)))
+    q = kernel.run(t["qkv"].clone(), *norm, *angles, cache, rows)
     return q, k_cache, v_cache
 
 
@@ -428,10 +428,13 @@ def paged_caches(
 
 
 def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    t, n = case.tensors, case.numbers
-    plan = plan_of(kernel, case)
-    scales = n.get("kv_scales", (1.0, 1.0))
-    return (kernel.run(t["q"], t["k_cache"], t["v_cache"], plan, kv_scales=scales),)
+    return (kernel.run(case.tensors["q"], cache_of(case), plan_of(kernel, case)),)
+
+
+def cache_of(case: Case) -> KvCache:
+    """Return the caches of a case of an attention op."""
+    scales = case.numbers.get("kv_scales", (1.0, 1.0))
+    return KvCache(case.tensors["k_cache"], case.tensors["v_cache"], scales)
 
 
 def plan_of(kernel: AnyKernel, case: Case) -> Any:

@@ -8,17 +8,6 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.attention.metadata import attention_metadata
-from negamax.kernels.block_sparse.choice import (
-    NO_BLOCK,
-    NO_KEY,
-    BlockChoice,
-    IndexShard,
-    SparseShape,
-    attended_tokens,
-    best_keys,
-    choose,
-    pages_of,
-)
 from negamax.kernels.block_sparse.op import (
     BLOCK_SPARSE_DECODE,
     BLOCK_SPARSE_MERGE_SHARDS,
@@ -27,10 +16,21 @@ from negamax.kernels.block_sparse.op import (
     BLOCK_SPARSE_SELECT,
     BLOCK_SPARSE_SELECT_SHARD,
 )
-from negamax.kernels.kvcache.op import FP8, cache_rows
+from negamax.kernels.block_sparse.selection import (
+    NO_BLOCK,
+    NO_KEY,
+    BlockSelection,
+    IndexShard,
+    SparseShape,
+    attended_tokens,
+    best_keys,
+    choose,
+    pages_of,
+)
+from negamax.kernels.kvcache.op import FP8, KvCache, cache_rows
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.rotary import cos_sin, signed_frequencies
-from tests.kernel_cases.attention import paged_caches, run_metadata
+from tests.kernel_cases.attention import cache_of, paged_caches, run_metadata
 from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
 # MiniMax-M3 on one of four ranks, and on one GPU.
@@ -137,8 +137,8 @@ def apply_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
         t["norm_weight"], t["index_norm_weight"], heads=n["heads"], kv_heads=kv_heads,
         eps=1e-6, shard=n["shard"],
     )  # fmt: skip
-    scales = n.get("kv_scales", (1.0, 1.0))
-    q, index_q = kernel.run(t["projected"].clone(), norm, *angles, *caches, rows, kv_scales=scales)
+    cache = KvCache(*caches[:2], n.get("kv_scales", (1.0, 1.0)))
+    q, index_q = kernel.run(t["projected"].clone(), norm, *angles, cache, caches[2], rows)
     return q, index_q, *caches
 
 
@@ -462,8 +462,7 @@ def apply_merge_shards(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     t = case.tensors
     plan = plan_of(kernel, case, dtype=t["q"].dtype)
-    choice, scales = BlockChoice(t["ids"], t["pages"]), case.numbers.get("kv_scales", (1.0, 1.0))
-    return (kernel.run(t["q"], t["k_cache"], t["v_cache"], choice, plan, kv_scales=scales),)
+    return (kernel.run(t["q"], cache_of(case), BlockSelection(t["ids"], t["pages"]), plan),)
 
 
 def select_cost(case: Case) -> Cost:

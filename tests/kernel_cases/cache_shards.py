@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.attention.metadata import CacheShard
-from negamax.kernels.block_sparse.choice import BlockChoice
+from negamax.kernels.block_sparse.selection import BlockSelection
 from negamax.kernels.cache_shards.op import (
     MERGE_PARTIALS,
     OWN_ROWS,
@@ -20,6 +20,7 @@ from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.op import AnyKernel
 from tests.kernel_cases import attention as dense
 from tests.kernel_cases import block_sparse as sparse
+from tests.kernel_cases.attention import cache_of
 from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
 # --- where tokens lie ----------------------------------------------------------------------------
@@ -106,18 +107,15 @@ def sparse_prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> 
 
 
 def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    t, n = case.tensors, case.numbers
-    plan = dense.plan_of(kernel, case)
-    scales = n.get("kv_scales", (1.0, 1.0))
-    found = kernel.run(t["q"], t["k_cache"], t["v_cache"], plan, kv_scales=scales)
+    found = kernel.run(case.tensors["q"], cache_of(case), dense.plan_of(kernel, case))
     return found.out, found.lse
 
 
 def apply_sparse_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    t, n = case.tensors, case.numbers
+    t = case.tensors
     plan = sparse.plan_of(kernel, case, dtype=t["q"].dtype)
-    choice, scales = BlockChoice(t["ids"], t["pages"]), n.get("kv_scales", (1.0, 1.0))
-    found = kernel.run(t["q"], t["k_cache"], t["v_cache"], choice, plan, kv_scales=scales)
+    choice = BlockSelection(t["ids"], t["pages"])
+    found = kernel.run(t["q"], cache_of(case), choice, plan)
     return found.out, found.lse
 
 

@@ -3,7 +3,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED, EMBED_NORMS, RECORD_GUESS
+from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED, EMBED_NORMS, RECORD_DRAFTS
 from negamax.kernels.op import AnyKernel
 from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
@@ -129,6 +129,6 @@ def embed_cost(case: Case) -> Cost:
 CASES = {
     COUNT_ACCEPTED: OpCases(count_small, apply_count, count_cost),
     ADVANCE_ROWS: OpCases(advance_small, apply_advance, advance_cost),
-    RECORD_GUESS: OpCases(record_small, apply_record, record_cost),
+    RECORD_DRAFTS: OpCases(record_small, apply_record, record_cost),
     EMBED_NORMS: OpCases(embed_small, apply_embed, embed_cost, embed_full_size),
 }

@@ -11,8 +11,6 @@ ms, of which the gathers take 0.36 ms; batched GEMMs with an fp32 softmax took 1
 sums are fp32.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +29,7 @@ from negamax.kernels.attention.op import (
     qk_norm,
     split_heads,
 )
-from negamax.kernels.kvcache.op import write
+from negamax.kernels.kvcache.op import KvCache, write
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.peers import Collective
 
@@ -116,44 +114,32 @@ def plan_decode(
     return tuple(buckets)
 
 
-def decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: tuple[DecodeBucket, ...],
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
-) -> Tensor:
-    """Attend with q [S, heads, head_dim] and return [S, heads * head_dim].
-
-    The caches [num_blocks, kv_heads, block_size, head_dim] have q's dtype.
-    """
-    assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, (
-        "scaled caches are read on the GPU only"
-    )
+def decode(q: Tensor, cache: KvCache, plan: tuple[DecodeBucket, ...]) -> Tensor:
+    """Attend with q [S, heads, head_dim] and return [S, heads * head_dim]."""
+    assert cache.is_unscaled(q.dtype), "scaled caches are read on the GPU only"
     num_seqs, heads, head_dim = q.shape
     if len(plan) == 1 and plan[0].rows is None:
-        return _decode_bucket(q, k_cache, v_cache, plan[0])
+        return _decode_bucket(q, cache, plan[0])
     out = q.new_zeros(num_seqs, heads * head_dim)
     for bucket in plan:
         assert bucket.rows is not None
         out.index_copy_(
-            0, bucket.rows, _decode_bucket(q.index_select(0, bucket.rows), k_cache, v_cache, bucket)
+            0, bucket.rows, _decode_bucket(q.index_select(0, bucket.rows), cache, bucket)
         )
     return out
 
 
-def _decode_bucket(q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: DecodeBucket) -> Tensor:
+def _decode_bucket(q: Tensor, cache: KvCache, bucket: DecodeBucket) -> Tensor:
     num_seqs, heads, head_dim = q.shape
     # one GEMM per sequence and KV head; its query heads are the rows
-    matrices = num_seqs * k_cache.shape[1]
-    group = heads // k_cache.shape[1]
+    matrices = num_seqs * cache.k.shape[1]
+    group = heads // cache.k.shape[1]
     queries = q.reshape(matrices, 1, group, head_dim)
     if group % _ROW_MULTIPLE:
         queries = F.pad(queries, (0, 0, 0, -group % _ROW_MULTIPLE))
     k, v = (
-        gather(k_cache, bucket.blocks, matrices=matrices),
-        gather(v_cache, bucket.blocks, matrices=matrices),
+        gather(cache.k, bucket.blocks, matrices=matrices),
+        gather(cache.v, bucket.blocks, matrices=matrices),
     )
     out = F.scaled_dot_product_attention(queries, k, v, attn_mask=bucket.mask)
     return (
@@ -217,36 +203,24 @@ def _plan_tiles(
     return tuple(tiles)
 
 
-def prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: tuple[PrefillRun, ...],
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
-) -> Tensor:
-    """Attend with q [T, heads, head_dim] and return [T, heads * head_dim].
-
-    The caches [num_blocks, kv_heads, block_size, head_dim] have q's dtype.
-    """
-    assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, (
-        "scaled caches are read on the GPU only"
-    )
+def prefill(q: Tensor, cache: KvCache, plan: tuple[PrefillRun, ...]) -> Tensor:
+    """Attend with q [T, heads, head_dim] and return [T, heads * head_dim]."""
+    assert cache.is_unscaled(q.dtype), "scaled caches are read on the GPU only"
     num_tokens, heads, head_dim = q.shape
     out = q.new_empty(num_tokens, heads * head_dim)
     for run in plan:
-        _prefill_run(q[run.queries], k_cache, v_cache, run, out[run.queries])
+        _prefill_run(q[run.queries], cache, run, out[run.queries])
     return out
 
 
-def _prefill_run(q: Tensor, k_cache: Tensor, v_cache: Tensor, run: PrefillRun, out: Tensor) -> None:
+def _prefill_run(q: Tensor, cache: KvCache, run: PrefillRun, out: Tensor) -> None:
     """Attend with q [T, heads, head_dim] of one sequence; fills out [T, heads * head_dim]."""
     num_tokens, heads, head_dim = q.shape
-    kv_heads = k_cache.shape[1]
+    kv_heads = cache.k.shape[1]
     group = heads // kv_heads
     k, v = (
-        gather(cache, run.blocks, matrices=kv_heads).expand(kv_heads, group, -1, head_dim)
-        for cache in (k_cache, v_cache)
+        gather(own, run.blocks, matrices=kv_heads).expand(kv_heads, group, -1, head_dim)
+        for own in (cache.k, cache.v)
     )
     out = out.view(num_tokens, kv_heads, group, head_dim)
     for tile in run.tiles:
@@ -268,12 +242,10 @@ def qk_norm_rope_write(
     norm: QkNorm,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KvCache,
     rows: Tensor,
     *,
     group: Collective | None = None,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Compute the op as defined; q and k are rotated in place."""
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
@@ -282,7 +254,7 @@ def qk_norm_rope_write(
     for rotated in (q[..., :rotary_dim], k[..., :rotary_dim]):
         swapped = rotated.roll(rotary_dim // 2, -1)
         torch.addcmul(rotated * cos, swapped, sin, out=rotated)
-    write(k, v, k_cache, v_cache, rows, kv_scales=kv_scales)
+    write(k, v, cache, rows)
     return q.to(qkv.dtype)
 
 

@@ -114,9 +114,7 @@ class AttentionMetadata:
         return self._part(self.num_decodes, self.block_table_indices.shape[0])
 
     def used_tables(self, block_size: int) -> Tensor:
-        """Return the tables [S, blocks] int64, as wide as the longest sequence needs by the host's
-        lengths.
-        """
+        """Return the tables [S, blocks] int64, as wide as the longest host length needs."""
         width = max(1, -(-max(self.host_seq_lens, default=0) // block_size))
         return self.block_tables[:, :width].index_select(0, self.block_table_indices).long()
 
@@ -173,10 +171,9 @@ def attention_metadata(
     indices: Sequence[int] | None = None,
     num_decodes: int = 0,
 ) -> AttentionMetadata:
-    """Build the metadata of the last query_lens[s] tokens of each sequence.
+    """Build the metadata of the last query_lens[s] tokens of sequences of seq_lens[s] tokens.
 
-    Sequence s has seq_lens[s] tokens, and its blocks are block_tables[s], or
-    block_tables[indices[s]].
+    The blocks of sequence s are block_tables[s], or block_tables[indices[s]].
     """
     device = block_tables.device
     rows = range(len(seq_lens)) if indices is None else indices

@@ -7,8 +7,6 @@ Scores, softmax and sums are in fp32. The cache layout is that of `kernels/kvcac
 p of a sequence is in block table[p // block_size] at offset p % block_size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import Hidden
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
-from negamax.kernels.kvcache.op import write
+from negamax.kernels.kvcache.op import KvCache, write
 from negamax.kernels.op import Prepared, op, rounding_tolerance
 from negamax.kernels.peers import Collective
 from negamax.kernels.rotary import half_split
@@ -47,8 +45,7 @@ def prepare_qk_norm(
 
 
 def split_heads(qkv: Tensor, *, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split qkv [T, (heads + 2 kv_heads) * head_dim] into q, k, v, each [T, its heads, head_dim]
-    fp32.
+    """Split qkv [T, (heads + 2 kv_heads) * head_dim] into q, k, v [T, heads, head_dim] fp32.
 
     NaN and infinity become finite: a later owner of the block multiplies masked values by a
     probability of 0, and 0 * NaN is NaN.
@@ -63,8 +60,7 @@ def qk_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return full-width RMS norms of q and k [T, heads, head_dim] fp32.
 
-    The mean of squares runs over all heads of the attention `group`: its ranks' sums of squares [T,
-    2] are added. None means one rank.
+    The mean of squares runs over all heads of all ranks of the attention `group`; None: one rank.
     """
     q, k = q.flatten(1), k.flatten(1)
     sums = torch.stack((q.square().sum(-1), k.square().sum(-1)), dim=-1)  # [T, 2]
@@ -102,13 +98,11 @@ def head_norm_rope_write(
     norm: Prepared,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KvCache,
     rows: Tensor,
     /,
     *,
     group: Collective | None = None,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Do `qk_norm_rope_write` with `head_norm` of q and k; `group` is not used."""
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
@@ -116,28 +110,18 @@ def head_norm_rope_write(
         half_split(head_norm(x, weight, norm.eps), cos, sin)
         for x, weight in zip((q, k), norm.weight, strict=True)
     )
-    write(k, v, k_cache, v_cache, rows, kv_scales=kv_scales)
+    write(k, v, cache, rows)
     return q.to(qkv.dtype)
 
 
-def rope_write(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rows: Tensor,
-    /,
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
-) -> Tensor:
+def rope_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: KvCache, rows: Tensor, /) -> Tensor:
     """Do `qk_norm_rope_write` without norms; all dimensions of a head rotate."""
-    kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    _, kv_heads, _, head_dim = cache.k.shape
     assert cos.shape[-1] == head_dim
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q, k, v = split_heads(qkv, heads=heads, kv_heads=kv_heads)
     q, k = half_split(q, cos, sin), half_split(k, cos, sin)
-    write(k, v, k_cache, v_cache, rows, kv_scales=kv_scales)
+    write(k, v, cache, rows)
     return q.to(qkv.dtype)
 
 
@@ -146,24 +130,22 @@ def qk_norm_rope_write(
     norm: Prepared,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KvCache,
     rows: Tensor,
     /,
     *,
     group: Collective | None = None,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Norm and rotate q and k, write k and v to the cache, return q [T, heads, head_dim].
 
     qkv [T, (heads + 2 kv_heads) * head_dim] is this rank's projection; a kernel may overwrite it.
     cos and sin come from `rotary.cos_sin`, rows from `kvcache.op.cache_rows`. Arithmetic is in fp32
-    and rounded once, at the end. The cache holds k / kv_scales[0] and v / kv_scales[1].
+    and rounded once, at the end.
     """
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = qk_norm(q, k, norm, group=group)
     q, k = half_split(q, cos, sin), half_split(k, cos, sin)
-    write(k, v, k_cache, v_cache, rows, kv_scales=kv_scales)
+    write(k, v, cache, rows)
     return q.to(qkv.dtype)
 
 
@@ -178,29 +160,17 @@ def plan(
     return queries
 
 
-def attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    queries: Prepared,
-    /,
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
-) -> Hidden:
-    """Attend with q [T, heads, head_dim] and return [T, heads * head_dim].
-
-    The caches are [num_blocks, kv_heads, block_size, head_dim]. A key is its cache row *
-    kv_scales[0], a value its row * kv_scales[1].
-    """
-    (num_tokens, heads, head_dim), (kv_heads, block_size) = q.shape, k_cache.shape[1:3]
+def attend(q: Tensor, cache: KvCache, queries: Prepared, /) -> Hidden:
+    """Attend with q [T, heads, head_dim] and return [T, heads * head_dim]."""
+    (num_tokens, heads, head_dim), (kv_heads, block_size) = q.shape, cache.k.shape[1:3]
     lengths, counts = queries.host_seq_lens, queries.host_query_lens
     out = q.new_zeros(num_tokens, heads, head_dim)
     for table, length, count, end in zip(
         queries.used_tables(block_size), lengths, counts, accumulate(counts), strict=True
     ):
         k, v = (
-            (rows_of(cache, table, length) * scale).repeat_interleave(heads // kv_heads, dim=1)
-            for cache, scale in zip((k_cache, v_cache), kv_scales, strict=True)
+            (rows_of(own, table, length) * scale).repeat_interleave(heads // kv_heads, dim=1)
+            for own, scale in zip((cache.k, cache.v), cache.scales, strict=True)
         )
         scores = torch.einsum("thd,jhd->htj", q[end - count : end].float(), k) * head_dim**-0.5
         keys = torch.arange(length, device=q.device)
@@ -243,6 +213,7 @@ HEAD_NORM_ROPE_WRITE = op(
 ROPE_WRITE = op(
     "attention.rope_write",
     rope_write,
+    None,
     summary="rope of q and k, keys and values into the paged cache",
     tolerance=ROPE_TOLERANCE,
     wide_error=5e-3,

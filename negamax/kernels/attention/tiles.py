@@ -1,12 +1,9 @@
 """Sizes of the Triton attention kernels by architecture. Nothing is tuned at run time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 
-from negamax.kernels import platform
 from negamax.kernels.launch.tile import Launch, has_h200_tiles
 
 
@@ -37,7 +34,7 @@ DECODE = DecodeSplit(
 _SHORT = 4096  # tokens; with longer sequences large tiles read keys less often
 
 
-class Tiles:
+class AttentionTiles:
     """Unmeasured sizes: two stages that need at most 64 KB of shared memory."""
 
     def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> Launch:
@@ -45,19 +42,17 @@ class Tiles:
         return Launch(num_warps=4, num_stages=2)
 
     def prefill_block_m(self, longest: int) -> int:
-        """Return the queries per program if the longest sequence has `longest` tokens. Small tiles
-        waste less at the diagonal.
+        """Return the queries per program; small tiles waste less at the diagonal of short
+        sequences.
         """
         return 64
 
     def prefill_launch(self, block_m: int, cache_bytes: int) -> Launch:
-        """Return the launch for tiles of `block_m` queries and a cache of `cache_bytes` per
-        element.
-        """
+        """Return the launch for tiles of `block_m` queries, caches of `cache_bytes` per element."""
         return Launch(block_n=32, num_warps=4, num_stages=2)
 
 
-class H200(Tiles):
+class H200AttentionTiles(AttentionTiles):
     """Measured with head_dim 128."""
 
     def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> Launch:
@@ -74,9 +69,9 @@ class H200(Tiles):
         return Launch(block_n=64, num_warps=8, num_stages=3)
 
 
-def tiles_for(device: torch.device) -> Tiles:
+def tiles_for(device: torch.device) -> AttentionTiles:
     """Return the sizes for `device`."""
-    return H200() if has_h200_tiles(platform.platform_of(device).arch) else Tiles()
+    return H200AttentionTiles() if has_h200_tiles(device) else AttentionTiles()
 
 
 def choose_decode_programs(

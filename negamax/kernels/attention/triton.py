@@ -5,8 +5,6 @@ Scores, softmax and sums are in fp32. FP8 keys and values are multiplied as fp16
 exactly.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from negamax.formats.platform import Feature

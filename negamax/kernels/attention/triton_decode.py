@@ -18,8 +18,6 @@ cache holds finite values everywhere and is read without masks. With PREFETCH_KV
 which earlier steps wrote, is read before the predecessor has ended.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -56,6 +54,7 @@ from negamax.kernels.attention.triton_shared import (
     score_scale,
     softmax_step,
 )
+from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.launch.ptx import e4m3_to_fp16, launch_dependents, wait_for_predecessor
 from negamax.kernels.launch.triton import launch_options
 
@@ -78,9 +77,7 @@ def _tile_step(q, k, v, visible, scale, m_i, l_i, acc, C: tl.constexpr):
 
 @triton.jit
 def _first_rows(x, ROWS: tl.constexpr):
-    """Return the first ROWS, all or half, of x [WARPS, BLOCK_M, columns]. In the layout of a
-    product no value moves.
-    """
+    """Return the first ROWS, all or half, of x [WARPS, BLOCK_M, columns]; no value moves."""
     if x.shape[1] > ROWS:
         halves = tl.reshape(x, [x.shape[0], 2, ROWS, x.shape[2]])
         x, _ = tl.split(tl.permute(halves, (0, 2, 3, 1)))
@@ -89,9 +86,7 @@ def _first_rows(x, ROWS: tl.constexpr):
 
 @triton.jit
 def _sum_over_warps(x, WARPS: tl.constexpr):
-    """Sum x [WARPS, rows, columns] over its first dimension. One exchange brings the halves side by
-    side in a thread.
-    """
+    """Sum x [WARPS, rows, columns] over its first dimension; each exchange halves it."""
     for _ in tl.static_range(WARPS):
         if x.shape[0] > 1:
             halves = tl.reshape(x, [2, x.shape[0] // 2, x.shape[1], x.shape[2]])
@@ -130,8 +125,7 @@ def _attend_split(
     q, k_cache, v_cache, tables, table_stride, partials, output, lse, qk_scale, v_scale,
     head, program, programs, tile, until, run, sequence, prefetched, C: tl.constexpr,
 ):  # fmt: skip
-    """Attend to tiles `tile` to `until` of one sequence and KV head; write the output or
-    `partials`.
+    """Attend to tiles `tile` to `until` of one sequence; write the output or `partials`.
 
     `prefetched` (PREFETCH_KV): k and v of the first tile, and the offset of the newest key, which
     the predecessor wrote; the newest key comes last.
@@ -201,9 +195,7 @@ def _attend_split(
 
 @triton.jit
 def _prefetch(k_cache, v_cache, tables, table_stride, head, tile, sequence, C: tl.constexpr):
-    """Load the first tile of a split, k and v [WARPS, BLOCK_N / WARPS, BLOCK_D], and return the
-    offset of the newest key, which is not part of the tile.
-    """
+    """Load k and v [WARPS, BLOCK_N / WARPS, BLOCK_D] of the first tile; newest key's offset."""
     SLICE: tl.constexpr = C.BLOCK_N // C.WARPS
     lane = (tl.arange(0, C.WARPS) * SLICE)[:, None, None] + tl.arange(0, SLICE)[None, :, None]
     column = tl.arange(0, C.BLOCK_D)[None, None, :]
@@ -237,8 +229,7 @@ def _decode_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Run one program: with SPLIT_KV one split of a sequence, else a run of tiles, which may end
-    one sequence, cover whole ones and begin another.
+    """Run one program: with SPLIT_KV one split of a sequence, else a run of tiles of any sequences.
 
     A program waits only for programs that come later in the plan. These have smaller program ids,
     so they are running or have ended. PREFETCH_KV: every sequence has one new key in this step, and
@@ -298,37 +289,26 @@ def has_one_new_key(plan: DecodePlan) -> bool:
     return plan.split_kv and queries.is_captured and queries.max_decode_run == 1
 
 
-def decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: DecodePlan,
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
-) -> Tensor | QuantizedActivations:
-    """Attend with q [T, heads, head_dim] to caches [num_blocks, kv_heads, block_size, head_dim] ->
-    [T, heads * head_dim].
-    """
+def decode(q: Tensor, cache: KvCache, plan: DecodePlan) -> Tensor | QuantizedActivations:
+    """Attend with q [T, heads, head_dim] -> [T, heads * head_dim]."""
     output = outputs(q, quantize=plan.quantize)
-    launch_decode(q, k_cache, v_cache, plan, output, kv_scales=kv_scales)
+    launch_decode(q, cache, plan, output)
     return result(*output)
 
 
 def launch_decode(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KvCache,
     plan: DecodePlan,
     output: Outputs,
     *,
     lse: Tensor | None = None,
     lengths: Tensor | None = None,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Run `decode` into `output`, and `write_lse` into lse [T, heads] fp32. `lengths` [S] int32
     replaces the planned lengths of sequences that have fewer keys.
     """
-    assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return
     head_dim, shape, tables = q.shape[2], plan.shape, plan.queries.block_tables
@@ -342,13 +322,13 @@ def launch_decode(
     )
     partials = workspace(shape.kv_heads * plan.programs * partial_rows * (block_d + 4), q.device)
     launch = tiles_for(q.device).decode_launch(
-        k_cache.element_size(), block_m=block_m, split_kv=plan.split_kv
+        cache.k.element_size(), block_m=block_m, split_kv=plan.split_kv
     )
     options = launch_options(q.device, maxnreg=launch.maxnreg, dependent=plan.dependent)
     parallel = plan.split_kv and not plan.reduce_later and launch_options(q.device)["PDL"]
     constants = attention_constants(
         q,
-        k_cache,
+        cache.k,
         shape,
         block_m=block_m,
         block_n=DECODE.block_n,
@@ -364,12 +344,12 @@ def launch_decode(
         FEWER_KEYS=lengths is not None,
     )
     _decode_kernel[(shape.kv_heads, plan.programs)](
-        q, k_cache, v_cache, tables, plan.sequences, plan.work, partials, *output, lse, lengths,
-        *of_runs, score_scale(head_dim, kv_scales[0]), kv_scales[1], tables.stride(0), constants,
-        **launch.options, **options,
+        q, cache.k, cache.v, tables, plan.sequences, plan.work, partials, *output, lse, lengths,
+        *of_runs, score_scale(head_dim, cache.scales[0]), cache.scales[1], tables.stride(0),
+        constants, **launch.options, **options,
     )  # fmt: skip
     if plan.reduce_later:
         reduce_kernel[(shape.kv_heads, len(plan.sequences) // SEQUENCE_WORDS.value)](
-            plan.sequences, partials, *output, lse, *of_runs, kv_scales[1],
+            plan.sequences, partials, *output, lse, *of_runs, cache.scales[1],
             plan.programs, constants, num_warps=4,
         )  # fmt: skip

@@ -11,11 +11,9 @@ SPLIT_KV is used if there are enough programs for several splits of each sequenc
 then as short as the programs allow. One sequence of 100,000 tokens keeps all multiprocessors busy,
 and so do a hundred short ones. The lengths stay on the device.
 
-    sequences [S, SEQUENCE_WORDS] int32    the fields of `Sequence`
-    work [programs, WORK_WORDS] int32      first tile, end (0: none), sequence, -, its `Sequence`
+    sequences [S, SEQUENCE_WORDS] int32    the fields of `PlannedSequence`
+    work [programs, WORK_WORDS] int32      first tile, end (0: none), its number, -, its fields
 """
-
-from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
@@ -61,9 +59,7 @@ WORKSPACES: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
 def workspace(words: int, device: torch.device) -> Tensor:
-    """Return [words] int32 for partial results, EMPTY between launches, which share it. Launches of
-    two threads may run at once, so each thread has its own.
-    """
+    """Return [words] int32 for partial results, EMPTY between launches; each thread has its own."""
     key = threading.get_ident(), device, triton.next_power_of_2(words)
     if key not in WORKSPACES:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -72,7 +68,7 @@ def workspace(words: int, device: torch.device) -> Tensor:
     return WORKSPACES[key][:words]
 
 
-class Sequence(NamedTuple):
+class PlannedSequence(NamedTuple):
     """The data of a sequence that a program reads."""
 
     first_tile: tl.tensor
@@ -91,16 +87,18 @@ def _store_sequence(to, sequence, mask):
 
 @triton.jit
 def load_sequence(at):
-    """Load a `Sequence` that `_store_sequence` wrote."""
+    """Load a `PlannedSequence` that `_store_sequence` wrote."""
     first_tile, end_tile, length = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-    return Sequence(first_tile, end_tile, length, tl.load(at + 3), tl.load(at + 4), tl.load(at + 5))
+    return PlannedSequence(
+        first_tile, end_tile, length, tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+    )
 
 
 @triton.jit
 def replace_length(sequence, lengths, seq, C: tl.constexpr):
     """Return `sequence`; with FEWER_KEYS its length is that of `lengths`."""
     if C.FEWER_KEYS:
-        sequence = Sequence(
+        sequence = PlannedSequence(
             sequence.first_tile, sequence.end_tile, tl.load(lengths + seq), sequence.table_index,
             sequence.first_program, sequence.num_splits,
         )  # fmt: skip
@@ -182,7 +180,7 @@ def _plan_decode_kernel(
         programs_before += tl.sum(splits, axis=0)
         first_program = tl.where(split_kv != 0, first_program, first // most)
         num_splits = tl.where(split_kv != 0, splits, (end - 1) // most - first_program + 1)
-        sequence = Sequence(first, end, length, table_index, first_program, num_splits)
+        sequence = PlannedSequence(first, end, length, table_index, first_program, num_splits)
         _store_sequence(sequences + seq * SEQUENCE_WORDS, sequence, live)
         # The programs whose work begins in a sequence. Without SPLIT_KV its first tiles may belong
         # to a program that began in an earlier sequence.
@@ -219,9 +217,10 @@ def plan_splits(
     min_splits: int = 1,
     reduce_later: bool = False,
 ) -> Splits:
-    """Plan tiles of `block_n` keys for sequences of seq_lens [S] int32 tokens, whose rows of the
-    block tables are block_table_indices [S] int64, for tiles of `num_rows` queries. `min_splits`:
-    see `choose_decode_programs`.
+    """Plan tiles of `block_n` keys for sequences of seq_lens [S] int32 tokens.
+
+    block_table_indices [S] int64 are their rows of the block tables. A tile has `num_rows` query
+    rows. `min_splits`: see `choose_decode_programs`.
     """
     num_seqs, device = seq_lens.shape[0], seq_lens.device
     multiprocessors = platform.platform_of(device).multiprocessors
@@ -251,8 +250,7 @@ def plan_decode(
     quantize: bool = False,
     reduce_later: bool = False,
 ) -> DecodePlan:
-    """Plan one query per sequence, at position seq_len - 1, or runs of queries. Reads the lengths
-    on the device only.
+    """Plan one query per sequence, or runs of queries. Reads the lengths on the device only.
 
     `reduce_later`: no program waits for another one; a second launch reduces the partial results.
     """

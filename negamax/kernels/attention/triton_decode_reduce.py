@@ -1,6 +1,6 @@
 """Partial results of the splits of a sequence, and their reduction.
 
-A split writes its partial result, normalised, and the log2-sum-exp2 of its scores to the workspace:
+A split writes its partial result, normalized, and the log2-sum-exp2 of its scores to the workspace:
 
     partials [kv_heads, programs, PARTIAL_ROWS * (BLOCK_D + 4)] int32, of which a program writes
         acc / l_i         [PARTIAL_ROWS, BLOCK_D]   bits of fp32
@@ -14,8 +14,6 @@ The program of a sequence's first tile reduces its splits and waits for the othe
 PARALLEL_REDUCE all programs of the sequence reduce some rows each, so that each reads less. With
 REDUCE_LATER `reduce_kernel` does it, and no program waits.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl
@@ -92,7 +90,6 @@ def finish_split(
 ):  # fmt: skip
     """Write m_i and l_i [PARTIAL_ROWS], acc [PARTIAL_ROWS, BLOCK_D] of a split to the output if it
     is the only one of its sequence, else to `partials`; then reduce this program's part of them.
-    `row`, `column`: of acc; `run`, `first_row`: see `locate_row`.
     """
     BLOCK_D: tl.constexpr = C.BLOCK_D
     slot = head * programs + sequence.first_program
@@ -139,9 +136,7 @@ def reduce_kernel(
     programs,
     C: tl.constexpr,
 ):
-    """Reduce the rows of one sequence and KV head if the launch before wrote partial results of
-    them. Grid (kv_heads, S).
-    """
+    """Reduce the partial results, if any, of one sequence and KV head. Grid (kv_heads, S)."""
     ROWS: tl.constexpr = C.PARTIAL_ROWS
     BLOCK_D: tl.constexpr = C.BLOCK_D
     head, seq = tl.program_id(0), tl.program_id(1)

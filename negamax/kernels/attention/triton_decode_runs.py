@@ -1,5 +1,5 @@
 """The rows of a tile of decodes: the query heads of one KV head, of one token or, if a step
-verifies draft tokens, of QUERIES neighbours of one sequence, which read its keys once.
+verifies draft tokens, of QUERIES neighbors of one sequence, which read its keys once.
 
     row = query * GROUP + head of the KV head
 
@@ -7,8 +7,6 @@ A sequence of up to MAX_RUN queries has ceil(MAX_RUN / QUERIES) programs, which 
 sequences. Padding tokens fill a sequence up to MAX_RUN queries. They come after the tokens of all
 sequences, see no key, and their results are 0.
 """
-
-from __future__ import annotations
 
 from typing import NamedTuple
 
@@ -19,9 +17,7 @@ MAX_ROWS = 32
 
 
 def choose_queries_per_program(group: int, max_run: int) -> int:
-    """Return the queries of a program, so that it has at most MAX_ROWS rows and all programs of a
-    sequence have about as many.
-    """
+    """Return the queries of a program: at most MAX_ROWS rows, spread evenly over programs."""
     most = max(1, MAX_ROWS // group)
     return triton.cdiv(max_run, triton.cdiv(max_run, most))
 

@@ -9,8 +9,6 @@ Grid (T, tiles of BLOCK_H heads): no head waits for another one. The tiles of th
 width may differ, come last. Tokens with negative slots are not written to the caches.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton
@@ -27,6 +25,7 @@ from negamax.kernels.attention.triton_heads import (
     split_columns,
     store_heads,
 )
+from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.peers import Collective
 
@@ -66,9 +65,10 @@ def _load_rotated(
     x, weight, angles, head, is_there, is_key, is_plain, eps,
     DIM: tl.constexpr, BLOCK_REST: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Load the heads `head` [BLOCK_H] at x and rotate them; normalise them by row `is_key` of
-    weight [2, DIM] if there is one. Heads that are `is_plain` stay as they are. Also returns their
-    columns and masks.
+    """Load the heads `head` [BLOCK_H] at x, rotate them and return them, their columns and masks.
+
+    Row `is_key` of weight [2, DIM], if there is one, normalizes them. `is_plain` heads stay as they
+    are.
     """
     BLOCK_H: tl.constexpr = C.BLOCK_H  # Triton 3.6 takes no field of a struct in a shape
     cos, sin = angles
@@ -191,16 +191,15 @@ def launch_norm_rope_write(
     heads: int,
     norm: tuple[Tensor, float] | None,
     angles: tuple[Tensor, Tensor],
-    caches: tuple[Tensor, Tensor],
+    cache: KvCache,
     slot_mapping: Tensor,
-    kv_scales: tuple[float, float],
     index: IndexHeads | None = None,
 ) -> Tensor:
     """Launch the kernel -> q [T, heads, head_dim]; `norm`: weight and eps. `projected` stays as it
     is, and tokens whose slots are negative are not written to the caches.
     """
-    (num_tokens, width), (_, kv_heads, block_size, head_dim) = projected.shape, caches[0].shape
-    assert projected.is_contiguous() and all(cache.is_contiguous() for cache in caches)
+    (num_tokens, width), (_, kv_heads, block_size, head_dim) = projected.shape, cache.k.shape
+    assert projected.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     index_heads, index_dim = (0, 0) if index is None else index.q.shape[1:]
     assert width == (heads + 2 * kv_heads) * head_dim + (index_heads + 1) * index_dim
     q = projected.new_empty(num_tokens, heads, head_dim)
@@ -219,8 +218,8 @@ def launch_norm_rope_write(
     weight, eps = norm or (None, 0.0)
     index_weight, index_q, index_cache, rank, _, rows = index or (None, None, None, 0, 1, None)
     _head_norm_rope_write_kernel[(num_tokens, tiles)](
-        projected, weight, index_weight, *angles, q, index_q, *caches, index_cache, slot_mapping,
-        rows, eps, 1.0 / kv_scales[0], 1.0 / kv_scales[1], rank, constants,
+        projected, weight, index_weight, *angles, q, index_q, cache.k, cache.v, index_cache,
+        slot_mapping, rows, eps, 1.0 / cache.scales[0], 1.0 / cache.scales[1], rank, constants,
         num_warps=4, **launch_options(projected.device),
     )  # fmt: skip
     return q
@@ -231,29 +230,19 @@ def head_norm_rope_write(
     norm: HeadNorm,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KvCache,
     slot_mapping: Tensor,
     *,
     group: Collective | None = None,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Run `attention.head_norm_rope_write`, with the exceptions of `launch_norm_rope_write`."""
-    own, caches = (norm.weight, norm.eps), (k_cache, v_cache)
-    return launch_norm_rope_write(qkv, norm.heads, own, (cos, sin), caches, slot_mapping, kv_scales)
+    own = (norm.weight, norm.eps)
+    return launch_norm_rope_write(qkv, norm.heads, own, (cos, sin), cache, slot_mapping)
 
 
 def rope_write(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
+    qkv: Tensor, cos: Tensor, sin: Tensor, cache: KvCache, slot_mapping: Tensor
 ) -> Tensor:
     """Run `attention.rope_write`, with the exceptions of `launch_norm_rope_write`."""
-    heads = qkv.shape[1] // k_cache.shape[3] - 2 * k_cache.shape[1]
-    caches = (k_cache, v_cache)
-    return launch_norm_rope_write(qkv, heads, None, (cos, sin), caches, slot_mapping, kv_scales)
+    heads = qkv.shape[1] // cache.k.shape[3] - 2 * cache.k.shape[1]
+    return launch_norm_rope_write(qkv, heads, None, (cos, sin), cache, slot_mapping)

@@ -1,11 +1,9 @@
-"""Functions of kernels that normalise and rotate heads and write them to caches.
+"""Functions of kernels that normalize and rotate heads and write them to caches.
 
     a head    | HALF | HALF | rest |    rope pairs the two halves; `rest` is not rotated
 
 Heads are a tuple of tiles [heads, columns] fp32, one for each half and one for the rest, if any.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl
@@ -40,8 +38,8 @@ def split_columns(
     is_head, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Return the columns [1, columns] of each tile, counted from its first one at part * HALF, and
-    the mask [heads, columns]; `is_head` [heads].
+    """Return the columns [1, columns] of each tile from part * HALF on, and the masks [heads,
+    columns].
     """
     i = tl.arange(0, BLOCK_HALF)[None, :]
     mask = is_head[:, None] & (i < HALF)

@@ -6,8 +6,6 @@
 They are listed once a step, on the device.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -83,9 +81,7 @@ def plan_own_blocks(
     block_size: int,
     first: int = 0,
 ) -> OwnBlocks:
-    """List the rank's blocks of the sequences of `metadata`, within `lengths` [S] int32. Block b of
-    the pool is block b // ranks + first of rank b % ranks.
-    """
+    """List the rank's blocks (b is b // ranks + first there) of sequences of `lengths` [S]."""
     num_seqs, tables = lengths.shape[0], metadata.block_tables
     width = tables.shape[1]
     blocks = torch.empty(num_seqs, 2, width, dtype=torch.int32, device=tables.device)

@@ -12,8 +12,6 @@ lengths. If the queries of all heads of a KV head fit into one tile, as for a ge
 captured step, the program of the first head attends for all of them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +35,7 @@ from negamax.kernels.attention.triton_shared import (
     write_heads,
     write_lse,
 )
+from negamax.kernels.kvcache.op import KvCache
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,9 @@ def list_query_tiles(queries: AttentionMetadata, size: int) -> Tensor:
 
 
 def _list_tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
-    """List the tiles [T / size + S, 4] of sequences whose counts only the device knows; the last
-    ones may be empty.
+    """List the tiles [T / size + S, 4] of sequences whose counts only the device knows.
 
-    They are numbered from the end, so that within a sequence those with the most keys come first.
+    The last ones may be empty. In a sequence those with the most keys come first.
     """
     starts, num_seqs = queries.query_starts, queries.block_table_indices.shape[0]
     counts = starts.diff()
@@ -110,8 +108,8 @@ def _list_tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
 
 @triton.jit
 def _find_last_own_key(held, position, is_row, C: tl.constexpr):
-    """Return the number of the last key up to `position` among those in a rank's blocks of a
-    sequence, counted from 0; -1: none. `held`: of the sequence's blocks.
+    """Return the number of the last key up to `position` in a rank's blocks of a sequence; -1:
+    none.
     """
     block = position // C.BLOCK_SIZE
     until = tl.load(held + block, mask=is_row, other=0)
@@ -199,48 +197,37 @@ def _prefill_kernel(
     write_lse(m_i, l_i, out_row.to(tl.int64), query < count, lse)
 
 
-def prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: PrefillPlan,
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
-) -> Tensor | QuantizedActivations:
-    """Attend with q [T, heads, head_dim] to caches [num_blocks, kv_heads, block_size, head_dim] ->
-    [T, heads * head_dim].
-    """
+def prefill(q: Tensor, cache: KvCache, plan: PrefillPlan) -> Tensor | QuantizedActivations:
+    """Attend with q [T, heads, head_dim] -> [T, heads * head_dim]."""
     output = outputs(q, quantize=plan.quantize)
-    launch_prefill(q, k_cache, v_cache, plan, output, kv_scales=kv_scales)
+    launch_prefill(q, cache, plan, output)
     return result(*output)
 
 
 def launch_prefill(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KvCache,
     plan: PrefillPlan,
     output: Outputs,
     *,
     lse: Tensor | None = None,
     held: Tensor | None = None,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Run `prefill` into `output`, and `write_lse` into lse [T, heads] fp32. `held` of `OwnBlocks`:
     the plan's block tables list only the blocks that a rank holds.
     """
-    assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return
     _, heads, head_dim = q.shape
     tables = plan.queries.block_tables
-    launch = tiles_for(q.device).prefill_launch(plan.block_m, k_cache.element_size())
+    launch = tiles_for(q.device).prefill_launch(plan.block_m, cache.k.element_size())
     constants = attention_constants(
-        q, k_cache, plan.shape, block_m=plan.block_m, block_n=launch.block_n, quantize=plan.quantize
+        q, cache.k, plan.shape, block_m=plan.block_m, block_n=launch.block_n, quantize=plan.quantize
     )
     _prefill_kernel[(heads, plan.tiles.shape[0])](
-        q, k_cache, v_cache, tables, plan.queries.block_table_indices, plan.tiles, *output, lse,
-        held, None if held is None else held.stride(0), score_scale(head_dim, kv_scales[0]),
-        kv_scales[1], tables.stride(0), constants,
+        q, cache.k, cache.v, tables, plan.queries.block_table_indices, plan.tiles, *output, lse,
+        held, None if held is None else held.stride(0), score_scale(head_dim, cache.scales[0]),
+        cache.scales[1], tables.stride(0), constants,
         **launch.options,
     )  # fmt: skip

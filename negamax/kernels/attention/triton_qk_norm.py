@@ -10,8 +10,6 @@ The norm is over all heads of all ranks. Their sums of squares cross the ranks i
 the LL protocol, or by the group between two launches. `triton_heads.py` has the tiles of a head.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -31,6 +29,7 @@ from negamax.kernels.attention.triton_heads import (
     to_cache_dtype,
 )
 from negamax.kernels.collectives.triton_ll import load_peer_base, poll, push
+from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.peers import Collective
 
@@ -187,21 +186,18 @@ def qk_norm_rope_write(
     norm: QkNorm,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KvCache,
     slot_mapping: Tensor,
     *,
     group: Collective | None = None,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """Run `attention.qk_norm_rope_write`, but leave `qkv` as it is and write no token whose slots
-    are negative.
+    """Run `attention.qk_norm_rope_write`; `qkv` is kept, and negative slots are not written.
 
     With several ranks: one launch if their memory has a row for every token, else two, with a sum
     over the group in between.
     """
     assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
-    num_tokens, head_dim, half = qkv.shape[0], k_cache.shape[-1], cos.shape[-1] // 2
+    num_tokens, head_dim, half = qkv.shape[0], cache.k.shape[-1], cos.shape[-1] // 2
     heads, kv_heads = norm.heads, norm.kv_heads
     q = qkv.new_empty(num_tokens, heads, head_dim)
     if num_tokens == 0:
@@ -227,8 +223,8 @@ def qk_norm_rope_write(
     )  # fmt: skip
     exchange = (None, None, 0) if region is None else (region.addresses, region.flags, region.rows)
     _qk_norm_rope_write_kernel[(num_tokens,)](
-        qkv, norm.weight, cos, sin, q, k_cache, v_cache, slot_mapping, sums, *exchange, rank,
-        norm.q_count, norm.k_count, norm.eps, 1.0 / kv_scales[0], 1.0 / kv_scales[1], constants,
-        num_warps=warps, **launch_options(qkv.device),
+        qkv, norm.weight, cos, sin, q, cache.k, cache.v, slot_mapping, sums, *exchange, rank,
+        norm.q_count, norm.k_count, norm.eps, 1.0 / cache.scales[0], 1.0 / cache.scales[1],
+        constants, num_warps=warps, **launch_options(qkv.device),
     )  # fmt: skip
     return q

@@ -1,7 +1,5 @@
 """Parts of decode and prefill kernels: constants, outputs, tiles of the paged cache, softmax."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
@@ -54,9 +52,7 @@ def attention_constants(
     block_size: int | None = None,
     **decode: Any,
 ) -> AttentionConstants:
-    """Return constants for queries q [.., head_dim]. `block_size` replaces that of `shape`;
-    `decode` are fields of decodes.
-    """
+    """Return constants for queries q [.., head_dim]; `block_size` replaces that of `shape`."""
     return AttentionConstants(
         KV_HEADS=shape.kv_heads,
         GROUP=shape.group,
@@ -87,9 +83,7 @@ Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def outputs(q: Tensor, *, quantize: bool) -> Outputs:
-    """Allocate the output for q [T, heads, head_dim]: [T, heads * head_dim] in the model's dtype
-    and, with `quantize`, in FP8 with a scale per token and head.
-    """
+    """Allocate [T, heads * head_dim]; with `quantize` also FP8 with a scale per token and head."""
     out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
     if not quantize:
         return out, None, None
@@ -108,9 +102,7 @@ def result(
 
 @triton.jit
 def write_heads(x, row, column, mask, output, C: tl.constexpr):
-    """Write x [rows, BLOCK_D] fp32 to the heads `row` (token * heads + head) of `output`, pointers
-    to the tensors of `outputs`.
-    """
+    """Write x [rows, BLOCK_D] fp32 to the heads `row` (token * heads + head) of `outputs`."""
     out, values, scales = output
     at = row[:, None] * C.DIM + column[None, :]
     inside = mask[:, None] & (column < C.DIM)[None, :]
@@ -128,9 +120,7 @@ def write_heads(x, row, column, mask, output, C: tl.constexpr):
 
 @triton.jit
 def write_lse(m_i, l_i, row, mask, lse):
-    """Write the log2-sum-exp2 of the scores of rows, m_i + log2(l_i), to the heads `row` of lse [T,
-    heads] fp32, -inf for rows without keys; do nothing if lse is None.
-    """
+    """Write m_i + log2(l_i), -inf for rows without keys, to the heads `row` of lse, unless None."""
     if lse is not None:
         tl.store(lse + row, m_i + tl.log2(l_i), mask=mask)
 
@@ -146,9 +136,7 @@ def locate_keys(table, key, length, head, C: tl.constexpr):
 
 @triton.jit
 def locate_key_tile(table, tile, lane, length, head, C: tl.constexpr):
-    """Return the offset of tile number `tile` of BLOCK_N keys: one if a block holds the whole tile,
-    else one for each key of `lane`.
-    """
+    """Return the offset of a tile of BLOCK_N keys: one if a block holds it, else one per key."""
     key = tile * C.BLOCK_N if C.BLOCK_SIZE % C.BLOCK_N == 0 else tile * C.BLOCK_N + lane
     return locate_keys(table, key, length, head, C)
 

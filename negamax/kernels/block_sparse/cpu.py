@@ -10,8 +10,6 @@ Scores need no masks: a token sees all of each block before its local one, and t
 always selected.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -23,21 +21,22 @@ from torch import Tensor
 
 from negamax.kernels.attention import cpu as dense
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, attention_metadata
-from negamax.kernels.block_sparse.choice import (
-    NO_BLOCK,
-    BlockChoice,
-    SparseShape,
-    attended_tokens,
-    best_keys,
-    choose,
-    pages_of,
-)
 from negamax.kernels.block_sparse.op import (
     BLOCK_SPARSE_DECODE,
     BLOCK_SPARSE_PREFILL,
     BLOCK_SPARSE_SELECT,
     BLOCK_SPARSE_SELECT_SHARD,
 )
+from negamax.kernels.block_sparse.selection import (
+    NO_BLOCK,
+    BlockSelection,
+    SparseShape,
+    attended_tokens,
+    best_keys,
+    choose,
+    pages_of,
+)
+from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
 
@@ -57,7 +56,7 @@ class ScoredTokens:
 
 
 @dataclass(frozen=True)
-class OwnBlocks:
+class ScoredShard:
     """The same tokens, with only the blocks whose index keys this rank holds."""
 
     tokens: ScoredTokens  # `tables`: of the rank's own cache
@@ -65,10 +64,10 @@ class OwnBlocks:
 
 
 @dataclass(frozen=True)
-class SelectPlan:
+class PartialSelection:
     """A selection that lacks the blocks of the scored tokens."""
 
-    choice: BlockChoice
+    choice: BlockSelection
     scored: tuple[ScoredTokens, ...]
     shape: SparseShape
 
@@ -77,13 +76,13 @@ class SelectPlan:
 class SelectShardPlan:
     """The tokens that a rank scores."""
 
-    scored: tuple[OwnBlocks, ...]
+    scored: tuple[ScoredShard, ...]
     shape: SparseShape
 
 
 def plan_select(
     queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
-) -> SelectPlan:
+) -> PartialSelection:
     """Select blocks for all tokens that attend to all blocks they see."""
     positions = queries.positions.view(-1, 1, 1)
     blocks = torch.arange(shape.topk_blocks)
@@ -91,8 +90,8 @@ def plan_select(
     ids = ids.expand(-1, shape.kv_heads, -1)
     tables = queries.used_tables(shape.block_size)
     of_tokens = tables.repeat_interleave(torch.tensor(queries.host_query_lens), dim=0)
-    choice = BlockChoice(ids, pages_of(ids, of_tokens, shape))
-    return SelectPlan(choice, tuple(_scored(queries, tables, shape)), shape)
+    choice = BlockSelection(ids, pages_of(ids, of_tokens, shape))
+    return PartialSelection(choice, tuple(_scored(queries, tables, shape)), shape)
 
 
 def plan_select_shard(
@@ -103,7 +102,7 @@ def plan_select_shard(
     return SelectShardPlan(tuple(_own_blocks(tokens, shape) for tokens in scored), shape)
 
 
-def _own_blocks(tokens: ScoredTokens, shape: SparseShape) -> OwnBlocks:
+def _own_blocks(tokens: ScoredTokens, shape: SparseShape) -> ScoredShard:
     """Find the shard's blocks of each sequence; shorter rows are padded with other blocks."""
     shard, per_block = shape.shard, shape.block_size // shape.sparse_block_size
     is_mine = tokens.tables % shard.ranks == shard.rank
@@ -114,7 +113,7 @@ def _own_blocks(tokens: ScoredTokens, shape: SparseShape) -> OwnBlocks:
     numbers = (numbers.unsqueeze(-1) * per_block + torch.arange(per_block)).flatten(1)
     local = (tokens.positions // shape.sparse_block_size).view(tokens.rows.shape)
     before = torch.searchsorted(numbers, local).flatten()
-    return OwnBlocks(replace(tokens, tables=tables, before=before), numbers)
+    return ScoredShard(replace(tokens, tables=tables, before=before), numbers)
 
 
 def _scored(
@@ -172,7 +171,7 @@ def select_kernels(score: Score, provider: str, **properties: Any) -> tuple[AnyK
         queries = index_q[tokens.rows.flatten()].view(*tokens.rows.shape, *index_q.shape[1:])
         return score(queries, index_cache, tokens, shape.sparse_block_size).flatten(0, 1)
 
-    def select(index_q: Tensor, index_cache: Tensor, plan: SelectPlan) -> BlockChoice:
+    def select(index_q: Tensor, index_cache: Tensor, plan: PartialSelection) -> BlockSelection:
         if not plan.scored:
             return plan.choice
         shape, ids, pages = plan.shape, plan.choice.ids.clone(), plan.choice.pages.clone()
@@ -182,7 +181,7 @@ def select_kernels(score: Score, provider: str, **properties: Any) -> tuple[AnyK
             ids[rows] = chosen = choose(scores, tokens.positions, shape)
             tables = tokens.tables.repeat_interleave(tokens.rows.shape[1], dim=0)
             pages[rows] = pages_of(chosen, tables, shape)
-        return BlockChoice(ids, pages)
+        return BlockSelection(ids, pages)
 
     def select_shard(index_q: Tensor, index_cache: Tensor, plan: SelectShardPlan) -> Tensor:
         shape = plan.shape
@@ -220,26 +219,18 @@ class PagedDecode:
     """Dense decode attention for sequences whose block tables change in each layer."""
 
     plan: Callable[[Tensor, SparseShape, torch.dtype], Any]  # of lengths [rows] int64
-    # q [rows, group, head_dim], pages of keys and of values, block tables [rows, topk_blocks]
-    # int64, the plan -> [rows, group * head_dim]
-    run: Callable[[Tensor, Tensor, Tensor, Tensor, Any], Tensor]
+    # q [rows, group, head_dim], pages, block tables [rows, topk_blocks] int64, the plan
+    # -> [rows, group * head_dim]
+    run: Callable[[Tensor, KvCache, Tensor, Any], Tensor]
 
 
 def _attend_to_pages(
-    decode: PagedDecode,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    pages: Tensor,
-    plan: Any,
-    *,
-    shape: SparseShape,
+    decode: PagedDecode, q: Tensor, cache: KvCache, pages: Tensor, plan: Any, *, shape: SparseShape
 ) -> Tensor:
     """q [T, heads, head_dim], pages [T, kv_heads, topk_blocks] -> [T, heads * head_dim]."""
     num_tokens, _, head_dim = q.shape
-    k, v = (cache.view(-1, 1, shape.sparse_block_size, head_dim) for cache in (k_cache, v_cache))
-    rows = q.reshape(-1, shape.group, head_dim)
-    return decode.run(rows, k, v, pages.flatten(0, 1).long(), plan).reshape(num_tokens, -1)
+    rows, paged = q.reshape(-1, shape.group, head_dim), cache.as_pages(shape.sparse_block_size)
+    return decode.run(rows, paged, pages.flatten(0, 1).long(), plan).reshape(num_tokens, -1)
 
 
 @dataclass(frozen=True)
@@ -279,18 +270,10 @@ def attention_kernels(
         return BlockSparseDecodePlan(decode.plan(lengths, shape, dtype), shape)
 
     def run_decode(
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        choice: BlockChoice,
-        plan: BlockSparseDecodePlan,
-        *,
-        kv_scales: tuple[float, float] = (1.0, 1.0),
+        q: Tensor, cache: KvCache, choice: BlockSelection, plan: BlockSparseDecodePlan
     ) -> Tensor:
-        _check_plain(q, k_cache, kv_scales)
-        return _attend_to_pages(
-            decode, q, k_cache, v_cache, choice.pages, plan.paged, shape=plan.shape
-        )
+        assert cache.is_unscaled(q.dtype), "scaled caches are read on the GPU only"
+        return _attend_to_pages(decode, q, cache, choice.pages, plan.paged, shape=plan.shape)
 
     def plan_prefill(
         queries: AttentionMetadata,
@@ -316,23 +299,17 @@ def attention_kernels(
         )
 
     def run_prefill(
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        choice: BlockChoice,
-        plan: BlockSparsePrefillPlan,
-        *,
-        kv_scales: tuple[float, float] = (1.0, 1.0),
+        q: Tensor, cache: KvCache, choice: BlockSelection, plan: BlockSparsePrefillPlan
     ) -> Tensor:
-        _check_plain(q, k_cache, kv_scales)
+        assert cache.is_unscaled(q.dtype), "scaled caches are read on the GPU only"
         if plan.paged is None and plan.dense is not None:
-            return dense.prefill(q, k_cache, v_cache, plan.dense)
+            return dense.prefill(q, cache, plan.dense)
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         if plan.dense is not None:
-            out[plan.dense_rows] = dense.prefill(q[plan.dense_rows], k_cache, v_cache, plan.dense)
+            out[plan.dense_rows] = dense.prefill(q[plan.dense_rows], cache, plan.dense)
         if plan.paged is not None:
             out[plan.paged_rows] = _attend_to_pages(
-                decode, q[plan.paged_rows], k_cache, v_cache, choice.pages[plan.paged_rows],
+                decode, q[plan.paged_rows], cache, choice.pages[plan.paged_rows],
                 plan.paged, shape=plan.shape,
             )  # fmt: skip
         return out
@@ -340,12 +317,6 @@ def attention_kernels(
     return (
         Kernel(BLOCK_SPARSE_DECODE, provider, run_decode, plan_decode, **properties),
         Kernel(BLOCK_SPARSE_PREFILL, provider, run_prefill, plan_prefill, **properties),
-    )
-
-
-def _check_plain(q: Tensor, cache: Tensor, kv_scales: tuple[float, float]) -> None:
-    assert kv_scales == (1.0, 1.0) and cache.dtype == q.dtype, (
-        "scaled caches are read on the GPU only"
     )
 
 
@@ -386,15 +357,11 @@ def _plan_buckets(
 
 
 def _decode_buckets(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    tables: Tensor,
-    plan: tuple[dense.DecodeBucket, ...],
+    q: Tensor, cache: KvCache, tables: Tensor, plan: tuple[dense.DecodeBucket, ...]
 ) -> Tensor:
     pages = tables.flatten()
     buckets = tuple(replace(bucket, blocks=pages[bucket.blocks]) for bucket in plan)
-    return dense.decode(q, k_pages, v_pages, buckets)
+    return dense.decode(q, cache, buckets)
 
 
 KERNELS: tuple[AnyKernel, ...] = (

@@ -9,8 +9,6 @@ token, kept in a cache of one head. Scores are in fp32 and have no scale, since 
 selection. `choice.py` defines the selection, `kernels/kvcache/op.py` the paged cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -22,8 +20,8 @@ from torch import Tensor
 from negamax.kernels.activations import Hidden
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.op import ATTENTION_TOLERANCE, ROPE_TOLERANCE, head_norm, rows_of
-from negamax.kernels.block_sparse.choice import (
-    BlockChoice,
+from negamax.kernels.block_sparse.selection import (
+    BlockSelection,
     IndexShard,
     SparseShape,
     best_keys,
@@ -31,7 +29,7 @@ from negamax.kernels.block_sparse.choice import (
     choose,
     pages_of,
 )
-from negamax.kernels.kvcache.op import store, write
+from negamax.kernels.kvcache.op import KvCache, store, write
 from negamax.kernels.op import Prepared, op, rounding_tolerance
 from negamax.kernels.peers import Collective
 from negamax.kernels.rotary import half_split
@@ -75,9 +73,7 @@ def prepare_norms(
 
 @dataclass(frozen=True)
 class SparseHeads:
-    """The parts, in order, of a projection [T, (heads + 2 kv_heads) * head_dim + (index_heads + 1)
-    * index_dim], in fp32.
-    """
+    """The parts, in order, of a projection [T, sum of heads times their width], in fp32."""
 
     q: Tensor  # [T, heads, head_dim]
     k: Tensor  # [T, kv_heads, head_dim]
@@ -99,8 +95,7 @@ def split_sparse_heads(projected: Tensor, norm: SparseHeadNorm) -> SparseHeads:
 def rows_of_index(rows: Tensor, shard: IndexShard, *, kv_heads: int, block_size: int) -> Tensor:
     """Return the rows [T] of a rank's index cache for the key rows [T * kv_heads].
 
-    The one head of the index cache uses the same blocks as the `kv_heads` heads of keys. -1 where
-    another rank holds the block.
+    The index cache uses the same blocks as the keys. -1 where another rank holds the block.
     """
     first = rows[::kv_heads]
     block = first // (kv_heads * block_size)
@@ -113,14 +108,12 @@ def norm_rope_write(
     norm: Prepared,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KvCache,
     index_cache: Tensor,
     rows: Tensor,
     /,
     *,
     index_rows: Tensor | None = None,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:
     """Norm and rotate q, k, index_q and index_k, and write k, v and index_k to the caches.
 
@@ -128,8 +121,7 @@ def norm_rope_write(
     `SparseHeads`; a kernel may overwrite it. cos and sin come from `rotary.cos_sin`, rows [T *
     kv_heads] from `kvcache.op.cache_rows`. The rows of index_cache [num_blocks, 1, block_size,
     index_dim] follow from them unless index_rows [T] are given (-1: not written). Arithmetic is in
-    fp32 and rounded once, at the end. The caches hold k / kv_scales[0], v / kv_scales[1] and the
-    index key unscaled.
+    fp32 and rounded once, at the end. The index key is not scaled.
     """
     own = split_sparse_heads(projected, norm)
     q, k, index_q, index_k = (
@@ -140,10 +132,10 @@ def norm_rope_write(
             strict=True,
         )
     )
-    write(k, own.v, k_cache, v_cache, rows, kv_scales=kv_scales)
+    write(k, own.v, cache, rows)
     to = index_rows
     if to is None:
-        to = rows_of_index(rows, norm.shard, kv_heads=norm.kv_heads, block_size=k_cache.shape[2])
+        to = rows_of_index(rows, norm.shard, kv_heads=norm.kv_heads, block_size=cache.k.shape[2])
     store(index_k[to >= 0], index_cache, to[to >= 0])
     return q.to(projected.dtype), index_q.to(projected.dtype)
 
@@ -178,18 +170,15 @@ def plan(
     return BlockSparsePlan(queries, shape)
 
 
-def select(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> BlockChoice:
-    """Select blocks for index_q [T, kv_heads, index_dim].
-
-    index_cache is [num_blocks, 1, block_size, index_dim].
-    """
+def select(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> BlockSelection:
+    """Select blocks for index_q [T, kv_heads, dim]; index_cache [blocks, 1, block_size, dim]."""
     ids = index_q.new_empty(*index_q.shape[:2], plan.shape.topk_blocks, dtype=torch.int32)
     pages = torch.empty_like(ids)
     for own, table, length, positions in plan.runs():
         scores = _block_scores(index_q[own], index_cache, table, length, positions, plan.shape)
         ids[own] = choose(scores, positions, plan.shape)
         pages[own] = pages_of(ids[own], table.expand(len(positions), -1), plan.shape)
-    return BlockChoice(ids, pages)
+    return BlockSelection(ids, pages)
 
 
 def _block_scores(
@@ -212,12 +201,11 @@ def _block_scores(
 
 
 def select_shard(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> Tensor:
-    """Find the best blocks of this rank's shard of the index keys, for the index heads of all
-    ranks.
+    """Find the best blocks of this rank's shard of the index keys, for all index heads.
 
     index_q [T, index_heads, index_dim], index_cache [blocks of the shard, 1, block_size, index_dim]
-    -> keys [1, T, index_heads, topk_blocks] int64 (`best_keys`). Keys of tokens that attend to all
-    blocks are undefined.
+    -> keys [1, T, index_heads, topk_blocks] int64 (`best_keys`), undefined for tokens that attend
+    to all blocks.
     """
     shape, shard = plan.shape, plan.shape.shard
     keys = index_q.new_zeros(1, *index_q.shape[:2], shape.topk_blocks, dtype=torch.int64)
@@ -232,7 +220,7 @@ def select_shard(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> Ten
     return keys
 
 
-def merge_shards(keys: Tensor, plan: Prepared, group: Collective | None, /) -> BlockChoice:
+def merge_shards(keys: Tensor, plan: Prepared, group: Collective | None, /) -> BlockSelection:
     """Select blocks for this rank's heads among the best blocks of all shards.
 
     keys [shards, T, index_heads, topk_blocks] come from `select_shard`: of this rank, or without
@@ -244,30 +232,17 @@ def merge_shards(keys: Tensor, plan: Prepared, group: Collective | None, /) -> B
     first = shape.shard.first_head
     own = keys[:, :, first : first + shape.kv_heads].permute(1, 2, 0, 3).flatten(2)
     ids = blocks_of_keys(own, queries.positions, shape)
-    return BlockChoice(ids, pages_of(ids, queries.block_tables[queries.token_slots], shape))
+    return BlockSelection(ids, pages_of(ids, queries.block_tables[queries.token_slots], shape))
 
 
-def attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    choice: BlockChoice,
-    plan: Prepared,
-    /,
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
-) -> Hidden:
-    """Attend with q [T, heads, head_dim] to the selected blocks and return [T, heads * head_dim].
-
-    The caches are [num_blocks, kv_heads, block_size, head_dim]. A key is its cache row *
-    kv_scales[0], a value its row * kv_scales[1].
-    """
+def attend(q: Tensor, cache: KvCache, choice: BlockSelection, plan: Prepared, /) -> Hidden:
+    """Attend with q [T, heads, head_dim] to the selected blocks -> [T, heads * head_dim]."""
     size, group = plan.shape.sparse_block_size, plan.shape.group
     out = torch.empty_like(q)
     for own, table, length, positions in plan.runs():
         k, v = (
-            (rows_of(cache, table, length) * scale).repeat_interleave(group, dim=1)
-            for cache, scale in zip((k_cache, v_cache), kv_scales, strict=True)
+            (rows_of(part, table, length) * scale).repeat_interleave(group, dim=1)
+            for part, scale in zip((cache.k, cache.v), cache.scales, strict=True)
         )
         scores = torch.einsum("thd,jhd->thj", q[own].float(), k) * q.shape[-1] ** -0.5
         keys = torch.arange(length, device=q.device)

@@ -1,16 +1,13 @@
 """Sizes of the Triton kernels of block-sparse attention by architecture. Estimates, except those of
-`H200` for decodes. Nothing is tuned at run time.
+`H200SelectionTiles` for decodes. Nothing is tuned at run time.
 """
-
-from __future__ import annotations
 
 import torch
 
-from negamax.kernels import platform
 from negamax.kernels.launch.tile import Launch, has_h200_tiles
 
 
-class Tiles:
+class SelectionTiles:
     """Unmeasured sizes that need at most 64 KB of shared memory."""
 
     prefill_rows = 64  # (query, head) rows of a program
@@ -20,9 +17,7 @@ class Tiles:
         return Launch(num_warps=4, num_stages=2 if cache_bytes == 1 else 1)
 
     def decode_is_dependent(self, num_tokens: int, *, kv_heads: int) -> bool:
-        """Return whether attention starts before the block selection has ended (see
-        `launch_options`).
-        """
+        """Return whether attention starts before the block selection ends (`launch_options`)."""
         return True
 
     def select_block_m(self, rows: int) -> int:
@@ -30,13 +25,11 @@ class Tiles:
         return 64
 
     def select_prefill(self, block_m: int, cache_bytes: int) -> Launch:
-        """Return the launch for tiles of `block_m` index queries and keys of `cache_bytes` per
-        element.
-        """
+        """Return the launch for tiles of `block_m` index queries, `cache_bytes` per key element."""
         return Launch(num_warps=4, num_stages=2 if cache_bytes == 1 else 1)
 
 
-class H200(Tiles):
+class H200SelectionTiles(SelectionTiles):
     """For decodes two programs per multiprocessor, each with several blocks in flight."""
 
     prefill_rows = 128
@@ -58,6 +51,6 @@ class H200(Tiles):
         return Launch(num_warps=4 if block_m == 64 else 8, num_stages=3)
 
 
-def tiles_for(device: torch.device) -> Tiles:
+def tiles_for(device: torch.device) -> SelectionTiles:
     """Return the sizes for `device`."""
-    return H200() if has_h200_tiles(platform.platform_of(device).arch) else Tiles()
+    return H200SelectionTiles() if has_h200_tiles(device) else SelectionTiles()

@@ -1,7 +1,5 @@
 """Block-sparse attention on the GPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +9,6 @@ from torch import Tensor
 from negamax.formats.platform import Feature
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.triton_head_norm import IndexHeads, launch_norm_rope_write
-from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
 from negamax.kernels.block_sparse.op import (
     BLOCK_SPARSE_DECODE,
     BLOCK_SPARSE_MERGE_SHARDS,
@@ -21,6 +18,7 @@ from negamax.kernels.block_sparse.op import (
     BLOCK_SPARSE_SELECT_SHARD,
     SparseHeadNorm,
 )
+from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
 from negamax.kernels.block_sparse.triton_decode import plan_sparse_decode, sparse_decode
 from negamax.kernels.block_sparse.triton_prefill import plan_sparse_prefill, sparse_prefill
 from negamax.kernels.block_sparse.triton_select_decode import (
@@ -35,6 +33,7 @@ from negamax.kernels.block_sparse.triton_select_prefill import (
     select_prefill,
 )
 from negamax.kernels.block_sparse.triton_shard import merge_shards, plan_merge_shards
+from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.launch.triton import triton_kernel
 
 
@@ -43,23 +42,19 @@ def sparse_norm_rope_write(
     norm: SparseHeadNorm,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KvCache,
     index_cache: Tensor,
     slot_mapping: Tensor,
     *,
     index_rows: Tensor | None = None,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:
     """Run `block_sparse.norm_rope_write`, with the exceptions of `launch_norm_rope_write`."""
     index_q = projected.new_empty(len(projected), norm.index_heads, norm.index_weight.shape[1])
     index = IndexHeads(
         norm.index_weight, index_q, index_cache, norm.shard.rank, norm.shard.ranks, index_rows
     )
-    own, angles, caches = (norm.weight, norm.eps), (cos, sin), (k_cache, v_cache)
-    q = launch_norm_rope_write(
-        projected, norm.heads, own, angles, caches, slot_mapping, kv_scales, index
-    )
+    own, angles = (norm.weight, norm.eps), (cos, sin)
+    q = launch_norm_rope_write(projected, norm.heads, own, angles, cache, slot_mapping, index)
     return q, index_q
 
 
@@ -87,10 +82,9 @@ def plan_select(
     return SelectPlan(shape, queries.num_decodes, decode, rest)
 
 
-def select(index_q: Tensor, index_cache: Tensor, plan: SelectPlan) -> BlockChoice:
+def select(index_q: Tensor, index_cache: Tensor, plan: SelectPlan) -> BlockSelection:
     """Run `block_sparse.select`. Rows after the last query are undefined."""
-    size = (*index_q.shape[:2], plan.shape.topk_blocks)
-    choice = BlockChoice(*torch.empty(2, *size, dtype=torch.int32, device=index_q.device).unbind())
+    choice = BlockSelection.empty(len(index_q), plan.shape, index_q.device)
     _select(index_q, index_cache, plan, choice.ids, choice.pages)
     return choice
 

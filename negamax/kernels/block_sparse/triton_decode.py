@@ -6,8 +6,6 @@ The lengths of these sequences depend on the tokens' positions only, so the work
 planned once for all layers of a step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,8 +17,9 @@ from negamax.kernels.activations import Hidden, QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.triton_decode import decode
 from negamax.kernels.attention.triton_decode_plan import DecodePlan, plan_decode
-from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
+from negamax.kernels.kvcache.op import KvCache
 
 _TOKENS = 128  # of a program that counts keys
 
@@ -108,23 +107,15 @@ def plan_sparse_decode(
 
 
 def sparse_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    choice: BlockChoice,
-    plan: SparseDecodePlan,
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
+    q: Tensor, cache: KvCache, choice: BlockSelection, plan: SparseDecodePlan
 ) -> Hidden:
     """Run `block_sparse.decode` by the pages of the selection."""
     num_tokens, heads, head_dim = q.shape
     size, tables = plan.shape.sparse_block_size, choice.pages.flatten(0, 1)
     out = decode(
         q.view(-1, plan.shape.group, head_dim),
-        k_cache.view(-1, 1, size, head_dim),
-        v_cache.view(-1, 1, size, head_dim),
+        cache.as_pages(size),
         replace(plan.paged, queries=replace(plan.paged.queries, block_tables=tables)),
-        kv_scales=kv_scales,
     )
     if isinstance(out, QuantizedActivations):
         parts = (part.view(num_tokens, -1) for part in (out.hidden, out.q, out.scale))

@@ -1,16 +1,14 @@
 """Block-sparse attention of prefills. A program attends with the GROUP query heads of one KV head
-of some neighbouring queries to the union of their selected blocks. A bit mask per block states
+of some neighboring queries to the union of their selected blocks. A bit mask per block states
 which queries selected it.
 
     q, out   [T, KV_HEADS * GROUP, DIM]     rows of a tile: (query, head of the group)
     unions   per tile and KV head           | block 0, 00001111 | block 4, 11111111 | ...
 
-Neighbouring queries select nearly the same blocks, so a key is read once for most of them, and 8
+Neighboring queries select nearly the same blocks, so a key is read once for most of them, and 8
 queries of 16 heads fill a product on the tensor cores. If every query attends to all tokens of its
 sequence, the dense prefill computes the same.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, field
 
@@ -39,9 +37,10 @@ from negamax.kernels.attention.triton_shared import (
     write_heads,
     write_lse,
 )
-from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
-from negamax.kernels.block_sparse.triton_choice import NO_BLOCK
+from negamax.kernels.block_sparse.triton_selection import NO_BLOCK
+from negamax.kernels.kvcache.op import KvCache
 
 _UNION = 128  # limit of the blocks that the queries of a tile select
 _MOST_QUERIES = 16  # limit of the queries of a tile
@@ -73,9 +72,7 @@ def plan_sparse_prefill(
 def plan_chosen_prefill(
     queries: AttentionMetadata, shape: SparseShape, *, quantize: bool = False
 ) -> SparsePrefillPlan:
-    """Plan attention by the selection of each query, even if it sees no more blocks than it may
-    select.
-    """
+    """Plan attention by the selection of each query, even if it selects all blocks that it sees."""
     rows = tiles_for(queries.seq_lens.device).prefill_rows
     topk = triton.next_power_of_2(shape.topk_blocks)
     size = max(1, min(rows // shape.group, _UNION // topk, _MOST_QUERIES))
@@ -84,9 +81,7 @@ def plan_chosen_prefill(
 
 @triton.jit
 def _load_blocks(ids, query, place, count, TOPK: tl.constexpr):
-    """Load the block in `place` of the selection of `query`, for one head of a tile; NO_BLOCK:
-    none.
-    """
+    """Load the block in `place` of the selection of `query`; NO_BLOCK: none."""
     block = tl.load(ids, mask=(query < count) & (place < TOPK), other=-1)
     return tl.where(block < 0, NO_BLOCK, block)
 
@@ -201,35 +196,27 @@ def _sparse_prefill_kernel(
 
 
 def sparse_prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    choice: BlockChoice,
-    plan: SparsePrefillPlan | PrefillPlan,
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
+    q: Tensor, cache: KvCache, choice: BlockSelection, plan: SparsePrefillPlan | PrefillPlan
 ) -> Hidden:
     """Run `block_sparse.prefill` by the pages of the selection."""
     if isinstance(plan, PrefillPlan):
-        return prefill(q, k_cache, v_cache, plan, kv_scales=kv_scales)
+        return prefill(q, cache, plan)
     output = outputs(q, quantize=plan.quantize)
-    launch_sparse_prefill(q, k_cache, v_cache, choice, plan, output, kv_scales=kv_scales)
+    launch_sparse_prefill(q, cache, choice, plan, output)
     return result(*output)
 
 
 def launch_sparse_prefill(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    choice: BlockChoice,
+    cache: KvCache,
+    choice: BlockSelection,
     plan: SparsePrefillPlan,
     output: Outputs,
     *,
     lse: Tensor | None = None,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Run `sparse_prefill` into `output`, and `write_lse` into lse [T, heads] fp32."""
-    assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return
     shape, head_dim, tiles = plan.shape, q.shape[2], plan.tiles
@@ -247,11 +234,11 @@ def launch_sparse_prefill(
         QUERIES=queries, TOPK_POW2=topk, num_warps=4,
     )  # fmt: skip
     launch = dense_tiles_for(q.device).prefill_launch(
-        64 if block_m <= 64 else 128, k_cache.element_size()
+        64 if block_m <= 64 else 128, cache.k.element_size()
     )
     constants = attention_constants(
         q,
-        k_cache,
+        cache.k,
         shape,
         block_m=block_m,
         block_n=min(launch.block_n, shape.sparse_block_size),
@@ -259,7 +246,7 @@ def launch_sparse_prefill(
         block_size=shape.sparse_block_size,
     )
     _sparse_prefill_kernel[grid](
-        q, k_cache, v_cache, *unions, *output, lse, score_scale(head_dim, kv_scales[0]),
-        kv_scales[1], UNION=queries * topk, C=constants,
+        q, cache.k, cache.v, *unions, *output, lse, score_scale(head_dim, cache.scales[0]),
+        cache.scales[1], UNION=queries * topk, C=constants,
         **launch.options,
     )  # fmt: skip

@@ -14,8 +14,6 @@ kernel first finds the groups of blocks with the highest scores. Sequences of at
 are not scored.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,13 +31,12 @@ from negamax.kernels.attention.triton_decode_plan import (
     plan_splits,
 )
 from negamax.kernels.attention.triton_own_blocks import OwnBlocks, plan_own_blocks
-from negamax.kernels.block_sparse.choice import SparseShape
+from negamax.kernels.block_sparse.selection import SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
-from negamax.kernels.block_sparse.triton_choice import (
+from negamax.kernels.block_sparse.triton_selection import (
     NO_BLOCK,
     NO_KEY,
     NO_SCORE,
-    choice_constants,
     find_highest,
     find_last_block,
     find_scored_block,
@@ -47,6 +44,7 @@ from negamax.kernels.block_sparse.triton_choice import (
     make_key,
     multiply_index_keys,
     order_scores,
+    selection_constants,
     store_all_blocks,
     store_best,
     store_highest,
@@ -210,7 +208,7 @@ def _load_order(
 ):
     """Return `order_scores` of the `num_scored` scored blocks at `i` for the index queries `row`,
     of one shape, and the numbers of the blocks, NO_BLOCK after the last. IN_RUNS: `i` has runs of
-    neighbours, which are read together, also after the last block.
+    neighbors, which are read together, also after the last block.
     """
     block = i
     if C.RANKS > 1:
@@ -226,9 +224,7 @@ def _load_order(
 
 @triton.jit
 def _locate_rows(queries, start, ROWS: tl.constexpr, C: tl.constexpr):
-    """Return ROWS index queries of `queries` from `start` on, whether they exist, and their last
-    block.
-    """
+    """Return ROWS index queries from `start` on, whether they exist, and their last block."""
     row = start + tl.arange(0, ROWS)
     is_there = row < queries.count * C.HEADS
     position = queries.length - queries.count + row // C.HEADS
@@ -256,9 +252,7 @@ def _choose_of_some(
     scores, table, numbers, num_scored, width, queries, ids, pages, num_rows, ROWS: tl.constexpr,
     BLOCKS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Select for all `num_rows` index queries, ROWS at a time, if BLOCKS is the next power of two
-    to the number of blocks.
-    """
+    """Select ROWS index queries at a time, if BLOCKS is the next power of two to the blocks."""
     if (num_scored > BLOCKS // 2) & (num_scored <= BLOCKS):
         for start in range(0, num_rows, ROWS):
             row, is_there, last = _locate_rows(queries, start, ROWS, C)
@@ -274,7 +268,7 @@ def _choose_of_many(
     scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS: tl.constexpr,
     GROUP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Select for ROWS index queries among any number of blocks. GROUP neighbours are a group, and
+    """Select for ROWS index queries among any number of blocks. GROUP neighbors are a group, and
     the TOPK best blocks are in the TOPK groups with the highest scores.
     """
     row, is_there, last = _locate_rows(queries, start, ROWS, C)
@@ -362,7 +356,7 @@ def _select_decode_kernel(
     width,
     ROWS: tl.constexpr,  # index queries that are processed at a time
     COMPARED: tl.constexpr,  # limit of the blocks that are compared at once
-    GROUP: tl.constexpr,  # neighbours in a group, if there may be more blocks; else 0
+    GROUP: tl.constexpr,  # neighbors in a group, if there may be more blocks; else 0
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -439,6 +433,6 @@ def select_decode(
         plan.scores[size], plan.arrivals, ids, pages, None if plan.own is None else plan.own.blocks,
         tables.shape[1], tables.stride(0), width, ROWS=rows, COMPARED=compared,
         GROUP=group if width > compared else 0,
-        C=choice_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=most_rows),
+        C=selection_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=most_rows),
         **launch.options, **launch_options(device),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Top-k block selection for prefills: scores on the tensor cores, the best blocks in registers.
 
-A program has a tile of neighbouring queries of a sequence, with all their index heads, and
+A program has a tile of neighboring queries of a sequence, with all their index heads, and
 processes the blocks that they see. With few tiles several programs share the blocks of one. Scores
 are never written: after every TOPK_POW2 blocks the best keys of each row are merged with the new
 ones.
@@ -11,8 +11,6 @@ ones.
 
 So the memory does not grow with the context. Queries that see at most TOPK blocks are not scored.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -25,18 +23,18 @@ from negamax.kernels import platform
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.triton_own_blocks import OwnBlocks, plan_own_blocks
 from negamax.kernels.attention.triton_prefill import list_query_tiles
-from negamax.kernels.block_sparse.choice import SparseShape
+from negamax.kernels.block_sparse.selection import SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
-from negamax.kernels.block_sparse.triton_choice import (
+from negamax.kernels.block_sparse.triton_selection import (
     NO_KEY,
     NO_SCORE,
-    choice_constants,
     find_last_block,
     find_scored_block,
     load_index_queries,
     make_key,
     multiply_index_keys,
     order_scores,
+    selection_constants,
     store_all_blocks,
     store_best,
 )
@@ -84,9 +82,7 @@ def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> Sele
 
 @triton.jit
 def _merge(best, order, numbers, C: tl.constexpr):
-    """Merge the keys `best` with the `order` of the blocks `numbers` [1, TOPK_POW2] and keep the
-    highest; both [BLOCK_M, TOPK_POW2].
-    """
+    """Merge the keys `best` with those of the blocks `numbers` [1, TOPK_POW2]; keep the highest."""
     BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 takes no field of a struct in a shape
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     key = make_key(order, numbers)
@@ -198,8 +194,8 @@ def _merge_splits_kernel(
     table_stride,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Select for ROWS index queries of a tile from the best blocks of all splits. Grid (BLOCK_M /
-    ROWS, tiles).
+    """Select for ROWS index queries from the best blocks of all splits. Grid (BLOCK_M / ROWS,
+    tiles).
     """
     record = tiles + tl.program_id(1) * 4
     first, count, start = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -228,7 +224,7 @@ def select_prefill(
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:
         return
-    constants = choice_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=plan.block_m)
+    constants = selection_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=plan.block_m)
     keys = None
     if splits > 1:
         of_row = splits * constants.TOPK_POW2

@@ -6,8 +6,6 @@ protocol, a program per token, for as many tokens as the region of peer memory h
 launch after an all-gather. Tokens that attend to all that they see are not exchanged.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
-from negamax.kernels.block_sparse.triton_choice import (
+from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
+from negamax.kernels.block_sparse.triton_selection import (
     NO_BLOCK,
     NO_KEY,
-    ChoiceConstants,
-    choice_constants,
+    SelectionConstants,
     find_last_block,
     read_number,
-    store_choice,
+    selection_constants,
+    store_selection,
 )
 from negamax.kernels.collectives.triton_ll import add_flag, load_peer_base, load_peer_bases, poll
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
@@ -37,14 +35,14 @@ class MergePlan:
 
     metadata: AttentionMetadata
     shape: SparseShape
-    constants: ChoiceConstants
+    constants: SelectionConstants
 
 
 def plan_merge_shards(
     metadata: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> MergePlan:
     """Plan the selection for this rank's own heads."""
-    constants = choice_constants(shape, 1, dtype, dtype, rows=1)
+    constants = selection_constants(shape, 1, dtype, dtype, rows=1)
     return MergePlan(metadata, shape, constants._replace(HEADS=shape.kv_heads))
 
 
@@ -71,9 +69,7 @@ def _merge_shards_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Select for one token's own heads. In the region a rank's words are the keys of the reader's
-    heads. Grid (T,).
-    """
+    """Select for one token's own heads. Words of a region: keys of the reader. Grid (T,)."""
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     HEADS: tl.constexpr = C.HEADS
     TOPK: tl.constexpr = C.TOPK
@@ -123,15 +119,14 @@ def _merge_shards_kernel(
         best = read_number(tl.topk(key, TOPK_POW2))
         block = tl.where(column[None, :] < TOPK, best, NO_BLOCK).to(tl.int32)
     table = tables + tl.load(token_slots + token) * table_stride
-    store_choice(block, token * HEADS + head, head, table, is_there, ids, pages, C)
+    store_selection(block, token * HEADS + head, head, table, is_there, ids, pages, C)
 
 
-def merge_shards(keys: Tensor, plan: MergePlan, group: Collective | None) -> BlockChoice:
+def merge_shards(keys: Tensor, plan: MergePlan, group: Collective | None) -> BlockSelection:
     """Run `block_sparse.merge_shards`. Rows of padding at the end are undefined."""
     shape, metadata, device = plan.shape, plan.metadata, keys.device
     num_tokens, index_heads = keys.shape[1:3]
-    size = (num_tokens, shape.kv_heads, shape.topk_blocks)
-    choice = BlockChoice(*torch.empty(2, *size, dtype=torch.int32, device=device).unbind())
+    choice = BlockSelection.empty(num_tokens, shape, device)
     if num_tokens == 0:
         return choice
     region = None if group is None else _region(group, num_tokens, shape)

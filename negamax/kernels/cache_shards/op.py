@@ -10,8 +10,6 @@ A rank attends with the query heads of all ranks to the keys in its own blocks
 A rank without a key of a token contributes lse -inf and out 0, which change nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,9 +21,9 @@ from torch import Tensor
 from negamax.kernels.activations import Hidden
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.op import ATTENTION_TOLERANCE
-from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
 from negamax.kernels.cache_shards.partials import PartialResults
-from negamax.kernels.kvcache.op import cache_rows, slots_of
+from negamax.kernels.kvcache.op import KvCache, cache_rows, slots_of
 from negamax.kernels.op import Prepared, op, rounding_tolerance
 from negamax.kernels.peers import Collective
 
@@ -69,32 +67,13 @@ def plan(
     return PartialPlan(queries, shape)
 
 
-def attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: Prepared,
-    /,
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
-) -> PartialResults:
-    """Attend with q [T, heads, head_dim] to the keys in this rank's blocks.
-
-    The caches are [blocks of the rank, kv_heads, block_size, head_dim]; scales as in
-    `attention.op.attend`.
-    """
-    return _attend(q, (k_cache, v_cache), plan, kv_scales, lambda tokens, keys: keys >= 0)
+def attend(q: Tensor, cache: KvCache, plan: Prepared, /) -> PartialResults:
+    """Attend with q [T, heads, head_dim] to the keys in this rank's blocks."""
+    return _attend(q, cache, plan, lambda tokens, keys: keys >= 0)
 
 
 def attend_to_blocks(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    choice: BlockChoice,
-    plan: Prepared,
-    /,
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
+    q: Tensor, cache: KvCache, choice: BlockSelection, plan: Prepared, /
 ) -> PartialResults:
     """Do `attend`, restricted to the blocks selected for the T tokens."""
     shape = plan.shape
@@ -104,14 +83,13 @@ def attend_to_blocks(
     def is_chosen(tokens: slice, keys: Tensor) -> Tensor:
         return (choice.ids[tokens].unsqueeze(-2) == (keys // size).unsqueeze(-1)).any(-1)
 
-    return _attend(q, (k_cache, v_cache), plan, kv_scales, is_chosen)
+    return _attend(q, cache, plan, is_chosen)
 
 
 def _attend(
     q: Tensor,
-    caches: tuple[Tensor, Tensor],
+    cache: KvCache,
     plan: PartialPlan,
-    scales: tuple[float, float],
     is_chosen: Callable[[slice, Tensor], Tensor],  # of tokens and positions of keys
 ) -> PartialResults:
     queries, shape = plan.queries, plan.shape
@@ -126,8 +104,8 @@ def _attend(
             continue
         tokens = slice(end - count, end)
         k, v = (
-            (_rows(cache, blocks) * scale).repeat_interleave(shape.group, dim=1)
-            for cache, scale in zip(caches, scales, strict=True)
+            (_rows(part, blocks) * scale).repeat_interleave(shape.group, dim=1)
+            for part, scale in zip((cache.k, cache.v), cache.scales, strict=True)
         )
         scores = torch.einsum("thd,jhd->thj", q[tokens].float(), k)
         scores *= q.shape[-1] ** -0.5 * log2(e)
@@ -191,6 +169,7 @@ def merge(
 OWN_ROWS = op(
     "cache_shards.own_rows",
     own_rows,
+    None,
     summary="cache rows of a step's tokens with sharded blocks",
     tolerance=rounding_tolerance(scale=0.0, reason="whole numbers"),
 )
@@ -229,6 +208,7 @@ PARTIAL_SPARSE_PREFILL = op(
 MERGE_PARTIALS = op(
     "cache_shards.merge",
     merge,
+    None,
     summary="a rank's heads, merged from the partial results of all ranks",
     tolerance=rounding_tolerance(reason="one rounding to the dtype; |out| about 1"),
 )

@@ -42,8 +42,8 @@ class PartialResults:
 
     @classmethod
     def of(cls, message: Tensor, q: Tensor) -> PartialResults:
-        """View the results in the message of one rank or of several, all with the shape and dtype
-        of `q`.
+        """View the results of one rank or of several in `message`; shape and dtype are those of
+        `q`.
         """
         num_tokens, heads, head_dim = q.shape
         out, lse = message.split(

@@ -8,8 +8,6 @@ its last visible key, the same as the query before it or a later one. A block se
 blocks of the rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,7 +20,7 @@ from negamax.kernels.attention.triton_decode import launch_decode
 from negamax.kernels.attention.triton_decode_plan import DecodePlan, plan_decode
 from negamax.kernels.attention.triton_own_blocks import OwnBlocks, plan_own_blocks
 from negamax.kernels.attention.triton_prefill import PrefillPlan, launch_prefill, plan_prefill
-from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
 from negamax.kernels.block_sparse.triton_decode import SparseDecodePlan, plan_sparse_decode
 from negamax.kernels.block_sparse.triton_prefill import (
     SparsePrefillPlan,
@@ -39,7 +37,8 @@ from negamax.kernels.cache_shards.op import (
 )
 from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.cache_shards.triton_merge import merge_partials
-from negamax.kernels.cache_shards.triton_own_choice import filter_choice
+from negamax.kernels.cache_shards.triton_own_selection import filter_selection
+from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.kvcache.triton import own_rows
 from negamax.kernels.launch.triton import triton_kernel
 
@@ -70,25 +69,15 @@ def plan_partial_decode(
     quantize: bool = False,
     reduce_later: bool = False,
 ) -> DecodePlan:
-    """Plan each query as a sequence of its own, also if several belong to one. Reads the lengths on
-    the device only.
-    """
+    """Plan each query as a sequence of its own. Reads the lengths on the device only."""
     own = _list_own_blocks(queries, shape)
     local = replace(_replace_tables(queries, own), seq_lens=own.keys, decode_runs=None)
     return plan_decode(local, shape, dtype=dtype, quantize=quantize, reduce_later=reduce_later)
 
 
-def partial_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: DecodePlan,
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
-) -> PartialResults:
+def partial_decode(q: Tensor, cache: KvCache, plan: DecodePlan) -> PartialResults:
     found = PartialResults.empty(q)
-    output = (found.out, None, None)
-    launch_decode(q, k_cache, v_cache, plan, output, lse=found.lse, kv_scales=kv_scales)
+    launch_decode(q, cache, plan, (found.out, None, None), lse=found.lse)
     return found
 
 
@@ -109,46 +98,29 @@ def plan_partial_prefill(
     return PartialPrefillPlan(replace(paged, queries=_replace_tables(queries, own)), own.held)
 
 
-def partial_prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: PartialPrefillPlan,
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
-) -> PartialResults:
+def partial_prefill(q: Tensor, cache: KvCache, plan: PartialPrefillPlan) -> PartialResults:
     found = PartialResults.empty(q)
-    launch_prefill(
-        q, k_cache, v_cache, plan.paged, (found.out, None, None),
-        lse=found.lse, held=plan.held, kv_scales=kv_scales,
-    )  # fmt: skip
+    output = (found.out, None, None)
+    launch_prefill(q, cache, plan.paged, output, lse=found.lse, held=plan.held)
     return found
 
 
 def partial_sparse_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    choice: BlockChoice,
-    plan: SparseDecodePlan,
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
+    q: Tensor, cache: KvCache, choice: BlockSelection, plan: SparseDecodePlan
 ) -> PartialResults:
     """Run `cache_shards.sparse_decode`. Only the selection shows how many of its blocks are the
     rank's, so the work is planned for all of them, and some programs have none.
     """
     found, shape, head_dim = PartialResults.empty(q), plan.shape, q.shape[2]
-    own, lengths = filter_choice(choice, shape, bounds=plan.paged.queries.seq_lens)
+    own, lengths = filter_selection(choice, shape, bounds=plan.paged.queries.seq_lens)
     queries = replace(plan.paged.queries, block_tables=own.pages.flatten(0, 1))
     launch_decode(
         q.view(-1, shape.group, head_dim),
-        k_cache.view(-1, 1, shape.sparse_block_size, head_dim),
-        v_cache.view(-1, 1, shape.sparse_block_size, head_dim),
+        cache.as_pages(shape.sparse_block_size),
         replace(plan.paged, queries=queries),
         (found.out, None, None),
         lse=found.lse,
         lengths=lengths,
-        kv_scales=kv_scales,
     )
     return found
 
@@ -161,19 +133,11 @@ def plan_partial_sparse_prefill(
 
 
 def partial_sparse_prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    choice: BlockChoice,
-    plan: SparsePrefillPlan,
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
+    q: Tensor, cache: KvCache, choice: BlockSelection, plan: SparsePrefillPlan
 ) -> PartialResults:
     found = PartialResults.empty(q)
-    own, _ = filter_choice(choice, plan.shape)
-    launch_sparse_prefill(
-        q, k_cache, v_cache, own, plan, (found.out, None, None), lse=found.lse, kv_scales=kv_scales
-    )
+    own, _ = filter_selection(choice, plan.shape)
+    launch_sparse_prefill(q, cache, own, plan, (found.out, None, None), lse=found.lse)
     return found
 
 

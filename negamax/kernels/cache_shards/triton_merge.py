@@ -10,8 +10,6 @@ the same launch. Each rank receives those of its own heads only:
 With more tokens an all-gather distributes the messages of all ranks.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton
@@ -175,9 +173,7 @@ def merge_partials(
 
 
 def _region(group: Collective, num_tokens: int, words: int) -> PeerRegion | None:
-    """Return the peer memory through which `words` words of each token can travel; None: there is
-    none, or it is too small.
-    """
+    """Return the peer memory that has room for `words` words of each token, or None."""
     region = None if group.peers is None else group.peers.reduce
     fits = region is not None and num_tokens <= region.rows and words <= region.words
     return region if fits else None

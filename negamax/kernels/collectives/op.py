@@ -1,7 +1,5 @@
 """The all-reduce of a layer's output, fused with the residual add and the norm after it."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from negamax.kernels.activations import Hidden
@@ -52,6 +50,7 @@ ALL_REDUCE_ADD_RMS = op(
 COMPLETE_RESIDUAL = op(
     "collectives.complete_residual",
     complete_residual,
+    None,
     summary="all rows of a residual that may be sharded",
     tolerance=rounding_tolerance(scale=0.0, reason="a copy"),
 )

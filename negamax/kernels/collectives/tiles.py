@@ -1,7 +1,5 @@
 """Launch sizes of the kernels that exchange rows between ranks, and rules that select them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +8,14 @@ from negamax.kernels import platform
 
 # From this number of rows the links' bandwidth outweighs the second exchange (4 H200, 6 KB rows).
 TWO_SHOT_ROWS = 16
-# From this number of rows every rank normalises its shard of the rows only. Estimated (4 H200, 6 KB
-# rows, links at 380 GB/s): 512 rows take 6 us to scatter, 5 to normalise and gather, 6 for two
-# barriers; a sum on all ranks takes 23 us, and each rank normalises all rows.
+# From this number of rows every rank normalizes its shard of the rows only. Estimated (4 H200, 6 KB
+# rows, links at 380 GB/s): 512 rows take 6 us to scatter, 5 to normalize and gather, 6 for two
+# barriers; a sum on all ranks takes 23 us, and each rank normalizes all rows.
 SHARD_ROWS = 512
 
 
 @dataclass(frozen=True)
-class Tiles:
+class ExchangeTiles:
     """Unmeasured sizes."""
 
     row_warps: int = 4  # all-reduce: of the program of a row
@@ -26,13 +24,13 @@ class Tiles:
     gather_block: int = 1024  # 4-byte words that a program gathers unchanged
 
 
-_H200 = Tiles(row_warps=8, shard_warps=8)  # measured
+_H200 = ExchangeTiles(row_warps=8, shard_warps=8)  # measured
 _BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # cpu: the interpreter
 
 
-def tiles_for(device: torch.device) -> Tiles:
+def tiles_for(device: torch.device) -> ExchangeTiles:
     """Return the sizes for `device`."""
-    return _BY_ARCH.get(platform.platform_of(device).arch, Tiles())
+    return _BY_ARCH.get(platform.platform_of(device).arch, ExchangeTiles())
 
 
 def two_shot(num_rows: int, *, world: int, words: int) -> bool:
@@ -43,7 +41,5 @@ def two_shot(num_rows: int, *, world: int, words: int) -> bool:
 
 
 def shards(num_rows: int) -> bool:
-    """Return whether the ranks shard the rows. All norms of a step have the same rows, so they
-    agree.
-    """
+    """Return whether the ranks shard the rows; all norms of a step have the same rows."""
     return num_rows >= SHARD_ROWS

@@ -19,12 +19,10 @@ Sharded: a reduce-scatter, the norm of the own rows, an all-gather.
     launch 2    own rows: sum over ranks, residual, norm; the norm to all ranks; barrier
 
 The links carry 2 + 1 bytes a value instead of 2 + 2, because the norm is sent in FP8 if possible.
-The norm, and results of the unquantised rows, are computed once and not on every rank. Bits do not
+The norm, and results of the unquantized rows, are computed once and not on every rank. Bits do not
 depend on the number of rows. A rank's residual then holds its own rows only, in all calls of a
 step: whether rows are sharded depends on their number and the group alone.
 """
-
-from __future__ import annotations
 
 import torch
 import triton
@@ -54,7 +52,12 @@ from negamax.kernels.launch.triton_words import (
 )
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.op import NormWeight
-from negamax.kernels.norm.triton import add_and_normalise, normalise, quantise, store_quantised
+from negamax.kernels.norm.triton import (
+    add_and_normalize,
+    normalize_row,
+    quantize_row,
+    store_quantized_row,
+)
 from negamax.kernels.peers import Collective, PeerMemory, ShardRegion
 
 
@@ -83,7 +86,7 @@ def _all_reduce_add_rms_kernel(
     TWO_SHOT: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr, GEMMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sum and normalise one row. Its words in every rank's copy of the region are [2 buffers, ROWS,
+    """Sum and normalize one row. Its words in every rank's copy of the region are [2 buffers, ROWS,
     WORLD senders, SLOT]; in two shots the slice (WORDS / WORLD) followed by the sum of the sender's
     slice. Grid (T,).
     """
@@ -155,7 +158,7 @@ def _all_reduce_add_rms_kernel(
             addresses + WORLD,
         )
         x_even, x_odd = sum_over_ranks(arrived, dtype)
-    add_and_normalise(
+    add_and_normalize(
         x_even, x_odd, residual_words, weight_words, row, index, mask,
         residual, out, values, scales, eps, WORDS, BLOCK, QUANTIZE, GEMMA, dtype,
     )  # fmt: skip
@@ -187,7 +190,7 @@ def _push_partials_kernel(
     WORLD: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Send one row to its owner. Neighbouring programs send to different ranks, and each rank
+    """Send one row to its owner. Neighboring programs send to different ranks, and each rank
     begins with another one, so that all links are busy at all times. Grid (shard * WORLD,).
     """
     launch_dependents_then_wait(PDL)
@@ -216,9 +219,7 @@ def _add_rms_all_gather_kernel(
     WORLD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
     GEMMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sum and normalise one row and write it to every rank, in FP8 if QUANTIZE. Grid (rows of this
-    rank,).
-    """
+    """Sum and normalize one row; write it to every rank, in FP8 if QUANTIZE. Grid (own rows,)."""
     dtype: tl.constexpr = residual.dtype.element_ty
     place = tl.program_id(0).to(tl.int64)
     index = make_word_indices(BLOCK)
@@ -235,20 +236,20 @@ def _add_rms_all_gather_kernel(
         even += more_even
         odd += more_odd
     even, odd = unpack(pack_pair(even, odd, dtype), dtype)
-    normed = normalise(
+    normed = normalize_row(
         even, odd, residual_words, weight_words, place, index, mask, residual, eps, WORDS, GEMMA,
         dtype,
     )  # fmt: skip
     row = place + rank * shard
     if QUANTIZE:
         tl.store(as_words(out) + place * WORDS + index, normed, mask=mask)
-        scale, in_order = quantise(normed, BLOCK, dtype, tl.float8e4nv)
+        scale, in_order = quantize_row(normed, BLOCK, dtype, tl.float8e4nv)
         for peer in tl.static_range(WORLD):
             values = bases[peer].to(tl.pointer_type(tl.float8e4nv), bitcast=True)
             scales = bases[peer].to(tl.pointer_type(tl.float32), bitcast=True) + num_rows.to(
                 tl.int64
             ) * (WORDS // 2)
-            store_quantised(values, scales, row, scale, in_order, WORDS, BLOCK)
+            store_quantized_row(values, scales, row, scale, in_order, WORDS, BLOCK)
     else:
         for peer in tl.static_range(WORLD):
             tl.store(as_words(bases[peer]) + row * WORDS + index, normed, mask=mask)
@@ -284,8 +285,7 @@ def all_reduce_add_rms(
     norm: NormWeight,
     group: Collective | None,
 ) -> Tensor | QuantizedActivations:  # [T, width]
-    """Add the sum of x over its parts and the ranks of `group` to the residual in place; return the
-    norm.
+    """Add the sum of x over parts and ranks to the residual in place; return the norm.
 
     With many rows and `norm.quantize` the result is `ShardedActivations`. It may then be in memory
     that the next call overwrites.
@@ -328,9 +328,7 @@ def _is_sharded(residual: Tensor, group: Collective) -> bool:
 
 
 def _shard_region(residual: Tensor, group: Collective) -> ShardRegion | None:
-    """Return the memory through which the ranks shard the residual's rows; None: they do not shard
-    them, or do so through the group.
-    """
+    """Return the memory through which the ranks shard the residual's rows, or None."""
     num_tokens, width = residual.shape
     region = None if group.peers is None else group.peers.shards
     if region is None or not tiles.shards(num_tokens):

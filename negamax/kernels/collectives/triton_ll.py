@@ -8,8 +8,6 @@ fence and no second kernel. `PeerRegion` has the layout.
     rank 1   poll       until flag == the row's last flag + 1
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -27,9 +25,7 @@ def load_peer_base(addresses, rank):
 
 @triton.jit
 def load_peer_bases(addresses, WORLD: tl.constexpr):
-    """Return `load_peer_base` of every rank, loaded at once. (Triton adds tuples; it cannot unpack
-    them.)
-    """
+    """Return `load_peer_base` of every rank. (Triton adds tuples; it cannot unpack them.)"""
     bases = ()
     for peer in tl.static_range(WORLD):
         bases = bases + (load_peer_base(addresses, peer),)  # noqa: RUF005
@@ -44,9 +40,7 @@ def add_flag(data, flag):
 
 @triton.jit
 def push(addresses, offset, index, data, flag, mask, WORLD: tl.constexpr):
-    """Store `data` (int32) with `flag` at words `offset + index` of every rank's copy, including
-    this rank's.
-    """
+    """Store `data` (int32) with `flag` at words `offset + index` of every rank's copy."""
     word = add_flag(data, flag)
     bases = load_peer_bases(addresses, WORLD)
     for peer in tl.static_range(WORLD):
@@ -64,9 +58,7 @@ def _any_missing(word, flag, mask):
 
 @triton.jit
 def _timed_out(control, since, is_first):
-    """Return whether to stop polling, and since when the program polls. Sets the abort flag after
-    the time-out.
-    """
+    """Return whether to stop polling, and since when; sets the abort flag after the time-out."""
     clock = tl.load(control, volatile=True)
     since = tl.where(is_first, clock, since)
     if clock - since > tl.load(control + 1):

@@ -1,7 +1,5 @@
 """The experts of each rank of a group."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

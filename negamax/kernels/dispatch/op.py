@@ -6,8 +6,6 @@ Each rank of a group has its own tokens, padded to the same number of rows on al
     combine     the experts' outputs for it are summed and return to rank r as row t
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -74,12 +72,14 @@ def combine(
 DISPATCH = op(
     "dispatch.dispatch",
     dispatch,
+    None,
     summary="tokens to the ranks of their selected experts",
     tolerance=rounding_tolerance(scale=0.0, reason="a copy"),
 )
 COMBINE = op(
     "dispatch.combine",
     combine,
+    None,
     summary="expert outputs, summed on the tokens' ranks",
     tolerance=rounding_tolerance(reason="a sum of few values"),
 )

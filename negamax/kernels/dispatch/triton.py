@@ -18,8 +18,6 @@ each row. In `combine` a rank may receive nothing from another one. But it write
 words of epoch e.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

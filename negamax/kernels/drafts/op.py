@@ -1,7 +1,5 @@
 """Verification of draft tokens, and both ends of a draft model's pass."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -50,7 +48,7 @@ def advance_rows(
     torch.add(firsts, accepted, out=ends)
 
 
-def record_guess(
+def record_drafts(
     picked: Tensor,  # [R] int64, -1: none
     ids: Tensor,  # [n + 1] int64, the target's ids of the draft model's n tokens, and -1
     slots: Tensor,  # [R] int64
@@ -97,24 +95,28 @@ _EXACT = dict.fromkeys(FLOAT_DTYPES, Tolerance(0.0, 0.0, "integers"))
 COUNT_ACCEPTED = op(
     "drafts.count_accepted",
     count_accepted,
+    None,
     summary="accepted draft tokens of each row",
     tolerance=_EXACT,
 )
 ADVANCE_ROWS = op(
     "drafts.advance_rows",
     advance_rows,
+    None,
     summary="lengths of rows after verification",
     tolerance=_EXACT,
 )
-RECORD_GUESS = op(
-    "drafts.record_guess",
-    record_guess,
+RECORD_DRAFTS = op(
+    "drafts.record_drafts",
+    record_drafts,
+    None,
     summary="keep draft tokens, and inputs of the next pass",
     tolerance=_EXACT,
 )
 EMBED_NORMS = op(
     "drafts.embed_norms",
     embed_norms,
+    None,
     summary="norms of token embeddings and of hidden states, concatenated",
     sequence=("embedding", "norm.add_rms", "norm.add_rms", "concatenate"),
     tolerance=rounding_tolerance(scale=2.0, reason="as norm.add_rms"),

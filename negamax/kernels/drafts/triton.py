@@ -2,19 +2,17 @@
 PyTorch takes a dozen. A program per token or per row.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.drafts import op as spec
-from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED, EMBED_NORMS, RECORD_GUESS
-from negamax.kernels.launch.ptx import pack_pair
+from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED, EMBED_NORMS, RECORD_DRAFTS
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
-from negamax.kernels.launch.triton_words import as_words, make_word_indices, unpack
+from negamax.kernels.launch.triton_words import as_words, make_word_indices
 from negamax.kernels.norm import tiles
+from negamax.kernels.norm.triton import normalize_words
 from negamax.kernels.op import FLOAT_DTYPES
 
 
@@ -112,7 +110,7 @@ def advance_rows(
 
 
 @triton.jit(do_not_specialize=["place", "padding_slot", "last", "stride", "num_ids"])
-def _record_guess_kernel(
+def _record_drafts_kernel(
     picked,  # [R] int64, as are slots and lengths
     ids,  # [num_ids + 1] int64
     slots,
@@ -142,7 +140,7 @@ def _record_guess_kernel(
     tl.store(seq_lens + row, tl.where(is_padding, 0, position + 1).to(tl.int32))
 
 
-def record_guess(
+def record_drafts(
     picked: Tensor,
     ids: Tensor,
     slots: Tensor,
@@ -158,21 +156,11 @@ def record_guess(
     token_ids, positions = torch.empty(2, *slots.shape, dtype=torch.int64, device=slots.device)
     seq_lens = torch.empty(slots.shape, dtype=torch.int32, device=slots.device)
     if len(slots):
-        _record_guess_kernel[(len(slots),)](
+        _record_drafts_kernel[(len(slots),)](
             *columns, token_ids, positions, seq_lens, place, padding_slot, last, drafts.shape[1],
             len(ids) - 1, num_warps=1, **launch_options(slots.device),
         )  # fmt: skip
     return token_ids, positions, seq_lens
-
-
-@triton.jit
-def _normalise_row(words, weight_words, eps, WORDS: tl.constexpr, DTYPE: tl.constexpr):
-    """Normalise a row of words; return words."""
-    even, odd = unpack(words, DTYPE)
-    inverse = tl.rsqrt(tl.sum(even * even + odd * odd, axis=0) / (2 * WORDS) + eps)
-    even, odd = unpack(pack_pair(even * inverse, odd * inverse, DTYPE), DTYPE)
-    weight_even, weight_odd = unpack(weight_words, DTYPE)
-    return pack_pair(even * weight_even, odd * weight_odd, DTYPE)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -199,12 +187,12 @@ def _embed_norms_kernel(
         token = tl.load(token_ids + row).to(tl.int64) + 1
         token = tl.minimum(tl.maximum(token, 0), num_rows - 1)
         words = tl.load(as_words(table) + token * WORDS + index, mask=mask, other=0)
-        tl.store(to, _normalise_row(words, weight_words, eps, WORDS, dtype), mask=mask)
+        tl.store(to, normalize_words(words, weight_words, eps, WORDS, False, dtype), mask=mask)
     else:
         words = tl.load(as_words(hidden) + row * WORDS + index, mask=mask, other=0)
         if hidden_weight is not None:
             weight_words = tl.load(as_words(hidden_weight) + index, mask=mask, other=0)
-            words = _normalise_row(words, weight_words, eps, WORDS, dtype)
+            words = normalize_words(words, weight_words, eps, WORDS, False, dtype)
         tl.store(to + WORDS, words, mask=mask)
 
 
@@ -236,6 +224,6 @@ def embed_norms(
 KERNELS = (
     triton_kernel(COUNT_ACCEPTED, count_accepted, dtypes=FLOAT_DTYPES),
     triton_kernel(ADVANCE_ROWS, advance_rows, dtypes=FLOAT_DTYPES),
-    triton_kernel(RECORD_GUESS, record_guess, dtypes=FLOAT_DTYPES),
+    triton_kernel(RECORD_DRAFTS, record_drafts, dtypes=FLOAT_DTYPES),
     triton_kernel(EMBED_NORMS, embed_norms),
 )

@@ -18,8 +18,6 @@ padded to a multiple of 4 (1.35 times the time at one row). F.linear in 16 bits 
 counts.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import partial
 

@@ -3,8 +3,6 @@
 Measured on an H200 at [8192, 3072] x [2048, 3072]: FP8 blocks 1155 TFLOP/s (Triton 917).
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,10 +18,7 @@ def linear(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
 
 
 def linear_blocks(x: QuantizedActivations, weight: Tensor, scale: Tensor) -> Tensor:
-    """Multiply x [T, K] (T a multiple of 4) with weight [N, K] e4m3 to [T, N] bf16.
-
-    scale is [ceil(N / 128), K / 128] fp32.
-    """
+    """Multiply x [T, K] (T a multiple of 4) with e4m3 blocks of a weight [N, K] to [T, N] bf16."""
     if scale.shape[1] % 4:  # cuBLAS reads rows of scales 16 bytes at a time
         scale = F.pad(scale, (0, -scale.shape[1] % 4))
     out: Tensor = F.scaled_mm(

@@ -1,7 +1,5 @@
 """The linear layer y = x W^T, with W stored [out, in] in any format."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

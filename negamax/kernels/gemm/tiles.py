@@ -21,8 +21,6 @@ and 17.2 at 4. That order of kernels does not occur, and it prefers other tiles:
 room for those of the next kernel are 2 us faster there and 4 to 7 us slower in a layer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -50,15 +48,13 @@ def gemv(K: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class GemmTiles:
     """Unmeasured sizes: short pipelines that need at most 64 KB of shared memory."""
 
     multiprocessors: int
 
     def small_m(self, *, M: int, N: int, K: int) -> Tile | None:
-        """Return a tile for FP8 weights if all programs run at once and each one's part fits into
-        registers, else None.
-        """
+        """Return a tile for FP8 weights if all programs run at once in registers, else None."""
         return None
 
     def split_k(self, *, M: int, N: int, K: int) -> Tile:
@@ -73,9 +69,7 @@ class Tiles:
         return Tile(max(16, min(64, _power_of_two(M))), 64, 64, num_warps=4, num_stages=2)
 
     def large_m(self, *, M: int, N: int) -> Tile | None:
-        """Return a tile for FP8 weights with the tokens as the tall operand and both operands
-        through TMA; None: no TMA.
-        """
+        """Return a tile for FP8 weights with tokens as the tall operand, by TMA; None: no TMA."""
         return None
 
     def packed(self, *, M: int, N: int, K: int) -> Tile:
@@ -86,19 +80,15 @@ class Tiles:
         )
 
     def packed_gemv(self, *, M: int, N: int, packing: Packing, in_parts: bool) -> Tile | None:
-        """Return a tile for few tokens and packed weights if each program's part fits into
-        registers, else None. `in_parts`: columns may be split, and the caller sums the parts.
-        """
+        """Return a tile for few tokens and packed weights that fit into registers, else None."""
         return None
 
     def dequantized_min_m(self, packing: Packing) -> int:
-        """Return the number of tokens from which packed weights are dequantised for cuBLAS."""
+        """Return the number of tokens from which packed weights are dequantized for cuBLAS."""
         return 256 if packing.CODES == 1 else 300
 
     def w8a8(self, *, M: int, N: int) -> Tile:
-        """Return a tile for products of 8 bits with 8 bits, a scale per row and token. Not
-        measured.
-        """
+        """Return a tile for products of 8 bits, a scale per row and token. Not measured."""
         return Tile(64, 128, 128, num_warps=4, num_stages=2)
 
     def _splits(self, M: int, N: int, K: int, block_m: int) -> int:
@@ -113,7 +103,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class H200(Tiles):
+class H200GemmTiles(GemmTiles):
     """Measured at the slices of MiniMax-M2 (see above)."""
 
     multiprocessors: int = 132
@@ -215,12 +205,12 @@ class H200(Tiles):
         return Tile(64, 128, 128, num_warps=4, num_stages=4)
 
 
-def tiles_for(device: torch.device) -> Tiles:
+def tiles_for(device: torch.device) -> GemmTiles:
     """Return the sizes for `device`."""
     here = platform.platform_of(device)
     if here.vendor == "cpu":  # the interpreter
-        return H200()
-    return (H200 if has_h200_tiles(here.arch) else Tiles)(here.multiprocessors)
+        return H200GemmTiles()
+    return (H200GemmTiles if has_h200_tiles(device) else GemmTiles)(here.multiprocessors)
 
 
 def cublas_is_faster(M: int, num_weights: int) -> bool:

@@ -20,8 +20,6 @@ the sum is multiplied by both scales and added in fp32. Measured: ||error|| / ||
 results, which is their rounding, and 2.6e-4 with fp16 ones.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -79,14 +77,14 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,  # threads of a program * 16
     PDL: tl.constexpr,
 ):
-    """One token, unquantised, in fp32 on the CUDA cores. A program loads BLOCK_N rows of w in full
+    """One token, unquantized, in fp32 on the CUDA cores. A program loads BLOCK_N rows of w in full
     before it uses the first value, and before the kernel that computes x has ended.
 
                 step 0    step 1   ..            x  [K]             read after the wait
         w   +---------+---------+-----+
     BLOCK_N | BLOCK_K | BLOCK_K | ..  |          out[BLOCK_N] = sum over K of w * w_scale * x
             +---------+---------+-----+
-              a thread has 16 neighbouring columns of each step and row
+              a thread has 16 neighboring columns of each step and row
     """
     launch_dependents(PDL)  # this early: the next kernel loads a weight first, too
     THREADS: tl.constexpr = BLOCK_K // _VECTOR
@@ -123,7 +121,7 @@ def _gemv_kernel(
 
 
 # `_small_m_kernel` loads a fragment, ROWS rows and NUM_WARPS * 128 columns of x or w, as [8,
-# NUM_WARPS, 2, ROWS / 8, 64]: a thread has 16 neighbouring columns, four threads 64, and eight
+# NUM_WARPS, 2, ROWS / 8, 64]: a thread has 16 neighboring columns, four threads 64, and eight
 # times four threads 8 rows. The tensor cores expect the same row but other columns in a thread. The
 # order of the columns does not matter if x and w share it, so they are renumbered: every thread
 # multiplies its own loads, and nothing passes through shared memory.
@@ -151,9 +149,7 @@ def _point_to_rows(rows, NUM_WARPS: tl.constexpr):
 
 @triton.jit
 def _load_fragment(ptrs, i: tl.constexpr, K: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Load step i of the K columns of the rows at `ptrs`. In the last step some warps may have
-    none.
-    """
+    """Load step i of K columns of the rows at `ptrs`; some warps may have none in the last step."""
     BLOCK_K: tl.constexpr = NUM_WARPS * _BLOCK
     inside = (_number_columns(NUM_WARPS) < K - i * BLOCK_K) | ((i + 1) * BLOCK_K <= K)
     # stated again, because Triton drops it with the sum for i = 0
@@ -163,9 +159,7 @@ def _load_fragment(ptrs, i: tl.constexpr, K: tl.constexpr, NUM_WARPS: tl.constex
 
 @triton.jit
 def _reorder_operand(fragment, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Reorder [8, NUM_WARPS, 2, ROWS / 8, 64] -> [NUM_WARPS, ROWS, 128], the columns of each half
-    in the order of the tensor cores' threads.
-    """
+    """Reorder [8, NUM_WARPS, 2, ROWS / 8, 64] -> [NUM_WARPS, ROWS, 128] for the tensor cores."""
     split = tl.reshape(fragment, (8, NUM_WARPS, 2, ROWS // 8, 4, 4, 4))
     return tl.reshape(tl.permute(split, (1, 3, 0, 2, 5, 4, 6)), (NUM_WARPS, ROWS, _BLOCK))
 
@@ -308,9 +302,7 @@ def _large_m_kernel(
     K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[BLOCK_M, BLOCK_N] over all of K. The tokens are the tall operand, and the tensor
-    memory accelerator loads both.
-    """
+    """Compute out[BLOCK_M, BLOCK_N] over all of K, tokens as the tall operand, loaded by TMA."""
     first_m, first_n = locate_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     offs_m = first_m + tl.arange(0, BLOCK_M)
     offs_n = first_n + tl.arange(0, BLOCK_N)
@@ -330,9 +322,7 @@ def _large_m_kernel(
 
 
 def prepare(weight: StoredWeight) -> PreparedLinear:
-    """Prepare a weight [N, K], plain in the activations' dtype, or E4M3 blocks with K a multiple of
-    128.
-    """
+    """Prepare a weight [N, K], plain in the activations' dtype, or E4M3 blocks, K % 128 == 0."""
     values, scale = weight.values, None
     if weight.format is not PLAIN:
         K = values.shape[1]
@@ -351,8 +341,7 @@ def linear(
     out: Tensor | None = None,
     in_parts: bool = False,
 ) -> Tensor:
-    """Multiply x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of the plain activations),
-    rounded once from fp32 sums.
+    """Multiply x [M, K] -> x W^T [M, N] in `out_dtype`, rounded once from fp32 sums.
 
     `out`: contiguous, of that shape and dtype; for 16-bit weights.
     """

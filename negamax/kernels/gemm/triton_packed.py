@@ -1,12 +1,10 @@
 """GEMMs with packed weights of 4 and 8 bits in Triton: out[M, N] = x[M, K] w[N, K]^T.
 
 One kernel, except for a few tokens (`triton_packed_gemv.py`) and for many, where the weight is
-dequantised for cuBLAS. A tile of w, dequantised in registers, is the tall operand of the tensor
+dequantized for cuBLAS. A tile of w, dequantized in registers, is the tall operand of the tensor
 cores and the tokens are the short one, so each weight is unpacked once for up to 128 tokens.
 `kernels/weight_only/triton.py` describes unpacking and its cost. Tile sizes: `tiles.py`.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -51,10 +49,10 @@ def _packed_linear_kernel(
     SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[BLOCK_M, BLOCK_N]. SPLIT_K programs share the columns of a tile if the tiles
-    alone would leave multiprocessors idle.
+    """Compute out[BLOCK_M, BLOCK_N]. Grid (tiles, SPLIT_K).
 
-        grid: tiles, SPLIT_K
+    SPLIT_K programs share the columns of a tile if the tiles alone would leave multiprocessors
+    idle.
     """
     STEPS: tl.constexpr = triton.cdiv(P.K, BLOCK_K)
     first_m, first_n = locate_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)

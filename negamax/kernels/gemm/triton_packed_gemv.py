@@ -2,8 +2,6 @@
 kernel that computes the activations has ended. `weight_only/triton_gemv.py` has the product.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,10 +29,7 @@ def _packed_gemv_kernel(
     P: tl.constexpr, BLOCK_N: tl.constexpr, NUM_WARPS: tl.constexpr, SPLIT_K: tl.constexpr,
     ONE_TOKEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[:, split, BLOCK_N], over the columns of one of SPLIT_K programs.
-
-    grid: N / BLOCK_N, SPLIT_K
-    """
+    """Compute out[:, split, BLOCK_N] of one of SPLIT_K programs. Grid (N / BLOCK_N, SPLIT_K)."""
     launch_dependents(PDL)  # this early: the next kernel loads a weight first, too
     first_n, split = tl.program_id(0) * BLOCK_N, tl.program_id(1) if SPLIT_K > 1 else 0
     rows = tl.minimum(first_n + number_fragment_rows(BLOCK_N), N - 1)
@@ -57,9 +52,7 @@ def _packed_gemv_kernel(
 
 
 def gemv(x: Tensor, weight: PackedWeight, out: Tensor, tile: Tile) -> None:
-    """Multiply x [M, K], M at most TOKENS -> out [M, N], or [M, split_k, N]: parts of the sums,
-    rounded.
-    """
+    """Multiply x [M, K], M at most TOKENS -> out [M, N], or its rounded parts [M, split_k, N]."""
     M, N = len(out), weight.num_rows
     _packed_gemv_kernel[(triton.cdiv(N, tile.block_n), tile.split_k)](
         x, weight.tensors, out, M, N,

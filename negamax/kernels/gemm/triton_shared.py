@@ -1,7 +1,5 @@
 """Functions that several GEMM kernels call."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ the rate of 16. With fewer tokens the weights are used weight-only (`triton_pack
 layout. Tile sizes: `tiles.py`; those of FP8 blocks, others were not tried.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -47,10 +45,7 @@ def _w8a8_linear_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[BLOCK_M, BLOCK_N] over all of K. The tokens are the tall operand.
-
-    grid: tiles
-    """
+    """Compute out[BLOCK_M, BLOCK_N] over all of K, tokens as the tall operand. Grid (tiles,)."""
     first_m, first_n = locate_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     offs_m = first_m + tl.arange(0, BLOCK_M)
     offs_n = first_n + tl.arange(0, BLOCK_N)

@@ -2,8 +2,6 @@
 PyTorch's; the angles are batch-invariant (`rowwise`).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -7,7 +7,7 @@ zeros and holds only finite values, because kernels read past the end of a seque
 they find there a probability of 0.
 """
 
-from __future__ import annotations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,26 @@ from negamax.kernels.op import FLOAT_DTYPES, Tolerance, op
 from negamax.kernels.rotary import cos_sin
 
 FP8 = torch.float8_e4m3fn
+
+
+class KvCache(NamedTuple):
+    """A layer's caches [num_blocks, kv_heads, block_size, head_dim].
+
+    They hold keys / scales[0] and values / scales[1].
+    """
+
+    k: Tensor
+    v: Tensor
+    scales: tuple[float, float] = (1.0, 1.0)
+
+    def is_unscaled(self, dtype: torch.dtype) -> bool:
+        """Return whether the caches hold keys and values as they are, in `dtype`."""
+        return self.scales == (1.0, 1.0) and self.k.dtype == self.v.dtype == dtype
+
+    def as_pages(self, size: int) -> "KvCache":
+        """View the caches as pages [pages, 1, size, head_dim], `size` tokens of one head each."""
+        k, v = (part.view(-1, 1, size, part.shape[-1]) for part in (self.k, self.v))
+        return KvCache(k, v, self.scales)
 
 
 def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
@@ -40,8 +60,7 @@ def locate(
     kv_heads: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return cos, sin [T, 1, rotary_dim] fp32 and cache rows [T * kv_heads] int64 of a step's
-    tokens.
+    """Return cos, sin [T, 1, rotary_dim] fp32 and cache rows [T * kv_heads] int64.
 
     positions, token_slots [T] int64; block_tables [slots, blocks]: the blocks of token t are
     block_tables[token_slots[t]]; frequencies [rotary_dim] from `rotary.signed_frequencies`.
@@ -61,21 +80,13 @@ def slots_of(
     return blocks * block_size + positions % block_size
 
 
-def write(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rows: Tensor,
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
-) -> None:
-    """Write k, v [T, kv_heads, head_dim] to the caches at `rows` [T * kv_heads] of `cache_rows`.
+def write(k: Tensor, v: Tensor, cache: KvCache, rows: Tensor) -> None:
+    """Write k, v [T, kv_heads, head_dim] at `rows` [T * kv_heads] of `cache_rows`.
 
-    The caches hold k / kv_scales[0] and v / kv_scales[1], rounded to their dtype; FP8 saturates.
+    They are divided by the scales and rounded to the caches' dtype; FP8 saturates.
     """
-    store(k, k_cache, rows, scale=kv_scales[0])
-    store(v, v_cache, rows, scale=kv_scales[1])
+    store(k, cache.k, rows, scale=cache.scales[0])
+    store(v, cache.v, rows, scale=cache.scales[1])
 
 
 def store(x: Tensor, cache: Tensor, rows: Tensor, *, scale: float = 1.0) -> None:
@@ -91,6 +102,7 @@ def store(x: Tensor, cache: Tensor, rows: Tensor, *, scale: float = 1.0) -> None
 LOCATE = op(
     "kvcache.locate",
     locate,
+    None,
     summary="rope angles and cache rows of a step's tokens",
     tolerance=dict.fromkeys(
         FLOAT_DTYPES, Tolerance(2e-5, 0.0, "angles up to 1e3 in fp32, one cosine")

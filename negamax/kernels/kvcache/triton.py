@@ -1,7 +1,5 @@
 """Slot mapping and rotations of a step's tokens in one launch; PyTorch takes a dozen. Grid (T,)."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -2,8 +2,6 @@
 interpreter.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq, is_cuda
@@ -55,7 +53,7 @@ def pack_pair(even, odd, DTYPE: tl.constexpr):
     """Round fp32 values to DTYPE (bf16, fp16) and pack them, `even` in the lower half of an int32.
 
     One instruction converts both. Two single conversions run on the slowest unit: 36 conversions of
-    8 cycles a warp in the program that normalises a row.
+    8 cycles a warp in the program that normalizes a row.
     """
     if not INTERPRETED and is_cuda():
         convert: tl.constexpr = (
@@ -87,9 +85,7 @@ def keep_in_registers(x):
 
 @triton.jit
 def take_bytes(words, selector):
-    """Select four bytes of each word by the hexadecimal digits of its selector, the lowest digit
-    first; digit 4 selects a 0.
-    """
+    """Select four bytes of each word by its selector's hex digits, lowest first; digit 4: a 0."""
     if not INTERPRETED and is_cuda():
         taken = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [words, selector], dtype=tl.int32, is_pure=True,

@@ -1,9 +1,11 @@
 """Sizes of one program of a matrix product."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
+
+import torch
+
+from negamax.kernels import platform
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,17 @@ class Launch:
 
 
 def warps_of_row(width: int, *, measured: int) -> int:
-    """Warps of a program for one row: `measured` for up to 4096 values (MiniMax-M2 has 3072). Wider
-    rows were not measured; they keep the number of values per thread.
+    """Return the warps of a program for one row: `measured` for up to 4096 values.
+
+    Wider rows were not measured; they keep the number of values per thread.
     """
     return min(32, measured << max(0, (width - 1).bit_length() - 12))
 
 
-def has_h200_tiles(arch: str) -> bool:
-    """Whether `arch` uses the sizes measured on an H200: the H200 itself; sm_100 and sm_103, which
-    have as much shared memory and were not measured; the interpreter.
+def has_h200_tiles(device: torch.device) -> bool:
+    """Return whether `device` uses the sizes measured on an H200.
+
+    These are the H200; sm_100 and sm_103, which have as much shared memory and were not measured;
+    the interpreter.
     """
-    return arch in ("sm_90", "sm_100", "sm_103", "cpu")
+    return platform.platform_of(device).arch in ("sm_90", "sm_100", "sm_103", "cpu")

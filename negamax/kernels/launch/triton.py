@@ -27,8 +27,6 @@ start early. With `dependent=False` the successor may not either: these are ordi
 On other GPUs and in Triton's interpreter PDL is False, and none of this is compiled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -76,10 +74,9 @@ def launch_options(
     starts_early: bool = True,
     dependent: bool = True,
 ) -> dict[str, Any]:
-    """Return the launch options on `device` of a kernel with a parameter `PDL: tl.constexpr`.
+    """Return the launch options of a kernel with a parameter `PDL: tl.constexpr` (see above).
 
-    `maxnreg`: limit of registers per thread, on NVIDIA GPUs. `starts_early`, `dependent`: see
-    above.
+    `maxnreg`: limit of registers per thread, on NVIDIA GPUs.
     """
     here = platform.platform_of(device)
     options: dict[str, Any] = {"PDL": False}
@@ -147,13 +144,13 @@ def compiling(*, share: int, shares: int, threads: int) -> Iterator[None]:
     the first launches, one by one, takes several times as long.
     """
 
-    class Share(triton.AsyncCompileMode):
+    class RankCompilation(triton.AsyncCompileMode):
         def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Any) -> Any:
             if crc32(key.encode()) % shares != share:
                 return None  # another rank compiles it into Triton's cache
             return super().submit(key, compile_fn, finalize_fn)
 
-    with ThreadPoolExecutor(threads) as pool, Share(pool):
+    with ThreadPoolExecutor(threads) as pool, RankCompilation(pool):
         triton.JITFunction.__getitem__ = lambda kernel, grid: partial(
             kernel.run, grid=grid, warmup=True
         )

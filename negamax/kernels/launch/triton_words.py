@@ -5,8 +5,6 @@ ranks.
     in registers            even [BLOCK] and odd [BLOCK], fp32
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,7 +19,7 @@ def num_parts(x: Tensor) -> int:
 
 @triton.jit
 def make_word_indices(BLOCK: tl.constexpr):
-    """Return 0 .. BLOCK - 1, laid out so that a thread holds two neighbours and a warp the 64 words
+    """Return 0 .. BLOCK - 1, laid out so that a thread holds two neighbors and a warp the 64 words
     that share a scale. All loads and stores of a program then have one layout, and none needs
     shared memory.
     """
@@ -36,9 +34,7 @@ def as_words(pointer):
 
 @triton.jit
 def unpack(words, DTYPE: tl.constexpr):
-    """Return the values of each word as fp32: the lower half (even column), then the upper half
-    (odd).
-    """
+    """Return the values of each word as fp32: even columns (lower halves), then odd ones."""
     if tl.bfloat16 == DTYPE:
         even = (words << 16).to(tl.float32, bitcast=True)
         odd = (words & -65536).to(tl.float32, bitcast=True)

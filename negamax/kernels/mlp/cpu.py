@@ -1,7 +1,5 @@
 """The activation of an MLP on CPUs without native kernels; batch-invariant (`rowwise`)."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

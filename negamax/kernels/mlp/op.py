@@ -1,7 +1,5 @@
 """The activation between the GEMMs of an MLP (`SwiGlu`)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from negamax.kernels.activations import Hidden, SwiGlu
@@ -17,6 +15,7 @@ def swiglu(gate_up: Tensor, /, *, activation: SwiGlu, quantize: bool = False) ->
 SWIGLU = op(
     "mlp.swiglu",
     swiglu,
+    None,
     summary="g * sigmoid(alpha g) * (u + beta) of an MLP's gate and up projection",
     tolerance=rounding_tolerance(
         scale=4.0, reason="gate, up and the product are rounded; |y| up to 56"

@@ -6,8 +6,6 @@
 Bytes moved per value: 4 in and 2 out; 1 more and a scale with FP8.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -76,9 +74,7 @@ def _swiglu_kernel(
 def run(
     gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False
 ) -> Tensor | QuantizedActivations:
-    """gate_up [T, 2 * width], gate first -> [T, width]; with `quantize` also in FP8, width a
-    multiple of 128.
-    """
+    """Activate [T, 2 * width] -> [T, width]; with `quantize` also in FP8, width % 128 == 0."""
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
     assert not quantize or width % GROUP == 0, (

@@ -6,8 +6,6 @@ selections. The GEMMs are those of the table's `gemm.linear`, with one prepared 
 and projection.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +24,7 @@ from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE, apply, padded_rows
 
 
 @dataclass(frozen=True)
-class PreparedExperts:
+class SeparateExperts:
     """One weight per expert and projection, as `prepare` makes it."""
 
     gate_up: list[Tensor]  # of [2 * width, hidden]
@@ -79,8 +77,8 @@ def kernel(linear: AnyKernel) -> AnyKernel:
         *,
         activation: SwiGlu = SILU,
         shared: bool = False,
-    ) -> PreparedExperts:
-        return PreparedExperts(
+    ) -> SeparateExperts:
+        return SeparateExperts(
             [prepare_weight(plain(w)) for w in gate_up.values],
             [prepare_weight(plain(w)) for w in down.values],
             activation,
@@ -88,7 +86,7 @@ def kernel(linear: AnyKernel) -> AnyKernel:
         )
 
     def run(
-        x: Hidden, ids: Tensor, weights: Tensor, experts: PreparedExperts, *, first: int, count: int
+        x: Hidden, ids: Tensor, weights: Tensor, experts: SeparateExperts, *, first: int, count: int
     ) -> Tensor:
         x = unquantized(x)
         if x.shape[0] == 1:
@@ -110,7 +108,7 @@ def _one_token(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: PreparedExperts,
+    experts: SeparateExperts,
     *,
     first: int,
     count: int,
@@ -132,15 +130,13 @@ def _many_tokens(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: PreparedExperts,
+    experts: SeparateExperts,
     *,
     first: int,
     count: int,
     product: Callable[..., Tensor],
 ) -> Tensor:
-    """Gather all (token, selection) pairs of local experts by expert, run each expert on its slice,
-    and restore the order.
-    """
+    """Sort (token, selection) pairs by expert, run each expert on its slice, restore the order."""
     gate_up, down, activation = experts.gate_up, experts.down, experts.activation
     num_tokens, top_k = ids.shape
     if num_tokens == 0:

@@ -8,8 +8,6 @@ The bias affects the selection only, not the weights. The renormalization has no
 b stands for the model's `SwiGlu`. A shared expert is every token's last selection, with weight 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
@@ -62,9 +60,7 @@ def route(
 def complete(
     ids: Tensor, weights: Tensor, router: Router, active: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Add scaling, shared expert and padding to the selected experts [T, top_k] and weights of sum
-    1.
-    """
+    """Add scaling, shared expert and padding to ids [T, top_k] and weights of sum 1."""
     if router.scaling != 1.0:
         weights = weights * router.scaling
     if router.shared:
@@ -131,9 +127,7 @@ class ExpertWeights(Protocol):
     """
 
     def tensors(self, expert: int) -> list[Tensor]:
-        """Return all tensors of an expert, by its index in this object: copies, or views of any
-        strides.
-        """
+        """Return all tensors of an expert, by its index in this object: copies or views."""
 
     def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
         """Copy `tensors` of another expert of the same sizes into the place of this one."""
@@ -158,7 +152,7 @@ class StackedExperts:
 def stack(
     gate_up: StoredWeight, down: StoredWeight, /, *, activation: SwiGlu = SILU, shared: bool = False
 ) -> ExpertWeights:
-    """Stack gate_up [experts, 2 * width, hidden] (gate rows first) and down [experts, hidden,
+    """Stack gate_up [experts, 2 * width, hidden], gate rows first, and down [experts, hidden,
     width].
 
     Plain weights stay as they are, others are dequantized to fp32. `shared`: the last expert is the
@@ -178,8 +172,8 @@ def _values(weight: StoredWeight) -> Tensor:
 def experts(
     x: Hidden, ids: Tensor, weights: Tensor, stacked: Prepared, /, *, first: int, count: int
 ) -> Tensor:
-    """Compute the selected experts of x [T, hidden]: [T, hidden], or [T, P, hidden] to be summed
-    over P.
+    """Compute the selected experts of x [T, hidden] -> [T, hidden], or [T, P, hidden] of sum over
+    P.
 
     ids [T, top_k] int32, weights [T, top_k] fp32. `stacked` holds experts first .. first + count -
     1; other ids (and -1) add nothing.
@@ -198,7 +192,7 @@ ROUTE = op(
     "moe.route",
     route,
     prepare_router,
-    summary="sigmoid scores, biased top-k, renormalised weights",
+    summary="sigmoid scores, biased top-k, renormalized weights",
     tolerance=rounding_tolerance(reason="fp32 throughout, in every dtype"),
     wide_error=1e-5,
 )
@@ -214,6 +208,7 @@ NORM_ROUTE = op(
 PLACE = op(
     "moe.place",
     place,
+    None,
     summary="slots of the selected experts, with counts",
     tolerance=rounding_tolerance(reason="integers"),
 )

@@ -1,13 +1,10 @@
 """Tile sizes of the Triton kernels by architecture. M is the number of tokens."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 import torch
 
-from negamax.kernels import platform
 from negamax.kernels.launch.tile import Tile, has_h200_tiles
 from negamax.kernels.weight_only.layout import Packing
 
@@ -51,7 +48,7 @@ class ExpertTiles:
     starts_early: bool = True  # packed gemv: gate and up, see `launch_options`
 
 
-class Tiles:
+class MoeTiles:
     """Unmeasured sizes: short pipelines that need at most 64 KB of shared memory."""
 
     def route(self, M: int, *, hidden: int) -> RouteTile:
@@ -59,9 +56,7 @@ class Tiles:
         return RouteTile(block_m, 32, 64, num_warps=4, num_stages=2, split_k=8, topk_m=8)
 
     def gemv_max_m(self, width: int) -> int:
-        """Return up to how many tokens each pair runs on its own. With more tokens it is better to
-        read an expert's weights once for all its tokens.
-        """
+        """Return up to how many tokens each pair runs on its own; beyond, experts share reads."""
         return 4
 
     def gemv(self, width: int, *, hidden: int) -> ExpertTiles:
@@ -73,7 +68,7 @@ class Tiles:
         return ExpertTiles(tile, tile)
 
     def large_m(self, *, width: int, fp8: bool) -> ExpertTiles:
-        """Return tiles for prefills. Tiles of 64 tokens waste less than larger ones: with 8,192
+        """Return tiles for prefills. MoeTiles of 64 tokens waste less than larger ones: with 8,192
         tokens an expert gets 256, give or take 16.
         """
         side = 128 if fp8 else 64
@@ -81,9 +76,7 @@ class Tiles:
         return ExpertTiles(tile, tile, repeat_n=8 if fp8 else 1)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """Return tiles for few tokens if each program's part of the weights fits into registers,
-        else None.
-        """
+        """Return tiles for few tokens if each program's weights fit into registers, else None."""
         return None
 
     def packed(self, *, M: int, width: int, gate_up: Packing) -> ExpertTiles:
@@ -138,7 +131,7 @@ _PACKED_LARGE_M = {
 }
 
 
-class H200(Tiles):
+class H200MoeTiles(MoeTiles):
     """Measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). The shapes of
     MiniMax-M3 (6144, 128, top 4 and a shared expert) were measured with packed weights of 8 bits
     only; its other sizes give each program as many columns as in M2.
@@ -253,9 +246,9 @@ def search_chunk(num_tokens: int) -> int:
     return min(64, max(16, _power_of_two(num_tokens)))
 
 
-def tiles_for(device: torch.device) -> Tiles:
+def tiles_for(device: torch.device) -> MoeTiles:
     """Return the sizes for `device`."""
-    return H200() if has_h200_tiles(platform.platform_of(device).arch) else Tiles()
+    return H200MoeTiles() if has_h200_tiles(device) else MoeTiles()
 
 
 def _power_of_two(count: int) -> int:

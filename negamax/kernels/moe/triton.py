@@ -25,8 +25,6 @@ weights have a scale per 128 x 128; h is then FP8 too, with a scale per pair and
 in gemv). Tile sizes: `tiles.py`.
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import torch
@@ -95,9 +93,7 @@ def experts(
     first: int,
     count: int,
 ) -> Tensor:
-    """Run the experts: x [M, hidden], topk_ids [M, top_k] int32, topk_weights [M, top_k] fp32 ->
-    [M, P, hidden], to be summed over P.
-    """
+    """Run experts on x [M, hidden], topk_ids and topk_weights [M, top_k] -> [M, P, hidden]."""
     M = topk_ids.shape[0]
     assert topk_ids.is_contiguous() and topk_weights.is_contiguous()
     assert topk_ids.dtype == torch.int32

@@ -4,8 +4,6 @@ program loads all its rows of an expert before it uses the first value.
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,7 +18,7 @@ from negamax.kernels.weight_only.triton_gemv import (
     number_fragment_rows,
 )
 
-_VECTOR = tl.constexpr(16)  # neighbouring columns that a thread multiplies
+_VECTOR = tl.constexpr(16)  # neighboring columns that a thread multiplies
 
 
 @triton.jit
@@ -31,7 +29,7 @@ def _gate_up_row(
     """Compute gate and up, [BLOCK_N] fp32 each, of one token at x_ptr, on the CUDA cores.
 
     Tiles of w are [BLOCK_K / 16, BLOCK_N, 16], not rows first, and `max_contiguous` makes Triton
-    lay the threads of a warp along the first axis: they read neighbouring vectors of one row, and a
+    lay the threads of a warp along the first axis: they read neighboring vectors of one row, and a
     thread uses its part of x for all its rows. All loads precede the first product.
     """
     EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
@@ -97,19 +95,18 @@ def _gate_up_packed_row(
 
 @triton.jit(do_not_specialize=["first_expert", "num_experts"])
 def _gate_up_gemv_kernel(
-    x_ptr,  # [M, HIDDEN], unquantised
+    x_ptr,  # [M, HIDDEN], unquantized
     topk_ids_ptr,  # [M, TOP_K] int32
     w,  # [num_experts, 2 * WIDTH, HIDDEN], gate rows first; or tensors of a `PackedWeight`
     w_scale_ptr,  # [num_experts, 2 * WIDTH / 128, HIDDEN / 128] fp32, read with FP8 only
-    h_ptr,  # [M * TOP_K, WIDTH], unquantised
+    h_ptr,  # [M * TOP_K, WIDTH], unquantized
     first_expert,
     num_experts,
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N columns of h of one pair: silu(gate x) * (up x).
-
-    grid: pairs * WIDTH / BLOCK_N
+    """Compute BLOCK_N columns of h of one pair: silu(gate x) * (up x). Grid (pairs * WIDTH /
+    BLOCK_N,).
     """
     TILES_N: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_N)
     pair, first_n = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N * BLOCK_N
@@ -214,7 +211,7 @@ def _down_rows(
 
 @triton.jit(do_not_specialize=["first_expert", "num_experts"])
 def _down_gemv_kernel(
-    h_ptr,  # [M * TOP_K, WIDTH], unquantised
+    h_ptr,  # [M * TOP_K, WIDTH], unquantized
     topk_ids_ptr,  # [M, TOP_K] int32
     topk_weights_ptr,  # [M, TOP_K] fp32
     w,  # [num_experts, HIDDEN, WIDTH], or tensors of a `PackedWeight`
@@ -227,9 +224,7 @@ def _down_gemv_kernel(
     CHOICES: tl.constexpr,  # 1 with packed weights
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N outputs of CHOICES pairs of one token.
-
-        grid: M * TOP_K / CHOICES * HIDDEN / BLOCK_N
+    """Compute BLOCK_N outputs of CHOICES pairs. Grid (M * TOP_K / CHOICES * HIDDEN / BLOCK_N,).
 
     `topk_ids` and `topk_weights` are older than the predecessor in the stream. The program may
     therefore read them before the wait (past L1), and the weights too.

@@ -5,13 +5,11 @@
     logits of the norm -> topk_ids, topk_weights, as `triton_route.py` has them
 
 Every program of the router reads all tokens anyway. Here each program reads the inputs of the norm
-and normalises them itself, which saves a launch and a way through memory. One program changes the
+and normalizes them itself, which saves a launch and a way through memory. One program changes the
 residual, after the logits of all programs have arrived.
 
 Rows, also those of the gate, are words of two columns (`launch/words.py`).
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl
@@ -37,7 +35,7 @@ from negamax.kernels.moe.triton_route import (
 )
 from negamax.kernels.norm import triton as norms
 from negamax.kernels.norm.op import NormWeight
-from negamax.kernels.norm.triton import GROUP_WORDS, quantise, scale_row, store_quantised
+from negamax.kernels.norm.triton import GROUP_WORDS, quantize_row, scale_row, store_quantized_row
 
 
 @triton.jit
@@ -95,7 +93,7 @@ def _norm_route_kernel(
     THREAD_WORDS: tl.constexpr,  # of one load of a thread
     QUANTIZE: tl.constexpr, GEMMA: tl.constexpr, PARALLEL_TOPK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Normalise the rows in every program, then route as `_route_small_m_kernel`.
+    """Normalize the rows in every program, then route as `_route_small_m_kernel`.
 
         program    all                             NUM_PROGRAMS - 1 - m    m, once all logits are
         writes     logits of its BLOCK_N experts   the norm of row m       there: residual row m,
@@ -165,11 +163,13 @@ def _norm_route_kernel(
             tl.store(as_words(out_ptr) + m * WORDS + k, words, mask=k < WORDS)
             if QUANTIZE:
                 first = m * WORDS + step * BLOCK_K
-                scale, in_order = quantise(
+                scale, in_order = quantize_row(
                     tl.reshape(words, [BLOCK_K]), BLOCK_K, dtype, values_ptr.dtype.element_ty
                 )
-                store_quantised(values_ptr + 2 * first, scales_ptr + first // GROUP_WORDS, 0, scale,
-                                in_order, WORDS - step * BLOCK_K, BLOCK_K)  # fmt: skip
+                store_quantized_row(
+                    values_ptr + 2 * first, scales_ptr + first // GROUP_WORDS, 0, scale, in_order,
+                    WORDS - step * BLOCK_K, BLOCK_K,
+                )  # fmt: skip
     first_m, step_m = program, num_programs
     if not PARALLEL_TOPK:
         first_m, step_m = tl.where(program == num_programs - 1, 0, M), 1

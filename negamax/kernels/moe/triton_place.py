@@ -1,7 +1,5 @@
 """Map the experts that tokens chose to the slots that compute them, and count the choices."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -22,8 +22,6 @@ Weights, activations and products of one tile:
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
 
-from __future__ import annotations
-
 from math import gcd
 
 import torch
@@ -72,8 +70,8 @@ def _count_pairs_kernel(
     num_experts,
     EXPERTS_POW2: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Count in counts[p, e] how many of the `span` pairs of program p chose expert first_expert +
-    e.
+    """Count in counts[p, e] the pairs of program p, `span` of them, that chose expert first_expert
+    + e.
     """
     wait_then_launch_dependents(PDL)
     begin = tl.program_id(0) * span
@@ -141,8 +139,7 @@ def _sort_pairs_kernel(
 def _find_expert(
     expert_counts_ptr, tile, num_experts, EXPERTS_POW2: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Return the expert of tile number `tile`, the tile's first place in sorted_token_ids, and the
-    place after the expert's last pair.
+    """Return the expert of tile `tile`, its first place in sorted_token_ids and the expert's end.
 
     An expert >= num_experts marks a tile of other ranks' pairs, or one after all pairs.
     """
@@ -286,10 +283,7 @@ def _gate_up_large_m_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
     NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute h[BLOCK_M, BLOCK_N] of one expert's pairs: silu(x gate^T) * (x up^T).
-
-    grid: tiles of pairs * WIDTH / BLOCK_N
-    """
+    """Compute h[BLOCK_M, BLOCK_N] of one expert's pairs. Grid (pair tiles * WIDTH / BLOCK_N,)."""
     TILES_N: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_N)
     wait_then_launch_dependents(PDL)
     expert, begin, end = _find_expert(
@@ -321,9 +315,7 @@ def _zero_pairs(
     sorted_token_ids_ptr, out_ptr, begin, end, first_n,
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REPEAT_N: tl.constexpr,
 ):  # fmt: skip
-    """Write zeros to the results of the pairs at places begin .. end - 1, REPEAT_N tiles of
-    columns.
-    """
+    """Write zeros to the pairs at places begin .. end - 1, REPEAT_N tiles of columns."""
     places, offs_n = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     valid = places < end
     pairs = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0)
@@ -458,10 +450,10 @@ def _down_large_m_kernel(
     REPEAT_N: tl.constexpr,  # 1 with packed weights
     RESIDENT: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[pairs, REPEAT_N * BLOCK_N] of BLOCK_M pairs of one expert, times their routing
-    weights; zeros for the pairs of other ranks.
+    """Compute out[pairs, REPEAT_N * BLOCK_N] times the routing weights; zeros for other ranks'
+    pairs.
 
-    grid: tiles of pairs * HIDDEN / (BLOCK_N * REPEAT_N)
+        grid: tiles of pairs * HIDDEN / (BLOCK_N * REPEAT_N)
     """
     TILES_N: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_N * REPEAT_N)
     wait_then_launch_dependents(PDL)
@@ -554,9 +546,7 @@ def experts_large_m(
 
 
 def sort_pairs(topk_ids: Tensor, *, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Sort the pairs: topk_ids [M, top_k] -> sorted_token_ids [M * top_k] int32, expert_counts
-    [count] int32.
-    """
+    """Sort pairs by expert: topk_ids -> sorted_token_ids [M * top_k], expert_counts [count]."""
     num_pairs = topk_ids.numel()
     span = max(1, triton.cdiv(num_pairs, tiles.SORT_PROGRAMS * tiles.SORT_CHUNK)) * tiles.SORT_CHUNK
     programs, experts_pow2 = triton.cdiv(num_pairs, span), triton.next_power_of_2(count)

@@ -1,4 +1,4 @@
-"""Routing in one launch: gate GEMM, sigmoid, top-k and renormalisation.
+"""Routing in one launch: gate GEMM, sigmoid, top-k and renormalization.
 
     gate [NUM_EXPERTS, HIDDEN] fp32, stored as gate_bf16x3 [3, NUM_EXPERTS, HIDDEN]: hi + mid + lo
     x [M, HIDDEN] -> logits [M, NUM_EXPERTS] fp32 -> topk_ids, topk_weights [M, TOP_K + SHARED]
@@ -12,8 +12,6 @@ tokens have arrived. Without spin waits the last program to arrive chooses.
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -47,9 +45,7 @@ def _choose_for_tokens(
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr, SHARED: tl.constexpr,
     SPLIT_K: tl.constexpr, TOPK_M: tl.constexpr,
 ):  # fmt: skip
-    """Sum the partial logits of TOPK_M tokens; then sigmoid, top-k of score + bias (lower id first)
-    and renormalisation.
-    """
+    """Sum partial logits of TOPK_M tokens; sigmoid, top-k of score + bias, renormalization."""
     EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
     expert = tl.arange(0, EXPERTS_POW2)
     inside = (offs_m < M)[:, None] & (expert < NUM_EXPERTS)[None, :]
@@ -83,9 +79,7 @@ def _choose_for_tokens(
 
 @triton.jit
 def group_experts(NUM_EXPERTS: tl.constexpr):
-    """Return 0, 1, ... up to a power of 2, as [groups, _GROUP]: a group is one expert per thread of
-    a warp if there are enough experts.
-    """
+    """Return 0, 1, ... up to a power of 2 as [groups, _GROUP], one expert per thread of a warp."""
     EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
     GROUP: tl.constexpr = _GROUP if EXPERTS_POW2 > _GROUP else EXPERTS_POW2
     return tl.arange(0, EXPERTS_POW2 // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -384,9 +378,8 @@ def prepare_gate(
     shared: bool = False,
     spin_wait: bool = True,
 ) -> PreparedGate:
-    """Prepare gate [experts, hidden] fp32 and bias [experts] fp32. Splitting fp32 into three bf16
-    addends is exact. Without `spin_wait` the last program of a tile of tokens chooses for all of
-    them.
+    """Prepare gate [experts, hidden] fp32, split exactly into three bf16 addends, and bias
+    [experts]. Without `spin_wait` the last program of a tile of tokens chooses for all of them.
     """
     hi = gate.float().bfloat16()
     rest = gate.float() - hi.float()
@@ -426,8 +419,7 @@ def route(
     top_k: int,
     active: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Route x [M, hidden] -> topk_ids [M, C] int32, topk_weights [M, C] fp32, C = top_k or, with a
-    shared expert, top_k + 1. Rows from active[0] on get -1 and 0.
+    """Route x [M, hidden] -> topk_ids [M, C] int32, topk_weights [M, C] fp32, as `moe.route`.
 
     If the ranks shard the rows, each routes its own and gathers the others.
     """

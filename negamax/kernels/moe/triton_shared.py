@@ -1,7 +1,5 @@
 """Parts of all ways through the experts: prepared weights, constants, packed GEMMs, scales."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,8 +77,8 @@ def multiply_packed_gate_up(
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute columns first_n .. first_n + BLOCK_N - 1 of h of `tokens` [BLOCK_M] of one expert ->
-    [BLOCK_N, BLOCK_M] fp32. One tile holds the BLOCK_N gate rows and the up rows.
+    """Compute h of `tokens` [BLOCK_M] of one expert, from column first_n on -> [BLOCK_N, BLOCK_M].
+    One tile holds the BLOCK_N gate rows and the up rows.
     """
     P: tl.constexpr = E.GATE_UP
     APART: tl.constexpr = E.WIDTH
@@ -100,9 +98,7 @@ def multiply_packed_down(
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute outputs first_n .. first_n + BLOCK_N - 1 of the rows `h_rows` [BLOCK_M] of h, all of
-    one expert -> [BLOCK_N, BLOCK_M] fp32.
-    """
+    """Compute outputs of `h_rows` [BLOCK_M] of one expert from first_n on -> [BLOCK_N, BLOCK_M]."""
     P: tl.constexpr = E.DOWN
     h_rows = h_ptr + h_rows.to(tl.int64) * E.WIDTH
     return multiply(h_rows, valid, w, expert * E.HIDDEN + first_n, E.HIDDEN - first_n,
@@ -121,15 +117,13 @@ def select_operands(x: Hidden, prepared: PreparedExperts) -> tuple[Tensor, Tenso
     if not prepared.constants.FP8:
         q = scale = unquantized(x)
     else:
-        assert isinstance(x, QuantizedActivations), "FP8 experts need quantised activations"
+        assert isinstance(x, QuantizedActivations), "FP8 experts need quantized activations"
         q, scale = x.q, x.scale
     assert q.is_contiguous() and scale.is_contiguous()
     return q, scale
 
 
 def empty_intermediate(num_pairs: int, like: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Allocate h [num_pairs, width] in the dtype of `like`, and its scales [num_pairs, width / 128]
-    fp32.
-    """
+    """Allocate h [num_pairs, width] like `like`, and scales [num_pairs, width / 128] fp32."""
     scale_shape = (num_pairs, triton.cdiv(width, GROUP))
     return like.new_empty(num_pairs, width), like.new_empty(scale_shape, dtype=torch.float32)

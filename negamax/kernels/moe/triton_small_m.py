@@ -2,8 +2,6 @@
 weight is the tall operand, and a program finds its expert's tokens in topk_ids.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -55,9 +53,7 @@ def _find_pairs(
 def _load_shared_pairs(
     topk_ids_ptr, first_token, num_pairs, expert_id, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Load the last pairs of BLOCK_M tokens, and whether each chose expert `expert_id`: all but
-    padding.
-    """
+    """Load the last pairs of BLOCK_M tokens, and whether each chose `expert_id` (not padding)."""
     pairs = (first_token + tl.arange(0, BLOCK_M)) * TOP_K + TOP_K - 1
     ids = tl.load(topk_ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
     valid = ids == expert_id
@@ -108,9 +104,7 @@ def _compute_gate_up(
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute columns first_n .. first_n + BLOCK_N - 1 of h of `pairs` [BLOCK_M], all of one
-    expert.
-    """
+    """Compute BLOCK_N columns from first_n of h of `pairs` [BLOCK_M], all of one expert."""
     tokens, offs_n = pairs // TOP_K, first_n + tl.arange(0, BLOCK_N)
     if E.PACKED:
         y = multiply_packed_gate_up(x_ptr, w_ptr, expert, num_experts, first_n, tokens, valid,
@@ -165,9 +159,7 @@ def _compute_down(
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute outputs first_n .. first_n + BLOCK_N - 1 of `pairs` [BLOCK_M], all of one expert,
-    times their routing weights.
-    """
+    """Compute BLOCK_N outputs from first_n of `pairs`, all of one expert, times their weights."""
     if E.PACKED:
         acc = multiply_packed_down(h_ptr, w_ptr, expert, num_experts, first_n, pairs, valid,
                                    E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,

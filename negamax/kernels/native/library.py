@@ -1,7 +1,5 @@
 """Compile `rows.c` once per machine and source, and load it."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import platform
@@ -60,9 +58,7 @@ def _reason(error: Exception) -> str:
 
 
 def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
-    """Return the shared object for this source, compiler and processor, from the user's cache or
-    built.
-    """
+    """Return the shared object for this source, compiler and processor, cached or built."""
     version = subprocess.run(
         [compiler, "--version"],
         capture_output=True,

@@ -1,7 +1,5 @@
 """The kernels of `rows.c` with the signatures of their ops: contiguous bf16 or fp32 on the CPU."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from functools import cache
@@ -24,7 +22,6 @@ from negamax.kernels.attention.op import (
     prepare_qk_norm,
 )
 from negamax.kernels.block_sparse import op as block_sparse
-from negamax.kernels.block_sparse.choice import SparseShape
 from negamax.kernels.block_sparse.cpu import (
     PagedDecode,
     ScoredTokens,
@@ -33,9 +30,11 @@ from negamax.kernels.block_sparse.cpu import (
     select_kernels,
 )
 from negamax.kernels.block_sparse.op import BLOCK_SPARSE_NORM_ROPE_WRITE, SparseHeadNorm
+from negamax.kernels.block_sparse.selection import SparseShape
+from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.mlp.op import SWIGLU
 from negamax.kernels.moe import cpu as moe_cpu
-from negamax.kernels.moe.cpu import PreparedExperts
+from negamax.kernels.moe.cpu import SeparateExperts
 from negamax.kernels.moe.op import EXPERTS, ROUTE, Router, complete
 from negamax.kernels.native import library
 from negamax.kernels.norm import op as norm_spec
@@ -90,41 +89,21 @@ def qk_norm_rope_write(
     norm: QkNorm,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KvCache,
     rows: Tensor,
     *,
     group: Collective | None = None,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Compute the op as defined; with several ranks PyTorch ops run around the all-reduce."""
-    if (
-        (group is not None and group.size > 1)
-        or k_cache.dtype != qkv.dtype
-        or kv_scales != (1.0, 1.0)
-    ):
-        return attention_cpu.qk_norm_rope_write(
-            qkv, norm, cos, sin, k_cache, v_cache, rows, group=group, kv_scales=kv_scales
-        )
+    if (group is not None and group.size > 1) or not cache.is_unscaled(qkv.dtype):
+        return attention_cpu.qk_norm_rope_write(qkv, norm, cos, sin, cache, rows, group=group)
     assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
-    num_tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
+    num_tokens, head_dim = qkv.shape[0], cache.k.shape[-1]
     q = qkv.new_empty(num_tokens, norm.heads, head_dim)
     _function("qk_norm_rope_write", qkv.dtype)(
-        qkv.data_ptr(),
-        norm.weight.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        rows.data_ptr(),
-        q.data_ptr(),
-        num_tokens,
-        norm.heads,
-        norm.kv_heads,
-        head_dim,
-        cos.shape[-1],
-        norm.eps,
-    )
+        *map(Tensor.data_ptr, (qkv, norm.weight, cos, sin, cache.k, cache.v, rows, q)),
+        num_tokens, norm.heads, norm.kv_heads, head_dim, cos.shape[-1], norm.eps,
+    )  # fmt: skip
     return q
 
 
@@ -133,20 +112,16 @@ def head_norm_rope_write(
     norm: HeadNorm,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KvCache,
     rows: Tensor,
     *,
     group: Collective | None = None,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Compute the op as defined."""
-    if k_cache.dtype != qkv.dtype or kv_scales != (1.0, 1.0):
-        return attention.head_norm_rope_write(
-            qkv, norm, cos, sin, k_cache, v_cache, rows, kv_scales=kv_scales
-        )
-    q = qkv.new_empty(qkv.shape[0], norm.heads, k_cache.shape[-1])
-    _write_heads(qkv, norm, None, cos, sin, (k_cache, v_cache, None), rows, q, None)
+    if not cache.is_unscaled(qkv.dtype):
+        return attention.head_norm_rope_write(qkv, norm, cos, sin, cache, rows)
+    q = qkv.new_empty(qkv.shape[0], norm.heads, cache.k.shape[-1])
+    _write_heads(qkv, norm, None, cos, sin, (cache.k, cache.v, None), rows, q, None)
     return q
 
 
@@ -155,22 +130,20 @@ def sparse_norm_rope_write(
     norm: SparseHeadNorm,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KvCache,
     index_cache: Tensor,
     rows: Tensor,
     *,
     index_rows: Tensor | None = None,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:
     """Compute the op as defined."""
-    caches = (k_cache, v_cache, index_cache)
-    is_plain = {cache.dtype for cache in caches} == {projected.dtype} and kv_scales == (1.0, 1.0)
+    is_plain = cache.is_unscaled(projected.dtype) and index_cache.dtype == projected.dtype
     if not is_plain or index_rows is not None:
         return block_sparse.norm_rope_write(
-            projected, norm, cos, sin, *caches, rows, index_rows=index_rows, kv_scales=kv_scales
+            projected, norm, cos, sin, cache, index_cache, rows, index_rows=index_rows
         )
-    q = projected.new_empty(projected.shape[0], norm.heads, k_cache.shape[-1])
+    q = projected.new_empty(projected.shape[0], norm.heads, cache.k.shape[-1])
+    caches = (cache.k, cache.v, index_cache)
     index_q = projected.new_empty(projected.shape[0], norm.index_heads, index_cache.shape[-1])
     _write_heads(
         projected, norm, norm.index_weight, cos, sin, caches, rows, q, index_q,
@@ -195,16 +168,10 @@ def _write_heads(
     tensors = (projected, norm.weight, index_weight, cos, sin, *caches, rows, q, index_q)
     _function("head_norm_rope_write", projected.dtype)(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
-        projected.shape[0],
-        norm.heads,
-        norm.kv_heads,
-        norm.weight.shape[-1],
-        0 if index_weight is None else index_weight.shape[-1],
-        cos.shape[-1],
-        caches[0].shape[2],
-        norm.eps,
-        *of_index,
-    )
+        projected.shape[0], norm.heads, norm.kv_heads, norm.weight.shape[-1],
+        0 if index_weight is None else index_weight.shape[-1], cos.shape[-1], caches[0].shape[2],
+        norm.eps, *of_index,
+    )  # fmt: skip
 
 
 # --- decode --------------------------------------------------------------------------------------
@@ -219,49 +186,26 @@ def plan_decode(
     return queries.used_tables(shape.block_size), lengths
 
 
-def decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: tuple[Tensor, Tensor],
-    *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
-) -> Tensor:
-    """Attend with q [S, heads, head_dim] and return [S, heads * head_dim].
-
-    The caches are [num_blocks, kv_heads, block_size, head_dim]. Keys and values are read once, in
-    place; gathering them first moves three times the bytes.
+def decode(q: Tensor, cache: KvCache, plan: tuple[Tensor, Tensor]) -> Tensor:
+    """Attend in place with q [S, heads, head_dim] -> [S, heads * head_dim]; a gather takes 3x
+    bytes.
     """
     assert q.is_contiguous()
-    assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, (
-        "scaled caches are read on the GPU only"
-    )
+    assert cache.is_unscaled(q.dtype), "scaled caches are read on the GPU only"
     tables, lengths = plan
     num_seqs, heads, head_dim = q.shape
-    _, kv_heads, block_size, _ = k_cache.shape
+    _, kv_heads, block_size, _ = cache.k.shape
     out = q.new_empty(num_seqs, heads * head_dim)
     _function("decode", q.dtype)(
-        q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        tables.data_ptr(),
-        lengths.data_ptr(),
-        out.data_ptr(),
-        num_seqs,
-        heads,
-        kv_heads,
-        head_dim,
-        block_size,
-        tables.shape[1],
-    )
+        *map(Tensor.data_ptr, (q, cache.k, cache.v, tables, lengths, out)),
+        num_seqs, heads, kv_heads, head_dim, block_size, tables.shape[1],
+    )  # fmt: skip
     return out
 
 
-def _decode_pages(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, lengths: Tensor
-) -> Tensor:
+def _decode_pages(q: Tensor, cache: KvCache, tables: Tensor, lengths: Tensor) -> Tensor:
     """Implement `PagedDecode.run`."""
-    return decode(q, k_pages, v_pages, (tables, lengths))
+    return decode(q, cache, (tables, lengths))
 
 
 def _plan_pages(lengths: Tensor, shape: SparseShape, dtype: torch.dtype) -> Tensor:
@@ -269,9 +213,7 @@ def _plan_pages(lengths: Tensor, shape: SparseShape, dtype: torch.dtype) -> Tens
 
 
 def _block_scores(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: int) -> Tensor:
-    """Score blocks: keys are read once, in place, for one token per sequence; several use
-    `products`.
-    """
+    """Score blocks in place for one token per sequence; several use `products`."""
     sequences, count, heads, dim = index_q.shape
     if count > 1 or index_cache.dtype != index_q.dtype:
         return products(index_q, index_cache, tokens, size)
@@ -299,16 +241,9 @@ def route(
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32)
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32)
     _function("route", x.dtype)(
-        x.data_ptr(),
-        gate.data_ptr(),
-        bias.data_ptr(),
-        ids.data_ptr(),
-        weights.data_ptr(),
-        num_tokens,
-        hidden,
-        gate.shape[0],
-        top_k,
-    )
+        *map(Tensor.data_ptr, (x, gate, bias, ids, weights)),
+        num_tokens, hidden, gate.shape[0], top_k,
+    )  # fmt: skip
     return complete(ids, weights, router, active)
 
 
@@ -330,7 +265,7 @@ def experts_kernel(linear: AnyKernel) -> AnyKernel:
     product = linear.run
 
     def run(
-        x: Hidden, ids: Tensor, weights: Tensor, experts: PreparedExperts, *, first: int, count: int
+        x: Hidden, ids: Tensor, weights: Tensor, experts: SeparateExperts, *, first: int, count: int
     ) -> Tensor:
         gate_up, down, activation = experts.gate_up, experts.down, experts.activation
         x = unquantized(x)

@@ -1,1 +1,1 @@
-"""Root-mean-square normalisation."""
+"""Root-mean-square normalization."""

@@ -4,8 +4,6 @@ x-hat is rounded to the dtype of x before it is multiplied by the weight, as in 
 norms of Gemma and MiniMax-M3 multiply by 1 + weight in fp32 and round once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

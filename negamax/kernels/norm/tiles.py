@@ -1,7 +1,5 @@
 """Launch sizes of the norm kernels."""
 
-from __future__ import annotations
-
 import torch
 
 from negamax.kernels import platform

@@ -12,8 +12,6 @@ once: statistics stay in registers. Moves per row, in bytes: 2 * width per part,
 and out, and for out; width + width / 32 with FP8.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -47,9 +45,7 @@ _TINY: tl.constexpr = tl.constexpr(1e-30)
 
 @triton.jit
 def scale_row(even, odd, inverse, weight_words, GEMMA: tl.constexpr, DTYPE: tl.constexpr):
-    """Multiply fp32 values of a row by `inverse` (1 / their root mean square) and by the weight, as
-    words.
-    """
+    """Multiply fp32 values of a row by `inverse` (1 / RMS) and by the weight -> words."""
     even, odd = even * inverse, odd * inverse
     if not GEMMA:
         even, odd = unpack(pack_pair(even, odd, DTYPE), DTYPE)
@@ -60,35 +56,33 @@ def scale_row(even, odd, inverse, weight_words, GEMMA: tl.constexpr, DTYPE: tl.c
 
 
 @triton.jit
-def normalise(
-    x_even,  # [BLOCK] fp32 holding DTYPE values, 0 where masked
-    x_odd,
-    residual_words,  # [BLOCK] int32, the row's residual
-    weight_words,
-    row,
-    index,
-    mask,
-    residual,
-    eps,
-    WORDS: tl.constexpr,
-    GEMMA: tl.constexpr,
-    DTYPE: tl.constexpr,
+def normalize_words(
+    words, weight_words, eps, WORDS: tl.constexpr, GEMMA: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Add x to the residual of a row in place; return the norm of the residual as words."""
-    at = row.to(tl.int64) * WORDS + index
-    even, odd = unpack(residual_words, DTYPE)
-    total = pack_pair(even + x_even, odd + x_odd, DTYPE)
-    tl.store(as_words(residual) + at, total, mask=mask)
-    even, odd = unpack(total, DTYPE)
+    """Return the norm of a row of words [BLOCK], 0 where masked, as words."""
+    even, odd = unpack(words, DTYPE)
     inverse = tl.rsqrt(tl.sum(even * even + odd * odd, axis=0) / (2 * WORDS) + eps)
     return scale_row(even, odd, inverse, weight_words, GEMMA, DTYPE)
 
 
 @triton.jit
-def quantise(normed, BLOCK: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.constexpr):
-    """Quantise a row of `normed` words to FP8: scales [BLOCK / 64] and columns in order [2 * BLOCK]
-    e4m3.
+def normalize_row(
+    x_even, x_odd, residual_words, weight_words, row, index, mask, residual, eps,
+    WORDS: tl.constexpr, GEMMA: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Add x [BLOCK] fp32, 0 where masked, to a row of `residual`, whose words are
+    `residual_words`, in place; return the norm of the residual as words.
     """
+    at = row.to(tl.int64) * WORDS + index
+    even, odd = unpack(residual_words, DTYPE)
+    total = pack_pair(even + x_even, odd + x_odd, DTYPE)
+    tl.store(as_words(residual) + at, total, mask=mask)
+    return normalize_words(total, weight_words, eps, WORDS, GEMMA, DTYPE)
+
+
+@triton.jit
+def quantize_row(normed, BLOCK: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.constexpr):
+    """Quantize words of a row to FP8: scales [BLOCK / 64], columns in order [2 * BLOCK]."""
     even, odd = unpack(normed, DTYPE)
     groups: tl.constexpr = BLOCK // GROUP_WORDS
     even = tl.reshape(even, [groups, GROUP_WORDS])
@@ -96,17 +90,17 @@ def quantise(normed, BLOCK: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.constexp
     largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1)
     scale = tl.where(largest > 0, tl.maximum(largest / e4m3_max(E4M3), _TINY), 1.0)
     factor = (1.0 / scale)[:, None]
-    # Join the columns before the conversion, which takes neighbours in pairs: ptxas 12.8 loses
+    # Join the columns before the conversion, which takes neighbors in pairs: ptxas 12.8 loses
     # every fourth byte if the halves of such pairs are separated again.
     in_order = tl.reshape(tl.join(even * factor, odd * factor), [2 * BLOCK])
     return scale, in_order.to(E4M3)
 
 
 @triton.jit
-def store_quantised(values, scales, row, scale, in_order, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the results of `quantise` as row `row` (int64) of values [T, 2 * WORDS] and scales [T,
-    WORDS / 64].
-    """
+def store_quantized_row(
+    values, scales, row, scale, in_order, WORDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Store a row of FP8 values [T, 2 * WORDS] and scales [T, WORDS / 64]; `row` is int64."""
     group = tl.arange(0, BLOCK // GROUP_WORDS)
     tl.store(
         scales + row * (WORDS // GROUP_WORDS) + group, scale, mask=group < WORDS // GROUP_WORDS
@@ -116,21 +110,21 @@ def store_quantised(values, scales, row, scale, in_order, WORDS: tl.constexpr, B
 
 
 @triton.jit
-def add_and_normalise(
+def add_and_normalize(
     x_even, x_odd, residual_words, weight_words, row, index, mask, residual, out, values, scales,
     eps,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, GEMMA: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Run `normalise` and store the norm and its FP8 form."""
-    normed = normalise(
+    """Run `normalize_row` and store the norm and its FP8 form."""
+    normed = normalize_row(
         x_even, x_odd, residual_words, weight_words, row, index, mask, residual, eps, WORDS, GEMMA,
         DTYPE,
     )  # fmt: skip
     tl.store(as_words(out) + row.to(tl.int64) * WORDS + index, normed, mask=mask)
     if QUANTIZE:
-        scale, in_order = quantise(normed, BLOCK, DTYPE, values.dtype.element_ty)
-        store_quantised(values, scales, row.to(tl.int64), scale, in_order, WORDS, BLOCK)
+        scale, in_order = quantize_row(normed, BLOCK, DTYPE, values.dtype.element_ty)
+        store_quantized_row(values, scales, row.to(tl.int64), scale, in_order, WORDS, BLOCK)
 
 
 @triton.jit
@@ -158,16 +152,14 @@ def _add_rms_kernel(
     fetched = fetch_parts(x, row, index, mask, PARTS, WORDS)
     if eps >= 0:  # always true: see `fetch_parts`
         x_even, x_odd = add_parts(fetched, PARTS, dtype)
-        add_and_normalise(
+        add_and_normalize(
             x_even, x_odd, residual_words, weight_words, row, index, mask,
             residual, out, values, scales, eps, WORDS, BLOCK, QUANTIZE, GEMMA, dtype,
         )  # fmt: skip
 
 
 def outputs(residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the outputs of a norm kernel: out, FP8 values and scales (`out` three times if
-    nothing is quantised).
-    """
+    """Allocate out, FP8 values and scales (`out` three times if nothing is quantized)."""
     out = torch.empty_like(residual)
     return (out, *empty_e4m3(out)) if norm.quantize else (out, out, out)
 
@@ -182,9 +174,7 @@ def result(
 def prepare(
     weight: Tensor, eps: float, *, quantize: bool = False, gemma: bool = False
 ) -> NormWeight:
-    """Prepare a norm by weight [width] and eps; with `quantize` in FP8 too, width a multiple of
-    128.
-    """
+    """Prepare a norm by weight [width] and eps; with `quantize` in FP8 too, width % 128 == 0."""
     assert not quantize or weight.shape[0] % GROUP == 0, (
         f"FP8 norms need a multiple of {GROUP} columns, not {weight.shape[0]}"
     )
@@ -192,9 +182,7 @@ def prepare(
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | QuantizedActivations:
-    """Add x [T, width] or the sum of its parts [T, P, width] to the residual in place; return the
-    norm.
-    """
+    """Add x [T, width] or its parts [T, P, width] to the residual in place; return the norm."""
     num_tokens, width = residual.shape
     if width % 2:  # rows are not whole words
         return spec.add_rms(x, residual, norm)

@@ -1,1 +1,1 @@
-"""Conversions between a plain and a quantised tensor."""
+"""Conversions between a plain and a quantized tensor."""

@@ -3,8 +3,6 @@
 `stored.decode` makes them; dequantization, kernels and quantizers work on them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ number with the same mantissa and an exponent that is too small by a constant; v
 convert fp16. The rows of one block stay in the cache.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 In e4m3fnuz the same bits stand for half as much, and those of -0 for NaN.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ right edge may be ragged. A stored NaN stays NaN. A group whose source holds NaN
 NaN as a whole.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -30,10 +28,7 @@ def dequantize_block(
 
 
 def quantize_activations(x: Tensor, /) -> QuantizedActivations:
-    """Quantize x [T, K], K a multiple of 128, with one scale per token and 128 columns.
-
-    The scale is the largest magnitude / 448 (1 for zeros).
-    """
+    """Quantize x [T, K] to e4m3; per token and 128 columns the scale is max / 448, 1 for zeros."""
     assert x.shape[1] % GROUP == 0, f"FP8 activations need a multiple of {GROUP} columns: {x.shape}"
     groups = x.float().unflatten(1, (-1, GROUP))  # [T, K / 128, 128]
     largest = groups.abs().amax(dim=-1)
@@ -46,8 +41,9 @@ def quantize_activations(x: Tensor, /) -> QuantizedActivations:
 QUANTIZE = op(
     "quantize.activations",
     quantize_activations,
+    None,
     summary="activations to e4m3 values and one fp32 scale per token and 128 columns",
     tolerance=rounding_tolerance(
-        scale=0.0, reason="`cases.outputs` takes either of two neighbouring e4m3 values"
+        scale=0.0, reason="`cases.outputs` takes either of two neighboring e4m3 values"
     ),
 )

@@ -2,8 +2,6 @@
 of FP4 codes in bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

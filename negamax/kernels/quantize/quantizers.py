@@ -4,8 +4,6 @@ Scales are rounded to their stored dtype before codes are chosen, so a code is t
 stored scale. A group of zeros has scale 1.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

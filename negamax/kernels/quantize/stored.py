@@ -1,7 +1,5 @@
 """Decode stored tensors to a matrix and encode a matrix, as its `TensorFormat` says."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

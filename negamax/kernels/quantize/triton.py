@@ -1,6 +1,4 @@
-"""Quantise activations to FP8 if their producer did not. Moves 3 bytes per value."""
-
-from __future__ import annotations
+"""Quantize activations to FP8 if their producer did not. Moves 3 bytes per value."""
 
 import torch
 import triton
@@ -38,9 +36,7 @@ def _quantize_kernel(x_ptr, q_ptr, scale_ptr, num_groups, GROUPS: tl.constexpr):
 
 
 def quantize(x: Tensor) -> QuantizedActivations:
-    """Quantise x [T, K] bf16 or fp16, K a multiple of 128, to e4m3 with one fp32 scale per 128
-    columns.
-    """
+    """Quantize x [T, K], K % 128 == 0, to e4m3 with one fp32 scale per 128 columns."""
     num_tokens, width = x.shape
     assert width % GROUP == 0, f"FP8 activations need a multiple of {GROUP} columns, not {width}"
     assert x.is_contiguous()

@@ -8,8 +8,6 @@ are those of MurmurHash3's finalizer and of Knuth's multiplicative hash. Arithme
 or 2^64, so the Triton kernel computes the same bits.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

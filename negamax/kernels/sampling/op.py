@@ -9,8 +9,6 @@ A row's draw depends on that row alone. Filters apply in the order temperature, 
   draw_leading   `sample` for sharded logits and rows with a small top_k
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -87,8 +85,8 @@ def pick(
     positions: Tensor,  # [R] int64
     group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
 ) -> Tensor:  # [R] int64
-    """Pick the token with the largest logit / T + Gumbel(seed, position, token), on every rank the
-    same.
+    """Pick the token with the largest logit / T + Gumbel(seed, position, token), alike on all
+    ranks.
 
     Ties go to the lowest id. -1 where a row holds NaN or infinity, or nothing above minus infinity.
     """
@@ -113,9 +111,7 @@ def largest(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best_of_ranks(best: Tensor, chosen: Tensor, group: Collective | None) -> Tensor:
-    """Return the token [R] int64 of the rank with the largest score; best [R] fp32, chosen [R]
-    int64.
-    """
+    """Return the token [R] int64 of the rank with the largest score; best [R], chosen [R]."""
     if group is not None and group.size > 1:
         best, chosen = largest(
             group.all_gather(best.unsqueeze(1), dim=1), group.all_gather(chosen.unsqueeze(1), dim=1)
@@ -199,8 +195,7 @@ def token_logprobs(
     num_top: int,
     # [R] fp32, [R] int64, [R, num_top] int64, [R, num_top] fp32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probability and rank (1 = most likely) of `token_ids`, and the top tokens of each
-    row.
+    """Return log-probability and rank (1 = most likely) of `token_ids`, and each row's top tokens.
 
     Ties go to the smallest ids, independent of `num_top`.
     """
@@ -231,6 +226,7 @@ _EXACT = rounding_tolerance(scale=0.0, reason="tokens are compared for equality"
 PICK = op(
     "sampling.pick",
     pick,
+    None,
     summary="one token per row by logit / T + Gumbel noise, over all ranks",
     tolerance=_EXACT,
     wide_error=_NEAR_TIES,
@@ -238,6 +234,7 @@ PICK = op(
 DRAW_LEADING = op(
     "sampling.draw_leading",
     draw_leading,
+    None,
     summary="one token per row with a small top_k, by its filters, over all ranks",
     tolerance=_EXACT,
     wide_error=_NEAR_TIES,

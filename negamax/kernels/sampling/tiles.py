@@ -1,7 +1,5 @@
 """Launch sizes of the sampling kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +8,7 @@ from negamax.kernels import platform
 
 
 @dataclass(frozen=True)
-class Tiles:
+class SamplingTiles:
     """Unmeasured sizes."""
 
     pick_block: int = 1024  # logits of a program
@@ -18,17 +16,15 @@ class Tiles:
     draw_warps: int = 4  # of the program of a row
 
 
-_H200 = Tiles(draw_warps=8)  # measured
+_H200 = SamplingTiles(draw_warps=8)  # measured
 _BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # cpu: the interpreter
 
 
-def tiles_for(device: torch.device) -> Tiles:
+def tiles_for(device: torch.device) -> SamplingTiles:
     """Return the sizes for `device`."""
-    return _BY_ARCH.get(platform.platform_of(device).arch, Tiles())
+    return _BY_ARCH.get(platform.platform_of(device).arch, SamplingTiles())
 
 
 def strip(vocab: int) -> int:
-    """Return how many logits share a maximum: a row has a few thousand strips, and the leading
-    strips have a few thousand logits.
-    """
+    """Return how many logits share a maximum; the leading strips have a few thousand logits."""
     return 32 if vocab <= 1 << 17 else 64

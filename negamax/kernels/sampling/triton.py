@@ -13,8 +13,6 @@ the logits once; nothing is sorted.
 Ranks exchange (score, token) or their leading logits and tokens by the LL protocol.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -46,9 +44,7 @@ _ROW_VALUES = ("slots", "positions", "otherwise")
 
 @triton.jit
 def row_keys(seed, position):
-    """Return the halves of a row's key as uint32, the bits of `noise.row_keys`. seed, position:
-    int64.
-    """
+    """Return the halves of a row's key as uint32 (`noise.row_keys`); seed, position int64."""
     x = (seed + (position + 1) * _GOLDEN64).to(tl.uint64)
     x = (x ^ (x >> 30)) * tl.full([], _MIX64_A, tl.int64).to(tl.uint64)
     x = (x ^ (x >> 27)) * tl.full([], _MIX64_B, tl.int64).to(tl.uint64)
@@ -289,9 +285,7 @@ def _exchange_leading(
     key, token, place, addresses, flags, row, rank,
     WORLD: tl.constexpr, ROWS: tl.constexpr, SLOT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Send this rank's keys and tokens to `place`; return those of all ranks, [WORLD * COUNT] each
-    in the order of the tokens.
-    """
+    """Send this rank's keys and tokens to `place`; return those of all ranks by token."""
     flag = tl.load(flags + row) + 1
     offset = ((flag & 1) * ROWS + row) * (WORLD * SLOT)
     mine = offset + rank * SLOT

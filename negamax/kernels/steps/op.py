@@ -1,7 +1,5 @@
 """Both ends of a captured step: its tokens and positions, embeddings, and the sampled tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -73,14 +71,15 @@ def store(
 _EXACT = dict.fromkeys(FLOAT_DTYPES, Tolerance(0.0, 0.0, "nothing is computed"))
 
 PLACE_TOKENS = op(
-    "steps.place", place, summary="tokens, positions and lengths of a step", tolerance=_EXACT
+    "steps.place", place, None, summary="tokens, positions and lengths of a step", tolerance=_EXACT
 )
 EMBED_TOKENS = op(
-    "steps.embed", embed, summary="embeddings, and an empty residual", tolerance=_EXACT
+    "steps.embed", embed, None, summary="embeddings, and an empty residual", tolerance=_EXACT
 )
 STORE_TOKENS = op(
     "steps.store",
     store,
+    None,
     summary="sampled tokens to their slots, and the slots' lengths",
     tolerance=_EXACT,
 )

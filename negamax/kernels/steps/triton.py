@@ -2,8 +2,6 @@
 as a launch and a chain of dependent loads.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,8 +36,7 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write some entries of `places` and the values derived from them, or of the columns after the
-    first `size`. Grid (blocks,).
+    """Write some entries of `places` and of the columns after the first `size`. Grid (blocks,).
 
     No program reads what another one writes, except equal values of padding. The kernel starts
     after its predecessor has ended, so it need not wait.

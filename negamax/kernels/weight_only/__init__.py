@@ -1,1 +1,1 @@
-"""Weights of 4 and 8 bits on GPUs: dequantised tile by tile in registers when multiplied."""
+"""Weights of 4 and 8 bits on GPUs: dequantized tile by tile in registers when multiplied."""

@@ -1,7 +1,5 @@
 """Random 4-bit and 8-bit matrices of a given standard deviation, for synthetic weights."""
 
-from __future__ import annotations
-
 import math
 
 import torch

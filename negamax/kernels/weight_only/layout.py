@@ -3,7 +3,7 @@
 A `PackedWeight` holds matrices [..., N, K] below each other, as R rows of codes:
 
     qweight  uint8, read as words of 32 bits. 64 bytes of a row are a span: 16 for each of four
-             threads. Thread j has there what the tensor cores want from it: of 16 neighbouring
+             threads. Thread j has there what the tensor cores want from it: of 16 neighboring
              columns 2j, 2j + 1, 2j + 8 and 2j + 9; so a word is of 16 columns, in 4 bits of 32.
              4 bits: [K / 128, R, 64], a span of all rows after the other, so that a tile is read
              in long runs. 8 bits: [R, K], since tensor cores of 8 bits read it, too.
@@ -16,8 +16,6 @@ A `PackedWeight` holds matrices [..., N, K] below each other, as R rows of codes
 K is filled up to a multiple of 64 bytes. Signed codes of 4 bits are stored with 8
 added.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 

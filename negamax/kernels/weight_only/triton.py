@@ -1,6 +1,6 @@
-"""Tiles of packed weights in the dtype of the activations, dequantised in registers.
+"""Tiles of packed weights in the dtype of the activations, dequantized in registers.
 
-A tile is loaded in words: four threads have 16 neighbouring bytes each of a row, and the tensor
+A tile is loaded in words: four threads have 16 neighboring bytes each of a row, and the tensor
 cores expect the codes of these bytes in the same threads (`layout.py`). A warp loads eight rows of
 words, and the operand of the tensor cores has 16 rows in a warp. So the rows of a tile are loaded
 in another order, and no thread passes unpacked values to another.
@@ -15,8 +15,6 @@ multiply the weights, which rounds them to the activations' dtype (0.5 instructi
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -122,8 +120,8 @@ def multiply(
 
 @triton.jit
 def _rows(offs, left, BLOCK_N: tl.constexpr, APART: tl.constexpr):
-    """Return the distance of the rows `offs` of a tile (multiples of 8) from its first row, and
-    whether each row is valid.
+    """Return the distance of rows `offs` (multiples of 8) from a tile's first row, and their
+    validity.
     """
     of_part = tl.max_contiguous(tl.multiple_of(offs % BLOCK_N, 8), 8)
     part = tl.max_constancy(offs // BLOCK_N, 8)
@@ -184,9 +182,7 @@ def unpack_operand(
 
 @triton.jit
 def split_by_product(each, P: tl.constexpr):
-    """Split side values of the words of a span, [ROWS, 16] or one for all [1, 1], into a tuple with
-    those of each COLUMNS columns, [ROWS, 16 / CODES].
-    """
+    """Split side values [ROWS, 16] or [1, 1] of a span into those of each COLUMNS columns."""
     ROWS: tl.constexpr = each.shape[0]
     if P.CODES == 1:
         products = (each,)
@@ -201,15 +197,13 @@ def split_by_product(each, P: tl.constexpr):
 
 @triton.jit
 def _reorder_tile(numbers, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Move rows from the order of loads and columns from the order in words to their places ->
-    [ROWS, COLUMNS].
-    """
+    """Move rows and columns from the order of loads and words to places -> [ROWS, COLUMNS]."""
     WARPS: tl.constexpr = min(NUM_WARPS, ROWS // 16)
     TILES: tl.constexpr = ROWS // (16 * WARPS)
     numbers = tl.reshape(numbers, (TILES, 2, WARPS, 8, 4, 2, 2, 2, 2))
-    if P.CODES == 2:  # [.., thread, 32 columns, neighbour, 8 columns, 16 columns]
+    if P.CODES == 2:  # [.., thread, 32 columns, neighbor, 8 columns, 16 columns]
         numbers = tl.permute(numbers, (0, 2, 1, 3, 5, 8, 7, 4, 6))
-    else:  # [.., thread, 32 columns, 16 columns, neighbour, 8 columns]
+    else:  # [.., thread, 32 columns, 16 columns, neighbor, 8 columns]
         numbers = tl.permute(numbers, (0, 2, 1, 3, 5, 6, 8, 4, 7))
     return tl.reshape(numbers, (ROWS, COLUMNS))
 
@@ -258,9 +252,7 @@ def strides(num_rows, P: tl.constexpr):
 def _select_span(
     each, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, IN_WORDS: tl.constexpr
 ):
-    """Return the side values of one span, those of 128 columns -> [BLOCK_N, entries], of those that
-    `load_side` loaded for SPANS spans.
-    """
+    """Return side values [BLOCK_N, entries] of one of SPANS spans of 128 columns."""
     if each.shape[1] > side_entries(P, IN_WORDS):  # those of 256 columns
         each = _half(each, i // (SPANS // 2))
     return each
@@ -303,9 +295,7 @@ def _bits_of_scale(P: Any, DTYPE: Any) -> int:
 
 @triton.constexpr_function
 def side_entries(P: Any, IN_WORDS: bool) -> int:
-    """Return how many scales or zero points of a row are stored together, or how many words they
-    fill.
-    """
+    """Return how many scales or zero points of a row are stored together, or their words."""
     groups: int = max(1, layout.SIDE_COLUMNS // P.GROUP)
     return groups // 4 if IN_WORDS else groups
 
@@ -350,7 +340,7 @@ def _repeat_beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.
     if _converts_pairs(DTYPE) and ARE_ALIKE:
         number = pack_pair(number, number, tl.bfloat16)
     runs = _repeated(number, 8)  # of 16 columns each
-    if P.CODES == 2:  # a word has codes of two neighbouring runs
+    if P.CODES == 2:  # a word has codes of two neighboring runs
         first, second = tl.split(tl.reshape(runs, (number.shape[0], 4, 2)))
     else:
         first = _half(runs, part)
@@ -398,7 +388,7 @@ def unpack_numbers(
     IS_RAW: tl.constexpr = False,
 ):  # fmt: skip
     """Unpack words -> [..., 2, 2] in DTYPE, [..., 2, 2, 2] for 4 bits. The last dimensions are
-    neighbouring columns, columns 8 apart, columns 16 apart. With IS_RAW the codes plus RAW.
+    neighboring columns, columns 8 apart, columns 16 apart. With IS_RAW the codes plus RAW.
     """
     ELEMENT: tl.constexpr = P.ELEMENT  # Triton 3.6 treats a field as a tensor
     ZEROS: tl.constexpr = P.ZEROS

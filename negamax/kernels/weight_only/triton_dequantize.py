@@ -2,8 +2,6 @@
 unpack each weight once and multiply by cuBLAS than to unpack it in every tile of tokens.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -35,10 +33,7 @@ def _dequantize_kernel(
     P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Dequantise out[BLOCK_N, BLOCK_K], rounded once.
-
-    grid: N / BLOCK_N, K / BLOCK_K
-    """
+    """Dequantize out[BLOCK_N, BLOCK_K], rounded once. Grid (N / BLOCK_N, K / BLOCK_K)."""
     CODES: tl.constexpr = P.CODES  # Triton 3.6 treats a field as a tensor
     SPAN: tl.constexpr = BYTES * CODES
     GROUPED: tl.constexpr = P.GROUP > 0
@@ -74,7 +69,7 @@ def _dequantize_kernel(
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight to a matrix [N, K] in `dtype` (bf16, fp16). Each value is rounded once;
+    """Dequantize a weight to a matrix [N, K] in `dtype` (bf16, fp16). Each value is rounded once;
     integers with scales per group are rounded twice, as in tiles.
     """
     packing: Packing = weight.packing

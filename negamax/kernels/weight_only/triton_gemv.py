@@ -13,14 +13,12 @@ So its values are loaded once, not in each step. The addend of all codes of 4 bi
 all rows, so it is added to the products: the products of the steps start from it.
 
 A fragment, a span of each row for each warp, is [8, NUM_WARPS, ROWS / 8, 16] words: a thread has
-four neighbouring words of every eighth row, four threads have a span. With 4 bits that is SPAN
+four neighboring words of every eighth row, four threads have a span. With 4 bits that is SPAN
 columns, with 8 bits half of them. The tensor cores expect these rows and columns in the thread
 (`layout.py`), so weights never go through shared memory.
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -44,8 +42,8 @@ from negamax.kernels.weight_only.triton import (
 TOKENS = tl.constexpr(8)  # the short side of the tensor cores' smallest product
 SPAN = tl.constexpr(128)  # columns of a warp in a step
 _WORDS = tl.constexpr(16)  # of a row in a fragment
-# Before 3.8 Triton gave a thread four neighbouring columns of 16-bit products, from then on two.
-_NEIGHBOURS = 2 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else 4
+# Before 3.8 Triton gave a thread four neighboring columns of 16-bit products, from then on two.
+_NEIGHBORS = 2 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else 4
 
 
 @triton.constexpr_function
@@ -68,12 +66,10 @@ def _fills_steps(columns: int, NUM_WARPS: int) -> bool:
 
 @triton.constexpr_function
 def _vector(P: Any) -> int:
-    """Return how many neighbouring columns of the tensor cores Triton gives a thread: eight where
-    scales of a byte are converted with the codes.
-    """
+    """Return a thread's adjacent columns: eight if byte scales are converted with the codes."""
     grouped = P.GROUP > 0 and not _has_one_scale(P)
     is_byte = (P.SCALE != "float" and not P.IN_WORDS) or (P.ZEROS and P.GROUP < 64)
-    return 8 if grouped and is_byte else _NEIGHBOURS
+    return 8 if grouped and is_byte else _NEIGHBORS
 
 
 @triton.constexpr_function
@@ -132,9 +128,7 @@ def load_weight(
 
 @triton.jit
 def _warps(split, NUM_WARPS: tl.constexpr):
-    """Return [NUM_WARPS] the numbers of the warps of program `split` among all that share the
-    columns; they are also the numbers of their spans in the first step.
-    """
+    """Return [NUM_WARPS] the numbers of program `split`'s warps, also of their first spans."""
     return split * NUM_WARPS + tl.arange(0, NUM_WARPS)
 
 
@@ -229,9 +223,7 @@ def multiply_token(
 def _times_scale(
     product, scale, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr
 ):  # fmt: skip
-    """Multiply product [NUM_WARPS, ROWS, TOKENS] by the one scale of each row, as `_load_side`
-    loads it.
-    """
+    """Multiply product [NUM_WARPS, ROWS, TOKENS] by the one scale of each row."""
     scale = tl.permute(scale_to_fp32(scale, P), (2, 3, 1, 0, 4))
     product = tl.reshape(product, (NUM_WARPS, ROWS // 8, 8, 4, TOKENS // 4)) * scale
     return tl.reshape(product, (NUM_WARPS, ROWS, TOKENS))
@@ -246,7 +238,7 @@ def _load_tokens(
     x [any, K] the columns of one step, from `first` on, or those of STEPS steps, `first` [TOKENS,
     1, 1, 1, 1]. A thread loads its own operands.
     """
-    # [TOKENS, thread, NUM_WARPS, 8 columns apart, neighbours]
+    # [TOKENS, thread, NUM_WARPS, 8 columns apart, neighbors]
     thread = tl.arange(0, 4)[None, :, None, None, None]
     warp = _warps(split, NUM_WARPS)[None, None, :, None, None]
     k = warp * SPAN + thread * 2
@@ -266,9 +258,7 @@ def _dequantize(
     codes, scales, zeros, step: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     NUM_WARPS: tl.constexpr, DTYPE: tl.constexpr, IS_RAW: tl.constexpr,
 ):  # fmt: skip
-    """Unpack a step -> [NUM_WARPS, ROWS, SPAN] in DTYPE, without scales that cover all SPAN
-    columns. With IS_RAW the codes of 4 bits plus RAW.
-    """
+    """Unpack a step -> [NUM_WARPS, ROWS, SPAN], without scales of the whole span; IS_RAW: + RAW."""
     GROUPED: tl.constexpr = P.GROUP > 0 and not _has_one_scale(P)
     factors, added = make_constants(P, DTYPE)
     parts = ()
@@ -283,11 +273,11 @@ def _dequantize(
         part = unpack_numbers(words, factors, added, P, DTYPE, GROUPED, IS_RAW)
         parts = parts + (part,)
     if P.CODES == 2:
-        # [8, NUM_WARPS, ROWS / 8, thread, 32 columns, neighbour, 8 columns, 16 columns]
+        # [8, NUM_WARPS, ROWS / 8, thread, 32 columns, neighbor, 8 columns, 16 columns]
         w = tl.reshape(parts[0], (8, NUM_WARPS, ROWS // 8, 4, 4, 2, 2, 2))
         w = tl.permute(w, (1, 2, 0, 3, 4, 7, 6, 5))
     else:
-        # [8, NUM_WARPS, ROWS / 8, thread, 16 columns, neighbour, 8 columns, part]
+        # [8, NUM_WARPS, ROWS / 8, thread, 16 columns, neighbor, 8 columns, part]
         w = tl.reshape(tl.join(parts[0], parts[1]), (8, NUM_WARPS, ROWS // 8, 4, 4, 2, 2, 2))
         w = tl.permute(w, (1, 2, 0, 3, 7, 4, 6, 5))
     VECTOR: tl.constexpr = _vector(P)

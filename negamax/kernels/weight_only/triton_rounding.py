@@ -6,8 +6,6 @@ columns in the order of packed weights (`layout.py`).
 A row that holds NaN or an infinity gets an infinite scale, so that no product with it is finite.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -85,10 +83,7 @@ def _round_kernel(
     BLOCK_K: tl.constexpr,  # a power of 2, K_PACKED at least
     PDL: tl.constexpr,
 ):
-    """Round one token; columns from K to K_PACKED are 0.
-
-    grid: M
-    """
+    """Round one token; columns from K to K_PACKED are 0. Grid (M,)."""
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     wait_then_launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)

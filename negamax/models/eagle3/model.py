@@ -22,6 +22,7 @@ from negamax.kernels.activations import SILU, concatenate
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.op import DECODE, PREFILL, ROPE_WRITE
 from negamax.kernels.drafts.op import EMBED_NORMS
+from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rotary import signed_frequencies
 from negamax.kernels.steps.op import EMBED_TOKENS
@@ -131,9 +132,9 @@ class _Attention:
         q = self.write(x, metadata, kv)
         parts, decodes = [], metadata.num_decodes
         if step.decode is not None:
-            parts.append(self._decode(q[:decodes], kv["k"], kv["v"], step.decode))
+            parts.append(self._decode(q[:decodes], KvCache(kv["k"], kv["v"]), step.decode))
         if step.prefill is not None:
-            parts.append(self._prefill(q[decodes:], kv["k"], kv["v"], step.prefill))
+            parts.append(self._prefill(q[decodes:], KvCache(kv["k"], kv["v"]), step.prefill))
         out = self._out(concatenate(parts))
         return Partial(out.x + self._biases.out, out.group) if self._biases else out
 
@@ -143,7 +144,8 @@ class _Attention:
         qkv = self._qkv(x)
         if self._biases:
             qkv = qkv + self._biases.qkv
-        return self._rope_write(qkv, step.cos, step.sin, kv["k"], kv["v"], step.slot_mapping)
+        cache = KvCache(kv["k"], kv["v"])
+        return self._rope_write(qkv, step.cos, step.sin, cache, step.slot_mapping)
 
 
 class _Layer:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from negamax.kernels.activations import SwiGlu
-from negamax.kernels.block_sparse.choice import IndexShard, SparseShape
+from negamax.kernels.block_sparse.selection import IndexShard, SparseShape
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rotary import signed_frequencies
 from negamax.layers.attention import Attention, AttentionKind, GroupedQueryKind

@@ -8,7 +8,7 @@ from foreign_family.config import ForeignSpec
 from negamax.kernels.activations import SILU, QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.op import split_heads
-from negamax.kernels.kvcache.op import cache_rows, store, write
+from negamax.kernels.kvcache.op import KvCache, cache_rows, store, write
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rotary import half_split, signed_frequencies
 from negamax.layers.attention import Attention, GroupedQueryKind, KvCaches
@@ -87,7 +87,7 @@ class SelectedAttention:
         q, k, v = split_heads(qkv, heads=self._heads, kv_heads=self._kv_heads)
         q, k = self._qk_norm(q, k)
         q, k = half_split(q, full.cos, full.sin), half_split(k, full.cos, full.sin)
-        write(k, v, kv["k"], kv["v"], full.slot_mapping)
+        write(k, v, KvCache(kv["k"], kv["v"]), full.slot_mapping)
         index_q, index_k = self._index(x).float().chunk(2, dim=-1)
         store(index_k.unsqueeze(1), kv["index"], own.slot_mapping)
         out, first = [], 0

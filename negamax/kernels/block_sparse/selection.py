@@ -27,10 +27,7 @@ NO_KEY = -(2**63)  # below the key of any block
 
 @dataclass(frozen=True)
 class IndexShard:
-    """The index keys that a rank holds: those of every `ranks`-th block of the cache.
-
-    Block b is block b // ranks of rank b % ranks.
-    """
+    """The index keys that a rank holds: block b is block b // ranks of rank b % ranks."""
 
     rank: int = 0
     ranks: int = 1  # 1: all keys
@@ -65,7 +62,7 @@ class SparseShape(PagedShape):
 
 
 @dataclass(frozen=True)
-class BlockChoice:
+class BlockSelection:
     """The selected blocks of T tokens."""
 
     # [T, kv_heads, topk_blocks] int32, indices of sparse blocks in the token's sequence, ascending
@@ -73,16 +70,21 @@ class BlockChoice:
     ids: Tensor
     pages: Tensor  # [T, kv_heads, topk_blocks] int32, the pages of `ids`; 0 where these are -1
 
-    def of(self, tokens: slice) -> BlockChoice:
+    @classmethod
+    def empty(cls, num_tokens: int, shape: SparseShape, device: torch.device) -> BlockSelection:
+        """Allocate the selected blocks of this rank's heads."""
+        size = (2, num_tokens, shape.kv_heads, shape.topk_blocks)
+        return cls(*torch.empty(size, dtype=torch.int32, device=device).unbind())
+
+    def of(self, tokens: slice) -> BlockSelection:
         """Return the selection of some of the tokens."""
-        return BlockChoice(self.ids[tokens], self.pages[tokens])
+        return BlockSelection(self.ids[tokens], self.pages[tokens])
 
 
 def choose(scores: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
-    """Select the `ids` of a `BlockChoice` for tokens at `positions` [T].
+    """Select the `ids` of a `BlockSelection` for tokens at `positions` [T].
 
-    scores [T, kv_heads, blocks] fp32 are those of the blocks of their sequence; blocks after a
-    token's local block are ignored.
+    scores [T, kv_heads, blocks] fp32; blocks after a token's local block are ignored.
     """
     blocks = torch.arange(scores.shape[-1], device=scores.device)
     local = (positions // shape.sparse_block_size).view(-1, 1, 1)
@@ -111,7 +113,7 @@ def best_keys(scores: Tensor, numbers: Tensor, positions: Tensor, shape: SparseS
 
 
 def blocks_of_keys(keys: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
-    """Select the `ids` of a `BlockChoice` from the best keys [T, kv_heads, n] of all blocks.
+    """Select the `ids` of a `BlockSelection` from the best keys [T, kv_heads, n] of all blocks.
 
     The keys of tokens at `positions` [T] that attend to all blocks they see are ignored.
     """
@@ -123,9 +125,7 @@ def blocks_of_keys(keys: Tensor, positions: Tensor, shape: SparseShape) -> Tenso
 
 
 def pages_of(ids: Tensor, tables: Tensor, shape: SparseShape) -> Tensor:
-    """Return the pages of `ids` [T, kv_heads, topk_blocks]; tables [T, blocks] of each token's
-    sequence.
-    """
+    """Return the pages of `ids` [T, kv_heads, topk_blocks]; tables [T, blocks] of the tokens."""
     per_block = shape.block_size // shape.sparse_block_size
     known = ids.clamp_min(0).long()
     blocks = tables.long().gather(1, (known // per_block).flatten(1)).view_as(known)

@@ -5,20 +5,18 @@ filters several rows (token, KV head).
     pages    | 7 | 2 | 4 | 1 |    of the pool          ...
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
 
 _ROWS = 8  # of a program: not measured
 
 
 @triton.jit(do_not_specialize=["num_rows", "rank"])
-def _own_choice_kernel(
+def _own_selection_kernel(
     ids,  # [rows, TOPK] int32
     pages,  # likewise
     bounds,  # [rows] int32, tokens in all selected blocks; None: no lengths are written
@@ -58,19 +56,19 @@ def _own_choice_kernel(
         tl.store(lengths + row, count * BLOCK - beyond, mask=is_row)
 
 
-def filter_choice(
-    choice: BlockChoice, shape: SparseShape, *, bounds: Tensor | None = None
-) -> tuple[BlockChoice, Tensor | None]:
+def filter_selection(
+    choice: BlockSelection, shape: SparseShape, *, bounds: Tensor | None = None
+) -> tuple[BlockSelection, Tensor | None]:
     """Return the blocks of `choice` that the rank holds, followed by -1. With bounds [T * kv_heads]
     int32, the tokens in all blocks of each selection, also return the tokens in the rank's blocks.
     """
     ids = choice.ids
-    own = BlockChoice(torch.empty_like(ids), torch.empty_like(choice.pages))
+    own = BlockSelection(torch.empty_like(ids), torch.empty_like(choice.pages))
     lengths = None if bounds is None else torch.empty_like(bounds)
     num_rows = ids.shape[0] * ids.shape[1]
     if num_rows:
         assert ids.is_contiguous() and choice.pages.is_contiguous()
-        _own_choice_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        _own_selection_kernel[(triton.cdiv(num_rows, _ROWS),)](
             ids, choice.pages, bounds, own.ids, own.pages, lengths, num_rows, shape.cache.rank,
             RANKS=shape.cache.ranks,
             PAGES=shape.kv_heads * (shape.block_size // shape.sparse_block_size),

@@ -5,8 +5,6 @@ equal scores the lower block has the larger key, and no two keys are equal. A bi
 (`tl.topk`) finds the largest keys, another one puts their blocks in order.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -14,14 +12,14 @@ import triton
 import triton.language as tl
 
 from negamax.kernels.attention.triton_shared import dot_dtype
-from negamax.kernels.block_sparse.choice import SparseShape
+from negamax.kernels.block_sparse.selection import SparseShape
 
 NO_SCORE = tl.constexpr(-0x80000000)  # no number has these bits
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
 NO_KEY = tl.constexpr(-0x80000000 << 32)
 
 
-class ChoiceConstants(NamedTuple):
+class SelectionConstants(NamedTuple):
     """Constants of the selection kernels, passed as one argument `C: tl.constexpr`."""
 
     HEADS: int  # index heads; also KV heads, unless this rank has the index heads of others too
@@ -38,11 +36,11 @@ class ChoiceConstants(NamedTuple):
     RANKS: int  # ranks that hold a shard of the index keys each
 
 
-def choice_constants(
+def selection_constants(
     shape: SparseShape, dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, *, rows: int
-) -> ChoiceConstants:
+) -> SelectionConstants:
     """Return the constants; `dim`: of an index head; `rows`: index queries of a tile."""
-    return ChoiceConstants(
+    return SelectionConstants(
         HEADS=shape.index_heads,
         DIM=dim,
         BLOCK=shape.sparse_block_size,
@@ -90,7 +88,7 @@ def read_number(key):
 
 
 @triton.jit
-def store_choice(block, row, head, table, is_there, ids, pages, C: tl.constexpr):
+def store_selection(block, row, head, table, is_there, ids, pages, C: tl.constexpr):
     """Store the selected blocks [rows, TOPK_POW2], in any order and with NO_BLOCK among them, of
     the index queries `row` (token * HEADS + head) [rows] to ids and pages [T, HEADS, TOPK].
     `table`: the sequence's blocks.
@@ -104,9 +102,7 @@ def store_choice(block, row, head, table, is_there, ids, pages, C: tl.constexpr)
 
 @triton.jit
 def _store_blocks(block, place, row, head, table, mask, ids, pages, C: tl.constexpr):
-    """Store blocks [rows, any] to the places `place` of the selection of `row` [rows], where
-    `mask`.
-    """
+    """Store blocks [rows, any] to the places `place` of the selection of `row`, where `mask`."""
     at = row.to(tl.int64)[:, None] * C.TOPK + place
     is_block = block != NO_BLOCK
     cache_block = tl.load(table + block // C.PER_BLOCK, mask=mask & is_block, other=0).to(tl.int32)
@@ -117,9 +113,7 @@ def _store_blocks(block, place, row, head, table, mask, ids, pages, C: tl.conste
 
 @triton.jit
 def find_scored_block(numbers, i, C: tl.constexpr):
-    """Return the number of the i-th scored block: all blocks are scored, or those of a shard's
-    blocks of the cache in `numbers`.
-    """
+    """Return the number of the i-th scored block: i, or with shards of the blocks in `numbers`."""
     if C.RANKS == 1:
         return i
     else:
@@ -128,9 +122,7 @@ def find_scored_block(numbers, i, C: tl.constexpr):
 
 @triton.jit
 def load_index_queries(index_q, first_row, is_row, C: tl.constexpr):
-    """Load the index queries from `first_row` (int64) on -> [BLOCK_M, BLOCK_D]; `is_row`
-    [BLOCK_M].
-    """
+    """Load the index queries from `first_row` (int64) on, where `is_row` -> [BLOCK_M, BLOCK_D]."""
     row, column = tl.arange(0, C.BLOCK_M), tl.arange(0, C.BLOCK_D)
     at = index_q + (first_row + row)[:, None] * C.DIM + column[None, :]
     mask = is_row[:, None] & (column < C.DIM)[None, :]
@@ -159,14 +151,13 @@ def multiply_index_keys(q, cache, blocks, numbers, i, end, cache_block, C: tl.co
 
 @triton.jit
 def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
-    """Store the selection of index queries whose best keys are `best` [rows, TOPK_POW2]; other
-    arguments as in `store_choice`. For a shard store the keys themselves to `ids` [T, HEADS, TOPK]
-    int64.
+    """Store the selection of index queries whose best keys are `best` [rows, TOPK_POW2]
+    (`store_selection`). For a shard store the keys themselves to `ids` [T, HEADS, TOPK] int64.
     """
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     if C.RANKS == 1:
         block = tl.where(column < C.TOPK, read_number(best), NO_BLOCK)
-        store_choice(block, row, head, table, is_there, ids, pages, C)
+        store_selection(block, row, head, table, is_there, ids, pages, C)
     else:
         at = row.to(tl.int64)[:, None] * C.TOPK + column
         tl.store(ids + at, best, mask=is_there[:, None] & (column < C.TOPK))
@@ -200,7 +191,7 @@ def find_highest(order, TOPK: tl.constexpr):
 @triton.jit
 def store_highest(order, block, row, head, table, is_there, ids, pages, C: tl.constexpr):
     """Store the selection of the index queries `row` [rows] from `order_scores` and the numbers of
-    their blocks [rows, N], which ascend; other arguments as in `store_choice`. For a shard store
+    their blocks [rows, N], which ascend; other arguments as in `store_selection`. For a shard store
     the selected keys to `ids` [T, HEADS, TOPK] int64.
     """
     chosen = find_highest(order, C.TOPK)
