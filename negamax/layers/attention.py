@@ -17,6 +17,7 @@ from negamax.kernels.attention.metadata import (
 )
 from negamax.kernels.attention.op import DECODE, PREFILL, split_heads
 from negamax.kernels.kvcache.op import LOCATE, KvCache, write
+from negamax.kernels.op import Op
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rotary import half_split
 from negamax.layers.context_exchange import KeyExchange, key_exchange
@@ -63,8 +64,48 @@ class GroupedQueryStep:
     exchange: KeyExchange | None  # exchanges keys and values with context-parallel ranks
 
 
-class GroupedQueryKind:
-    """Grouped-query attention over all earlier tokens, with rotary embeddings."""
+class PagedKind:
+    """Attention with rotary embeddings over a paged cache, in a decode and a prefill kernel."""
+
+    def __init__(
+        self,
+        decode: Op[..., Any],
+        prefill: Op[..., Any],
+        *,
+        frequencies: Tensor,
+        quantize: bool,
+        kernels: KernelTable,
+    ) -> None:
+        """`quantize`: output projections take FP8 activations."""
+        self._frequencies, self._locate = frequencies, kernels[LOCATE].run
+        self._dtype, self._quantize = kernels.dtype, quantize
+        self._plan_decode, self._plan_prefill = kernels[decode].prepare, kernels[prefill].prepare
+
+    def prepare_step(
+        self, metadata: AttentionMetadata, shape: PagedShape, heads: tuple[int, ...]
+    ) -> GroupedQueryStep:
+        """Compute angles and cache rows, and plan both kernels. `heads`: of each kind of cache."""
+        cos, sin, slot_mapping = self._locate(
+            metadata.positions,
+            metadata.token_slots,
+            metadata.block_tables,
+            self._frequencies,
+            kv_heads=shape.kv_heads,
+            block_size=shape.block_size,
+        )
+        decode, prefill = (
+            plan(queries, shape, dtype=self._dtype, quantize=self._quantize) if queries else None
+            for plan, queries in (
+                (self._plan_decode, metadata.decodes),
+                (self._plan_prefill, metadata.prefills),
+            )
+        )
+        exchange = key_exchange(metadata, block_size=shape.block_size, heads=heads)
+        return GroupedQueryStep(cos, sin, slot_mapping, decode, prefill, exchange)
+
+
+class GroupedQueryKind(PagedKind):
+    """Grouped-query attention over all earlier tokens."""
 
     name = "grouped query"
 
@@ -78,35 +119,16 @@ class GroupedQueryKind:
         kernels: KernelTable,
         cache: CacheShard = WHOLE_CACHE,
     ) -> None:
-        """`group`: query heads per KV head; `quantize`: output projections take FP8 activations."""
+        """`group`: query heads per KV head."""
+        super().__init__(
+            DECODE, PREFILL, frequencies=frequencies, quantize=quantize, kernels=kernels
+        )
         self._kv_heads, self._group, self._cache = kv_heads, group, cache
-        self._frequencies = frequencies
-        self._dtype, self._quantize = kernels.dtype, quantize
-        self._locate = kernels[LOCATE].run
-        self._plan_decode = kernels[DECODE].prepare
-        self._plan_prefill = kernels[PREFILL].prepare
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> GroupedQueryStep:
-        """Compute angles and cache rows of all tokens, and the plans of both kernels."""
         size = kv["k"].shape[2]
         shape = PagedShape(self._kv_heads, self._group, block_size=size, cache=self._cache)
-        cos, sin, slot_mapping = self._locate(
-            metadata.positions,
-            metadata.token_slots,
-            metadata.block_tables,
-            self._frequencies,
-            kv_heads=shape.kv_heads,
-            block_size=shape.block_size,
-        )
-        decodes, prefills = metadata.decodes, metadata.prefills
-        dtype, quantize = self._dtype, self._quantize
-        decode, prefill = None, None
-        if decodes:
-            decode = self._plan_decode(decodes, shape, dtype=dtype, quantize=quantize)
-        if prefills:
-            prefill = self._plan_prefill(prefills, shape, dtype=dtype, quantize=quantize)
-        exchange = key_exchange(metadata, block_size=size, heads=(shape.kv_heads,))
-        return GroupedQueryStep(cos, sin, slot_mapping, decode, prefill, exchange)
+        return self.prepare_step(metadata, shape, (shape.kv_heads,))
 
 
 class Attention:
@@ -160,27 +182,17 @@ class Attention:
         given = self._out.activation
         self.gives_quantized = given is not None and given.group == head_dim
         self._heads, self._kv_heads = len(q_rows) // head_dim, len(kv_rows) // head_dim
-        self._qk_norm: FullWidthNorm | PerHeadNorm
-        if norm_per_head:
-            self._qk_norm = PerHeadNorm(
-                names,
-                heads=self._heads,
-                kv_heads=self._kv_heads,
-                head_dim=head_dim,
-                eps=eps,
-                gemma=gemma_norm,
-                device=weights.device,
-            )
-        else:
-            self._qk_norm = FullWidthNorm(
-                names,
-                heads=heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                eps=eps,
-                context=context,
-                device=weights.device,
-            )
+        norm = PerHeadNorm if norm_per_head else FullWidthNorm
+        self._qk_norm: FullWidthNorm | PerHeadNorm = norm(
+            names,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            eps=eps,
+            gemma=gemma_norm,
+            context=context,
+            device=weights.device,
+        )
         self._fused = kernels.fusion(self._qk_norm.op, "rope.half_split", "kvcache.write")
         self.kv_scales = KvScales(names)
         self.slots = [

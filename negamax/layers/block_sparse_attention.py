@@ -23,10 +23,8 @@ from negamax.kernels.block_sparse.op import (
 )
 from negamax.kernels.block_sparse.selection import BlockSelection, IndexShard, SparseShape
 from negamax.kernels.cache_shards.op import OWN_ROWS
-from negamax.kernels.kvcache.op import LOCATE
 from negamax.kernels.registry import KernelTable
-from negamax.layers.attention import KvCaches, head_rows
-from negamax.layers.context_exchange import KeyExchange, key_exchange
+from negamax.layers.attention import GroupedQueryStep, KvCaches, PagedKind, head_rows
 from negamax.layers.kv_scales import KvScales
 from negamax.layers.linear import ColumnParallels, ProjectionPart, RowParallel
 from negamax.layers.names import AttentionNames, IndexerNames
@@ -37,50 +35,29 @@ from negamax.quantization.scheme import WeightFormat
 
 
 @dataclass(frozen=True)
-class BlockSparseStep:
-    """Angles, cache rows and kernel plans for a step."""
-
-    cos: Tensor  # [T, 1, rotary_dim] fp32
-    sin: Tensor  # [T, 1, rotary_dim] fp32
-    slot_mapping: Tensor  # [T * kv_heads] int64, cache row of each token's keys and values
+class BlockSparseStep(GroupedQueryStep):
     index_rows: Tensor | None  # [T] int64, cache row of its index key; None: derived from `rows`
     select: Any  # plan of the kernel that selects blocks for all tokens
     merge: Any  # plan of the selection among the best blocks of all shards; None: no shards
-    # as in `GroupedQueryStep`
-    decode: Any
-    prefill: Any
-    exchange: KeyExchange | None
 
 
-class BlockSparseKind:
-    """Block-sparse attention with rotary embeddings."""
+class BlockSparseKind(PagedKind):
+    """Block-sparse attention."""
 
     name = "block sparse"
 
     def __init__(
         self, shape: SparseShape, *, frequencies: Tensor, quantize: bool, kernels: KernelTable
     ) -> None:
-        """`quantize`: output projections take FP8 activations."""
-        self._shape, self._frequencies = shape, frequencies
-        self._dtype, self._quantize = kernels.dtype, quantize
-        self._locate, self._own_rows = kernels[LOCATE].run, kernels[OWN_ROWS].run
+        ops = BLOCK_SPARSE_DECODE, BLOCK_SPARSE_PREFILL
+        super().__init__(*ops, frequencies=frequencies, quantize=quantize, kernels=kernels)
+        self._shape, self._own_rows = shape, kernels[OWN_ROWS].run
         self._plan_select = kernels[BLOCK_SPARSE_SELECT].prepare
         self._plan_select_shard = kernels[BLOCK_SPARSE_SELECT_SHARD].prepare
         self._plan_merge = kernels[BLOCK_SPARSE_MERGE_SHARDS].prepare
-        self._plan_decode = kernels[BLOCK_SPARSE_DECODE].prepare
-        self._plan_prefill = kernels[BLOCK_SPARSE_PREFILL].prepare
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> BlockSparseStep:
-        """Compute angles and cache rows of all tokens, and the plans of the three kernels."""
         shape = replace(self._shape, block_size=kv["k"].shape[2])
-        cos, sin, slot_mapping = self._locate(
-            metadata.positions,
-            metadata.token_slots,
-            metadata.block_tables,
-            self._frequencies,
-            kv_heads=shape.kv_heads,
-            block_size=shape.block_size,
-        )
         index_rows = None
         if shape.cache.ranks > 1:
             index_rows = self._own_rows(
@@ -93,23 +70,14 @@ class BlockSparseKind:
                 heads=1,
                 block_size=shape.block_size,
             )
-        decodes, prefills, decode, prefill = metadata.decodes, metadata.prefills, None, None
-        dtype, quantize = self._dtype, self._quantize
         if shape.shard.ranks == 1:
-            select, merge = self._plan_select(metadata, shape, dtype=dtype), None
+            select, merge = self._plan_select(metadata, shape, dtype=self._dtype), None
         else:
-            select = self._plan_select_shard(metadata, shape, dtype=dtype)
-            merge = self._plan_merge(metadata, shape, dtype=dtype)
-        if decodes:
-            decode = self._plan_decode(decodes, shape, dtype=dtype, quantize=quantize)
-        if prefills:
-            prefill = self._plan_prefill(prefills, shape, dtype=dtype, quantize=quantize)
+            select = self._plan_select_shard(metadata, shape, dtype=self._dtype)
+            merge = self._plan_merge(metadata, shape, dtype=self._dtype)
         # caches of keys and values, and of index keys
-        heads, size = (shape.kv_heads, 1), shape.block_size
-        exchange = key_exchange(metadata, block_size=size, heads=heads)
-        return BlockSparseStep(
-            cos, sin, slot_mapping, index_rows, select, merge, decode, prefill, exchange
-        )
+        step = self.prepare_step(metadata, shape, (shape.kv_heads, 1))
+        return BlockSparseStep(**vars(step), index_rows=index_rows, select=select, merge=merge)
 
 
 class BlockSparseAttention:

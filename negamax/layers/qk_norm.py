@@ -22,9 +22,11 @@ class FullWidthNorm:
         kv_heads: int,
         head_dim: int,
         eps: float,
+        gemma: bool,
         context: ParallelContext,
         device: torch.device,
     ) -> None:
+        assert not gemma, "only norms of single heads are stored less 1"
         view, self._group = context.layout.attention, context.attention_group
         q, kv = (
             range(part.start * head_dim, part.stop * head_dim)
@@ -62,11 +64,13 @@ class PerHeadNorm:
         head_dim: int,
         eps: float,
         gemma: bool,
+        context: ParallelContext,
         device: torch.device,
     ) -> None:
-        """`heads` and `kv_heads` of this rank."""
+        view = context.layout.attention
+        own = len(view.cache_heads(heads)), len(view.kv_heads(kv_heads))
         weight = torch.empty(2, head_dim, dtype=torch.float32, device=device)
-        self.norm, self._gemma = spec.HeadNorm(weight, heads, kv_heads, eps), gemma
+        self.norm, self._gemma = spec.HeadNorm(weight, *own, eps), gemma
         self.slots = [
             WeightSlot(name, (head_dim,), target=target)
             for name, target in zip((names.q_norm, names.k_norm), weight, strict=True)

@@ -26,9 +26,10 @@ class ParallelContext:
 
     layout: ParallelLayout
     # ranks that split the attention heads and the vocabulary of a replica
-    attention_group: Collective
-    expert_group: Collective  # ranks that split the experts of a layer
-    world: Collective
+    attention_group: Collective = field(default_factory=SingleRank)
+    # ranks that split the experts of a layer
+    expert_group: Collective = field(default_factory=SingleRank)
+    world: Collective = field(default_factory=SingleRank)
     # the same rank of each data-parallel replica: they exchange tokens for experts
     data_group: Collective = field(default_factory=SingleRank)
     # the same rank of each context-parallel group: they split the tokens of prompts
@@ -44,12 +45,7 @@ class ParallelContext:
     @staticmethod
     def single() -> ParallelContext:
         """Return the context of a single rank, without communication."""
-        return ParallelContext(
-            ParallelLayout(),
-            attention_group=SingleRank(),
-            expert_group=SingleRank(),
-            world=SingleRank(),
-        )
+        return ParallelContext(ParallelLayout())
 
     @staticmethod
     def gloo(

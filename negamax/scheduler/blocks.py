@@ -13,14 +13,9 @@ class BlockPool:
     """
 
     __slots__ = (
-        "_blank",
-        "_block_hashes",
-        "_block_of",
-        "_cached",
-        "_ref_counts",
-        "gain_count",
+        "_blank", "_block_hashes", "_block_of", "_cached", "_ref_counts", "gain_count",
         "num_blocks",
-    )
+    )  # fmt: skip
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

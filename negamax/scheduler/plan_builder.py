@@ -9,16 +9,9 @@ class PlanBuilder:
     """Columns of a plan under construction: generating rows first, longer chunks last."""
 
     __slots__ = (
-        "appended_blocks",
-        "appended_slots",
-        "budget",
-        "chunk_length",
-        "chunks",
-        "drafts",
-        "new_rows",
-        "sequences",
-        "slots",
-    )
+        "appended_blocks", "appended_slots", "budget", "chunk_length", "chunks", "drafts",
+        "new_rows", "sequences", "slots",
+    )  # fmt: skip
 
     def __init__(self, budget: int, chunk_length: ChunkLength) -> None:
         self.budget = budget  # tokens this step may still take

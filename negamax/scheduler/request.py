@@ -84,17 +84,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _refuse("stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
-                _refuse(
-                    "stop",
-                    f"a string of {len(text)} characters",
-                    f"1 to {MAX_STOP_STRING_CHARS} characters each",
-                )
+                allowed = f"1 to {MAX_STOP_STRING_CHARS} characters each"
+                _refuse("stop", f"a string of {len(text)} characters", allowed)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            _refuse(
-                "stop_token_ids",
-                f"{len(self.stop_token_ids)} ids",
-                f"at most {MAX_STOP_TOKEN_IDS} ids",
-            )
+            found = f"{len(self.stop_token_ids)} ids"
+            _refuse("stop_token_ids", found, f"at most {MAX_STOP_TOKEN_IDS} ids")
         for token_id in self.stop_token_ids:
             _in_range("stop_token_ids", token_id, 0, vocab_size - 1)
         bias = self.logit_bias or {}
@@ -126,20 +120,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def resolved(self, defaults: SamplingDefaults, *, room: int) -> SamplingParams:
         """Replace None by the model's defaults; `room`: tokens left in the context."""
-        top_k = defaults.top_k if self.top_k is None else self.top_k
-        return msgspec.structs.replace(
-            self,
-            temperature=defaults.temperature if self.temperature is None else self.temperature,
-            top_p=defaults.top_p if self.top_p is None else self.top_p,
-            top_k=max(0, top_k),
-            min_p=defaults.min_p if self.min_p is None else self.min_p,
-            repetition_penalty=(
-                defaults.repetition_penalty
-                if self.repetition_penalty is None
-                else self.repetition_penalty
-            ),
-            max_tokens=room if self.max_tokens is None else self.max_tokens,
-        )
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        found = {name: getattr(self, name) for name in names}
+        found |= {name: getattr(defaults, name) for name in names if found[name] is None}
+        found["top_k"] = max(0, found["top_k"])
+        max_tokens = room if self.max_tokens is None else self.max_tokens
+        return msgspec.structs.replace(self, **found, max_tokens=max_tokens)
 
     def of_choice(self, index: int, *, seed: int) -> SamplingParams:
         """Return a copy for choice `index`: seed + index, wrapped to int64."""

@@ -216,9 +216,9 @@ class StepGraphs:
         if self._proposer is None:
             self._graphs[shape][1].replay()
 
-    def drafts(self, shape: StepShape, num_rows: int) -> Tensor:
-        """Return the replayed step's drafts [rows, drafts] int64; `finish` reads them again."""
-        return self._drafts_of(shape)[:num_rows]
+    def drafts(self, shape: StepShape) -> Tensor:
+        """Return the step's drafts [rows, drafts] int64, which `finish` reads again."""
+        return self._drafts[: shape.num_seqs, : shape.num_drafts]
 
     def finish(self, shape: StepShape, token_ids: Tensor) -> None:
         """Verify and propose again after the replayed step, for other sampled tokens."""
@@ -284,7 +284,7 @@ class StepGraphs:
         requests = self._requests
         if shape.num_drafts:
             slots = self._inputs(shape).slots
-            self._drafts_of(shape).copy_(requests.drafts[slots, : shape.num_drafts])
+            self.drafts(shape).copy_(requests.drafts[slots, : shape.num_drafts])
         inputs, metadata = self._place(shape), self._decode_metadata(shape)
         hidden = self._forward(shape, metadata, kv)
         if not self._model.is_last_stage:
@@ -333,7 +333,7 @@ class StepGraphs:
         self._verifier(
             rows,
             self.buffers.token_ids[:num_tokens],
-            self._drafts_of(shape) if shape.num_drafts else None,
+            self.drafts(shape) if shape.num_drafts else None,
             TokenStates(metadata or self._decode_metadata(shape), self.residuals(num_tokens)),
             num_proposed=shape.num_drafts,
             out=(
@@ -370,10 +370,6 @@ class StepGraphs:
         """Tokens of each row, [rows] int64."""
         first = 2 * shape.num_tokens + shape.num_seqs
         return self._columns[first : first + shape.num_seqs]
-
-    def _drafts_of(self, shape: StepShape) -> Tensor:
-        """[rows, drafts] int64"""
-        return self._drafts[: shape.num_seqs, : shape.num_drafts]
 
     def _decode_metadata(self, shape: StepShape) -> AttentionMetadata:
         """Describe each token as a sequence of its own; tokens of a row with drafts are a run."""

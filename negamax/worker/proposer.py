@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,8 +38,8 @@ class TokenStates:
         return self.metadata.positions
 
 
-class Proposer(Protocol):
-    """Proposes draft tokens. All ranks must propose the same. To be inherited from."""
+class Proposer:
+    """Proposes draft tokens. All ranks must propose the same."""
 
     num_draft_tokens: int  # per row and step, at most
     capture: tuple[int, ...] = ()  # layers whose residual stream it reads

@@ -252,7 +252,7 @@ class StepRunner:
         if batch.replay is not None:
             assert sampled is not None
             graphs, shape = batch.replay
-            drafts = graphs.drafts(shape, len(plan.slots))
+            drafts = graphs.drafts(shape)[: len(plan.slots)]
             are_dropped = has_drafts and bitmask.drop_drafts(drafts, plan)
             if are_dropped or not sampled.is_captured:
                 graphs.finish(shape, sampled.token_ids)

@@ -54,23 +54,16 @@ def m3(quantization: str) -> ModelSpec:
     spec = bundled_spec("minimax-m3")
     layers = (False, True)
     return replace(
-        spec,
-        num_layers=2,
-        moe_layers=layers,
-        sparse=replace(spec.sparse, layers=layers),
+        spec, num_layers=2, moe_layers=layers, sparse=replace(spec.sparse, layers=layers),
         quantization=online.spec(quantization),
-    )
+    )  # fmt: skip
 
 
 def synthetic(spec: ModelSpec, kernels: KernelTable, device: torch.device) -> Decoder:
     model = build_model(
-        spec,
-        context=ParallelContext.single(),
-        dtype=kernels.dtype,
-        device=device,
-        kernels=kernels,
-        keep_quantized=True,
-    )
+        spec, context=ParallelContext.single(), dtype=kernels.dtype, device=device,
+        kernels=kernels, keep_quantized=True,
+    )  # fmt: skip
     fill_synthetic(model.weight_slots(), spec, 0, device=device)
     model.finish_loading()
     return model
@@ -93,43 +86,31 @@ class Replays:
         num_rows, per_row = max(sizes), max(lengths) // BLOCK_SIZE + 1
         draw = torch.Generator().manual_seed(1)
         self.requests = RequestState(
-            num_rows,
-            per_row * BLOCK_SIZE,
-            max_blocks=per_row,
-            eos_token_ids=spec.eos_token_ids,
+            num_rows, per_row * BLOCK_SIZE, max_blocks=per_row, eos_token_ids=spec.eos_token_ids,
             device=device,
-        )
+        )  # fmt: skip
         self.requests.set_padding_block(num_rows * per_row)
         blocks = torch.randperm(num_rows * per_row, generator=draw).view(num_rows, per_row)
         for slot in range(num_rows):
-            known = torch.randint(
-                0, spec.vocab_size, (lengths[slot % len(lengths)],), generator=draw
-            ).tolist()
+            size = (lengths[slot % len(lengths)],)
+            known = torch.randint(0, spec.vocab_size, size, generator=draw).tolist()
             sampling = SAMPLING[slot % len(SAMPLING)]
             row = NewRow(slot, known, len(known), len(known) - 1, blocks[slot].tolist(), sampling)
             self.requests._assign(row)
         caches = kv_cache.allocate(
-            spec.kv_caches(),
-            num_rows * per_row + 1,
-            block_size=BLOCK_SIZE,
-            dtype=kernels.dtype,
-            ranks=1,
-            device=device,
-        )
+            spec.kv_caches(), num_rows * per_row + 1, block_size=BLOCK_SIZE, dtype=kernels.dtype,
+            ranks=1, device=device,
+        )  # fmt: skip
         keys = torch.Generator(device).manual_seed(2)
         for layer in caches:
             for cache in layer.values():
                 cache.copy_(torch.randn(cache.shape, generator=keys, device=device))
         self.shapes = {size: StepShape.of_decodes(size, 0) for size in sizes}
+        shapes = {ROWS: list(self.shapes.values()), DRAFTS: [], TOKENS: []}
         self.graphs = StepGraphs(
-            {ROWS: list(self.shapes.values()), DRAFTS: [], TOKENS: []},
-            synthetic(spec, kernels, device),
-            caches,
-            self.requests,
-            kernels=kernels,
-            group=SingleRank(),
-            runtime=runtime,
-        )
+            shapes, synthetic(spec, kernels, device), caches, self.requests, kernels=kernels,
+            group=SingleRank(), runtime=runtime,
+        )  # fmt: skip
         assert runtime.graph_pool is not None
         self.num_layers = spec.num_layers
         self.graphs.capture(ROWS, runtime.graph_pool(), lambda *_: None)

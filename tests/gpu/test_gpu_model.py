@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from negamax.config.model_spec import ModelSpec
 from negamax.formats.floats import E4M3_BLOCKS
 from negamax.formats.platform import CPU
 from negamax.kernels.attention.metadata import attention_metadata
@@ -31,27 +30,18 @@ REFERENCES = KernelTable.of(
 BOUNDS = {"stored FP8": 0.05, "bf16": 0.015}  # measured: 0.020, 0.007
 
 
-def build(
-    spec: ModelSpec, kernels: KernelTable, *, keep_quantized: bool, device: torch.device
-) -> Decoder:
+def build(kernels: KernelTable, *, keep_quantized: bool, device: torch.device) -> Decoder:
     return build_model(
-        spec,
-        context=ParallelContext.single(),
-        dtype=kernels.dtype,
-        device=device,
-        kernels=kernels,
-        keep_quantized=keep_quantized,
-    )
+        SPEC, context=ParallelContext.single(), dtype=kernels.dtype, device=device,
+        kernels=kernels, keep_quantized=keep_quantized,
+    )  # fmt: skip
 
 
-def random_weights(
-    spec: ModelSpec, *, device: torch.device
-) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+def random_weights(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """Yield (name, values, scales or None) of each tensor: e4m3 with block scales if stored so."""
     generator = torch.Generator(device).manual_seed(0)
-    slots = build(
-        spec, REFERENCES, keep_quantized=False, device=torch.device("meta")
-    ).weight_slots()
+    model = build(REFERENCES, keep_quantized=False, device=torch.device("meta"))
+    slots = model.weight_slots()
     for name, slot in slots.items():
         if slot.optional:
             continue
@@ -70,12 +60,10 @@ def random_weights(
             yield name, noise if "embed" in name else noise * slot.shape[-1] ** -0.5, None
 
 
-def filled(
-    spec: ModelSpec, kernels: KernelTable, *, keep_quantized: bool, device: torch.device
-) -> Decoder:
-    model = build(spec, kernels, keep_quantized=keep_quantized, device=device)
+def filled(kernels: KernelTable, *, keep_quantized: bool, device: torch.device) -> Decoder:
+    model = build(kernels, keep_quantized=keep_quantized, device=device)
     slots = model.weight_slots()
-    for name, values, scales in random_weights(spec, device=device):
+    for name, values, scales in random_weights(device):
         if scales is not None and keep_quantized:
             slots[name + "_scale_inv"].write(scales)
         elif scales is not None:
@@ -86,25 +74,16 @@ def filled(
 
 
 class Paged:
+    """Sequences of `blocks` blocks each on a model's caches."""
+
     def __init__(
-        self,
-        model: Decoder,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        sequences: int,
+        self, model: Decoder, *, dtype: torch.dtype, device: torch.device, sequences: int,
         blocks: int,
-    ) -> None:
-        self.model, self.device = model, device
-        self.kv = allocate(
-            SPEC.kv_caches(),
-            sequences * blocks,
-            block_size=BLOCK_SIZE,
-            dtype=dtype,
-            ranks=1,
-            device=device,
-        )
-        order = torch.randperm(sequences * blocks, generator=torch.Generator().manual_seed(1))
+    ) -> None:  # fmt: skip
+        self.model, self.device, count = model, device, sequences * blocks
+        sizes = {"block_size": BLOCK_SIZE, "ranks": 1, "device": device}
+        self.kv = allocate(SPEC.kv_caches(), count, dtype=dtype, **sizes)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
         self.tables = order.view(sequences, blocks).int().to(device)
 
     @torch.inference_mode()
@@ -119,36 +98,23 @@ class Paged:
 
 
 def typical_error(
-    spec: ModelSpec,
-    kernels: KernelTable,
-    *,
-    keep_quantized: bool,
-    device: torch.device,
-    longest: int,
+    kernels: KernelTable, *, keep_quantized: bool, device: torch.device, longest: int
 ) -> float:
     """Return the worst step's median ||logits - expected|| / ||expected|| of a token.
 
     The median, since rounding may change a token's selection among experts of nearly equal score.
     """
     lengths = [longest, 1, longest // 2 + 3]
-    sizes = {
-        "device": device,
-        "sequences": len(lengths),
-        "blocks": (longest + 40) // BLOCK_SIZE + 2,
-    }
-    tested = Paged(
-        filled(spec, kernels, keep_quantized=keep_quantized, device=device),
-        dtype=kernels.dtype,
-        **sizes,
-    )
-    definition = Paged(
-        filled(spec, REFERENCES, keep_quantized=False, device=device), dtype=torch.float32, **sizes
-    )
+    sizes = {"device": device, "sequences": 3, "blocks": (longest + 40) // BLOCK_SIZE + 2}
+    model = filled(kernels, keep_quantized=keep_quantized, device=device)
+    oracle = filled(REFERENCES, keep_quantized=False, device=device)
+    tested = Paged(model, dtype=kernels.dtype, **sizes)
+    definition = Paged(oracle, dtype=torch.float32, **sizes)
     draw = torch.Generator().manual_seed(2)
     worst, known = 0.0, [0] * len(lengths)
     for counts in (lengths, [17, 2, 5], [1, 1, 1], [1, 1, 1]):
         tokens = [
-            torch.randint(0, spec.vocab_size, (count,), generator=draw).tolist() for count in counts
+            torch.randint(0, SPEC.vocab_size, (count,), generator=draw).tolist() for count in counts
         ]
         known = [a + b for a, b in zip(known, counts, strict=True)]
         actual, expected = tested.step(tokens, known), definition.step(tokens, known)
@@ -162,7 +128,7 @@ def typical_error(
 def test_two_full_layers_give_the_logits_of_the_definition(form: str) -> None:
     kernels = resolve(platform=PLATFORM, dtype=torch.bfloat16)
     error = typical_error(
-        SPEC, kernels, keep_quantized=form == "stored FP8", device=torch.device("cuda"), longest=600
+        kernels, keep_quantized=form == "stored FP8", device=torch.device("cuda"), longest=600
     )
     print(f"{form}: {error:.4f}")
     assert error < BOUNDS[form]

@@ -2,8 +2,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from test_gpu_engine import AGREEMENT, GREEDY, agreement, answers, prompts
+from test_gpu_engine import AGREEMENT, GREEDY, agreement, answers, prompts, skip_without
 
 from negamax import LLM
 
@@ -31,8 +30,7 @@ def without(model: str) -> list[list[int]]:
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_are_those_without_drafts(model: str, way: str) -> None:
     options, draft = WAYS[way]
-    if torch.cuda.device_count() < options.get("tensor_parallel_size", 1):
-        pytest.skip("needs 2 GPUs")
+    skip_without(options)
     if draft["method"] == "eagle3":
         draft = {**draft, "model": f"{model}-draft"}
     with LLM(model, device="cuda", speculative_config=draft, **options) as llm:

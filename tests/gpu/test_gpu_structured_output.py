@@ -10,16 +10,11 @@ from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar
 
 NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
-POINT = Grammar(
-    kind="json_schema",
-    text=json.dumps(
-        {
-            "type": "object",
-            "properties": {"x": {"type": "integer", "maximum": 99, "minimum": 0}},
-            "required": ["x"],
-        }
-    ),
-)
+POINT_SCHEMA = {
+    "type": "object", "properties": {"x": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "required": ["x"],
+}  # fmt: skip
+POINT = Grammar(kind="json_schema", text=json.dumps(POINT_SCHEMA))
 DRAFT: dict[str, object] = {
     "method": "eagle3", "model": "nano-draft", "num_speculative_tokens": 3, "adaptive": False,
 }  # fmt: skip
@@ -35,27 +30,16 @@ WAYS: tuple[dict[str, object], ...] = (
 
 @pytest.mark.parametrize("draft", [None, DRAFT], ids=["no drafts", "drafts"])
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_every_way_of_sampling_follows_the_grammar_and_leaves_other_rows_alone(
+def test_every_way_of_sampling_follows_the_grammar(
     enforce_eager: bool, draft: dict[str, object] | None
 ) -> None:
-    held = [
-        SamplingParams(seed=i, max_tokens=60, grammar=NAME, **way) for i, way in enumerate(WAYS)
-    ]
-    free = [
-        SamplingParams(seed=i, max_tokens=30, ignore_eos=True, **way) for i, way in enumerate(WAYS)
-    ]
-    with LLM(
-        "nano",
-        device="cuda",
-        enforce_eager=enforce_eager,
-        speculative_config=draft,
-        max_num_seqs=32,
-        max_num_batched_tokens=512,
-    ) as llm:
-        done = [
-            generation.outputs[0]
-            for generation in llm.generate(["Name and age:"] * 12, [*held, *free])
-        ]
+    ways = list(enumerate(WAYS))
+    held = [SamplingParams(seed=i, max_tokens=60, grammar=NAME, **way) for i, way in ways]
+    free = [SamplingParams(seed=i, max_tokens=30, ignore_eos=True, **way) for i, way in ways]
+    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "speculative_config": draft}
+    with LLM("nano", device="cuda", enforce_eager=enforce_eager, **sizes) as llm:
+        asked = ["Name and age:"] * 12
+        done = [found.outputs[0] for found in llm.generate(asked, [*held, *free])]
         spaces = {i: -8.0 for i in range(4096) if llm.tokenizer.token_text(i).isspace()}
         (point,) = llm.generate(
             "A point:", SamplingParams(seed=1, max_tokens=200, grammar=POINT, logit_bias=spaces)

@@ -64,11 +64,12 @@ class SelectedAttention:
         )
         self._qk_norm = PerHeadNorm(
             own,
-            heads=len(heads),
-            kv_heads=len(kv_heads),
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
             head_dim=dim,
             eps=spec.rms_norm_eps,
             gemma=False,
+            context=context,
             device=weights.device,
         )
         self.activation, self.gives_quantized = None, False

@@ -1,0 +1,181 @@
+"""Models split over several GPUs agree with one GPU, and end their runs with every block free."""
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent))
+
+from test_gpu_engine import AGREEMENT, GREEDY, agreement, answers_of_m3, mixed_run, prompts
+
+from negamax import LLM, SamplingParams
+from negamax.engine.core.executor import MultiProcessExecutor
+from negamax.engine.core.setup import start_loop
+from negamax.options.engine import EngineOptions
+
+NAMES = {
+    "dp": "data_parallel_size", "pp": "pipeline_parallel_size", "tp": "tensor_parallel_size",
+    "pcp": "prefill_context_parallel_size", "dcp": "decode_context_parallel_size",
+    "ep": "enable_expert_parallel",
+}  # fmt: skip
+
+
+def split(**options: Any) -> dict[str, Any]:
+    return {NAMES.get(name, name): value for name, value in options.items()}
+
+
+BALANCING = {"step_interval": 8, "window_size": 8, "num_redundant_experts": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+DATA = [
+    split(dp=2),
+    split(dp=2, ep=True),
+    split(dp=2, ep=True, enforce_eager=True),
+    split(dp=2, max_num_batched_tokens=48),
+    split(dp=4, ep=True),
+    split(dp=2, tp=2, expert_parallel_size=2),
+    split(dp=2, ep=True, enable_eplb=True, eplb_config=BALANCING),
+]
+CONTEXT = [
+    split(pcp=2),
+    split(pcp=2, enforce_eager=True),
+    split(pcp=2, kv_cache_dtype="fp8"),
+    split(pcp=4, ep=True),
+    split(pcp=2, tp=2, expert_parallel_size=2),
+    split(pcp=2, pp=2),
+    split(pcp=2, dp=2, ep=True),
+    split(pcp=2, dp=2, all2all_backend="one_sided"),
+]
+STAGES = [
+    split(pp=2, enforce_eager=True),
+    split(pp=2),
+    split(pp=2, max_num_batched_tokens=48),
+    split(pp=4),
+    split(pp=2, tp=2),
+    split(pp=2, dp=2),
+    split(pp=2, dp=2, ep=True),
+    split(pp=2, speculative_config={"method": "ngram"}),
+    split(pp=4, speculative_config={"model": "nano-draft"}),
+]
+# the embedded models have two KV heads
+CACHE_SHARDS = [
+    split(tp=4, dcp=2),
+    split(tp=4, dcp=2, enforce_eager=True),
+    split(tp=4, dcp=2, kv_cache_dtype="fp8"),
+    split(tp=4, dcp=2, speculative_config=NGRAM),
+    split(tp=4, dcp=2, ep=True),
+]
+OF_M3 = [
+    *(DATA[at] for at in (0, 1, 4, 5, 6)),
+    *(CONTEXT[at] for at in (0, 3, 4, 6)),
+    *(STAGES[at] for at in (1, 4, 6)),
+    CACHE_SHARDS[0],
+    split(tp=4, dcp=2, index_cache_sharding="on"),
+    split(tp=4, dcp=2, index_cache_sharding="on", kv_cache_dtype="fp8"),
+]
+MIXED = [
+    *(("minimax-m2", DATA[at]) for at in (1, 4, 5, 6)),
+    *(("minimax-m2", CONTEXT[at]) for at in (0, 3, 4, 6)),
+    ("minimax-m3-mxfp8", split(tp=8, dcp=2)),
+    ("minimax-m3-mxfp8", split(tp=8, dcp=2, index_cache_sharding="on", kv_cache_dtype="fp8")),
+]
+
+
+def skip_without(options: dict[str, Any]) -> None:
+    """Skip without enough GPUs. (`dcp` divides the tensor-parallel size.)"""
+    needed = math.prod(options.get(NAMES[size], 1) for size in ("dp", "pp", "pcp", "tp"))
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} GPUs")
+
+
+def answers(**options: Any) -> tuple[list[list[int]], list[list[int]]]:
+    with LLM("nano", device="cuda", **options) as llm:
+        asked = prompts(llm)
+        together = [each.outputs[0].token_ids for each in llm.generate(asked, GREEDY)]
+        time.sleep(0.5)  # tensors in flight between stages are received without a plan
+        alone = [llm.generate(each, GREEDY)[0].outputs[0].token_ids for each in asked[:3]]
+        if not options.get("enforce_eager"):
+            assert "CUDA graphs" in llm.info.memory
+        return together, alone
+
+
+@pytest.fixture(scope="module")
+def of_one_gpu() -> list[list[int]]:
+    return answers()[0]
+
+
+@pytest.fixture(scope="module")
+def m3_of_one_gpu() -> list[list[int]]:
+    return answers_of_m3(device="cuda")
+
+
+@pytest.mark.parametrize("options", [*DATA, *CONTEXT, *STAGES, *CACHE_SHARDS], ids=str)
+def test_ranks_agree_with_one(of_one_gpu: list[list[int]], options: dict[str, Any]) -> None:
+    skip_without(options)
+    together, alone = answers(**options)
+    share = agreement(of_one_gpu, together)
+    print(f"agreement of {options} with one GPU: {share:.4f}")
+    assert share >= AGREEMENT
+    assert agreement(of_one_gpu[:3], alone) >= 0.9  # a few hundred tokens
+
+
+@pytest.mark.parametrize("options", OF_M3, ids=str)
+def test_nano_m3_agrees_with_one_gpu(
+    m3_of_one_gpu: list[list[int]], options: dict[str, Any]
+) -> None:
+    skip_without(options)
+    share = agreement(m3_of_one_gpu, answers_of_m3(device="cuda", **options))
+    print(f"agreement of nano-m3 on {options} with one GPU: {share:.4f}")
+    assert share >= AGREEMENT
+
+
+@pytest.mark.parametrize(("model", "options"), MIXED, ids=str)
+def test_a_long_mixed_run_ends_with_every_block_free(model: str, options: dict[str, Any]) -> None:
+    skip_without(options)
+    layers, blocks = (2, 160) if model == "minimax-m2" else (4, 80)
+    sizes = {"max_model_len": 8320, "num_kv_blocks": blocks, "max_num_seqs": 64}
+    drawn = {"load_format": "synthetic", "num_hidden_layers": layers, "device": "cuda"}
+    loop, info = start_loop(EngineOptions(model, **drawn, **sizes, **options))
+    try:
+        mixed_run(loop, longest=min(8000, info.max_model_len - 301))
+    finally:
+        loop.shutdown()
+
+
+def test_a_seed_gives_the_same_text_on_either_rank() -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=40, seed=11, ignore_eos=True)
+    skip_without(DATA[1])
+    with LLM("nano", device="cuda", **DATA[1]) as llm:
+        prompt = prompts(llm)[0]
+        texts = [each.outputs[0].token_ids for each in llm.generate([prompt] * 4, params)]
+        assert min(rank.generated_tokens for rank in llm._loop._scheduler.ranks) > 0
+    for text in texts[1:]:
+        same = sum(a == b for a, b in zip(texts[0], text, strict=True))
+        assert same >= 36  # another batch size's rounding may change a token near a tie
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_stage_ends_the_others(victim: int) -> None:
+    skip_without(STAGES[1])
+    llm = LLM("nano", device="cuda", max_num_seqs=8, max_model_len=2048, **STAGES[1])
+    executor = llm._loop.executor
+    assert isinstance(executor, MultiProcessExecutor)
+    process = executor._processes[victim]
+    threading.Timer(0.5, os.kill, (process.pid, signal.SIGKILL)).start()
+    sampling = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
+    with contextlib.suppress(Exception):
+        llm.generate([[5, 6, 7]] * 8, sampling)
+    began = time.monotonic()
+    llm.shutdown()
+    seconds = time.monotonic() - began
+    print(f"the ranks ended after {seconds:.2f} s: {[p.exit_code for p in executor._processes]}")
+    assert all(child.exit_code is not None for child in executor._processes)
+    assert seconds < 8  # the survivor may need five more until it is killed
