@@ -1,16 +1,21 @@
 """The parts of a model family: `ModelFamily`, its modules `names` and `init`. Imports no torch."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.tensor_format import Axis
+from negamax.layers.names import MlpNames, MoeNames
 from negamax.text.chat_family import ChatFamily
 
 # A reason to skip tensors.
 INT8_CACHE = "scales of keys and values in int8, which are cached in another dtype"
+
+
+_Pairs = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,42 @@ class Placement:
     skip_reason: str | None = None
 
 
+class Spellings:
+    """Tensor names in checkpoints. All `aliases` apply, in order; of the others the first does."""
+
+    def __init__(
+        self, aliases: _Pairs, fused: Sequence[tuple[str, tuple[str, ...]]], skipped: _Pairs
+    ) -> None:
+        """Pairs of a pattern and its replacement, the joined slots, or the reason to skip it."""
+        self._aliases = [(re.compile(pattern), text) for pattern, text in aliases]
+        self._fused = [(re.compile(pattern), slots) for pattern, slots in fused]
+        self._skipped = [(re.compile(pattern), reason) for pattern, reason in skipped]
+
+    def respell(self, name: str) -> str:
+        """Return the slot of a tensor that is stored separately."""
+        for pattern, replacement in self._aliases:
+            name = pattern.sub(replacement, name)
+        return name
+
+    def place(self, name: str, slot: str, skip_reason: str | None = None) -> Placement:
+        """Place the tensor `name`, respelled as `slot`."""
+        reasons = (reason for pattern, reason in self._skipped if pattern.search(name))
+        reason = next(reasons, skip_reason)
+        for pattern, slots in self._fused:
+            if pattern.search(slot):
+                return Placement(tuple(pattern.sub(part, slot) for part in slots), reason)
+        return Placement((slot,), reason)
+
+
+_LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
+
+
+def layer_of(slot: str) -> int | None:
+    """Return the layer number in a slot's name; None outside the layers."""
+    match = _LAYER.match(slot)
+    return int(match[1]) if match else None
+
+
 @dataclass(frozen=True)
 class WeightSpec:
     """A tensor of every checkpoint, or `count` alike: one per expert, numbered at * in `name`."""
@@ -72,6 +113,15 @@ class WeightSpec:
     def num_elements(self) -> int:
         """Elements of all `count` together."""
         return self.count * math.prod(self.shape)
+
+
+def mlp_weights(
+    names: MlpNames | MoeNames, hidden: int, width: int, **fields: Any
+) -> Iterator[WeightSpec]:
+    """List the matrices of an MLP or of experts; `fields` are those of `WeightSpec`."""
+    for name in (names.gate, names.up):
+        yield WeightSpec(name, (width, hidden), splits=Axis.ROWS, **fields)
+    yield WeightSpec(names.down, (hidden, width), splits=Axis.COLUMNS, **fields)
 
 
 @dataclass(frozen=True)

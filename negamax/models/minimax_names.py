@@ -7,13 +7,13 @@ tensor. All those rules are in this module.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Set
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from negamax.config.model_spec import ModelSpec, MoeSpec
 from negamax.formats.tensor_format import Axis
-from negamax.layers.names import AttentionNames, DecoderNames, MlpNames, MoeNames
-from negamax.models.family import INT8_CACHE, Placement, WeightSpec
+from negamax.layers.names import AttentionNames, DecoderNames, MoeNames
+from negamax.models.family import INT8_CACHE, Placement, Spellings, WeightSpec, mlp_weights
+from negamax.models.family import layer_of as layer_of
 
 DECODER = DecoderNames(
     embedding="model.embed_tokens.weight", norm="model.norm.weight", head="lm_head.weight"
@@ -23,16 +23,9 @@ DECODER = DecoderNames(
 def attention(layer: int) -> AttentionNames:
     """Name the attention of a layer, without the indexer of a sparse one."""
     prefix = f"model.layers.{layer}.self_attn"
-    return AttentionNames(
-        q=f"{prefix}.q_proj.weight",
-        k=f"{prefix}.k_proj.weight",
-        v=f"{prefix}.v_proj.weight",
-        out=f"{prefix}.o_proj.weight",
-        q_norm=f"{prefix}.q_norm.weight",
-        k_norm=f"{prefix}.k_norm.weight",
-        k_scale=f"{prefix}.k_scale",
-        v_scale=f"{prefix}.v_scale",
-    )
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    weights = (f"{prefix}.{part}.weight" for part in parts)
+    return AttentionNames(*weights, k_scale=f"{prefix}.k_scale", v_scale=f"{prefix}.v_scale")
 
 
 def moe(layer: int) -> MoeNames:
@@ -78,111 +71,72 @@ def moe_weights(names: MoeNames, spec: MoeSpec) -> Iterator[WeightSpec]:
     yield from mlp_weights(names, spec.hidden_size, spec.expert_width, **experts)
 
 
-def mlp_weights(
-    names: MlpNames | MoeNames, hidden: int, width: int, **fields: Any
-) -> Iterator[WeightSpec]:
-    """List the matrices of an MLP or of experts; `fields` are those of `WeightSpec`."""
-    for name in (names.gate, names.up):
-        yield WeightSpec(name, (width, hidden), splits=Axis.ROWS, **fields)
-    yield WeightSpec(names.down, (hidden, width), splits=Axis.COLUMNS, **fields)
-
-
-_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-# Other spellings: (pattern, replacement), applied in order.
-_ALIASES = (
-    # with and without the prefixes of other architectures
-    (
-        re.compile(
-            r"^(?:model\.language_model\.|language_model\.)?(?:model\.)?"
-            r"(?=(?:layers|embed_tokens|norm)\.)"
-        ),
-        "model.",
-    ),
-    (re.compile(r"^(?:model|language_model)\.(?=lm_head\.)"), ""),
-    (
-        re.compile(
-            r"^(model\.layers\.\d+\.)mlp\."
-            r"(?=(?:gate|router|experts|shared_experts|e_score_correction_bias)\b)"
-        ),
-        r"\1block_sparse_moe.",
-    ),
-    (re.compile(r"(\.block_sparse_moe\.)gate\.(e_score_correction_bias)$"), r"\1\2"),
-    # neuronx-distributed-inference
-    (re.compile(r"(\.block_sparse_moe\.)router\.linear_router\."), r"\1gate."),
-    (re.compile(r"(\.block_sparse_moe\.)router\.(e_score_correction_bias)$"), r"\1\2"),
-    (re.compile(r"(\.block_sparse_moe\.)expert_mlps\.mlp_op\."), r"\1experts."),
-    (re.compile(r"(\.experts\.\d+\.)gate_proj\."), r"\1w1."),
-    (re.compile(r"(\.experts\.\d+\.)up_proj\."), r"\1w3."),
-    (re.compile(r"(\.experts\.\d+\.)down_proj\."), r"\1w2."),
-    # scales of an FP8 cache of keys and values
-    (re.compile(r"(\.self_attn\.)(?:attn|[kv]_proj|qkv_proj|qkqkv_proj)\.([kv]_scale)$"), r"\1\2"),
-    (re.compile(r"(\.self_attn\.)([kv])(?:_cache\.scale|_proj\.output_scale)$"), r"\1\2_scale"),
-    # the indexer of block-sparse attention in transformers
-    (re.compile(r"(\.self_attn\.)indexer\.([qk]_(?:proj|norm)\.)"), r"\1index_\2"),
-    # Stacked experts are parameters of one module: "w13_weight_scale", and, as transformers
-    # saves them, "gate_up_proj" and "gate_up_proj_scale_inv".
-    (re.compile(r"(\.experts\.(?:w13|gate_up_proj|w2|down_proj))$"), r"\1.weight"),
-    (re.compile(r"(\.experts\.(?:gate_up_proj|down_proj))_(scale(?:_inv)?)$"), r"\1.weight_\2"),
-    (re.compile(r"(\.experts\.(?:w13|gate_up_proj|w2|down_proj))_"), r"\1."),
-)
-# Several matrices in one tensor: (pattern, the slots in their order). The first match applies.
-_FUSED = (
-    (re.compile(r"(\.self_attn\.)(?:attn\.)?kv_scale$"), (r"\1k_scale", r"\1v_scale")),
-    (re.compile(r"(\.self_attn\.)qkv_proj\."), (r"\1q_proj.", r"\1k_proj.", r"\1v_proj.")),
-    (re.compile(r"(\.(?:mlp|shared_experts)\.)gate_up_proj\."), (r"\1gate_proj.", r"\1up_proj.")),
-    (re.compile(r"(\.experts\.\d+\.)(?:w13|gate_up_proj)\."), (r"\1w1.", r"\1w3.")),
-    (re.compile(r"(\.experts\.)(?:w13|gate_up_proj)\."), (r"\1*.w1.", r"\1*.w3.")),
-    (re.compile(r"(\.experts\.)(?:w2|down_proj)\."), (r"\1*.w2.",)),
-)
 _MTP = "multi-token prediction, not used"
 # Only layers of multi-token prediction have these. They may be numbered after the model's own.
 _MTP_OWN = re.compile(r"^model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm)\.")
-_SKIPPED = (
-    (re.compile(r"(^|[._])mtp([._]|$)"), _MTP),
-    (
-        re.compile(r"\.(k_scale|v_scale|kv_scale|[kv]_cache\.scale|[kv]_proj\.output_scale)$"),
-        "KV-cache scales of no layer here",
+_OF_EXPERTS = "gate|router|experts|shared_experts|e_score_correction_bias"
+SPELLINGS = Spellings(
+    aliases=(
+        # with and without the prefixes of other architectures
+        (
+            r"^(?:model\.language_model\.|language_model\.)?(?:model\.)?"
+            r"(?=(?:layers|embed_tokens|norm)\.)",
+            "model.",
+        ),
+        (r"^(?:model|language_model)\.(?=lm_head\.)", ""),
+        (rf"^(model\.layers\.\d+\.)mlp\.(?=(?:{_OF_EXPERTS})\b)", r"\1block_sparse_moe."),
+        (r"(\.block_sparse_moe\.)gate\.(e_score_correction_bias)$", r"\1\2"),
+        # neuronx-distributed-inference
+        (r"(\.block_sparse_moe\.)router\.linear_router\.", r"\1gate."),
+        (r"(\.block_sparse_moe\.)router\.(e_score_correction_bias)$", r"\1\2"),
+        (r"(\.block_sparse_moe\.)expert_mlps\.mlp_op\.", r"\1experts."),
+        (r"(\.experts\.\d+\.)gate_proj\.", r"\1w1."),
+        (r"(\.experts\.\d+\.)up_proj\.", r"\1w3."),
+        (r"(\.experts\.\d+\.)down_proj\.", r"\1w2."),
+        # scales of an FP8 cache of keys and values
+        (r"(\.self_attn\.)(?:attn|[kv]_proj|qkv_proj|qkqkv_proj)\.([kv]_scale)$", r"\1\2"),
+        (r"(\.self_attn\.)([kv])(?:_cache\.scale|_proj\.output_scale)$", r"\1\2_scale"),
+        # the indexer of block-sparse attention in transformers
+        (r"(\.self_attn\.)indexer\.([qk]_(?:proj|norm)\.)", r"\1index_\2"),
+        # Stacked experts are parameters of one module: "w13_weight_scale", and, as transformers
+        # saves them, "gate_up_proj" and "gate_up_proj_scale_inv".
+        (r"(\.experts\.(?:w13|gate_up_proj|w2|down_proj))$", r"\1.weight"),
+        (r"(\.experts\.(?:gate_up_proj|down_proj))_(scale(?:_inv)?)$", r"\1.weight_\2"),
+        (r"(\.experts\.(?:w13|gate_up_proj|w2|down_proj))_", r"\1."),
     ),
-    (
-        re.compile(r"\.(q_scale|q\.scale|q_proj\.output_scale|prob_scale|prob_output_scale)$"),
-        "scales of queries and probabilities, which are not quantised",
+    fused=(
+        (r"(\.self_attn\.)(?:attn\.)?kv_scale$", (r"\1k_scale", r"\1v_scale")),
+        (r"(\.self_attn\.)qkv_proj\.", (r"\1q_proj.", r"\1k_proj.", r"\1v_proj.")),
+        (r"(\.(?:mlp|shared_experts)\.)gate_up_proj\.", (r"\1gate_proj.", r"\1up_proj.")),
+        (r"(\.experts\.\d+\.)(?:w13|gate_up_proj)\.", (r"\1w1.", r"\1w3.")),
+        (r"(\.experts\.)(?:w13|gate_up_proj)\.", (r"\1*.w1.", r"\1*.w3.")),
+        (r"(\.experts\.)(?:w2|down_proj)\.", (r"\1*.w2.",)),
     ),
-    (re.compile(r"\.[qkv]_zero_point$"), "zero points of queries, keys and values: FP8 has none"),
-    (re.compile(r"\.[kv]_proj\.kv_cache_(scale|offset)$"), INT8_CACHE),
-    (
-        re.compile(r"^(?:model\.)?(?:vision_tower|multi_modal_projector|patch_merge_mlp)\."),
-        "vision, which is not read yet",
+    skipped=(
+        (r"(^|[._])mtp([._]|$)", _MTP),
+        (
+            r"\.(k_scale|v_scale|kv_scale|[kv]_cache\.scale|[kv]_proj\.output_scale)$",
+            "KV-cache scales of no layer here",
+        ),
+        (
+            r"\.(q_scale|q\.scale|q_proj\.output_scale|prob_scale|prob_output_scale)$",
+            "scales of queries and probabilities, which are not quantized",
+        ),
+        (r"\.[qkv]_zero_point$", "zero points of queries, keys and values: FP8 has none"),
+        (r"\.[kv]_proj\.kv_cache_(scale|offset)$", INT8_CACHE),
+        (
+            r"^(?:model\.)?(?:vision_tower|multi_modal_projector|patch_merge_mlp)\.",
+            "vision, which is not read yet",
+        ),
+        (r"\.rotary_emb\.inv_freq$", "rotary frequencies, computed from config.json"),
     ),
-    (re.compile(r"\.rotary_emb\.inv_freq$"), "rotary frequencies, computed from config.json"),
 )
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
     """Place checkpoint tensors (see `WeightNames`), without layers of multi-token prediction."""
-    slots = {name: _respell(name) for name in names}
-    mtp = {int(match[1]) for match in map(_MTP_OWN.match, slots.values()) if match}
-    return {
-        name: _place(name, slot, num_layers=num_layers, mtp=mtp) for name, slot in slots.items()
-    }
-
-
-def _respell(name: str) -> str:
-    for pattern, replacement in _ALIASES:
-        name = pattern.sub(replacement, name)
-    return name
-
-
-def _place(name: str, slot: str, *, num_layers: int, mtp: Set[int]) -> Placement:
-    layer = layer_of(slot)
-    skips = (reason for pattern, reason in _SKIPPED if pattern.search(name))
-    reason = next(skips, _MTP if layer in mtp and (layer or 0) >= num_layers else None)
-    for pattern, slots in _FUSED:
-        if pattern.search(slot):
-            return Placement(tuple(pattern.sub(part, slot) for part in slots), reason)
-    return Placement((slot,), reason)
-
-
-def layer_of(slot: str) -> int | None:
-    """Return the layer number in a slot's name; None outside the layers."""
-    match = _LAYER.match(slot)
-    return int(match[1]) if match else None
+    slots = {name: SPELLINGS.respell(name) for name in names}
+    own = map(_MTP_OWN.match, slots.values())
+    mtp = {layer for match in own if match and (layer := int(match[1])) >= num_layers}
+    reasons = {name: _MTP if layer_of(slot) in mtp else None for name, slot in slots.items()}
+    return {name: SPELLINGS.place(name, slot, reasons[name]) for name, slot in slots.items()}

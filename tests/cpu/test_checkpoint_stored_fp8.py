@@ -25,8 +25,8 @@ from negamax.kernels.registry import KernelTable, resolve
 from negamax.layers.attention import Attention
 from negamax.layers.moe import SparseMoe
 from negamax.layers.weights import MatrixWeight, WeightSlot, slots_by_name
+from negamax.models import minimax_names as names
 from negamax.models.memory import weight_bytes
-from negamax.models.minimax_m2 import names
 from negamax.models.registry import bundled_spec
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext

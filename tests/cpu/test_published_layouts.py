@@ -20,9 +20,9 @@ from negamax.formats.platform import CPU, Platform, nvidia
 from negamax.formats.readable import is_kept
 from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot
-from negamax.models import minimax_names as spellings
 from negamax.models.build import build_empty_slots
 from negamax.models.memory import expert_padding, weight_bytes
+from negamax.models.minimax_names import SPELLINGS
 from negamax.models.registry import bundled_spec
 from negamax.parallel.layout import ParallelLayout
 from tests.layouts import full
@@ -49,7 +49,7 @@ FULL_COUNTS = {"fp8 of M2": 96_103, "fp8": 96_103, "bf16": 48_239, "m3, bf16": 2
 def names_respelled_once() -> Iterator[None]:
     """Cache the renaming: all splits and formats have the same names."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spellings, "_respell", cache(spellings._respell))
+        patch.setattr(SPELLINGS, "respell", cache(SPELLINGS.respell))
         yield
 
 

@@ -24,8 +24,8 @@ from negamax.kernels.norm.op import NormWeight
 from negamax.kernels.quantize.op import quantize_activations
 from negamax.kernels.registry import KernelTable, gpu_kernels
 from negamax.layers.moe import SparseMoe
+from negamax.models import minimax_names as names
 from negamax.models.build import build_model
-from negamax.models.minimax_m2 import names
 from negamax.models.registry import read_spec
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout

@@ -29,7 +29,7 @@ from negamax.kernels.weight_only.layout import Packing
 from negamax.kernels.weight_only.triton_dequantize import dequantize as dequantize_packed
 from negamax.layers.linear import ColumnParallel, ProjectionPart
 from negamax.layers.moe import SparseMoe
-from negamax.models.minimax_m2 import names
+from negamax.models import minimax_names as names
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import Scheme, WeightFormat
 from tests.kernel_cases import weight_only as cases

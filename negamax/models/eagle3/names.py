@@ -1,12 +1,12 @@
 """Tensors of EAGLE3 drafts, as SpecForge, TorchSpec, vLLM and its speculators spell them."""
 
-import re
 from collections.abc import Iterable, Iterator
 
 from negamax.formats.tensor_format import Axis
 from negamax.layers.names import MlpNames
 from negamax.models.eagle3.config import Eagle3Spec
-from negamax.models.family import Placement, WeightSpec
+from negamax.models.family import Placement, Spellings, WeightSpec, mlp_weights
+from negamax.models.family import layer_of as layer_of
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 FC, FC_INPUT_NORM = "fc.weight", "input_norm.weight"
@@ -21,8 +21,8 @@ def fc_norm(number: int) -> str:
 def norms(layer: int) -> tuple[str, str, str]:
     """Name the norms before attention and MLP, and of the first layer's hidden state."""
     names = ("input_layernorm", "post_attention_layernorm", "hidden_norm")
-    before, behind, hidden = (f"layers.{layer}.{name}.weight" for name in names)
-    return before, behind, hidden
+    before, after, hidden = (f"layers.{layer}.{name}.weight" for name in names)
+    return before, after, hidden
 
 
 def projection(layer: int, part: str) -> str:
@@ -36,50 +36,30 @@ def mlp(layer: int) -> MlpNames:
     return MlpNames(gate, up, down)
 
 
-_LAYER = re.compile(r"^layers\.(\d+)\.")
-# Other spellings: (pattern, replacement), applied in order.
-_ALIASES = (
-    (re.compile(r"^(?:draft_model|eagle_module)\."), ""),
-    (re.compile(r"^model\."), ""),
-    (re.compile(r"^midlayer\.(?=\d+\.)"), "layers."),
-    (re.compile(r"^midlayer\."), "layers.0."),
-    (re.compile(r"^aux_norm_low\."), "fc_norm.0."),
-    (re.compile(r"^aux_norm_mid\."), "fc_norm.1."),
-    (re.compile(r"^aux_norm_high\."), "fc_norm.2."),
+_SPELLINGS = Spellings(
+    aliases=(
+        (r"^(?:draft_model|eagle_module)\.", ""),
+        (r"^model\.", ""),
+        (r"^midlayer\.(?=\d+\.)", "layers."),
+        (r"^midlayer\.", "layers.0."),
+        (r"^aux_norm_low\.", "fc_norm.0."),
+        (r"^aux_norm_mid\.", "fc_norm.1."),
+        (r"^aux_norm_high\.", "fc_norm.2."),
+    ),
+    fused=(
+        (r"(\.self_attn\.)qkv_proj\.", (r"\1q_proj.", r"\1k_proj.", r"\1v_proj.")),
+        (r"(\.mlp\.)gate_up_proj\.", (r"\1gate_proj.", r"\1up_proj.")),
+    ),
+    skipped=(
+        (r"^verifier_(?:norm|lm_head)\.weight$", "the verifier's own, for training"),
+        (r"(?:^|\.)rotary_emb\.inv_freq$", "rotary frequencies, computed from config.json"),
+    ),
 )
-# Several matrices in one tensor: (pattern, the slots in their order).
-_FUSED = (
-    (re.compile(r"(\.self_attn\.)qkv_proj\."), (r"\1q_proj.", r"\1k_proj.", r"\1v_proj.")),
-    (re.compile(r"(\.mlp\.)gate_up_proj\."), (r"\1gate_proj.", r"\1up_proj.")),
-)
-_SKIPPED = (
-    (re.compile(r"^verifier_(?:norm|lm_head)\.weight$"), "the verifier's own, for training"),
-    (re.compile(r"(?:^|\.)rotary_emb\.inv_freq$"), "rotary frequencies, computed from config.json"),
-)
-
-
-def respell(name: str) -> str:
-    """Return the slot of a tensor that is stored separately."""
-    for pattern, replacement in _ALIASES:
-        name = pattern.sub(replacement, name)
-    return name
+respell = _SPELLINGS.respell
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
-    return {name: _place(respell(name)) for name in names}
-
-
-def _place(slot: str) -> Placement:
-    reason = next((reason for pattern, reason in _SKIPPED if pattern.search(slot)), None)
-    for pattern, slots in _FUSED:
-        if pattern.search(slot):
-            return Placement(tuple(pattern.sub(part, slot) for part in slots), reason)
-    return Placement((slot,), reason)
-
-
-def layer_of(slot: str) -> int | None:
-    match = _LAYER.match(slot)
-    return int(match[1]) if match else None
+    return {name: _SPELLINGS.place(respell(name), respell(name)) for name in names}
 
 
 def weights(spec: Eagle3Spec) -> Iterator[WeightSpec]:
@@ -106,10 +86,7 @@ def weights(spec: Eagle3Spec) -> Iterator[WeightSpec]:
         yield WeightSpec(f"{out}.weight", (hidden, q_rows), parts=heads, splits=Axis.COLUMNS)
         if spec.attention_bias:
             yield WeightSpec(f"{out}.bias", (hidden,), parts=1)
-        own, width = mlp(layer), spec.intermediate_size
-        for name in (own.gate, own.up):
-            yield WeightSpec(name, (width, hidden), splits=Axis.ROWS)
-        yield WeightSpec(own.down, (hidden, width), splits=Axis.COLUMNS)
+        yield from mlp_weights(mlp(layer), hidden, spec.intermediate_size)
         for name in norms(layer)[: 2 if layer else 3]:
             yield WeightSpec(name, (hidden,), parts=1)
     yield WeightSpec(NORM, (hidden,), parts=1)

@@ -56,13 +56,13 @@ _CLOSES_BEFORE = {
 }
 
 
-class _State(enum.Enum):
+class _BlockState(enum.Enum):
     BLOCK = "between invokes"
     INVOKE = "between parameters"
     VALUE = "inside a parameter"
 
 
-_BLOCK, _INVOKE, _VALUE = _State.BLOCK, _State.INVOKE, _State.VALUE
+_BLOCK, _INVOKE, _VALUE = _BlockState.BLOCK, _BlockState.INVOKE, _BlockState.VALUE
 
 
 class MiniMaxM2Block(CallBlock):

@@ -7,8 +7,8 @@ from negamax.kernels.rotary import signed_frequencies
 from negamax.layers.attention import Attention, GroupedQueryKind
 from negamax.layers.cache_shards import cache_kernels, cache_shard
 from negamax.layers.moe import SparseMoe
+from negamax.models import minimax_names as names
 from negamax.models.decoder import Decoder, DecoderLayer
-from negamax.models.minimax_m2 import names
 from negamax.models.minimax_m2.config import MiniMaxM2Spec
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat

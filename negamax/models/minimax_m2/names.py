@@ -4,12 +4,8 @@ from collections.abc import Iterator
 
 from negamax.models.family import WeightSpec
 from negamax.models.minimax_m2.config import MiniMaxM2Spec
-from negamax.models.minimax_names import DECODER as DECODER
-from negamax.models.minimax_names import attention as attention
-from negamax.models.minimax_names import attention_weights, moe_weights
+from negamax.models.minimax_names import DECODER, attention_weights, moe, moe_weights, norms
 from negamax.models.minimax_names import layer_of as layer_of
-from negamax.models.minimax_names import moe as moe
-from negamax.models.minimax_names import norms as norms
 from negamax.models.minimax_names import place as place
 
 

@@ -11,6 +11,7 @@ from negamax.layers.block_sparse_attention import BlockSparseAttention, BlockSpa
 from negamax.layers.cache_shards import cache_kernels, cache_shard
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
+from negamax.models import minimax_names
 from negamax.models.decoder import Decoder, DecoderLayer
 from negamax.models.minimax_m3 import names
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
@@ -30,7 +31,7 @@ def build(
         spec,
         layers,
         _build_kinds(spec, layers, context=context, weights=weights, kernels=kernels),
-        names=names.DECODER,
+        names=minimax_names.DECODER,
         eps=spec.rms_norm_eps,
         gemma=True,
         **shared,
@@ -44,7 +45,7 @@ def _build_layer(
         _build_attention(spec, layer, context=context, **shared),
         _build_mlp(spec, layer, context=context, **shared),
         spec.hidden_size,
-        norms=names.norms(layer),
+        norms=minimax_names.norms(layer),
         eps=spec.rms_norm_eps,
         gemma=True,
         **shared,
@@ -63,7 +64,7 @@ def _build_attention(
         "gemma_norm": True,
         "context": context,
     }
-    attention = names.attention(layer)
+    attention = minimax_names.attention(layer)
     if spec.sparse is None or not spec.sparse.layers[layer]:
         return Attention(attention, norm_per_head=True, **heads, **shared)
     return BlockSparseAttention(

@@ -6,13 +6,10 @@ from dataclasses import replace
 from negamax.formats.tensor_format import Axis
 from negamax.layers.names import IndexerNames, MlpNames, MoeNames
 from negamax.models import minimax_names
-from negamax.models.family import WeightSpec
+from negamax.models.family import WeightSpec, mlp_weights
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
-from negamax.models.minimax_names import DECODER as DECODER
-from negamax.models.minimax_names import attention as attention
-from negamax.models.minimax_names import attention_weights, mlp_weights, moe_weights
+from negamax.models.minimax_names import DECODER, attention_weights, moe_weights, norms
 from negamax.models.minimax_names import layer_of as layer_of
-from negamax.models.minimax_names import norms as norms
 from negamax.models.minimax_names import place as place
 
 
@@ -36,19 +33,19 @@ def moe(layer: int) -> MoeNames:
 
 def weights(spec: MiniMaxM3Spec) -> Iterator[WeightSpec]:
     """List all tensors of a model (see `WeightNames`)."""
-    hidden = spec.hidden_size
+    hidden, shared_width = spec.hidden_size, spec.shared_width
     yield WeightSpec(DECODER.embedding, (spec.vocab_size, hidden), is_table=True)
     for layer in range(spec.num_layers):
         yield from attention_weights(spec, layer, norms_heads=True)
         yield from _indexer_weights(spec, layer)
-        if spec.moe_layers[layer]:
-            own = moe(layer)
-            yield from moe_weights(own, spec)
-            if own.shared and spec.shared_width:
-                joins = spec.shared_width == spec.expert_width
-                yield from mlp_weights(own.shared, hidden, spec.shared_width, joins_experts=joins)
-        else:
+        own = moe(layer)
+        if not spec.moe_layers[layer]:
             yield from mlp_weights(mlp(layer), hidden, spec.dense_width)
+        else:
+            yield from moe_weights(own, spec)
+        if spec.moe_layers[layer] and own.shared and shared_width:
+            joins = shared_width == spec.expert_width
+            yield from mlp_weights(own.shared, hidden, shared_width, joins_experts=joins)
         for name in norms(layer):
             yield WeightSpec(name, (hidden,), parts=1)
     yield WeightSpec(DECODER.norm, (hidden,), parts=1)

@@ -9,7 +9,7 @@ from typing import Self
 from negamax.config.grammar import Marker, Reasoning
 
 
-class _State(enum.Enum):
+class _GateState(enum.Enum):
     UNDECIDED = "may still become reasoning"
     OPEN = "within reasoning"
     CLOSED = "after it"
@@ -35,7 +35,7 @@ class ReasoningGate:
         self._budget = budget
         self._token_bytes = token_bytes
         self._ends = [reasoning.closer, *([reasoning.call_opener] if calls_end_it else [])]
-        self._state = _State.OPEN if reasoning.state == "open" else _State.UNDECIDED
+        self._state = _GateState.OPEN if reasoning.state == "open" else _GateState.UNDECIDED
         self._num_tokens = 0  # tokens of reasoning so far
         # before the decision: all text; within reasoning: a possible beginning of a marker
         self._text = b""
@@ -45,7 +45,7 @@ class ReasoningGate:
     @property
     def is_open(self) -> bool:
         """Whether the output is certainly within its reasoning."""
-        return self._state is _State.OPEN
+        return self._state is _GateState.OPEN
 
     @property
     def due(self) -> int | None:
@@ -55,7 +55,7 @@ class ReasoningGate:
     @property
     def is_over(self) -> bool:
         """Whether the gate no longer has any effect."""
-        return self._state is _State.CLOSED and not self._due
+        return self._state is _GateState.CLOSED and not self._due
 
     def fork(self) -> Self:
         """Return a copy, to try tokens."""
@@ -72,9 +72,9 @@ class ReasoningGate:
             self._due.popleft()
         passed: int | bytes | None = token_id
         match self._state:
-            case _State.UNDECIDED:
+            case _GateState.UNDECIDED:
                 self._decide(token_id)
-            case _State.OPEN:
+            case _GateState.OPEN:
                 self._num_tokens += 1
                 passed = self._look_for_end(token_id)
         self._spend()
@@ -82,7 +82,11 @@ class ReasoningGate:
 
     def _spend(self) -> None:
         """Make the closing tokens due once the budget is spent."""
-        if self._state is not _State.CLOSED and not self._due and self._num_tokens == self._budget:
+        if (
+            self._state is not _GateState.CLOSED
+            and not self._due
+            and self._num_tokens == self._budget
+        ):
             self._due.extend(self._reasoning.closing_ids)
             self._budget = None
 
@@ -90,20 +94,20 @@ class ReasoningGate:
         """Decide whether the output begins with the opener. Anything else is content."""
         opener = self._reasoning.opener
         if opener.token_id is not None:
-            self._state = _State.OPEN if token_id == opener.token_id else _State.CLOSED
+            self._state = _GateState.OPEN if token_id == opener.token_id else _GateState.CLOSED
             return
         self._text += self._bytes(token_id)
         wanted = opener.text.encode()
         if self._text.startswith(wanted):
-            self._state, self._text = _State.OPEN, self._text[len(wanted) :]
+            self._state, self._text = _GateState.OPEN, self._text[len(wanted) :]
         elif not wanted.startswith(self._text):
-            self._state = _State.CLOSED
+            self._state = _GateState.CLOSED
 
     def _look_for_end(self, token_id: int) -> int | bytes | None:
         """End the reasoning at a complete marker; return the token's part after it."""
         for tag in self._ends:
             if tag.token_id == token_id:
-                self._state = _State.CLOSED
+                self._state = _GateState.CLOSED
                 return token_id if tag is not self._reasoning.closer else None
         spelled = [tag for tag in self._ends if tag.token_id is None]
         if not spelled:
@@ -117,7 +121,7 @@ class ReasoningGate:
             self._text = self._text[1 - longest :] if longest > 1 else b""
             return None
         place, tag = min(found, key=lambda hit: hit[0])
-        self._state = _State.CLOSED
+        self._state = _GateState.CLOSED
         if tag is not self._reasoning.closer:
             return self._text[place:]
         return self._text[place + len(tag.text.encode()) :].lstrip() or None

@@ -45,14 +45,14 @@ class Thinking(enum.Enum):
     RAW = "into the content as generated"
 
 
-class _State(enum.Enum):
+class _ParserState(enum.Enum):
     REASONING = "reasoning"
     CONTENT = "content"
     BLOCK = "call block"
 
 
 # looking it up in the enumeration takes ten times as long
-_REASONING, _CONTENT = _State.REASONING, _State.CONTENT
+_REASONING, _CONTENT = _ParserState.REASONING, _ParserState.CONTENT
 
 
 class OutputParser:
@@ -118,7 +118,7 @@ class OutputParser:
         )
         self._reasoning = TextChannel(emit_reasoning) if self._splits else self._content
         self._calls = CallWriter(emit)
-        self._state = _State.REASONING if in_reasoning else _State.CONTENT
+        self._state = _ParserState.REASONING if in_reasoning else _ParserState.CONTENT
         self._block: CallBlock | None = None
         self._opener: list[str] = []  # an undecided call opener and the white space after it
         self._opener_is_loose = False
@@ -130,7 +130,7 @@ class OutputParser:
     @property
     def in_reasoning(self) -> bool:
         """Whether the next text is certainly reasoning."""
-        return self._state is _State.REASONING
+        return self._state is _ParserState.REASONING
 
     @property
     def matched_stop(self) -> str | None:
@@ -223,16 +223,16 @@ class OutputParser:
             self._enter(_REASONING if is_opener else _CONTENT)
             return
         match self._state:
-            case _State.REASONING if not is_opener:
+            case _ParserState.REASONING if not is_opener:
                 self._reasoning.drop_space()
                 self._enter(_CONTENT)
-            case _State.REASONING if self._reasoning.has_begun:
+            case _ParserState.REASONING if self._reasoning.has_begun:
                 self._write(lexeme.text)
-            case _State.CONTENT if self._content.has_begun and not (
+            case _ParserState.CONTENT if self._content.has_begun and not (
                 is_opener and self._thinks_again()
             ):
                 self._write(lexeme.text)
-            case _State.CONTENT if is_opener:
+            case _ParserState.CONTENT if is_opener:
                 self._content.drop_space()
                 self._enter(_REASONING)
             case _:
@@ -254,12 +254,12 @@ class OutputParser:
     def _open_block(self, *, has_opener: bool) -> None:
         self._reasoning.drop_space()
         self._content.drop_space()
-        self._enter(_State.BLOCK)
+        self._enter(_ParserState.BLOCK)
         self._block = self._format.new_block(
             self._calls, schemas=self._schemas, has_opener=has_opener
         )
 
-    def _enter(self, state: _State) -> None:
+    def _enter(self, state: _ParserState) -> None:
         """Change the state. A stop string does not span two stretches of content."""
         if self._stoppable is not None:
             self._stoppable.begin(is_before_word=True)
