@@ -44,14 +44,10 @@ _NAMED_PARAMETER = re.compile(r"<parameter\s+name\b")
 
 # What must follow a closer in an open value, apart from the end of an output that was not
 # truncated.
+_AFTER_CALL = (TagKind.INVOKE_OPEN, TagKind.BLOCK_CLOSE)
 _CLOSES_BEFORE = {
-    TagKind.PARAMETER_CLOSE: (
-        TagKind.PARAMETER_OPEN,
-        TagKind.INVOKE_OPEN,
-        TagKind.INVOKE_CLOSE,
-        TagKind.BLOCK_CLOSE,
-    ),
-    TagKind.INVOKE_CLOSE: (TagKind.INVOKE_OPEN, TagKind.BLOCK_CLOSE),
+    TagKind.PARAMETER_CLOSE: (TagKind.PARAMETER_OPEN, TagKind.INVOKE_CLOSE, *_AFTER_CALL),
+    TagKind.INVOKE_CLOSE: _AFTER_CALL,
     TagKind.BLOCK_CLOSE: (TagKind.BLOCK_OPEN,),
 }
 
@@ -96,12 +92,12 @@ class MiniMaxM2Block(CallBlock):
                 self._space.append(lexeme.text)
                 return False
             self._decide(self._closer, before=lexeme)
-        if self._state is _VALUE:
-            self._take_in_value(lexeme)
-            return False
-        return (
-            self._take_in_block(lexeme) if self._state is _BLOCK else self._take_in_invoke(lexeme)
-        )
+        if self._state is _BLOCK:
+            return self._take_in_block(lexeme)
+        if self._state is _INVOKE:
+            return self._take_in_invoke(lexeme)
+        self._take_in_value(lexeme)
+        return False
 
     def finish(self, *, is_cut: bool) -> None:
         """End the output: a string keeps its text, any other open value is dropped."""
@@ -153,12 +149,12 @@ class MiniMaxM2Block(CallBlock):
         follows = before.kind is TagKind.CUT or before.kind in _CLOSES_BEFORE[closer.kind]
         if before.kind is TagKind.PARAMETER_OPEN:
             follows = bool(quoted_name(before.text) or _NAMED_PARAMETER.match(before.text))
-        if not follows:
+        if follows:
+            self._close_value()  # after an outer closer, the next lexeme ends the call too
+        else:
             text = closer.text + "".join(self._space)
             self._forget_closer()
             self._write(text)
-            return
-        self._close_value()  # after an outer closer, the next lexeme ends the call too
 
     def _forget_closer(self) -> None:
         self._closer = None
@@ -219,6 +215,8 @@ class M2Calls(CallStyle):
     name = "m2"
     end_of_text = "</parameter>"
     key, forbidden = NAME, "quotes and angle brackets"
+    call_tags = '<invoke name="{}">\n', "</invoke>\n"
+    argument_tags = '<parameter name="{}">', "</parameter>\n"
     lead = newlines(3)
 
     def __init__(
@@ -230,39 +228,23 @@ class M2Calls(CallStyle):
         self._has_ids = self._open.token_id is not None and self._close.token_id is not None
 
     def block(self, calls: Format) -> Format:
-        begin, end = (
-            marker(tag) if self._has_ids else tag.text for tag in (self._open, self._close)
-        )
-        return {
-            "type": "tag",
-            "begin": begin,
-            "content": sequence([const("\n"), calls]),
-            "end": end,
-        }
+        tags = (self._open, self._close)
+        begin, end = (marker(tag) if self._has_ids else tag.text for tag in tags)
+        content = sequence([const("\n"), calls])
+        return {"type": "tag", "begin": begin, "content": content, "end": end}
 
     def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
-        shared = {"tags": [block], "stop_after_first": once}
+        shared: Format = {"tags": [block], "stop_after_first": once}
         if not self._has_ids:
             return {"type": "triggered_tags", "triggers": [self._open.text], **shared}
         others = [tag.token_id for tag in (self._close, *self._think) if tag.token_id is not None]
-        return {
-            "type": "token_triggered_tags",
-            "trigger_tokens": [self._open.token_id],
-            "exclude_tokens": others,
-            **shared,
-        }
-
-    def call_tags(self, name: str) -> tuple[str, str]:
-        return f'<invoke name="{name}">\n', "</invoke>\n"
-
-    def argument_tags(self, key: str) -> tuple[str, str]:
-        return f'<parameter name="{key}">', "</parameter>\n"
+        tokens = {"trigger_tokens": [self._open.token_id], "exclude_tokens": others}
+        return {"type": "token_triggered_tags", **tokens, **shared}
 
     def any_argument(self, value: Format) -> Format:
         name = {"type": "regex", "pattern": '[^"<>\\n]+'}
-        return sequence(
-            [const('<parameter name="'), name, const('">'), value, const("</parameter>\n")]
-        )
+        opener = [const('<parameter name="'), name, const('">')]
+        return sequence([*opener, value, const("</parameter>\n")])
 
     def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
         return self.json_value(node, root=root)

@@ -41,6 +41,7 @@ MARKER = "]<]minimax[>["
 MAX_CALL_DEPTH = 6  # nested elements in the grammar of a call; deeper values are JSON
 
 _BLOCK, _INVOKE = "tool_call", "invoke"
+_NO_TAGS = (TEXT, TagKind.CUT)
 _M = re.escape(MARKER)
 _SPACE = r"\s{0,4}"  # between a marker and its tag, and at the end of a tag
 # a marker inside an invoke tag, and what follows it there
@@ -49,6 +50,11 @@ _SPLICED = re.compile(rf"{_M}{_SPACE}<?")
 _PARTIAL_M = (
     "(?:" + "|".join(re.escape(MARKER[:length]) for length in range(len(MARKER) - 1, 0, -1)) + ")"
 )
+
+
+_STRUCTURE = (
+    TagKind.INVOKE_OPEN, TagKind.BLOCK_OPEN, TagKind.INVOKE_CLOSE, TagKind.BLOCK_CLOSE,
+)  # fmt: skip
 
 
 class MiniMaxM3Block(CallBlock):
@@ -67,31 +73,20 @@ class MiniMaxM3Block(CallBlock):
 
     def take(self, lexeme: Lexeme) -> bool:
         arguments = self._arguments
+        if arguments is None:
+            return self._take_between_calls(lexeme)
         if lexeme.kind is TEXT:
-            if arguments is not None:
-                arguments.add_text(lexeme.text)
-            return False
-        if lexeme.kind is TagKind.CUT:
-            return False
-        return (
-            self._take_between_calls(lexeme)
-            if arguments is None
-            else self._take_in_call(lexeme, arguments)
-        )
+            arguments.add_text(lexeme.text)
+        return lexeme.kind not in _NO_TAGS and self._take_in_call(lexeme, arguments)
 
     def finish(self, *, is_cut: bool) -> None:
         if self._arguments is not None:
             self._calls.cut_call()
 
     def _take_between_calls(self, lexeme: Lexeme) -> bool:
-        match lexeme.kind:
-            case TagKind.INVOKE_OPEN | TagKind.LOOSE_INVOKE_OPEN:
-                self._begin_call(lexeme.text)
-            case TagKind.BLOCK_CLOSE | TagKind.LOOSE_BLOCK_CLOSE:
-                return True
-            case _:
-                pass
-        return False
+        if lexeme.kind in (TagKind.INVOKE_OPEN, TagKind.LOOSE_INVOKE_OPEN):
+            self._begin_call(lexeme.text)
+        return lexeme.kind in (TagKind.BLOCK_CLOSE, TagKind.LOOSE_BLOCK_CLOSE)
 
     def _take_in_call(self, lexeme: Lexeme, arguments: ElementArguments) -> bool:
         tag = lexeme.text
@@ -106,31 +101,19 @@ class MiniMaxM3Block(CallBlock):
                 arguments.quote(_BLOCK, tag)
             case TagKind.BLOCK_OPEN if arguments.lists(_BLOCK):
                 arguments.open(_BLOCK, tag)
-            case TagKind.INVOKE_CLOSE if arguments.is_quoted(_INVOKE) or arguments.has_open(
-                _INVOKE
-            ):
+            case TagKind.INVOKE_CLOSE if arguments.may_close(_INVOKE):
                 arguments.close(_INVOKE, tag)
-            case TagKind.BLOCK_CLOSE if arguments.is_quoted(_BLOCK) or arguments.has_open(_BLOCK):
+            case TagKind.BLOCK_CLOSE if arguments.may_close(_BLOCK):
                 arguments.close(_BLOCK, tag)
-            case (
-                TagKind.INVOKE_OPEN
-                | TagKind.BLOCK_OPEN
-                | TagKind.INVOKE_CLOSE
-                | TagKind.BLOCK_CLOSE
-            ):
-                return self._take_structure(lexeme)
-            case _ if arguments.is_between_arguments:
+            case kind if kind in _STRUCTURE or arguments.is_between_arguments:
                 return self._take_structure(lexeme)
             case _:
                 arguments.add_text(tag)
         return False
 
     def _is_data(self, tag: str, arguments: ElementArguments) -> bool:
-        if arguments.has_quotation:
-            return True
-        return arguments.is_in_string and not self._schemas.declares(
-            _read_tool_name(tag, self._schemas)
-        )
+        is_declared = self._schemas.declares(_read_tool_name(tag, self._schemas))
+        return arguments.has_quotation or (arguments.is_in_string and not is_declared)
 
     def _take_structure(self, lexeme: Lexeme) -> bool:
         """Take a tag that ends the call, or one without marker, which counts between arguments."""
@@ -192,16 +175,14 @@ class M3Calls(CallStyle):
 
     name = "m3"
     end_of_text = MARKER
+    call_tags = f'{MARKER}<invoke name="{{}}">', f"{MARKER}</invoke>\n"
+    argument_tags = f"{MARKER}<{{}}>", f"{MARKER}</{{}}>"
     key = re.compile(r"[^\s\"<>/=\]\[]+")
     forbidden = "spaces, quotes and brackets"
 
     def block(self, calls: Format) -> Format:
-        return {
-            "type": "tag",
-            "begin": f"{MARKER}<tool_call>\n",
-            "content": calls,
-            "end": f"{MARKER}</tool_call>",
-        }
+        tags = {"begin": f"{MARKER}<tool_call>\n", "end": f"{MARKER}</tool_call>"}
+        return {"type": "tag", "content": calls, **tags}
 
     def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
         # readers also accept an opener without its marker
@@ -211,12 +192,6 @@ class M3Calls(CallStyle):
             "type": "triggered_tags", "triggers": triggers, "tags": [block],
             "stop_after_first": once, "excludes": excludes
         }  # fmt: skip
-
-    def call_tags(self, name: str) -> tuple[str, str]:
-        return f'{MARKER}<invoke name="{name}">', f"{MARKER}</invoke>\n"
-
-    def argument_tags(self, key: str) -> tuple[str, str]:
-        return f"{MARKER}<{key}>", f"{MARKER}</{key}>"
 
     def any_argument(self, value: Format) -> Format:
         name = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_.-]{0,63}"}
@@ -228,25 +203,19 @@ class M3Calls(CallStyle):
             return self.json_value(node, root=root)
         if node["type"] == "object":
             return self.arguments(node, root=root, depth=depth)
+
+        def item(schema: Any) -> Format:
+            return self.argument("item", self.value(schema, root=root, depth=depth + 1))
+
         first = node.get("prefixItems")
         first = first if isinstance(first, list) else []
-        parts = [
-            self.argument("item", self.value(schema, root=root, depth=depth + 1))
-            for schema in first
-        ]
+        parts = list(map(item, first))
         items = node.get("items", not first)
         if items is not False:
             least, most = count(node.get("minItems")), count(node.get("maxItems"))
-            item = self.argument("item", self.value(items, root=root, depth=depth + 1))
             least = max(0, (least or 0) - len(first))
-            parts.append(
-                {
-                    "type": "repeat",
-                    "min": least,
-                    "max": -1 if most is None else max(least, most - len(first)),
-                    "content": item,
-                }
-            )
+            most = -1 if most is None else max(least, most - len(first))
+            parts.append({"type": "repeat", "min": least, "max": most, "content": item(items)})
         return sequence(parts) if parts else const("")
 
 

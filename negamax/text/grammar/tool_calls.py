@@ -43,6 +43,8 @@ class CallStyle(ABC):
     end_of_text: str  # ends a raw string, which cannot contain it
     key: re.Pattern[str]  # pattern of argument names
     forbidden: str  # the same pattern, described in words
+    call_tags: tuple[str, str]  # opener and closer of a call, {} in place of its name
+    argument_tags: tuple[str, str]  # the same of an argument
     lead: Format | None = None  # white space allowed before the first block
     tag_ids: Mapping[str, int]  # ids of the tags that are written as tokens
 
@@ -62,14 +64,6 @@ class CallStyle(ABC):
         """Return text with `block`s, one if `once`; `no_other_calls`: no other call of a tool."""
 
     @abstractmethod
-    def call_tags(self, name: str) -> tuple[str, str]:
-        """Return opener and closer of a call."""
-
-    @abstractmethod
-    def argument_tags(self, key: str) -> tuple[str, str]:
-        """Return opener and closer of an argument."""
-
-    @abstractmethod
     def any_argument(self, value: Format) -> Format:
         """Return a free value, under any name."""
 
@@ -78,8 +72,8 @@ class CallStyle(ABC):
         """Return an object or an array, by the type of `node`."""
 
     def invoke(self, name: str, arguments: Format) -> Format:
-        opener, closer = self.call_tags(name)
-        return sequence([const(opener), arguments, const(closer)])
+        opener, closer = (const(tag.format(name)) for tag in self.call_tags)
+        return sequence([opener, arguments, closer])
 
     def argument(self, key: str, value: Format) -> Format:
         """Return one named value. Errors: `InvalidRequestError` for a name without a tag."""
@@ -89,8 +83,8 @@ class CallStyle(ABC):
                 f"{self.forbidden}"
             )
         self.budget.spend(num_bytes=2 * len(key))
-        opener, closer = self.argument_tags(key)
-        return sequence([const(opener), value, const(closer)])
+        opener, closer = (const(tag.format(key)) for tag in self.argument_tags)
+        return sequence([opener, value, closer])
 
     def any_arguments(self) -> Format:
         """Return free arguments."""

@@ -102,18 +102,14 @@ class ElementArguments:
         """Whether no element is open."""
         return len(self._open) == 1
 
-    def is_quoted(self, name: str) -> bool:
-        """Whether the opener `name` is part of the open text."""
-        return name in self._open[-1].quoted
+    def may_close(self, name: str) -> bool:
+        """Whether the opener `name` is part of the open text, or such an element is open."""
+        return name in self._open[-1].quoted or self._has_open(name)
 
     @property
     def has_quotation(self) -> bool:
         """Whether openers without their closers are part of the open text."""
         return bool(self._open[-1].quoted)
-
-    def has_open(self, name: str) -> bool:
-        """Whether an element of this name is open."""
-        return any(element.name == name for element in self._open)
 
     def lists(self, name: str) -> bool:
         """Whether the schema of the innermost open element lists a member of this name."""
@@ -166,13 +162,13 @@ class ElementArguments:
             return
         wrongly_closed, self._wrongly_closed = self._wrongly_closed, None
         element = self._open[-1]
-        if element.quoted and (name in element.quoted or not self.has_open(name)):
+        if element.quoted and (name in element.quoted or not self._has_open(name)):
             while name in element.quoted and element.quoted.pop() != name:
                 pass
             self.add_text(tag)
         elif name == wrongly_closed:
             pass
-        elif self.has_open(name) and name:
+        elif self._has_open(name) and name:
             while self._close() != name:
                 pass
         elif self.is_in_text:
@@ -270,6 +266,9 @@ class ElementArguments:
         """Close every element above `level`; nothing for None."""
         while level is not None and len(self._open) > level + 1:
             self._close()
+
+    def _has_open(self, name: str) -> bool:
+        return any(element.name == name for element in self._open)
 
     # Output
 

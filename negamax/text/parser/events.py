@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 import msgspec
+from msgspec import structs
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
@@ -89,20 +91,12 @@ def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
 def merged(events: list[ParserEvent]) -> list[ParserEvent]:
     """Join consecutive text of one kind, so that a step gives one delta."""
     merged: list[ParserEvent] = []
-    texts: list[str] = []
-    for position, event in enumerate(events):
-        if isinstance(event, ToolCallStart | ToolCallEnd):
-            merged.append(event)
-            continue
-        texts.append(event.text)
-        following = events[position + 1] if position + 1 < len(events) else None
-        # one call's arguments end before those of the next begin
-        if type(following) is type(event):
-            continue
-        text = "".join(texts)
-        texts = []
-        if isinstance(event, ToolArgumentsDelta):
-            merged.append(ToolArgumentsDelta(event.index, text))
+    # one call's arguments end before those of the next begin
+    for _, group in groupby(events, key=type):
+        first, *others = group
+        if isinstance(first, ToolCallStart | ToolCallEnd) or not others:
+            merged += [first, *others]
         else:
-            merged.append(type(event)(text))
+            texts = (getattr(event, "text", "") for event in (first, *others))
+            merged.append(structs.replace(first, text="".join(texts)))
     return merged

@@ -9,6 +9,8 @@ Content is not held that long: people wait for it.
 import math
 from collections.abc import Iterable, Sequence
 
+from msgspec import structs
+
 from negamax.text.parser.events import (
     ContentDelta,
     ParserEvent,
@@ -87,10 +89,7 @@ class Packets:
         num_parts = -(-len(text) // self._max_chars)
         for part in range(num_parts):  # parts of about equal length: none is tiny
             fragment = text[len(text) * part // num_parts : len(text) * (part + 1) // num_parts]
-            if isinstance(like, ToolArgumentsDelta):
-                out.append(ToolArgumentsDelta(like.index, fragment))
-            else:
-                out.append(type(like)(fragment))
+            out.append(structs.replace(like, text=fragment))
 
 
 class PacedPackets:
