@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from negamax.base.progress import ShowProgress
-from negamax.config.model_spec import ModelSpec
+from negamax.config.model_spec import ModelSpec, MoeSpec
 from negamax.formats.tensor_format import ActivationFormat
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata
@@ -120,6 +120,27 @@ class DecoderLayer:
         if isinstance(self.mlp, SparseMoe):
             return self.mlp.run_after(self._post_norm, x, residual, metadata.step_tokens)
         return self.mlp(self._post_norm(x, residual))
+
+
+def attention_sizes(spec: ModelSpec) -> dict[str, Any]:
+    """Return the sizes of `spec` as arguments of an attention."""
+    return {
+        "hidden_size": spec.hidden_size,
+        "heads": spec.num_heads,
+        "kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "eps": spec.rms_norm_eps,
+    }
+
+
+def moe_sizes(spec: MoeSpec) -> dict[str, Any]:
+    """Return the sizes of `spec` as arguments of `SparseMoe`."""
+    return {
+        "hidden_size": spec.hidden_size,
+        "width": spec.expert_width,
+        "num_experts": spec.num_experts,
+        "top_k": spec.experts_per_token,
+    }
 
 
 class Decoder:

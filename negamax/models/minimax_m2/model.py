@@ -8,7 +8,7 @@ from negamax.layers.attention import Attention, GroupedQueryKind
 from negamax.layers.cache_shards import cache_kernels, cache_shard
 from negamax.layers.moe import SparseMoe
 from negamax.models import minimax_names as names
-from negamax.models.decoder import Decoder, DecoderLayer
+from negamax.models.decoder import Decoder, DecoderLayer, attention_sizes, moe_sizes
 from negamax.models.minimax_m2.config import MiniMaxM2Spec
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
@@ -38,25 +38,8 @@ def build(
 def _build_layer(
     spec: MiniMaxM2Spec, layer: int, *, context: ParallelContext, **shared: Any
 ) -> DecoderLayer:
-    attention = Attention(
-        names.attention(layer),
-        hidden_size=spec.hidden_size,
-        heads=spec.num_heads,
-        kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        eps=spec.rms_norm_eps,
-        context=context,
-        **shared,
-    )
-    moe = SparseMoe(
-        names.moe(layer),
-        layer=layer,
-        hidden_size=spec.hidden_size,
-        width=spec.expert_width,
-        num_experts=spec.num_experts,
-        top_k=spec.experts_per_token,
-        context=context,
-        **shared,
-    )
+    split = {"context": context, **shared}
+    attention = Attention(names.attention(layer), **attention_sizes(spec), **split)
+    moe = SparseMoe(names.moe(layer), layer=layer, **moe_sizes(spec), **split)
     norms, eps = names.norms(layer), spec.rms_norm_eps
     return DecoderLayer(attention, moe, spec.hidden_size, norms=norms, eps=eps, **shared)

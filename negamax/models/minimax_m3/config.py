@@ -17,6 +17,8 @@ from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
 from negamax.config.model_spec import MoeSpec
 from negamax.config.quantization import QuantizationSpec
 from negamax.models.family import ModelFamily
+from negamax.models.minimax_m2 import config as minimax_m2
+from negamax.models.minimax_m2.config import FIXED, PUBLISHED, read_experts
 from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
 
 T = TypeVar("T")
@@ -29,28 +31,7 @@ TEXT_TYPES = ("minimax_m3_vl_text", "minimax_m3_text", "minimax_m3")
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens, of block selection
 MAX_TOPK_BLOCKS = 1024  # length of each token's list of selected blocks
 
-# Fields that change the computation and have one supported value.
-_FIXED: dict[str, Any] = {
-    "scoring_func": "sigmoid",
-    "use_qk_norm": True,
-    "qk_norm_type": "per_head",
-    "use_gemma_norm": True,
-    "use_routing_bias": True,
-    "norm_topk_prob": True,
-    "n_group": 1,
-    "topk_group": 1,
-    "tie_word_embeddings": False,
-    "attention_output_gate": False,
-    "attention_bias": False,
-    "qkv_bias": False,
-    "mlp_bias": False,
-    "postnorm": False,
-    "swiglu_beta": 1.0,
-    "sliding_window": None,
-    "compression_config": None,
-    "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
-}
+_FIXED = {**FIXED, "qk_norm_type": "per_head", "use_gemma_norm": True, "swiglu_beta": 1.0}
 # transformers writes "silu" and computes SwiGLU-OAI.
 _ACTIVATIONS = ("swigluoai", "silu")
 
@@ -159,23 +140,18 @@ class MiniMaxM3Spec(MoeSpec):
         dense_tokens = self.sparse.topk_blocks * self.sparse.block_size
         selected = [replace(cache, most_read_tokens=dense_tokens) for cache in full]
         index = KvCacheSpec(
-            "index",
-            1,
-            self.sparse.index_dim,
+            "index", 1, self.sparse.index_dim,
             block_tokens=self.sparse.block_size,
             replicated=True,
             is_sharded=self.sparse.is_sharded,
             is_index=True,
             unread_tokens=dense_tokens,
-        )
+        )  # fmt: skip
         return [[*selected, index] if is_sparse else full for is_sparse in self.sparse.layers]
 
     def mlp_widths(self) -> Mapping[str, int]:
-        widths = {
-            "dense_intermediate_size": self.dense_width,
-            "shared_intermediate_size": self.shared_width,
-        }
-        return {name: width for name, width in widths.items() if width}
+        widths = {"dense": self.dense_width, "shared": self.shared_width}
+        return {f"{name}_intermediate_size": width for name, width in widths.items() if width}
 
 
 def read_vision(config: Mapping[str, Any]) -> MiniMaxM3Spec:
@@ -219,16 +195,14 @@ def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
     fields.check_fixed(config, _FIXED)
     if (activation := config.get("hidden_act", "swigluoai")) not in _ACTIVATIONS:
         refuse("hidden_act", activation, " or ".join(map(repr, _ACTIVATIONS)))
-    expert_width = fields.read_size(config, "intermediate_size")
-    fields.check_fixed(config, {"moe_intermediate_size": expert_width})
+    experts = read_experts(config)
+    fields.check_fixed(config, {"moe_intermediate_size": experts["expert_width"]})
     moe_layers = _read_moe_layers(config, num_layers)
     fields.note_unknown(config, {*_READ, *_FIXED}, notes=notes)
     return MiniMaxM3Spec(
         architecture=architecture,
         **common,
-        expert_width=expert_width,
-        num_experts=fields.read_size(config, "num_local_experts"),
-        experts_per_token=fields.read_size(config, "num_experts_per_tok"),
+        **experts,
         routed_scaling_factor=fields.read_required_number(config, "routed_scaling_factor"),
         shared_width=_read_shared_width(config),
         dense_width=0 if all(moe_layers) else fields.read_size(config, "dense_intermediate_size"),
@@ -352,18 +326,15 @@ def _agree(found: Mapping[str, T], default: T) -> T:
     return value
 
 
+_AFTER_DENSE = (False,) * 3 + (True,) * 57
 _M3 = MiniMaxM3Spec(
+    **PUBLISHED,
     architecture=VISION_ARCHITECTURE,
-    vocab_size=200_064,
     hidden_size=6144,
     num_layers=60,
     num_heads=64,
     num_kv_heads=4,
-    head_dim=128,
-    rotary_dim=64,
-    rope_theta=5_000_000.0,
     max_position_embeddings=1_048_576,
-    rms_norm_eps=1e-6,
     expert_width=3072,
     num_experts=128,
     experts_per_token=4,
@@ -372,7 +343,7 @@ _M3 = MiniMaxM3Spec(
     dense_width=12_288,
     swiglu_alpha=1.702,
     swiglu_limit=7.0,
-    moe_layers=(False,) * 3 + (True,) * 57,
+    moe_layers=_AFTER_DENSE,
     sparse=SparseAttentionSpec(
         index_heads=4,
         index_dim=128,
@@ -380,11 +351,8 @@ _M3 = MiniMaxM3Spec(
         block_size=128,
         init_blocks=0,
         local_blocks=1,
-        layers=(False,) * 3 + (True,) * 57,
+        layers=_AFTER_DENSE,
     ),
-    dtype="bfloat16",
-    bos_token_id=200_034,
-    eos_token_ids=(200_020,),
     quantization=None,
 )
 _MXFP8 = QuantizationSpec("mxfp8", {"quant_method": "mxfp8", "weight_block_size": [1, 32]})
@@ -396,21 +364,19 @@ _FAMILY = ModelFamily(
     read_spec=read_vision,
     own_config=text_config,
     chat=MINIMAX_M3_FAMILY,
-    sampling={"temperature": 1.0, "top_p": 0.95, "top_k": 40},
+    sampling=minimax_m2.FAMILY.sampling,
     bundled={"minimax-m3": _M3, "minimax-m3-mxfp8": replace(_M3, quantization=_MXFP8)},
     embedded="nano-m3",
 )
-FAMILIES = (
-    _FAMILY,
-    *(
-        replace(
-            _FAMILY,
-            architecture=name,
-            model_types=TEXT_TYPES,
-            read_spec=partial(read_text, architecture=name),
-            own_config=dict,
-            bundled={},
-        )
-        for name in TEXT_ARCHITECTURES
-    ),
+_TEXT_FAMILIES = (
+    replace(
+        _FAMILY,
+        architecture=name,
+        model_types=TEXT_TYPES,
+        read_spec=partial(read_text, architecture=name),
+        own_config=dict,
+        bundled={},
+    )
+    for name in TEXT_ARCHITECTURES
 )
+FAMILIES = (_FAMILY, *_TEXT_FAMILIES)

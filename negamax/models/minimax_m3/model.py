@@ -12,7 +12,7 @@ from negamax.layers.cache_shards import cache_kernels, cache_shard
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
 from negamax.models import minimax_names
-from negamax.models.decoder import Decoder, DecoderLayer
+from negamax.models.decoder import Decoder, DecoderLayer, attention_sizes, moe_sizes
 from negamax.models.minimax_m3 import names
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
 from negamax.parallel.context import ParallelContext
@@ -55,15 +55,7 @@ def _build_layer(
 def _build_attention(
     spec: MiniMaxM3Spec, layer: int, *, context: ParallelContext, **shared: Any
 ) -> Attention | BlockSparseAttention:
-    heads: dict[str, Any] = {
-        "hidden_size": spec.hidden_size,
-        "heads": spec.num_heads,
-        "kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "eps": spec.rms_norm_eps,
-        "gemma_norm": True,
-        "context": context,
-    }
+    heads = {**attention_sizes(spec), "gemma_norm": True, "context": context}
     attention = minimax_names.attention(layer)
     if spec.sparse is None or not spec.sparse.layers[layer]:
         return Attention(attention, norm_per_head=True, **heads, **shared)
@@ -90,13 +82,10 @@ def _build_mlp(spec: MiniMaxM3Spec, layer: int, **shared: Any) -> SparseMoe | Ml
     return SparseMoe(
         names.moe(layer),
         layer=layer,
-        hidden_size=spec.hidden_size,
-        width=spec.expert_width,
-        num_experts=spec.num_experts,
-        top_k=spec.experts_per_token,
         activation=swiglu,
         routed_scaling=spec.routed_scaling_factor,
         shared_width=spec.shared_width,
+        **moe_sizes(spec),
         **shared,
     )
 
@@ -132,16 +121,8 @@ def _build_kinds(
         kind = GroupedQueryKind(kv_heads=kv_heads, group=group, cache=cache, **common)
         kinds.append((kind, at.index(False)))
     if sparse is not None and True in at:
-        shape = SparseShape(
-            kv_heads,
-            group,
-            sparse.block_size,
-            sparse.block_size,
-            sparse.topk_blocks,
-            sparse.init_blocks,
-            sparse.local_blocks,
-            shard=_shard_index(spec, context),
-            cache=cache,
-        )
+        sizes = (sparse.block_size, sparse.block_size, sparse.topk_blocks, sparse.init_blocks)
+        shard = _shard_index(spec, context)
+        shape = SparseShape(kv_heads, group, *sizes, sparse.local_blocks, shard=shard, cache=cache)
         kinds.append((BlockSparseKind(shape, **common), at.index(True)))
     return kinds
