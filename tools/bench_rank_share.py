@@ -83,7 +83,9 @@ def bench(
             for length in draft_lengths:
                 # prompts that are read once are the same with and without drafts
                 seed = 2 * number + (length > 0 and not is_long)
-                seeded = replace(each, seed=seed, cached_prompts=is_long, count_experts=not length)
+                seeded = replace(
+                    each, seed=seed, cached_prompts=is_long, no_distinct_experts=bool(length)
+                )
                 if len(draft_lengths) > 1:
                     rank._draft_length = FixedDraftLength(length)
                 print(f"{each.input_len} + {each.output_len} tokens, {length} drafts", flush=True)

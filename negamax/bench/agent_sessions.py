@@ -1,17 +1,19 @@
 """Seeded sessions of a coding agent with a shared system prompt, shared tools and a growing
 history.
 
-Each turn asks for the next step. Its answer is thinking and tool calls, whose results are pieces of
-files. After some steps an answer ends the task, and the user sets the next one. Each request sends
-the whole history, thinking included.
+Answers are thinking and tool calls, whose results are pieces of files. After some steps an answer
+ends the task, and the user sets the next one. Each request sends the whole history.
 """
 
 # ruff: noqa: SIM905 (word lists read better as text)
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 from negamax.bench.serve_options import BenchOptions
@@ -41,40 +43,20 @@ _RULES = (
     "Use absolute paths in every call.",
     "Do several independent look-ups in one go.",
 )
-_TOOLS: tuple[tuple[str, str, dict[str, str]], ...] = (
-    (
-        "read_file",
-        "Show lines of a file.",
-        {"path": "string", "first_line": "integer", "num_lines": "integer"},
-    ),
-    (
-        "write_file",
-        "Replace the content of a file, or make a new one.",
-        {"path": "string", "content": "string"},
-    ),
-    (
-        "edit_file",
-        "Replace one passage of a file.",
-        {"path": "string", "old": "string", "new": "string", "all": "boolean"},
-    ),
-    (
-        "run_command",
-        "Run a shell command and show its output.",
-        {"command": "string", "timeout_s": "number"},
-    ),
-    (
-        "search_text",
-        "Find lines that match a pattern.",
-        {"pattern": "string", "folder": "string", "ignore_case": "boolean"},
-    ),
-    ("find_files", "List files by name.", {"pattern": "string", "folder": "string"}),
-    ("list_folder", "List a folder.", {"path": "string", "depth": "integer"}),
-    ("run_tests", "Run tests by name.", {"names": "array", "verbose": "boolean"}),
-    ("show_history", "Show the last changes of a file.", {"path": "string", "count": "integer"}),
-    ("fetch_page", "Read a page of documentation.", {"url": "string", "question": "string"}),
-    ("note_tasks", "Keep a list of what is to be done.", {"tasks": "array"}),
-    ("ask_user", "Ask the user one question.", {"question": "string", "choices": "array"}),
-)
+_TOOLS: tuple[tuple[str, str, str], ...] = (
+    ("read_file", "Show lines of a file.", "path first_line:integer num_lines:integer"),
+    ("write_file", "Replace the content of a file, or make a new one.", "path content"),
+    ("edit_file", "Replace one passage of a file.", "path old new all:boolean"),
+    ("run_command", "Run a shell command and show its output.", "command timeout_s:number"),
+    ("search_text", "Find lines that match a pattern.", "pattern folder ignore_case:boolean"),
+    ("find_files", "List files by name.", "pattern folder"),
+    ("list_folder", "List a folder.", "path depth:integer"),
+    ("run_tests", "Run tests by name.", "names:array verbose:boolean"),
+    ("show_history", "Show the last changes of a file.", "path count:integer"),
+    ("fetch_page", "Read a page of documentation.", "url question"),
+    ("note_tasks", "Keep a list of what is to be done.", "tasks:array"),
+    ("ask_user", "Ask the user one question.", "question choices:array"),
+)  # name, description, fields with their types, which are strings where none is named
 
 
 @dataclass(frozen=True)
@@ -114,16 +96,13 @@ class AgentSessions:
             step = self._step(rng, number=len(steps), ends=left == 0)
             left = rng.randint(*STEPS_PER_TASK) if left == 0 else left - 1
             size += self._tokens([json.dumps(step.message), *step.results, step.question])
-            if (
-                self._context_length is not None
-                and 1.1 * size + self._options.agent_output_len > self._context_length
-            ):
+            limit = math.inf if self._context_length is None else self._context_length
+            if 1.1 * size + self._options.agent_output_len > limit:
                 break
             steps.append(step)
         live = self._options.agent_history == "live"
-        return Session(
-            len(steps) + 1, lambda: self._turns(opening, steps, live=live), wants_responses=live
-        )
+        turns = partial(self._turns, opening, steps, live=live)
+        return Session(len(steps) + 1, turns, wants_responses=live)
 
     def _tokens(self, texts: list[str]) -> int:
         return sum(self._scale.tokens(len(text)) for text in texts if text)
@@ -149,28 +128,25 @@ class AgentSessions:
         if ends or not self.tools:
             return _RecordedStep(message, (), _task(rng))
         count = 2 if rng.random() < TWO_CALLS_SHARE else 1
-        calls = [
+        message["tool_calls"] = [
             _call(rng, f"call_{number:04d}{index}{rng.getrandbits(64):016x}", self.tools)
             for index in range(count)
         ]
-        message["tool_calls"] = calls
-        results = tuple(
-            source_code(rng, chars(rng.uniform(*RESULT_SPREAD) * options.agent_result_len / count))
-            for _ in calls
-        )
-        return _RecordedStep(message, results, "")
+        share = options.agent_result_len / count
+        sizes = (chars(rng.uniform(*RESULT_SPREAD) * share) for _ in range(count))
+        return _RecordedStep(message, tuple(source_code(rng, size) for size in sizes), "")
 
 
 def _recorded_reply(step: _RecordedStep) -> list[dict[str, Any]]:
     """The recorded answer and what follows it."""
     if not step.results:
         return [step.message, {"role": "user", "content": step.question}]
-    calls = step.message["tool_calls"]
-    results = zip(calls, step.results, strict=True)
-    return [
-        step.message,
-        *({"role": "tool", "tool_call_id": call["id"], "content": text} for call, text in results),
-    ]
+    results = zip(step.message["tool_calls"], step.results, strict=True)
+    return [step.message, *(_tool_message(call, text) for call, text in results)]
+
+
+def _tool_message(call: dict[str, Any], text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
 
 def _live_reply(answer: TurnResponse, step: _RecordedStep) -> list[dict[str, Any]]:
@@ -182,14 +158,8 @@ def _live_reply(answer: TurnResponse, step: _RecordedStep) -> list[dict[str, Any
     if answer.record.finish_reason != "tool_calls" or not calls:
         message.pop("tool_calls", None)
         return [message, {"role": "user", "content": step.question or "\n".join(step.results)}]
-    texts = step.results or (step.question,)
-    return [
-        message,
-        *(
-            {"role": "tool", "tool_call_id": call["id"], "content": texts[index % len(texts)]}
-            for index, call in enumerate(calls)
-        ),
-    ]
+    results = zip(calls, cycle(step.results or (step.question,)), strict=False)
+    return [message, *(_tool_message(call, text) for call, text in results)]
 
 
 def _tool(number: int) -> dict[str, Any]:
@@ -197,15 +167,13 @@ def _tool(number: int) -> dict[str, Any]:
     if number >= len(_TOOLS):
         name = f"{name}_{number // len(_TOOLS)}"
     properties = {
-        field: {"type": kind, "description": f"The {field.replace('_', ' ')}."}
+        field: {"type": kind or "string", "description": f"The {field.replace('_', ' ')}."}
         | ({"items": {"type": "string"}} if kind == "array" else {})
-        for field, kind in fields.items()
+        for field, _, kind in (word.partition(":") for word in fields.split())
     }
-    schema = {"type": "object", "properties": properties, "required": list(fields)[:1]}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": description, "parameters": schema},
-    }
+    schema = {"type": "object", "properties": properties, "required": list(properties)[:1]}
+    function = {"name": name, "description": description, "parameters": schema}
+    return {"type": "function", "function": function}
 
 
 def _call(rng: random.Random, call_id: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
@@ -221,11 +189,8 @@ def _call(rng: random.Random, call_id: str, tools: list[dict[str, Any]]) -> dict
             values[field] = [f"{rng.choice(_VERBS)} the {rng.choice(_NOUNS)}" for _ in range(2)]
         else:
             values[field] = _path(rng) if field in ("path", "folder") else _sentence(rng)
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": function["name"], "arguments": json.dumps(values)},
-    }
+    called = {"name": function["name"], "arguments": json.dumps(values)}
+    return {"id": call_id, "type": "function", "function": called}
 
 
 def _path(rng: random.Random) -> str:
@@ -242,9 +207,8 @@ def _sentence(rng: random.Random) -> str:
 def _task(rng: random.Random) -> str:
     return (
         f"In {_path(rng)}, `{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}` loses a "
-        f"{rng.choice(_NOUNS)} "
-        f"when the {rng.choice(_NOUNS)} is empty (report {rng.randint(1000, 9999)}). Find out "
-        f"why, repair it and add a test."
+        f"{rng.choice(_NOUNS)} when the {rng.choice(_NOUNS)} is empty (report "
+        f"{rng.randint(1000, 9999)}). Find out why, repair it and add a test."
     )
 
 
@@ -256,11 +220,8 @@ def _prose(rng: random.Random, num_chars: int) -> str:
 
 
 def _system_prompt(rng: random.Random, num_chars: int) -> str:
-    opening = (
-        "You are a coding agent. You work in the user's repository through tools, step by "
-        "step, until the task is done.\n"
-    )
-    lines = [opening, *(f"- {rule}" for rule in _RULES)]
+    work = "You work in the user's repository through tools, step by step, until the task is done."
+    lines = [f"You are a coding agent. {work}\n", *(f"- {rule}" for rule in _RULES)]
     size = sum(map(len, lines)) + len(lines)
     while size < num_chars:
         lines.append(f"- When you {rng.choice(_VERBS)} a {rng.choice(_NOUNS)}: {_sentence(rng)}")

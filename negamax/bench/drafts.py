@@ -1,7 +1,5 @@
 """Counts of draft tokens in a benchmark, from an engine or from a server's /metrics."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ class DraftCounts:
     is_synthetic: bool = False  # accepted by a schedule
 
     @staticmethod
-    def of_stats(stats: EngineStats, speculation: SpeculationConfig | None) -> DraftCounts:
+    def of_stats(stats: EngineStats, speculation: SpeculationConfig | None) -> "DraftCounts":
         """Read the engine's counters."""
         rates = speculation.synthetic_acceptance_rates if speculation else None
         return DraftCounts(
@@ -39,7 +37,7 @@ class DraftCounts:
         )
 
     @staticmethod
-    def of_metrics(text: str) -> DraftCounts:
+    def of_metrics(text: str) -> "DraftCounts":
         """Read the counters of /metrics, ours or vLLM's, summed over models and engines."""
         from prometheus_client.parser import text_string_to_metric_families  # slow to import
 
@@ -66,14 +64,14 @@ class DraftCounts:
             is_synthetic=SYNTHETIC in sums,
         )
 
-    def since(self, earlier: DraftCounts) -> DraftCounts:
+    def since(self, earlier: "DraftCounts") -> "DraftCounts":
         """Subtract earlier counts."""
         return self._plus(earlier, -1)
 
-    def __add__(self, other: DraftCounts) -> DraftCounts:
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
         return self._plus(other, 1)
 
-    def _plus(self, other: DraftCounts, sign: int) -> DraftCounts:
+    def _plus(self, other: "DraftCounts", sign: int) -> "DraftCounts":
         columns = zip_longest(self.per_position, other.per_position, fillvalue=0)
         return DraftCounts(
             self.drafts + sign * other.drafts,

@@ -39,10 +39,7 @@ class Group:
         return -(-self.step_rows(num_requests) // self._layout.dp)
 
     def distinct_experts(self, answers: Sequence[DebugResult]) -> float | None:
-        """Distinct experts per layer that a step selects on all data-parallel ranks together.
-
-        The mean over all layers; None if it is not known.
-        """
+        """Distinct experts per layer of a step on all data-parallel ranks, the mean, if known."""
         chosen: dict[int, list[set[int]]] = {}  # by stage and layer
         for rank, answer in enumerate(answers):
             if answer.experts is None:

@@ -20,6 +20,7 @@ import msgspec
 from negamax.base.errors import ConfigError
 from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.bench.group import Group, label, sizes
+from negamax.bench.offline_options import OfflineWorkload
 from negamax.bench.report import environment
 from negamax.bench.workload import RandomPrompts, run_batch
 from negamax.engine.core.loop import EngineLoop
@@ -34,32 +35,6 @@ WARM_UP_TOKENS = 8
 # more than the steps in which the last prompts overlap with the first tokens
 OBSERVED_TOKENS = 24
 SCHEMA = "negamax-bench-offline/1"
-
-
-@dataclass(frozen=True)
-class OfflineWorkload:
-    """Batches of `concurrency` concurrent requests. Lengths in tokens."""
-
-    input_len: int
-    output_len: int
-    concurrency: tuple[int, ...]
-    temperature: float = 1.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    repeat: int = 1
-    seed: int = 0
-    count_experts: bool = True  # in its own untimed batch
-    cached_prompts: bool = False  # time decode steps after cached prompts
-
-    def __post_init__(self) -> None:
-        for flag, value, low in (
-            ("--input-len", self.input_len, 1),
-            ("--output-len", self.output_len, 2),
-            ("--repeat", self.repeat, 1),
-            ("--concurrency", min(self.concurrency, default=0), 1),
-        ):
-            if value < low:
-                raise ConfigError(f"{flag} is {value}; allowed: {low} or more")
 
 
 @dataclass(frozen=True)
@@ -95,11 +70,7 @@ def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, A
 def run(
     options: EngineOptions, workload: OfflineWorkload, *, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure each batch size with a new engine; returns the document of `--json`.
-
-    `say` gets lines of progress. Errors: `ConfigError` if the batches do not fit the engine, or if
-    `cached_prompts` lacks a prefix cache.
-    """
+    """Measure each batch size with a new engine and return the document. Errors: `ConfigError`."""
     if workload.cached_prompts and not options.enable_prefix_caching:
         raise ConfigError(
             "--cached-prompts finds prompts in the prefix cache, which is off",
@@ -119,9 +90,7 @@ def run(
     result = {
         "engine": "negamax",
         **conditions(options, workload),
-        "temperature": workload.temperature,
-        "top_k": workload.top_k,
-        "top_p": workload.top_p,
+        **_filters(workload),
         "repeat": workload.repeat,
         "start_seconds": start_seconds,
         "runs": runs,
@@ -132,6 +101,10 @@ def run(
     return {"schema": SCHEMA, "results": [result]}
 
 
+def _filters(workload: OfflineWorkload) -> dict[str, Any]:
+    return {name: getattr(workload, name) for name in ("temperature", "top_k", "top_p")}
+
+
 def _measure_all(
     loop: EngineLoop,
     info: ModelInfo,
@@ -140,12 +113,7 @@ def _measure_all(
     *,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    filters = {
-        "temperature": workload.temperature,
-        "top_k": workload.top_k,
-        "top_p": workload.top_p,
-    }
-    prompts = RandomPrompts(info, seed=workload.seed, **filters)
+    prompts = RandomPrompts(info, seed=workload.seed, **_filters(workload))
     runs = []
     for num_requests in workload.concurrency:
         distinct = None
@@ -179,9 +147,7 @@ def _warm_up(
     *,
     num_requests: int,
 ) -> float | None:
-    """Run one or two short batches; returns the distinct experts per layer and decode step if
-    counted.
-    """
+    """Run short batches; return the distinct experts per layer and decode step if counted."""
     seen: list[float] = []
 
     def observe() -> None:
@@ -193,7 +159,7 @@ def _warm_up(
     run_batch(
         loop, prompts.batch(num_requests, input_len=workload.input_len, output_len=WARM_UP_TOKENS)
     )
-    if workload.count_experts:
+    if not workload.no_distinct_experts:
         loop.run_debug_command(OBSERVE_ROUTING, 1)
         batch = prompts.batch(
             num_requests, input_len=workload.input_len, output_len=OBSERVED_TOKENS
@@ -277,10 +243,8 @@ def _progress(run: dict[str, Any]) -> str:
         words.append(f"{run['tpot_ms']:.2f} ms per token and request")
         words.append(f"{run['decode_tokens_per_second']:.0f} tokens/s")
     if run["cached_tokens"]:
-        words.append(
-            f"{run['cached_tokens']} prompt tokens came from the prefix cache, so the prefill "
-            f"time is too short"
-        )
+        cached = f"{run['cached_tokens']} prompt tokens came from the prefix cache"
+        words.append(f"{cached}, so the prefill time is too short")
     if "spec_decode_num_drafts" in run:
         kind = "SYNTHETIC acceptance" if run["spec_decode_synthetic"] else "acceptance"
         words.append(f"{kind} length {run['spec_decode_acceptance_length']:.2f}")

@@ -115,10 +115,7 @@ def run(
     steps: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Profile decode steps of each batch size with a new engine; return the document of `--json`.
-
-    `context`: tokens of each sequence at the start. Errors: `ConfigError` if a batch does not fit.
-    """
+    """Profile decode steps of each batch size and return the document. Errors: `ConfigError`."""
     loop, info = start_loop(options)
     try:
         prompts = RandomPrompts(info, seed=options.seed, temperature=1.0)

@@ -100,10 +100,7 @@ def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: flo
 
 
 def read_baseline(file: Path, conditions: Mapping[str, Any]) -> Run:
-    """Read the result of the same `conditions` (from `offline.conditions`) from `file`.
-
-    Errors: `ConfigError` if there is none.
-    """
+    """Read the result of the same `conditions` from `file`. Errors: `ConfigError`."""
     try:
         results = json.loads(file.read_text(encoding="utf-8"))["results"]
         # older results lack this key

@@ -344,10 +344,7 @@ class _Load:
 
 
 async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
-    """Send `sessions` one after the other and drop their records.
-
-    Errors: `NegamaxError` if the server refuses all of them.
-    """
+    """Send `sessions` in turn and drop their records. Errors: `NegamaxError` if all are refused."""
     for number, session in enumerate(sessions):
         await load.session(session, number)
     if sessions and all(record.error in _REFUSALS for record in load.records):

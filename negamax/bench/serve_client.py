@@ -210,11 +210,10 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class ResponseReader:
-    """Reads one streamed answer into a `RequestRecord`.
+    """Reads one streamed answer into a `RequestRecord`; `collect` keeps the assistant message.
 
-    `collect` keeps the assistant message. With `running_usage` (the request asked for
-    `continuous_usage_stats`), output arrives when the reported token count rises. Otherwise, or
-    without such a count, it arrives when a chunk has text, reasoning, a tool call or token ids.
+    With `running_usage`, output arrives when the reported token count rises. Otherwise, or without
+    such a count, it arrives when a chunk has text, reasoning, a tool call or token ids.
     """
 
     def __init__(

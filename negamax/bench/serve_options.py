@@ -262,11 +262,7 @@ class BenchOptions:
         return self.random_range_rule
 
     def length_range(self, length: int) -> tuple[int, int]:
-        """The least and the greatest random length for `length`, in tokens.
-
-        vLLM's ratio r gives length * (1 - r) to length * (1 + r), SGLang's gives length * r to
-        length.
-        """
+        """The range of random lengths: vLLM's ratio gives 1 - r to 1 + r, SGLang's r to 1."""
         ratio = self.random_range_ratio
         if self.range_rule == "sglang":
             return max(1, int(length * ratio)), length

@@ -28,9 +28,7 @@ _SYLLABLES = (
 
 @dataclass(frozen=True)
 class SessionTurn:
-    """One request: its body without model and sampling, its prompt length if known, and a pause
-    before it.
-    """
+    """One request without model and sampling, its prompt length if known, and a pause before it."""
 
     body: dict[str, Any]
     prompt_tokens: int | None = None
@@ -187,10 +185,7 @@ def longest_prompt(options: BenchOptions) -> int:
 
 
 def read_sharegpt(path: str) -> list[tuple[str, str]]:
-    """Read the first question and answer of each conversation.
-
-    Errors: `ConfigError` that names the file and its fault.
-    """
+    """Read the first question and answer of each conversation. Errors: `ConfigError`."""
     try:
         conversations = json.loads(_read(path))
     except ValueError as error:
@@ -237,10 +232,7 @@ def sharegpt_workload(
     count: Callable[[str], int],
     context_length: int | None,
 ) -> BenchWorkload:
-    """Ask the questions in random order, each with an output as long as the recorded answer.
-
-    `count` returns the tokens of a text.
-    """
+    """Ask in random order for outputs as long as recorded; `count` returns the tokens of a text."""
     limit = min(options.sharegpt_context_len or context_length or 2**62, context_length or 2**62)
     turns = []
     for question, answer in pairs:

@@ -44,10 +44,7 @@ class RandomPrompts:
         self._numbers = count()
 
     def batch(self, num_requests: int, *, input_len: int, output_len: int) -> list[GenerateRequest]:
-        """Make `num_requests` requests that generate exactly `output_len` tokens.
-
-        Errors: `ConfigError` if they do not fit.
-        """
+        """Make requests that generate exactly `output_len` tokens. Errors: `ConfigError`."""
         if input_len + output_len > self._info.max_model_len:
             raise ConfigError(
                 f"{input_len} prompt and {output_len} output tokens exceed the window of "
@@ -149,10 +146,7 @@ def drain(loop: EngineLoop) -> None:
 
 
 def decode_batch(loop: EngineLoop, requests: list[GenerateRequest]) -> Generator[None, None, None]:
-    """Run `requests` to their first tokens, then one step per `next` until a request ends.
-
-    Closing the iterator aborts the requests.
-    """
+    """Run `requests` to their first tokens, then a step per `next` until one ends; close: abort."""
     waiting = {request.request_id for request in requests}
     for request in requests:
         loop.add(request)

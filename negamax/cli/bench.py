@@ -1,13 +1,18 @@
-"""`negamax bench`: what the model gets right, and how fast it is. `accuracy` is here, the others
-are in `bench_*.py`.
-"""
+"""`negamax bench`: the group of benchmarks, and `accuracy`; the others are in `bench_*.py`."""
 
 from dataclasses import fields
 from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from negamax.base import log
 from negamax.base.errors import ConfigError
@@ -73,24 +78,15 @@ def accuracy(
     options = {field.name: getattr(engine, field.name) for field in fields(engine)}
     with LLM(**options | {"model": engine.model or "nano"}) as llm:
         for name in suite or DEFAULT_SUITES:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-            )
+            columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
                 task = bar.add_task(name, total=None)
-                result = run_suite(
-                    llm,
-                    name,
-                    count=count or SUITES[name],
-                    seed=engine.seed,
-                    temperature=temperature,
-                    progress=lambda done, total, bar=bar, task=task: bar.update(
-                        task, completed=done, total=total
-                    ),  # type: ignore[misc]
-                )
+
+                def show(done: int, total: int, bar: Progress = bar, task: TaskID = task) -> None:
+                    bar.update(task, completed=done, total=total)
+
+                how = {"seed": engine.seed, "temperature": temperature, "progress": show}
+                result = run_suite(llm, name, count=count or SUITES[name], **how)
             results.append(result)
             rate = result.output_tokens / result.seconds
             console.print(
@@ -105,10 +101,7 @@ def accuracy(
                 console.print(f"  {length:.2f} tokens per row with drafts")
             counted = drafts
             for failure in result.failures:
-                console.print(
-                    f"  asked {failure.question!r}: expected {failure.expected}, got "
-                    f"{failure.answered!r}",
-                    style="dim",
-                )
+                right = f"expected {failure.expected}, got {failure.answered!r}"
+                console.print(f"  asked {failure.question!r}: {right}", style="dim")
     if json_file is not None:
         write_json(json_file, [result.as_dict() for result in results])

@@ -50,10 +50,7 @@ def command(
 
 
 def _import_tool() -> ModuleType:
-    """Import tools/bench_kernels.py: the inputs of kernels are test data, not part of the wheel.
-
-    Errors: `ConfigError` outside a clone.
-    """
+    """Import tools/bench_kernels.py, which is not in the wheel. Errors: `ConfigError`."""
     root = Path(negamax.__file__).parents[1]
     if not (root / "tools" / "bench_kernels.py").is_file():
         raise ConfigError(

@@ -1,13 +1,14 @@
-"""`negamax bench offline MODEL`: prefill and decode speed by batch size, beside the physical
-limit.
-"""
+"""`negamax bench offline MODEL`: prefill and decode speed by batch size, beside the limit."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from negamax.base import log
 from negamax.base.errors import ConfigError
+from negamax.bench.offline_options import OfflineWorkload
 from negamax.bench.serve_options import WORKLOAD
 from negamax.cli.bench_options import json_option, parse_counts, picture
 from negamax.cli.options import setting, with_options
@@ -23,22 +24,9 @@ HELP = (
 def command(
     *,
     engine: EngineOptions,
-    input_len: int = setting(1000, "Set the tokens of each prompt.", panel=WORKLOAD, min=1),
-    output_len: int = setting(129, "Set the tokens generated for each.", min=2),
-    concurrency: str = setting("1,4,16,64,100", "Set the batch sizes, separated by commas."),
-    repeat: int = setting(1, "Measure each this often and keep the median.", min=1),
-    temperature: float = setting(1.0, "Set the temperature; 0 is greedy.", min=0.0, max=2.0),
-    top_k: int = setting(0, "Set the number of candidates; 0 is off.", min=0),
-    top_p: float = setting(1.0, "Set the nucleus; 1 is off.", min=0.0, max=1.0),
-    no_distinct_experts: bool = setting(
-        False,
-        "Do not count the selected experts, which takes a batch of its own without CUDA graphs.",
-        "--no-distinct-experts",
-    ),
-    cached_prompts: bool = setting(
-        False,
-        "Compute the prompts once and time what follows their cached blocks; for long contexts.",
-        "--cached-prompts",
+    workload: OfflineWorkload,
+    concurrency: str = setting(
+        "1,4,16,64,100", "Set the batch sizes, separated by commas.", panel=WORKLOAD
     ),
     json_file: Path | None = json_option(),
     compare: Path | None = setting(None, "Show the ratio to an earlier run's JSON file."),
@@ -60,27 +48,13 @@ def command(
     from negamax.bench import offline, plots, report  # torch
     from negamax.engine.core.source import locate
 
-    workload = offline.OfflineWorkload(
-        input_len=input_len,
-        output_len=output_len,
-        concurrency=counts,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        repeat=repeat,
-        seed=engine.seed,
-        count_experts=not no_distinct_experts,
-        cached_prompts=cached_prompts,
-    )
-    baseline = (
-        None
-        if compare is None
-        else report.read_baseline(compare, offline.conditions(engine, workload))
-    )
+    workload = replace(workload, concurrency=counts, seed=engine.seed)
+    baseline = None
+    if compare is not None:
+        baseline = report.read_baseline(compare, offline.conditions(engine, workload))
     notes = Console(stderr=True, highlight=False)
-    document = offline.run(
-        engine, workload, say=lambda line: notes.print(line, style="dim", soft_wrap=True)
-    )
+    say = partial(notes.print, style="dim", soft_wrap=True)
+    document = offline.run(engine, workload, say=say)
     (result,) = document["results"]
     spec = locate(engine).spec
     if bandwidth is not None:

@@ -16,8 +16,7 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_result(file: Path, *, flag: str) -> None:
-    """Refuse a file that could not be written after a run; makes its folder. Errors:
-    `ConfigError` naming `flag`."""
+    """Make a file's folder, and refuse one that cannot be written. Errors: `ConfigError`."""
     reason = ""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

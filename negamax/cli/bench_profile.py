@@ -1,5 +1,6 @@
 """`negamax bench profile MODEL`: microseconds and launches per layer of a decode step."""
 
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -34,13 +35,8 @@ def command(
     from negamax.bench import profile, report  # torch
 
     notes = Console(stderr=True, highlight=False)
-    document = profile.run(
-        engine,
-        batches=batches,
-        context=context,
-        steps=steps,
-        say=lambda line: notes.print(line, style="dim", soft_wrap=True),
-    )
+    say = partial(notes.print, style="dim", soft_wrap=True)
+    document = profile.run(engine, batches=batches, context=context, steps=steps, say=say)
     (result,) = document["results"]
     if json_file is not None:
         report.write_json(json_file, document)
@@ -52,10 +48,6 @@ def command(
     console = Console()
     console.print(report.rows_table(headings, rows, title=title))
     if kernels:
-        names = {
-            entry["operation"]: entry["kernels"]
-            for run in result["runs"]
-            for entry in run["operations"]
-        }
-        for operation, found in names.items():
+        entries = [entry for run in result["runs"] for entry in run["operations"]]
+        for operation, found in {each["operation"]: each["kernels"] for each in entries}.items():
             console.print(f"{operation}: {', '.join(found)}", soft_wrap=True, markup=False)

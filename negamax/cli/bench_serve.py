@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -277,47 +276,29 @@ def _display(progress: RunProgress, *, shown: bool) -> Iterator[None]:
     if not shown or not sys.stderr.isatty():
         yield
         return
+    from rich import progress as rich_progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
+    from rich.live import Live
+
+    bars = rich_progress.Progress(
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TextColumn("{task.fields[rates]}"),
+        rich_progress.TimeElapsedColumn(),
+        rich_progress.TimeRemainingColumn(),
     )
-    from rich.progress import Progress as Bars
+    task = bars.add_task("connecting", total=None, rates="")
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rates]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    ended = threading.Event()
-    with Bars(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bars:
-        task = bars.add_task("connecting", total=None, rates="")
+    def current() -> rich_progress.Progress:
+        counts = {"total": progress.total or None, "completed": progress.done}
+        bars.update(task, description=progress.stage, rates=_rates(progress), **counts)
+        return bars
 
-        def refresh() -> None:
-            while not ended.wait(_REFRESH_SECONDS):
-                total = progress.total or None
-                bars.update(
-                    task,
-                    description=progress.stage,
-                    total=total,
-                    completed=progress.done,
-                    rates=_rates(progress),
-                )
-                bars.refresh()
-
-        thread = threading.Thread(target=refresh, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+    rate = 1 / _REFRESH_SECONDS
+    console = Console(stderr=True)
+    with Live(get_renderable=current, console=console, transient=True, refresh_per_second=rate):
+        yield
 
 
 def _rates(progress: RunProgress) -> str:

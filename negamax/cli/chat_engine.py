@@ -1,21 +1,16 @@
 """A chat with an engine in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
 from negamax.api.common.conversation import Conversation, PromptBuilder
-from negamax.cli.chat_session import TokenCounts
+from negamax.cli.chat_session import ChatPrompt, Show, TokenCounts
 from negamax.engine.client.output import RequestOutput
 from negamax.engine.client.supervisor import EngineSupervisor
 from negamax.models.chat_format import ChatFormat
 from negamax.options.engine import EngineOptions
-from negamax.scheduler.request import SamplingParams
-from negamax.text.parser.events import ParserEvent
 
 
 class EngineBackend:
@@ -37,19 +32,13 @@ class EngineBackend:
         )
 
     @classmethod
-    def start(cls, options: EngineOptions, runner: asyncio.Runner) -> EngineBackend:
+    def start(cls, options: EngineOptions, runner: asyncio.Runner) -> "EngineBackend":
         """Load the model. Errors: those of `EngineSupervisor.start`."""
         return cls(runner.run(EngineSupervisor.start(options)), runner)
 
-    def answer(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        sampling: SamplingParams,
-        show: Callable[[Sequence[ParserEvent]], None],
-    ) -> TokenCounts:
+    def answer(self, prompt: ChatPrompt, show: Show) -> TokenCounts:
         """Answer, as in `Backend`."""
-        return self._runner.run(self._answer(messages, tools, sampling, show))
+        return self._runner.run(self._answer(prompt, show))
 
     def shutdown(self) -> None:
         """Cancel an answer that a signal interrupted, and stop the engine."""
@@ -61,27 +50,20 @@ class EngineBackend:
             await asyncio.wait([self._answering])
         await self._supervisor.shutdown()
 
-    async def _answer(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        sampling: SamplingParams,
-        show: Callable[[Sequence[ParserEvent]], None],
-    ) -> TokenCounts:
+    async def _answer(self, given: ChatPrompt, show: Show) -> TokenCounts:
         self._answering = asyncio.current_task()
-        conversation = Conversation(messages=messages, tools=tools)
+        conversation = Conversation(messages=given.messages, tools=given.tools)
         prompt = await self._prompts.chat(conversation, num_bytes=0)
-        rules = ReadingRules(tools=tools, may_call=bool(tools))
+        rules = ReadingRules(tools=given.tools, may_call=bool(given.tools))
         reader = ChoiceReader(self._chat_format, prompt=prompt, rules=rules)
         request_id = f"chat-{secrets.token_hex(8)}"
-        generation = self._engine.generate(prompt.token_ids, sampling, request_id=request_id)
+        generation = self._engine.generate(prompt.token_ids, given.sampling, request_id=request_id)
         counts = TokenCounts(len(prompt.token_ids), 0, 0)
 
         def take(_: int, output: RequestOutput) -> None:
             nonlocal counts
-            counts = TokenCounts(
-                output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens
-            )
+            cached, written = output.num_cached_tokens, output.num_output_tokens
+            counts = TokenCounts(output.num_prompt_tokens, cached, written)
             show(reader.push(output))
 
         await generation.run(take)

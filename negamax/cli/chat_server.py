@@ -1,17 +1,14 @@
 """A chat with an OpenAI-compatible server."""
 
-from __future__ import annotations
-
 import http.client
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 from negamax.base.errors import ConfigError, InvalidRequestError, UnavailableError
-from negamax.cli.chat_session import TokenCounts
-from negamax.scheduler.request import SamplingParams
+from negamax.cli.chat_session import ChatPrompt, Show, TokenCounts
 from negamax.text.parser.events import (
     ContentDelta,
     ParserEvent,
@@ -36,11 +33,8 @@ class ServerBackend:
         self._headers = _headers(api_key)
 
     @classmethod
-    def connect(cls, url: str, *, api_key: str | None, model: str | None) -> ServerBackend:
-        """Connect to the server at `url`, with or without its /v1, for a model or its first one.
-
-        Errors: `ConfigError`.
-        """
+    def connect(cls, url: str, *, api_key: str | None, model: str | None) -> "ServerBackend":
+        """Connect to `url`, with or without /v1; no model: the first. Errors: `ConfigError`."""
         address = url if "://" in url else f"http://{url}"
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -51,23 +45,18 @@ class ServerBackend:
             model = _first_model(address, _headers(api_key))
         return cls(address, api_key=api_key, model=model)
 
-    def answer(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        sampling: SamplingParams,
-        show: Callable[[Sequence[ParserEvent]], None],
-    ) -> TokenCounts:
+    def answer(self, prompt: ChatPrompt, show: Show) -> TokenCounts:
         """Answer, as in `Backend`. Errors also: `UnavailableError` without an answer."""
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": messages,
+            "messages": prompt.messages,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        sampling = prompt.sampling
         given = {"max_tokens": sampling.max_tokens, "temperature": sampling.temperature}
         body |= {name: value for name, value in given.items() if value is not None}
-        body |= {"tools": tools} if tools else {}
+        body |= {"tools": prompt.tools} if prompt.tools else {}
         url, text = f"{self._address}/v1/chat/completions", json.dumps(body)
         try:
             with _answered(url, headers=self._headers, body=text) as response:
@@ -80,9 +69,7 @@ class ServerBackend:
             ) from None
 
 
-def _read_stream(
-    chunks: Iterator[dict[str, Any]], show: Callable[[Sequence[ParserEvent]], None]
-) -> TokenCounts:
+def _read_stream(chunks: Iterator[dict[str, Any]], show: Show) -> TokenCounts:
     """Show the deltas of the first choice as events of the output parser."""
     counts = TokenCounts(0, 0, 0)
     open_calls: set[int] = set()

@@ -38,22 +38,24 @@ class TokenCounts(NamedTuple):
     output: int
 
 
+class ChatPrompt(NamedTuple):
+    """What the next message follows from."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    sampling: SamplingParams
+
+
+Show = Callable[[Sequence[ParserEvent]], None]
+
+
 class Backend(Protocol):
     """The engine or the server that answers."""
 
     model: str
 
-    def answer(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        sampling: SamplingParams,
-        show: Callable[[Sequence[ParserEvent]], None],
-    ) -> TokenCounts:
-        """Generate the next message and pass the events of each piece to `show`.
-
-        Errors: `NegamaxError` for what the model or its server refuses.
-        """
+    def answer(self, prompt: ChatPrompt, show: Show) -> TokenCounts:
+        """Generate the next message; pass its events to `show`. Errors: `NegamaxError`."""
         ...
 
 
@@ -134,9 +136,8 @@ class ChatSession:
 
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         try:
-            counts = self._backend.answer(
-                [*system, *self._messages], self._tools, self._sampling, show
-            )
+            prompt = ChatPrompt([*system, *self._messages], self._tools, self._sampling)
+            counts = self._backend.answer(prompt, show)
         except KeyboardInterrupt:
             message = shown.finish()
             message.pop("tool_calls", None)
@@ -157,8 +158,7 @@ class ChatSession:
         except BaseException:
             shown.finish()  # shows the cursor again
             raise
-        message = shown.finish()
-        self._messages.append(message)
+        self._messages.append(message := shown.finish())
         self._open_calls = list(message.get("tool_calls", ()))
         view.figures(clock.figures(counts))
 
@@ -188,11 +188,7 @@ class ChatSession:
         return True
 
     def is_command(self, line: str) -> bool:
-        """Check whether a line is a command.
-
-        A tool's result may begin with a slash: while one is awaited, only ending and clearing
-        count.
-        """
+        """Check for a command; a tool's result may begin with a slash, too."""
         name = line.partition(" ")[0].strip()
         if self.awaited_call is not None:
             return name in ("/exit", "/clear", "/reset")
@@ -217,9 +213,8 @@ class ChatSession:
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
             messages, system = kept["messages"], kept["system"]
-            if not all(isinstance(message["role"], str) for message in messages):
-                raise TypeError
-            if not isinstance(system, str | None):
+            roles_are_texts = all(isinstance(message["role"], str) for message in messages)
+            if not roles_are_texts or not isinstance(system, str | None):
                 raise TypeError
         except OSError as error:
             view.problem(f"the conversation cannot be loaded: {error}")

@@ -1,7 +1,5 @@
 """The output of a chat: dimmed thinking, Markdown as it arrives, tool calls, figures."""
 
-from __future__ import annotations
-
 import re
 import secrets
 import sys
@@ -43,7 +41,7 @@ class ChatView:
         """Whether a person types the input and reads the output."""
         return sys.stdin.isatty() and self.console.is_terminal
 
-    def answer(self) -> AnswerView:
+    def answer(self) -> "AnswerView":
         """Return the view of the next answer."""
         return AnswerView(self.console, self._thinking, is_markdown=self._is_markdown)
 
@@ -109,9 +107,7 @@ class AnswerView:
                 self._write(self._console, text, style="cyan")
 
     def finish(self) -> dict[str, Any]:
-        """End the answer's last line and return the message for the history, without a truncated
-        call.
-        """
+        """End the last line and return the message for the history, without a truncated call."""
         if self._thinking is not None and self._reasoning and not self._content and not self._calls:
             self._break_after_thinking()
         for call in self._calls[self._complete_calls :]:
@@ -150,10 +146,7 @@ class AnswerView:
 
 
 class MarkdownStream:
-    """Markdown that is rendered while it arrives.
-
-    Complete blocks are printed once; only the last, incomplete block is redrawn as it grows.
-    """
+    """Markdown that is rendered as it arrives: only the last, incomplete block is redrawn."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -198,10 +191,7 @@ class MarkdownStream:
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """Split Markdown after its last complete block.
-
-    That is the last blank line outside code fences, lists and tables.
-    """
+    """Split Markdown after the last blank line outside code fences, lists and tables."""
     cut, fence, position = 0, "", 0
     for line in text.splitlines(keepends=True):
         position += len(line)

@@ -135,11 +135,9 @@ def _show(differences: list[Difference]) -> None:
     for column in table.columns[:2]:
         column.overflow = "fold"
     for kind in by_kind(changed):
-        name, numbers = (
-            kind.kind.removesuffix(".weight"),
-            (f"{kind.mean:.3%}", f"{kind.largest:.3%}"),
-        )
-        table.add_row(name.removeprefix("model.layers.*."), kind.format, str(kind.count), *numbers)
+        name = kind.kind.removesuffix(".weight").removeprefix("model.layers.*.")
+        numbers = (str(kind.count), f"{kind.mean:.3%}", f"{kind.largest:.3%}")
+        table.add_row(name, kind.format, *numbers)
     worst = Table("farthest from the source", "error")
     for one in sorted(changed, key=lambda one: -one.error)[:_WORST]:
         worst.add_row(one.name, f"{one.error:.3%}")

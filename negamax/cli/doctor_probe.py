@@ -1,8 +1,4 @@
-"""Print as JSON what can be imported here and what PyTorch finds on this machine.
-
-`negamax doctor` runs it as a process: PyTorch takes seconds to import, and a broken one can end the
-process.
-"""
+"""Print as JSON what can be imported and what PyTorch finds: `negamax doctor` runs this process."""
 
 import json
 from importlib import import_module

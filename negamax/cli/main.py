@@ -59,11 +59,7 @@ def root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code.
-
-    2: the command was refused, or its output cannot be written; standard error has one line. 141:
-    the reader of the output closed it.
-    """
+    """Run the command line and return the exit code: 2 for a refusal, 141 for a closed reader."""
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()

@@ -33,38 +33,9 @@ _COUNT = re.compile(r"(-?\d{1,15}(?:\.\d{1,15})?)\s*([kKmMgG]?)")
 # choices that model families add
 _CHOICES = {"tool_call_parser": TOOL_CALL_PARSERS, "reasoning_parser": REASONING_PARSERS}
 
-_MODEL_ARGUMENT = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help=f"A local folder, a hub id, or {QUOTED_NAMES}, the embedded models.",
-        show_default=False,
-    ),
-]
+_CONFIG = "Read options from this TOML file, by name; flags and NEGAMAX_... variables override it."
+_EXPLAIN = "Check the command line, show each option and where its value comes from, and exit."
 _MODEL_FLAG = Flag("The same as MODEL.", ("--model",), ("--model-path",), field="model_option")
-_MODEL_OPTION = Annotated[
-    str | None,
-    typer.Option(
-        "--model", help=_MODEL_FLAG.listed_help, rich_help_panel=MODEL, show_default=False
-    ),
-]
-_CONFIG = Annotated[
-    str | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help="Read options from this TOML file, by name; flags and NEGAMAX_... variables override "
-        "it.",
-        show_default=False,
-    ),
-]
-_EXPLAIN = Annotated[
-    bool,
-    typer.Option(
-        "--explain",
-        help="Check the command line, show each option and where its value comes from, and exit.",
-    ),
-]
 
 
 def with_options(
@@ -92,16 +63,23 @@ def with_options(
         has_engine = any(issubclass(one, EngineOptions) for one in classes.values())
         parameters = [one for name, one in own.items() if name not in classes]
         if has_engine:
-            parameters.insert(0, _parameter("model", None, _MODEL_ARGUMENT))
+            help = f"A local folder, a hub id, or {QUOTED_NAMES}, the embedded models."
+            model = typer.Argument(None, metavar="MODEL", help=help, show_default=False)
+            first = [_parameter("model", model, str | None)]
             if explains:
-                parameters.append(_parameter("config", None, _CONFIG))
-                parameters.append(_parameter("explain", False, _EXPLAIN))
-                empty = inspect.Parameter.empty
-                parameters.append(_parameter("typer_context", empty, typer.Context))
+                config = setting(None, _CONFIG, metavar="FILE", show_default=False)
+                first += [
+                    _parameter("config", config, str | None),
+                    _parameter("explain", setting(False, _EXPLAIN, "--explain"), bool),
+                    _parameter("typer_context", inspect.Parameter.empty, typer.Context),
+                ]
+            parameters = first + parameters
         flags: list[Flag] = []
         for options in reversed(classes.values()):  # those of the server first
             if issubclass(options, EngineOptions):
-                parameters.append(_parameter("model_option", None, _MODEL_OPTION))
+                help = _MODEL_FLAG.listed_help
+                option = setting(None, help, "--model", panel=MODEL, show_default=False)
+                parameters.append(_parameter("model_option", option, str | None))
                 flags.append(_MODEL_FLAG)
             parameters += _flag_parameters(options, defaults or {})
             flags += _flags(options)
@@ -179,8 +157,7 @@ def _flags(options: type) -> tuple[Flag, ...]:
 
 
 def _made(options: type, values: dict[str, Any], fixed: dict[str, Any]) -> Any:
-    """Make the dataclass from the parameters, which are taken out of `values`. Errors:
-    `ConfigError`."""
+    """Make the dataclass from parameters, which leave `values`. Errors: `ConfigError`."""
     chosen = dict(fixed)
     for flag in _flags(options):
         value, name = values.pop(flag.field), flag.names[0]
@@ -202,8 +179,7 @@ def _made(options: type, values: dict[str, Any], fixed: dict[str, Any]) -> Any:
 
 
 def _check_server(chosen: Mapping[str, Any]) -> None:
-    """Refuse files and names that cannot be used before a model is loaded. Errors:
-    `ConfigError`."""
+    """Refuse unusable files and names before a model is loaded. Errors: `ConfigError`."""
     keys_of_file(chosen["api_key_file"])
     if kwargs := chosen.get("default_chat_template_kwargs"):
         from negamax.text.chat_template import check_template_kwargs
@@ -211,29 +187,21 @@ def _check_server(chosen: Mapping[str, Any]) -> None:
         check_template_kwargs(kwargs)
     template = chosen["chat_template"]
     if template is not None and not Path(template).is_file():
-        raise ConfigError(
-            f"--chat-template is {template!r}, which is not a file",
-            hint="give a Jinja template file",
-        )
-    check_parsers(
-        tool_call_parser=chosen["tool_call_parser"], reasoning_parser=chosen["reasoning_parser"]
-    )
+        refusal = f"--chat-template is {template!r}, which is not a file"
+        raise ConfigError(refusal, hint="give a Jinja template file")
+    names = ("tool_call_parser", "reasoning_parser")
+    check_parsers(**{name: chosen[name] for name in names})
 
 
 def _one_model(argument: str | None, option: str | None, *, needed: bool) -> str:
     model = option if argument is None else argument
-    if model is None and not needed:
-        return ""
-    if model is None:
-        raise ConfigError(
-            "MODEL is missing",
-            hint=f"give a folder, a hub id, or {QUOTED_NAMES}, the embedded models",
-        )
+    if model is None and needed:
+        hint = f"give a folder, a hub id, or {QUOTED_NAMES}, the embedded models"
+        raise ConfigError("MODEL is missing", hint=hint)
     if option not in (None, model):
-        raise ConfigError(
-            f"MODEL is {argument!r} and --model is {option!r}", hint="give one of them"
-        )
-    return model
+        refusal = f"MODEL is {argument!r} and --model is {option!r}"
+        raise ConfigError(refusal, hint="give one of them")
+    return model or ""
 
 
 def _listed(flag: str, values: Iterable[str]) -> tuple[str, ...]:
@@ -248,10 +216,8 @@ def _listed(flag: str, values: Iterable[str]) -> tuple[str, ...]:
         except ValueError:
             listed = None
         if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
-            raise ConfigError(
-                f"{flag} is {value[:60]!r}, which is no JSON list of texts",
-                hint=f"repeat {flag} instead",
-            )
+            refusal = f"{flag} is {value[:60]!r}, which is no JSON list of texts"
+            raise ConfigError(refusal, hint=f"repeat {flag} instead")
         texts += listed
     return tuple(texts)
 
@@ -285,10 +251,8 @@ def parse_count(text: str | int) -> int | None:
         unit = match[2].lower() + "i" * match[2].isupper()
         value = float(match[1]) * (_UNITS | _BINARY_UNITS)[unit]
     if not value.is_integer():
-        raise typer.BadParameter(
-            f"{text[:60]!r} is not a number; allowed: such as 131072, 128k (thousands), 128K (of "
-            f"1024), auto"
-        )
+        allowed = "such as 131072, 128k (thousands), 128K (of 1024), auto"
+        raise typer.BadParameter(f"{text[:60]!r} is not a number; allowed: {allowed}")
     return int(value)
 
 

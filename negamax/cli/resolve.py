@@ -41,9 +41,7 @@ _ONLY_FLAGS = frozenset({"help", "explain", "version", "config"})
 
 @dataclass(frozen=True)
 class OptionValue:
-    """An option's words for typer, and their source: a flag as written, a variable, a key of a
-    file.
-    """
+    """An option's words for typer, and their source: a flag, a variable, a key of a file."""
 
     words: tuple[str, ...]
     source: str
@@ -59,9 +57,7 @@ class Resolved:
 
 
 def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
-    """Resolve a command line. Errors: `ConfigError` for unknown names, refused options and the
-    file.
-    """
+    """Resolve a command line. Errors: `ConfigError` for names, options and the file."""
     command, path, rest = find_command(root, words)
     if isinstance(command, TyperGroup):
         return Resolved(list(words))
@@ -183,8 +179,8 @@ def _of_environment(options: Sequence[Option]) -> list[Given]:
 
 
 def _is_service_link(name: str, text: str) -> bool:
-    """Check for variables that Kubernetes sets for a service called `negamax`, such as
-    NEGAMAX_PORT=tcp://10.0.0.1:8000.
+    """Check for a variable of a Kubernetes service called `negamax`:
+    NEGAMAX_PORT=tcp://10.0.0.1:80.
     """
     return name.startswith(f"{PREFIX}SERVICE_") or text.startswith(("tcp://", "udp://", "sctp://"))
 
@@ -206,10 +202,7 @@ def _misspelled_variables(options: Sequence[Option]) -> list[str]:
 def _translated(
     levels: Sequence[Sequence[Given]], names: OptionNames, model: str | None, notes: list[str]
 ) -> list[list[Given]]:
-    """Replace other servers' options by ours and add to `notes`.
-
-    Ours override the translations, except for those in `Translation.over`.
-    """
+    """Replace other servers' options by ours, which override all but `Translation.over`."""
     own = [[item for item in level if item.name in names.own] for level in levels]
     chosen = {name: choice.words for name, choice in _choose(own, names).items() if choice.words}
     line = {name: words[-1].partition("=")[2] for name, words in chosen.items()}
@@ -252,9 +245,7 @@ def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
 
 
 def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, OptionValue]:
-    """Choose the words for each option: those of the last level that has it, or of all levels where
-    a list adds up.
-    """
+    """Choose the words of the last level that has an option, or of all where a list adds up."""
     chosen: dict[str, OptionValue] = {}
     for level in levels:
         found: dict[str, Given] = {}

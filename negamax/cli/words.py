@@ -1,7 +1,5 @@
 """Sort the words of a command line into options, their values and arguments."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Mapping, Sequence
@@ -33,7 +31,7 @@ class Option:
     takes_many: bool  # several values may follow one flag
 
     @classmethod
-    def of(cls, parameter: Any, flag: Flag | None) -> Option:
+    def of(cls, parameter: Any, flag: Flag | None) -> "Option":
         """Make it from typer's parameter and the flag of its field, if it has one."""
         has_field = flag is not None
         flag = flag or Flag(field=parameter.name)
@@ -167,7 +165,7 @@ class Line:
     after_dashes: tuple[str, ...]  # with the dashes
 
 
-def is_model_option(option: Option) -> bool:
+def is_model_option(option: "Option") -> bool:
     """Check for --model, which commands with MODEL have."""
     return option.name == "model_option"
 
@@ -249,9 +247,7 @@ class _Reader:
         return name if name in self.names.own or name in self.names.foreign else None
 
     def _values(self, kind: Kind, *, own: bool, name: str = "") -> list[str]:
-        """Take the words that belong to an option: for ours any word, else none that looks like an
-        option.
-        """
+        """Take an option's words: for ours any word, else none that looks like an option."""
         many = kind is Kind.LIST and (not own or self.names.own[name].option.takes_many)
         values = [self.words.pop(0)] if self.words and (own or _is_value(self.words[0])) else []
         while many and self.words and _is_value(self.words[0]):

@@ -44,10 +44,7 @@ STEP_LIMITS = {"cuda": StepLimits(256, 8192, 64), "cpu": StepLimits(64, 2048, 16
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of loading and running a model, named as in vLLM.
-
-    None: derived from the model and the machine.
-    """
+    """Options of loading and running a model, named as in vLLM. None: derived."""
 
     model: str = field(kw_only=False)  # folder, hub id, embedded name, or bundled specification
 

@@ -1,13 +1,11 @@
 """Settings for moving experts between ranks, with the keys of vLLM's `--eplb-config`."""
 
-from __future__ import annotations
-
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from negamax.base.errors import ConfigError
+from negamax.options.flags import check_keys
 
 IN_ORDER = "trivial"  # of --init-expert-location
 RECORDER_MODES = ("off", "stat")
@@ -33,16 +31,10 @@ class EplbConfig:
     min_rebalancing_utilization_threshold: float = 1.0
 
     @staticmethod
-    def read(given: Mapping[str, Any]) -> EplbConfig:
+    def read(given: Mapping[str, Any]) -> "EplbConfig":
         """Read the keys of the option."""
         known = {field.name for field in fields(EplbConfig)}
-        for key in given:
-            if key not in known | _WITHOUT_EFFECT | {"policy"}:
-                near = difflib.get_close_matches(key, sorted(known), n=1)
-                raise ConfigError(
-                    f"{_FLAG} has the unknown key {key[:60]!r}; known: {', '.join(sorted(known))}",
-                    hint=f"did you mean {near[0]}?" if near else f"leave {key[:60]} out",
-                )
+        check_keys(_FLAG, given, known, also=_WITHOUT_EFFECT | {"policy"})
         if given.get("policy", "default") != "default":
             _refuse("policy", given["policy"], "default")
         for key, least in (("window_size", 1), ("step_interval", 1), ("num_redundant_experts", 0)):

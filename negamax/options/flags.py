@@ -4,7 +4,9 @@ An option is one dataclass field, such as `max_num_seqs: int | None = option(Non
 sequences in one step.")`. Its flag, environment variable, TOML key and help follow from it.
 """
 
+import difflib
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
@@ -119,3 +121,16 @@ def check_options(options: Any) -> None:
         if has_limits and not flag.allows(value):
             shown = f"{value:g}" if isinstance(value, float) else value
             raise ConfigError(f"{name} is {shown}; allowed: {flag.limits}")
+
+
+def check_keys(
+    flag: str, given: Collection[str], known: Collection[str], *, also: Collection[str]
+) -> None:
+    """Refuse keys of an object that are neither `known` nor `also` accepted: `ConfigError`."""
+    for key in given:
+        if key not in known and key not in also:
+            near = difflib.get_close_matches(key, sorted(known), n=1)
+            raise ConfigError(
+                f"{flag} has the unknown key {key[:60]!r}; known: {', '.join(sorted(known))}",
+                hint=f"did you mean {near[0]}?" if near else f"leave {key[:60]} out",
+            )

@@ -48,11 +48,7 @@ class Foreign:
     about: str
 
     def translate(self, value: Any, line: Mapping[str, str]) -> Translation:
-        """Translate a value.
-
-        `value` is a text, a list, what JSON holds, or a boolean. `line` has the options of the
-        command line as texts: ours by field, others by name.
-        """
+        """Translate a value; `line` has the options as texts: ours by field, others by name."""
         if self.rule is not None:
             return self.rule(self, value, line)
         if self.remedy is None:

@@ -6,11 +6,7 @@ from negamax.base.errors import ConfigError
 
 
 def keys_of_file(path: str | None) -> tuple[str, ...]:
-    """Read one key per line; skip empty lines and lines with #.
-
-    Errors: `ConfigError` for a file that cannot be read, has no key, or has one no header can
-    carry.
-    """
+    """Read one key per line, without empty lines and lines with #. Errors: `ConfigError`."""
     if path is None:
         return ()
     try:

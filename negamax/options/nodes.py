@@ -14,10 +14,7 @@ LAUNCHERS = (MP, RAY)  # that start the other nodes' agents: the command there, 
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """Nodes: machines with an equal number of ranks. Node 0 has the server and the scheduler.
-
-    Errors: `ConfigError` with a setting that works.
-    """
+    """Machines with equally many ranks; node 0 has server and scheduler. Errors: `ConfigError`."""
 
     nnodes: int = 1
     node_rank: int = 0

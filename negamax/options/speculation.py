@@ -1,13 +1,11 @@
 """Settings for draft tokens, with the keys of vLLM's `--speculative-config`."""
 
-from __future__ import annotations
-
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from negamax.base.errors import ConfigError
+from negamax.options.flags import check_keys
 
 EAGLE3, NGRAM = "eagle3", "ngram"
 METHODS = (EAGLE3, NGRAM)
@@ -82,11 +80,8 @@ class SpeculationConfig:
         few = {number for number in (1, 2, 3, -(-most // 2)) if number < most}
         return (*sorted(few), most) if self.adaptive else (most,)
 
-    def as_long_as(self, num_tokens: int | None) -> SpeculationConfig:
-        """Apply the number of tokens in a draft's files where the option gives none.
-
-        Errors: `ConfigError` for a number above the limit.
-        """
+    def as_long_as(self, num_tokens: int | None) -> "SpeculationConfig":
+        """Apply the length in a draft's files where the option has none. Errors: `ConfigError`."""
         if num_tokens is None or not self.is_default_length:
             return self
         if num_tokens > MAX_DRAFT_TOKENS:
@@ -98,7 +93,7 @@ class SpeculationConfig:
         return replace(self, num_speculative_tokens=num_tokens)
 
     @staticmethod
-    def read(fields: Mapping[str, Any], *, tensor_parallel_size: int = 1) -> SpeculationConfig:
+    def read(fields: Mapping[str, Any], *, tensor_parallel_size: int = 1) -> "SpeculationConfig":
         """Read `--speculative-config`; null leaves a key out. Errors: `ConfigError`."""
         given = {key: value for key, value in fields.items() if value is not None}
         method = _method(given)
@@ -145,9 +140,8 @@ def _method(given: Mapping[str, Any]) -> str:
     method, model = _text(given, "method"), _text(given, "model")
     if method is None:
         if model is None:
-            raise ConfigError(
-                f"{_FLAG} has no method", hint=f'give "method": one of {", ".join(METHODS)}'
-            )
+            hint = f'give "method": one of {", ".join(METHODS)}'
+            raise ConfigError(f"{_FLAG} has no method", hint=hint)
         method = NGRAM if model in (NGRAM, "[ngram]") else EAGLE3
     method = _METHOD_NAMES.get(method.lower(), method.lower())
     if method not in METHODS:
@@ -166,16 +160,9 @@ def _check_keys(given: Mapping[str, Any], method: str) -> None:
     for key in given:
         if key in other:
             owner = NGRAM if method == EAGLE3 else EAGLE3
-            raise ConfigError(
-                f"{_FLAG} has {key}, which is for method {owner}; the method is {method}",
-                hint=f"leave {key} out",
-            )
-        if key not in _KEYS and key not in _WITHOUT_EFFECT:
-            near = difflib.get_close_matches(key, sorted(_KEYS), n=1)
-            raise ConfigError(
-                f"{_FLAG} has the unknown key {key[:60]!r}; known: {', '.join(sorted(_KEYS))}",
-                hint=f"did you mean {near[0]}?" if near else f"leave {key[:60]} out",
-            )
+            refusal = f"{_FLAG} has {key}, which is for method {owner}; the method is {method}"
+            raise ConfigError(refusal, hint=f"leave {key} out")
+    check_keys(_FLAG, given, _KEYS, also=_WITHOUT_EFFECT.keys())
 
 
 def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:

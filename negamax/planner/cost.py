@@ -11,8 +11,6 @@ and TOKEN_SECONDS to prompts; the others were measured on their own. docs/parall
 prediction error.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -82,7 +80,7 @@ class Model:
     @staticmethod
     def of(
         spec: ModelSpec, gpu: GpuModel, *, kv_dtype: str = "auto", index_dtype: str = "auto"
-    ) -> Model:
+    ) -> "Model":
         """Return the model as `gpu` holds it. A dtype "auto" is the model's own."""
         dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
         caches = set_index_dtype(spec.kv_caches(), dtype if index_dtype == "auto" else index_dtype)
@@ -114,7 +112,7 @@ class Costs:
     """The times of one layout on GPUs of one kind, with `per_node` of them in a machine."""
 
     def __init__(
-        self, model: Model, gpu: GpuModel, layout: ParallelLayout, *, per_node: int
+        self, model: "Model", gpu: GpuModel, layout: ParallelLayout, *, per_node: int
     ) -> None:
         self._model, self._gpu, self._layout = model, gpu, layout
         places = range(0, layout.world_size, layout.stage_size)
@@ -190,9 +188,8 @@ class Costs:
     def _stage(
         self, place: int, *, tokens: int, own: int, context: float, is_prefill: bool
     ) -> float:
-        """Return the time of a step in one stage with `tokens`, at most `own` of them on a rank.
-
-        Each token attends to `context` others.
+        """Return the time of a stage with `tokens`, at most `own` on a rank, after `context`
+        others.
         """
         layout, gpu, spec = self._stages[place], self._gpu, self._model.weights.spec
         layers = layout.layers(spec.num_layers)
@@ -276,10 +273,7 @@ class Costs:
         return found
 
     def _context_seconds(self, place: int, own: int, *, is_prefill: bool) -> float:
-        """Return the time of context-parallel exchanges for all layers.
-
-        The ranks exchange keys and values of a prompt, else they sum outputs of their experts.
-        """
+        """Return the time of exchanging a prompt's keys and values, or of summing outputs."""
         ranks, num_layers = self._layout.cp, len(self._caches[place])
         if ranks == 1:
             return 0.0

@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from negamax.base import env
 from negamax.base.errors import ConfigError
@@ -31,30 +32,23 @@ class GpuModel:
     platform: Platform
 
 
-def _nvidia(
-    name: str,
-    mib: int,
-    terabytes: float,
-    bf16: float,
-    fp8: float,
-    link: float,
-    capability: tuple[int, int],
+def _gpu(
+    platform: Platform, mib: int, terabytes: float, bf16: float, fp8: float, link: float
 ) -> GpuModel:
     """Build an entry: `bf16` and `fp8` in TFLOP/s, `link` in GB/s."""
-    return GpuModel(
-        name, mib * MIB, terabytes * 1e12, bf16 * 1e12, fp8 * 1e12, link * 1e9,
-        has_fabric=link > 64, platform=nvidia(capability, name=name),
-    )  # fmt: skip
+    figures = (mib * MIB, terabytes * 1e12, bf16 * 1e12, fp8 * 1e12, link * 1e9)
+    return GpuModel(platform.name, *figures, has_fabric=link > 64, platform=platform)
 
 
-def _amd(
-    name: str, mib: int, terabytes: float, bf16: float, fp8: float, link: float, arch: str
-) -> GpuModel:
-    platform = amd(arch, name=name, multiprocessors=304, shared_memory=65_536)
-    return GpuModel(
-        name, mib * MIB, terabytes * 1e12, bf16 * 1e12, fp8 * 1e12, link * 1e9,
-        has_fabric=True, platform=platform,
-    )  # fmt: skip
+def _nvidia(name: str, *figures: Any) -> GpuModel:
+    """Build an entry; the last figure is the compute capability."""
+    return _gpu(nvidia(figures[-1], name=name), *figures[:-1])
+
+
+def _amd(name: str, *figures: Any) -> GpuModel:
+    """Build an entry; the last figure is the architecture."""
+    platform = amd(figures[-1], name=name, multiprocessors=304, shared_memory=65_536)
+    return _gpu(platform, *figures[:-1])
 
 
 GPUS = {
@@ -90,10 +84,7 @@ MEASURED = GPUS["h200"]  # the GPU of all measured and fitted constants in `cost
 
 
 def find_gpu(name: str) -> GpuModel:
-    """Return the GPU by its name here or in its driver ("NVIDIA H200").
-
-    Errors: `ConfigError` with the known names.
-    """
+    """Return the GPU by its name here or in its driver ("NVIDIA H200"). Errors: `ConfigError`."""
     words = set(re.findall("[a-z0-9]+", name.lower()))
     found = [key for key in GPUS if words.issuperset(key.split("-"))]
     if not found:
@@ -105,9 +96,8 @@ def find_gpu(name: str) -> GpuModel:
 
 
 def visible_gpus() -> Sequence[GpuModel]:
-    """Return the NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, each with its memory.
-
-    The list is empty without a driver. Errors: `ConfigError` for an unknown GPU.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES allows, if there is a driver. Errors:
+    `ConfigError`.
     """
     try:
         rows = _driver_rows("index,uuid,name,memory.total")
@@ -119,10 +109,7 @@ def visible_gpus() -> Sequence[GpuModel]:
 
 
 def visible_devices() -> list[str] | None:
-    """Return the ids of the GPUs that CUDA_VISIBLE_DEVICES allows and the driver lists.
-
-    None: neither the variable nor a driver gives any.
-    """
+    """Return the ids of allowed GPUs, or None without the variable and a driver."""
     wanted = env.find_variables(_VISIBLE).get(_VISIBLE)
     words = None if wanted is None else [word.strip() for word in wanted.split(",") if word.strip()]
     try:
@@ -135,20 +122,14 @@ def visible_devices() -> list[str] | None:
 
 
 def _driver_rows(columns: str) -> list[list[str]]:
-    """Return the driver's rows of this machine's NVIDIA GPUs.
-
-    Errors: `OSError`, `SubprocessError` without a driver.
-    """
+    """Return the driver's rows. Errors: `OSError`, `SubprocessError` without a driver."""
     query = ("nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits")
     done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
     return [[cell.strip() for cell in row.split(",")] for row in done.stdout.splitlines()]
 
 
 def _seen_by_cuda(rows: list[list[str]], wanted: str | None) -> list[list[str]]:
-    """Return the rows (number, UUID, ...) that the variable selects, in its order; None: all.
-
-    As in CUDA, the selection ends at the first id that does not exist.
-    """
+    """Return the rows that the variable selects, up to the first unknown id, as CUDA does."""
     if wanted is None:
         return rows
     found = []

@@ -81,14 +81,10 @@ def test_peak_of_8_bits_counts_where_8_bits_are_multiplied() -> None:
 
 
 def test_empty_cases_and_other_degrees_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = [
-        Case("T=1 TP4 qkv", {"x": torch.ones(1)}),
-        Case("T=0", {"x": torch.ones(0)}),
-        Case("tp=2", {"x": torch.ones(1)}),
-        Case("any", {"x": torch.ones(1)}),
-    ]
+    sizes = {"T=1 TP4 qkv": 1, "T=0": 0, "tp=2": 1, "any": 1}
+    made = [Case(label, {"x": torch.ones(size)}) for label, size in sizes.items()]
     op = OPS["norm.add_rms"]
-    small = replace(CASES[op], small=lambda dtype, generator: list(made))
+    small = replace(CASES[op], small=lambda dtype, generator: made)
     monkeypatch.setitem(CASES, op, small)
     labels = [case.label for case in cases(op, platform="cpu", dtype=torch.float32, ranks=(4,))]
     assert labels == ["T=1 TP4 qkv", "any"]
@@ -99,13 +95,11 @@ def test_percent_of_roofline_is_the_longer_floor_over_the_time() -> None:
     *_, case = cases(op, platform="cpu", dtype=torch.float32, ranks=(1,))
     cost = CASES[op].cost(case)
     for ceilings in (Ceilings(1e3, 1e30, 0), Ceilings(1e30, 1e3, 0)):
-        timing = time_kernel(
-            op, op.reference, case, dtype=torch.float32, platform="cpu", ceilings=ceilings
-        )
+        kind = {"dtype": torch.float32, "platform": "cpu"}
+        timing = time_kernel(op, op.reference, case, **kind, ceilings=ceilings)
         seconds = timing.microseconds / 1e6
-        floor = max(
-            cost.num_bytes / ceilings.bytes_per_second, cost.flops / ceilings.flops_per_second
-        )
+        by_bytes = cost.num_bytes / ceilings.bytes_per_second
+        floor = max(by_bytes, cost.flops / ceilings.flops_per_second)
         assert timing.percent_of_roofline == pytest.approx(100 * floor / seconds)
         assert timing.gigabytes_per_second == pytest.approx(cost.num_bytes / seconds / 1e9)
         assert timing.is_cold is None
@@ -116,23 +110,8 @@ def test_command_prints_a_line_per_kernel_and_case_and_writes_json(
 ) -> None:
     monkeypatch.setattr(kernels, "CPU_SECONDS", 0.0)
     file = tmp_path / "out.json"
-    assert (
-        main(
-            [
-                "bench",
-                "kernels",
-                "--op",
-                "norm.add_rms",
-                "--device",
-                "cpu",
-                "--dtype",
-                "float32",
-                "--json",
-                str(file),
-            ]
-        )
-        == 0
-    )
+    line = "bench kernels --op norm.add_rms --device cpu --dtype float32"
+    assert main([*line.split(), "--json", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     document = json.loads(file.read_text())
     assert len(document["timings"]) == len(lines) - 1 >= 3
@@ -141,15 +120,15 @@ def test_command_prints_a_line_per_kernel_and_case_and_writes_json(
     assert not document["failures"]
 
 
-def test_unknown_names_are_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, words in (
-        (("--op", "norm.cube"), "known: attention.decode"),
-        (("--dtype", "int4"), "allowed: float32"),
-        (("--device", "abacus"), "allowed: auto, cpu, cuda"),
-        (("--op", "norm.add_rms", "--provider", "nobody"), "no kernel to time"),
-        (("--tp", "0"), "--tp is '0'"),
+def test_refuses_unknown_names_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, words in (
+        ("--op norm.cube", "known: attention.decode"),
+        ("--dtype int4", "allowed: float32"),
+        ("--device abacus", "allowed: auto, cpu, cuda"),
+        ("--op norm.add_rms --provider nobody", "no kernel to time"),
+        ("--tp 0", "--tp is '0'"),
     ):
-        assert main(["bench", "kernels", *flags]) == 2
+        assert main(["bench", "kernels", *line.split()]) == 2
         assert words in capsys.readouterr().err
 
 

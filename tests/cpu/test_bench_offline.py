@@ -22,7 +22,12 @@ from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import GenerateRequest
 
 OPTIONS = EngineOptions(model="nano", num_threads=1, device="cpu")
-FLAGS = ("nano", "--num-threads", "1", "--device", "cpu", "--input-len", "40", "--output-len", "6")
+
+
+def measure(line: str, file: Path | None = None) -> int:
+    """Run the benchmark of nano, with its result in `file`; return the exit code."""
+    flags = "bench offline nano --num-threads 1 --device cpu --input-len 40 --output-len 6"
+    return main([*flags.split(), *line.split(), *(["--json", str(file)] if file else ())])
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +40,7 @@ def engine() -> Iterator[tuple[EngineLoop, ModelInfo]]:
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("bench") / "new" / "out.json"
-    flags = (
-        "--concurrency",
-        "1,3",
-        "--repeat",
-        "2",
-        "--bandwidth-tb-s",
-        "0.02",
-        "--json",
-        str(file),
-    )
-    assert main(["bench", "offline", *FLAGS, *flags]) == 0
+    assert measure("--concurrency 1,3 --repeat 2 --bandwidth-tb-s 0.02", file) == 0
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
@@ -77,27 +72,10 @@ def test_results_can_be_compared_with_those_of_the_same_conditions_only(
     document["results"][0]["engine"] = "the one before"
     file.write_text(json.dumps(document))
     out = tmp_path / "out.json"
-    assert (
-        main(
-            [
-                "bench",
-                "offline",
-                *FLAGS,
-                "--concurrency",
-                "1",
-                "--compare",
-                str(file),
-                "--json",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    assert measure(f"--concurrency 1 --compare {file}", out) == 0
     assert "times the one before" in " ".join(capsys.readouterr().out.split())
-    run, earlier = (
-        json.loads(out.read_text())["results"][0]["runs"][0],
-        document["results"][0]["runs"][0],
-    )
+    documents = (json.loads(out.read_text()), document)
+    run, earlier = (each["results"][0]["runs"][0] for each in documents)
     assert run["times_faster_decode"] == pytest.approx(earlier["tpot_ms"] / run["tpot_ms"])
 
     workload = OfflineWorkload(input_len=40, output_len=7, concurrency=(1,))
@@ -118,8 +96,8 @@ def test_tokens_are_timed_behind_prompts_that_are_read_once(
         return run_batch(loop, requests, **rest)
 
     monkeypatch.setattr(offline, "run_batch", run)
-    flags = ("--concurrency", "2", "--cached-prompts", "--repeat", "2", "--json", str(file))
-    assert main(["bench", "offline", *FLAGS, *flags]) == 0
+    line = "--concurrency 2 --cached-prompts --repeat 2"
+    assert measure(line, file) == 0
     lengths = [[request.sampling.max_tokens for request in batch] for batch in batches]
     assert lengths == [[1, 1], [8, 8], [6, 6]] * 2
     prompts = [[request.prompt_token_ids for request in batch] for batch in batches]
@@ -129,32 +107,28 @@ def test_tokens_are_timed_behind_prompts_that_are_read_once(
     assert result["cached_prompts"] and run_of_two["cached_tokens"] == 0
     for repeat in run_of_two["repeats"]:
         assert repeat["tpot"] == repeat["tpot_in_batch"] > 0
-    assert main(["bench", "offline", *FLAGS, *flags, "--no-enable-prefix-caching"]) == 2
+    assert measure(f"{line} --no-enable-prefix-caching") == 2
     assert "prefix cache, which is off" in capsys.readouterr().err
 
 
 def test_batches_that_cannot_run_together_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "offline", *FLAGS, "--concurrency", "9", "--max-num-seqs", "8"]) == 2
+    assert measure("--concurrency 9 --max-num-seqs 8") == 2
     assert "--max-num-seqs is 8" in capsys.readouterr().err
-    assert main(["bench", "offline", *FLAGS, "--concurrency", "1,two"]) == 2
+    assert measure("--concurrency 1,two") == 2
     assert "--concurrency is '1,two'" in capsys.readouterr().err
 
 
 def test_prompts_fit_the_engine_and_are_all_different(engine: tuple[EngineLoop, ModelInfo]) -> None:
     _, info = engine
     prompts = RandomPrompts(info, seed=1, temperature=1.0)
-    requests = prompts.batch(3, input_len=20, output_len=2) + prompts.batch(
-        3, input_len=20, output_len=2
-    )
+    size = {"input_len": 20, "output_len": 2}
+    requests = prompts.batch(3, **size) + prompts.batch(3, **size)
     assert len({request.prompt_token_ids for request in requests}) == 6
     assert len({request.request_id for request in requests}) == 6
-    assert all(
-        request.sampling.top_k == 0 and request.sampling.top_p == 1.0 for request in requests
-    )
-    again = RandomPrompts(info, seed=1, temperature=1.0).batch(3, input_len=20, output_len=2)
-    assert [request.prompt_token_ids for request in again] == [
-        request.prompt_token_ids for request in requests[:3]
-    ]
+    assert {(each.sampling.top_k, each.sampling.top_p) for each in requests} == {(0, 1.0)}
+    again = RandomPrompts(info, seed=1, temperature=1.0).batch(3, **size)
+    first, second = ([each.prompt_token_ids for each in batch] for batch in (again, requests[:3]))
+    assert first == second
     with pytest.raises(ConfigError, match="exceed the window"):
         prompts.batch(1, input_len=info.max_model_len, output_len=1)
     with pytest.raises(ConfigError, match="does not run together"):
@@ -207,9 +181,8 @@ def test_decode_steps_go_on_until_the_iterator_is_closed(
     engine: tuple[EngineLoop, ModelInfo],
 ) -> None:
     loop, info = engine
-    stepper = decode_batch(
-        loop, RandomPrompts(info, seed=4, temperature=0.0).batch(2, input_len=10, output_len=50)
-    )
+    prompts = RandomPrompts(info, seed=4, temperature=0.0)
+    stepper = decode_batch(loop, prompts.batch(2, input_len=10, output_len=50))
     next(stepper)
     before = loop.stats()
     for _ in range(5):
@@ -223,33 +196,17 @@ def test_decode_steps_go_on_until_the_iterator_is_closed(
 
 def test_summary_takes_medians_and_the_idle_share_of_all_repeats() -> None:
     def repeat(prefill: float, tpot: float, idle: float) -> Repeat:
-        return Repeat(
-            prefill_seconds=prefill,
-            ttft=(0.1, 0.2, 0.6),
-            total_seconds=9.0,
-            tpot=tpot,
-            tpot_in_batch=tpot,
-            step_median=tpot,
-            step_p99=tpot,
-            busy=1.0 - idle,
-            idle=idle,
-            cached_tokens=0,
-            preemptions=0,
-        )
+        return Repeat(prefill, (0.1, 0.2, 0.6), 9.0, *[tpot] * 4, 1.0 - idle, idle, 0, 0)
 
-    summary = summarize(
-        [repeat(2.0, 0.01, 0.1), repeat(1.0, 0.02, 0.0), repeat(4.0, 0.03, 0.2)],
-        num_requests=3,
-        input_len=10,
-    )
+    repeats = [repeat(2.0, 0.01, 0.1), repeat(1.0, 0.02, 0.0), repeat(4.0, 0.03, 0.2)]
+    summary = summarize(repeats, num_requests=3, input_len=10)
     assert summary["prefill_seconds"] == 2.0 and summary["prefill_tokens_per_second"] == 15.0
     assert summary["tpot_ms"] == 20.0 and summary["decode_tokens_per_second"] == 150.0
     assert summary["ttft_ms_median"] == 200.0 and summary["ttft_ms_max"] == 600.0
     assert summary["gpu_idle_share"] == pytest.approx(0.1)
     # prefills that differ by more than the tokens' time give no decode time
-    short = summarize(
-        [repeat(2.0, tpot, 0.1) for tpot in (-0.01, 0.0)], num_requests=3, input_len=9
-    )
+    repeats = [repeat(2.0, tpot, 0.1) for tpot in (-0.01, 0.0)]
+    short = summarize(repeats, num_requests=3, input_len=9)
     assert short["tpot_ms"] is short["decode_tokens_per_second"] is None
     result = {"engine": "negamax", "runs": [short]}
     add_comparison(result, {"engine": "negamax", "runs": [summary]})

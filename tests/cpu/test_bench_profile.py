@@ -58,14 +58,8 @@ def test_groups_add_up_to_what_was_recorded() -> None:
         ("add + norm", 10.0, 6.0),
     ]
     assert entries[1].kernels == ("_add_rms", "_sum_parts")
-    runs = [
-        {
-            "batch": batch,
-            "step_microseconds": 50.0,
-            "operations": [asdict(entry) for entry in entries],
-        }
-        for batch in (1, 4)
-    ]
+    run = {"step_microseconds": 50.0, "operations": [asdict(entry) for entry in entries]}
+    runs = [run | {"batch": batch} for batch in (1, 4)]
     headings, rows = table_rows({"runs": runs, "num_layers": 2})
     assert headings[1:] == ["batch 1", "batch 4"]
     assert ["add + norm", "5.0 (3.00)", "5.0 (3.00)"] in rows
@@ -76,20 +70,8 @@ def test_command_records_decode_steps_of_every_batch_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "out.json"
-    flags = (
-        "--device",
-        "cpu",
-        "--num-threads",
-        "1",
-        "--context",
-        "20",
-        "--steps",
-        "4",
-        "--batch",
-        "1,2",
-        "--kernels",
-    )
-    assert main(["bench", "profile", "nano", *flags, "--json", str(file)]) == 0
+    line = "--device cpu --num-threads 1 --context 20 --steps 4 --batch 1,2 --kernels"
+    assert main(["bench", "profile", "nano", *line.split(), "--json", str(file)]) == 0
     assert "total" in capsys.readouterr().out
     (result,) = json.loads(file.read_text())["results"]
     assert [run["batch"] for run in result["runs"]] == [1, 2]

@@ -1,5 +1,6 @@
 import gc
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,20 @@ class Bench:
         self.code = 0
         self.out = self.err = ""
 
-    def __call__(self, url: str, *options: str) -> dict[str, Any]:
+    def __call__(self, url: str, line: str, *options: str) -> dict[str, Any]:
+        """Run the benchmark with the options of `line`; return its saved result, or {}."""
         file = self._folder / "result.json"
         file.unlink(missing_ok=True)
-        saved = (
-            "--save-detailed",
-            "--result-dir",
-            str(self._folder),
-            "--result-filename",
-            file.name,
-        )
-        self.code = main(["bench", "serve", "--base-url", url, *saved, *options])
+        saved = f"--save-detailed --result-dir {self._folder} --result-filename {file.name}".split()
+        words = ["--base-url", url, *saved, *shlex.split(line), *options]
+        self.code = main(["bench", "serve", *words])
         gc.freeze()  # again, after the command: imports are exempt from collection
         self.out, self.err = self._captured.readouterr()
         found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        return found
+
+    def measure(self, url: str, line: str, *options: str) -> dict[str, Any]:
+        """Run as a call does, and require success."""
+        found = self(url, line, *options)
+        assert self.code == 0, self.out + self.err
         return found

@@ -1,4 +1,5 @@
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,33 +10,19 @@ from negamax.text.tokenizer import Tokenizer
 from tests.e2e.bench_command import Bench
 from tests.e2e.conftest import Server
 
+HAS_MATPLOTLIB = find_spec("matplotlib") is not None
+
 
 def test_random_ids_are_counted_exactly_by_the_server(
     server: Server, bench: Bench, tmp_path: Path
 ) -> None:
     plot = tmp_path / "plots" / "run.png"
-    wanted = (
-        "--num-prompts",
-        "6",
-        "--random-input-len",
-        "40",
-        "--random-output-len",
-        "5",
-        "--ignore-eos",
+    line = (
+        "--num-prompts 6 --random-input-len 40 --random-output-len 5 --ignore-eos "
+        "--max-concurrency 3 --goodput e2el:60000 ttft:60000 --temperature 1"
     )
-    options = (
-        *wanted,
-        "--max-concurrency",
-        "3",
-        "--goodput",
-        "e2el:60000",
-        "ttft:60000",
-        "--temperature",
-        "1",
-    )
-    drawn = ("--plot", str(plot)) if _has_matplotlib() else ()
-    found = bench(f"{server.url}/v1", *options, *drawn)
-    assert bench.code == 0, bench.err
+    drawn = ("--plot", str(plot)) if HAS_MATPLOTLIB else ()
+    found = bench.measure(f"{server.url}/v1", line, *drawn)
     assert found["model_id"] == "nano"
     assert (found["completed"], found["failed"]) == (6, 0)
     assert found["input_lens"] == [40] * 6 and found["output_lens"] == [5] * 6
@@ -53,14 +40,6 @@ def test_random_ids_are_counted_exactly_by_the_server(
     assert not drawn or plot.read_bytes().startswith(b"\x89PNG")
 
 
-def _has_matplotlib() -> bool:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_tokens_without_visible_text_are_timed_when_they_arrive(
     server: Server, bench: Bench, backend: str
@@ -68,10 +47,9 @@ def test_tokens_without_visible_text_are_timed_when_they_arrive(
     """Parts of a character have no text: the model may only write the first byte of an emoji."""
     first_byte = Tokenizer.from_folder(EMBEDDED["nano"]).encode("\U0001f600")[0]
     only = json.dumps({"allowed_token_ids": [first_byte]})
-    options = ("--backend", backend, "--num-prompts", "2", "--input-len", "40", "--ignore-eos")
+    line = f"--backend {backend} --num-prompts 2 --input-len 40 --output-len 60 --ignore-eos"
     for _ in range(10):  # on a stalled machine all may arrive together
-        found = bench(server.url, *options, "--output-len", "60", "--extra-body", only)
-        assert bench.code == 0, bench.err
+        found = bench.measure(server.url, line, "--extra-body", only)
         if arrive_apart := all(5 <= len(gaps) < 60 for gaps in found["itls"]):
             break
     assert arrive_apart
@@ -83,20 +61,10 @@ def test_tokens_without_visible_text_are_timed_when_they_arrive(
 def test_sweep_runs_every_concurrency_and_compares(
     server: Server, bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = (
-        "--input-len",
-        "20",
-        "--output-len",
-        "4",
-        "--ignore-eos",
-        "--label",
-        "ours",
-        "--seed",
-        "900",
-    )
-    drawn = ("--plot", str(tmp_path / "sweep.png")) if _has_matplotlib() else ()
-    bench(server.url, *options, "--max-concurrency", "1,2", "--num-prompts", "2,4", *drawn)
-    assert bench.code == 0, bench.err
+    drawn = ("--plot", str(tmp_path / "sweep.png")) if HAS_MATPLOTLIB else ()
+    sweep = "--max-concurrency 1,2 --num-prompts 2,4"
+    line = f"--input-len 20 --output-len 4 --ignore-eos --label ours --seed 900 {sweep}"
+    bench.measure(server.url, line, *drawn)
     assert bench.out.count("Serving Benchmark Result") == 2
     files = [tmp_path / f"result-concurrency{count}.json" for count in (1, 2)]
     first, second = (json.loads(file.read_text()) for file in files)
@@ -112,37 +80,18 @@ def test_sweep_runs_every_concurrency_and_compares(
 
 
 def test_same_seed_sends_the_same_prompts_again(server: Server, bench: Bench) -> None:
-    options = (
-        "--num-prompts",
-        "2",
-        "--input-len",
-        "64",
-        "--output-len",
-        "1",
-        "--seed",
-        "77",
-        "--num-warmups",
-        "0",
-    )
-    assert bench(server.url, *options)["total_cached_tokens"] == 0
-    assert bench(server.url, *options)["total_cached_tokens"] >= 2 * 48
+    line = "--num-prompts 2 --input-len 64 --output-len 1 --seed 77 --num-warmups 0"
+    assert bench(server.url, line)["total_cached_tokens"] == 0
+    assert bench(server.url, line)["total_cached_tokens"] >= 2 * 48
 
 
 def test_chat_texts_have_about_the_length_asked_for(server: Server, bench: Bench) -> None:
-    options = (
-        "--backend",
-        "openai-chat",
-        "--num-prompts",
-        "3",
-        "--input-len",
-        "200",
-        "--output-len",
-        "6",
-        "--ignore-eos",
+    line = (
+        "--backend openai-chat --num-prompts 3 --input-len 200 --output-len 6 --ignore-eos "
+        "--itl-rule token --request-rate 20"
     )
     for _ in range(5):  # on a busy machine all tokens of an answer may come at once
-        found = bench(server.url, *options, "--itl-rule", "token", "--request-rate", "20")
-        assert bench.code == 0, bench.err
+        found = bench.measure(server.url, line)
         assert found["input_lens"] == [pytest.approx(200, rel=0.1)] * 3
         assert found["output_lens"] == [6] * 3
         if all(found["itls"]):
@@ -152,23 +101,10 @@ def test_chat_texts_have_about_the_length_asked_for(server: Server, bench: Bench
 
 
 def test_prefixes_are_found_in_the_cache(server: Server, bench: Bench) -> None:
-    lengths = (
-        "--prefix-repetition-prefix-len",
-        "64",
-        "--prefix-repetition-suffix-len",
-        "8",
-        "--prefix-repetition-output-len",
-        "1",
-    )
-    options = (
-        "--dataset-name",
-        "prefix_repetition",
-        "--prefix-repetition-num-prefixes",
-        "2",
-        "--num-prompts",
-        "6",
-    )
-    found = bench(server.url, *options, *lengths, "--max-concurrency", "1", "--seed", "5")
+    lengths = {"prefix-len": 64, "suffix-len": 8, "output-len": 1, "num-prefixes": 2}
+    line = " ".join(f"--prefix-repetition-{name} {value}" for name, value in lengths.items())
+    line += " --dataset-name prefix_repetition --num-prompts 6 --max-concurrency 1 --seed 5"
+    found = bench(server.url, line)
     assert found["input_lens"] == [72] * 6
     assert sorted(found["cached_lens"])[2:] == [64] * 4
     assert "Cached input tokens:" in bench.out
@@ -176,47 +112,18 @@ def test_prefixes_are_found_in_the_cache(server: Server, bench: Bench) -> None:
 
 @pytest.mark.parametrize("history", ["recorded", "live"])
 def test_agent_sessions_run_turn_by_turn(server: Server, bench: Bench, history: str) -> None:
-    sizes = (
-        "--agent-system-len",
-        "150",
-        "--agent-tools",
-        "2",
-        "--agent-result-len",
-        "80",
-        "--agent-reasoning-len",
-        "20",
+    line = (
+        "--dataset-name agent --num-prompts 7 --agent-turns 4 --agent-output-len 8 "
+        "--agent-system-len 150 --agent-tools 2 --agent-result-len 80 --agent-reasoning-len 20 "
+        f"--agent-history {history} --max-concurrency 2 --agent-pause 0.01"
     )
-    options = (
-        "--dataset-name",
-        "agent",
-        "--num-prompts",
-        "7",
-        "--agent-turns",
-        "4",
-        "--agent-output-len",
-        "8",
-        *sizes,
-    )
-    found = bench(
-        server.url,
-        *options,
-        "--agent-history",
-        history,
-        "--max-concurrency",
-        "2",
-        "--agent-pause",
-        "0.01",
-    )
-    assert bench.code == 0, bench.out + bench.err
+    found = bench.measure(server.url, line)
     assert (found["completed"], found["failed"]) == (7, 0)
     assert found["endpoint"] == "/v1/chat/completions"
-    for session in (0, 1):
-        lengths = [
-            length
-            for length, number in zip(found["input_lens"], found["sessions"], strict=True)
-            if number == session
-        ]
-        assert len(lengths) == (4, 3)[session] and lengths == sorted(set(lengths))
+    numbered = list(zip(found["sessions"], found["input_lens"], strict=True))
+    for session, num_turns in ((0, 4), (1, 3)):
+        lengths = [length for number, length in numbered if number == session]
+        assert len(lengths) == num_turns and lengths == sorted(set(lengths))
     assert found["total_cached_tokens"] > 0.5 * found["total_input_tokens"]
 
 
@@ -229,64 +136,36 @@ def test_sharegpt_questions_and_recorded_requests(
     ]
     file = tmp_path / "chats.json"
     file.write_text(json.dumps([{"conversations": said}]))
-    options = (
-        "--dataset-name",
-        "sharegpt",
-        "--dataset-path",
-        str(file),
-        "--num-prompts",
-        "2",
-        "--ignore-eos",
-    )
-    found = bench(server.url, *options, "--tokenizer", "nano")
-    assert bench.code == 0, bench.err
+    line = f"--dataset-name sharegpt --dataset-path {file} --num-prompts 2 --ignore-eos"
+    found = bench.measure(server.url, line, "--tokenizer", "nano")
     assert len(set(found["output_lens"])) == 1 and 8 <= found["output_lens"][0] <= 30
     assert "the file's 1 requests were repeated" in bench.out
-    assert bench(server.url, *options)["output_lens"][0] == pytest.approx(
-        found["output_lens"][0], rel=0.6
-    )
+    estimated = bench(server.url, line)["output_lens"][0]
+    assert estimated == pytest.approx(found["output_lens"][0], rel=0.6)
 
     recorded = tmp_path / "requests.jsonl"
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "ignore_eos": True}
-    recorded.write_text(
-        "".join(json.dumps({"session": "a", "delay": 0.01, "body": body}) + "\n" for _ in range(3))
-    )
-    custom = (
-        "--dataset-name",
-        "custom",
-        "--dataset-path",
-        str(recorded),
-        "--num-prompts",
-        "3",
-        "--backend",
-        "openai-chat",
-    )
-    found = bench(server.url, *custom)
+    entry = json.dumps({"session": "a", "delay": 0.01, "body": body})
+    recorded.write_text(f"{entry}\n" * 3)
+    line = f"--dataset-name custom --dataset-path {recorded} --num-prompts 3 --backend openai-chat"
+    found = bench(server.url, line)
     assert (found["output_lens"], found["sessions"]) == ([3] * 3, [0] * 3)
 
 
-def test_prompts_longer_than_the_window_are_refused_before_they_are_sent(
-    server: Server, bench: Bench
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("--input-len 4000 --output-len 200", 2, "4200 tokens; the model's context length is 4096"),
+        (
+            "--model other --num-prompts 2 --input-len 4 --output-len 2",
+            1,
+            "the server refuses the warm-up: HTTP 404",
+        ),
+    ],
+    ids=["context length", "unknown model"],
+)
+def test_refused_requests_end_the_run_at_once(
+    server: Server, bench: Bench, line: str, code: int, message: str
 ) -> None:
-    assert bench(server.url, "--input-len", "4000", "--output-len", "200") == {}
-    assert bench.code == 2
-    assert "4200 tokens; the model's context length is 4096" in bench.err
-
-
-def test_refusals_by_the_server_end_the_run_at_the_warm_up(server: Server, bench: Bench) -> None:
-    assert (
-        bench(
-            server.url,
-            "--model",
-            "other",
-            "--num-prompts",
-            "2",
-            "--input-len",
-            "4",
-            "--output-len",
-            "2",
-        )
-        == {}
-    )
-    assert bench.code == 1
-    assert "the server refuses the warm-up: HTTP 404" in bench.err
+    assert bench(server.url, line) == {}
+    assert bench.code == code and message in bench.err

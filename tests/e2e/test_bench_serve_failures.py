@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -14,20 +15,31 @@ import pytest
 from negamax.bench.serve import arrivals
 from negamax.bench.serve_options import BenchOptions
 from tests.e2e.bench_command import Bench
-from tests.e2e.faulty_server import STREAM, chunk, faulty_server, good_stream, text_chunk, whole
-
-SMALL = (
-    "--num-prompts",
-    "4",
-    "--num-warmups",
-    "0",
-    "--input-len",
-    "8",
-    "--output-len",
-    "6",
-    "--max-concurrency",
-    "1",
+from tests.e2e.faulty_server import (
+    STREAM,
+    Fault,
+    FaultyServer,
+    chunk,
+    faulty_server,
+    good_stream,
+    text_chunk,
+    whole,
 )
+
+SMALL = "--num-prompts 4 --num-warmups 0 --input-len 8 --output-len 6 --max-concurrency 1"
+
+
+def answering(*answers: bytes) -> Fault:
+    """Send the answers in turn, and the last one to all further requests."""
+
+    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
+        writer.write(answers[min(number, len(answers) - 1)])
+
+    return fault
+
+
+def url(server: FaultyServer) -> str:
+    return f"http://127.0.0.1:{server.port}"
 
 
 def test_every_kind_of_failure_is_counted_and_the_good_answers_are_measured(bench: Bench) -> None:
@@ -49,7 +61,7 @@ def test_every_kind_of_failure_is_counted_and_the_good_answers_are_measured(benc
             writer.close()
 
     with faulty_server(fault) as server:
-        found = bench(f"http://127.0.0.1:{server.port}", *SMALL, "--num-prompts", "10")
+        found = bench(url(server), f"{SMALL} --num-prompts 10")
     assert bench.code == 0
     assert (found["completed"], found["failed"], found["output_lens"][0]) == (2, 8, 6)
     assert found["failures"] == {
@@ -67,11 +79,8 @@ def test_every_kind_of_failure_is_counted_and_the_good_answers_are_measured(benc
 
 
 def test_exit_code_is_one_when_every_request_fails(bench: Bench) -> None:
-    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
-        writer.write(whole(503, {"error": {"message": "draining"}}))
-
-    with faulty_server(fault) as server:
-        found = bench(f"http://127.0.0.1:{server.port}", *SMALL)
+    with faulty_server(answering(whole(503, {"error": {"message": "draining"}}))) as server:
+        found = bench(url(server), SMALL)
     assert bench.code == 1
     assert found["failed"] == 4
     assert "Serving Benchmark Result" in bench.out
@@ -79,11 +88,8 @@ def test_exit_code_is_one_when_every_request_fails(bench: Bench) -> None:
 
 
 def test_without_usage_chunks_are_counted_and_that_is_said(bench: Bench) -> None:
-    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
-        writer.write(good_stream(5, usage=False))
-
-    with faulty_server(fault) as server:
-        found = bench(f"http://127.0.0.1:{server.port}", *SMALL)
+    with faulty_server(answering(good_stream(5, usage=False))) as server:
+        found = bench(url(server), SMALL)
     assert found["output_lens"] == [5] * 4
     assert found["input_lens"] == [8] * 4  # of the token ids that were sent
     assert "counted as chunks for 4 requests" in bench.out
@@ -98,7 +104,7 @@ def test_connections_are_kept_and_a_stale_one_is_replaced_without_a_failure(benc
             writer.write(good_stream())
 
     with faulty_server(fault) as server:
-        found = bench(f"http://127.0.0.1:{server.port}", *SMALL)
+        found = bench(url(server), SMALL)
         assert found["failed"] == 0
         assert server.connections == 2
         assert server.bodies[2] == server.bodies[3]  # sent again
@@ -107,21 +113,9 @@ def test_connections_are_kept_and_a_stale_one_is_replaced_without_a_failure(benc
 
 
 def test_requests_are_sent_when_the_rate_says(bench: Bench) -> None:
-    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
-        writer.write(good_stream())
-
-    options = (
-        "--num-prompts",
-        "8",
-        "--max-concurrency",
-        "8",
-        "--request-rate",
-        "10",
-        "--seed",
-        "3",
-    )
-    with faulty_server(fault) as server:
-        found = bench(f"http://127.0.0.1:{server.port}", *SMALL, *options)
+    with faulty_server(answering(good_stream())) as server:
+        more = "--num-prompts 8 --max-concurrency 8 --request-rate 10 --seed 3"
+        found = bench(url(server), f"{SMALL} {more}")
     due = list(islice(arrivals(BenchOptions(request_rate=10.0, seed=3)), 8))
     late = [sent - planned for sent, planned in zip(found["start_times"], due, strict=True)]
     assert due[-1] > 0.2 and all(-0.02 < seconds < 60 for seconds in late)
@@ -137,7 +131,7 @@ def test_silence_ends_with_the_request_timeout(bench: Bench) -> None:
             await asyncio.sleep(3600)
 
     with faulty_server(fault) as server:
-        found = bench(f"http://127.0.0.1:{server.port}", *SMALL, "--request-timeout", "1.5")
+        found = bench(url(server), f"{SMALL} --request-timeout 1.5")
     # on a stalled machine the others may be as late
     assert set(found["failures"]) == {"no end within 1.5 s"}
 
@@ -162,29 +156,15 @@ def test_times_are_those_of_the_arrivals(bench: Bench) -> None:
         )
 
     with faulty_server(fault) as server:
-        url, options = f"http://127.0.0.1:{server.port}", (*SMALL, "--max-concurrency", "4")
         # at least once: on a stalled machine several pieces arrive together
-        assert any(are_those_of_the_arrivals(bench(url, *options)) for _ in range(10))
+        results = (bench(url(server), f"{SMALL} --max-concurrency 4") for _ in range(10))
+        assert any(map(are_those_of_the_arrivals, results))
 
 
 def test_a_failed_turn_ends_a_live_session_and_the_rest_counts_as_not_sent(bench: Bench) -> None:
-    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
-        writer.write(whole(500, {"error": "no"}) if number > 3 else good_stream())
-
-    options = (
-        "--dataset-name",
-        "agent",
-        "--agent-history",
-        "live",
-        "--agent-turns",
-        "4",
-        "--num-prompts",
-        "4",
-        "--num-warmups",
-        "0",
-    )
-    with faulty_server(fault) as server:
-        found = bench(f"http://127.0.0.1:{server.port}", *options, "--agent-system-len", "200")
+    line = "--dataset-name agent --agent-history live --agent-turns 4 --agent-system-len 200"
+    with faulty_server(answering(*[good_stream()] * 4, whole(500, {"error": "no"}))) as server:
+        found = bench(url(server), f"{line} --num-prompts 4 --num-warmups 0")
     assert found["completed"] + found["failed"] == 4
     assert found["failures"] == {
         "HTTP 500": 1,
@@ -201,16 +181,8 @@ def test_interrupt_shows_what_was_measured() -> None:
             await asyncio.sleep(3600)
 
     with faulty_server(fault) as server:
-        command = [
-            sys.executable,
-            "-m",
-            "negamax",
-            "bench",
-            "serve",
-            "--port",
-            str(server.port),
-            *SMALL,
-        ]
+        words = f"-m negamax bench serve --port {server.port} {SMALL}".split()
+        command = [sys.executable, *words]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
@@ -240,71 +212,64 @@ def test_the_client_starts_without_torch() -> None:
 
 
 def test_no_server_is_one_line_and_exit_code_one(bench: Bench) -> None:
-    bench("http://127.0.0.1:9", "--num-prompts", "1")
+    bench("http://127.0.0.1:9", "--num-prompts 1")
     assert bench.code == 1
     assert "http://127.0.0.1:9 does not answer: connection refused" in bench.err
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("line", "message"),
     [
-        (("--request-rate", "0"), "--request-rate is 0; allowed: above 0"),
-        (("--request-rate", "nan"), "--request-rate is nan; allowed: above 0"),
-        (("--num-prompts", "0"), "--num-prompts is '0'; allowed: numbers from 1"),
-        (("--max-concurrency", "0"), "--max-concurrency is '0'; allowed: numbers from 1"),
-        (("--random-range-ratio", "1"), "--random-range-ratio is 1; allowed: 0 up to"),
-        (("--max-concurrency", "1,2", "--num-prompts", "4,4,4"), "--num-prompts has 3 numbers"),
-        (("--dataset-name", "sonnet"), "--dataset-name is 'sonnet'; allowed: random"),
-        (("--dataset-name", "mmmu"), "the models served here read text only"),
-        (("--backend", "sglang", "--random-range-ratio", "1.1"), "allowed: 0 to 1"),
-        (("--dataset-name", "sharegpt"), "--dataset-name sharegpt needs a file"),
-        (("--dataset-name", "sharegpt", "--dataset-path", "/nowhere"), "cannot be read"),
-        (("--backend", "tensorrt"), "--backend is 'tensorrt'; allowed"),
-        (("--endpoint", "/generate"), "--endpoint is '/generate'; allowed"),
-        (
-            ("--endpoint", "/v1/chat/completions", "--prompt-format", "ids"),
-            "needs a route that takes token ids",
-        ),
-        (
-            ("--dataset-name", "agent", "--endpoint", "/v1/completions"),
-            "agent sessions are conversations",
-        ),
-        (("--goodput", "ttft"), "--goodput has 'ttft'; allowed"),
-        (("--goodput", "ttft:500", "tpot:-1"), "--goodput has 'tpot:-1'; allowed"),
-        (("--percentile-metrics", "ttft,speed"), "--percentile-metrics has 'speed'; allowed"),
-        (("--metric-percentiles", "99,101"), "--metric-percentiles is '99,101'; allowed"),
-        (("--extra-body", "[]"), "--extra-body is a JSON list; an object is needed"),
-        (("--header", "x"), "--header is 'x'; allowed: NAME=VALUE"),
-        (("nano",), "unexpected argument 'nano'"),
-        (("--request-rat", "5"), "no such option: --request-rat"),
+        ("--request-rate 0", "--request-rate is 0; allowed: above 0"),
+        ("--request-rate nan", "--request-rate is nan; allowed: above 0"),
+        ("--num-prompts 0", "--num-prompts is '0'; allowed: numbers from 1"),
+        ("--max-concurrency 0", "--max-concurrency is '0'; allowed: numbers from 1"),
+        ("--random-range-ratio 1", "--random-range-ratio is 1; allowed: 0 up to"),
+        ("--max-concurrency 1,2 --num-prompts 4,4,4", "--num-prompts has 3 numbers"),
+        ("--dataset-name sonnet", "--dataset-name is 'sonnet'; allowed: random"),
+        ("--dataset-name mmmu", "the models served here read text only"),
+        ("--backend sglang --random-range-ratio 1.1", "allowed: 0 to 1"),
+        ("--dataset-name sharegpt", "--dataset-name sharegpt needs a file"),
+        ("--dataset-name sharegpt --dataset-path /nowhere", "cannot be read"),
+        ("--backend tensorrt", "--backend is 'tensorrt'; allowed"),
+        ("--endpoint /generate", "--endpoint is '/generate'; allowed"),
+        ("--endpoint /v1/chat/completions --prompt-format ids", "a route that takes token ids"),
+        ("--dataset-name agent --endpoint /v1/completions", "agent sessions are conversations"),
+        ("--goodput ttft", "--goodput has 'ttft'; allowed"),
+        ("--goodput ttft:500 tpot:-1", "--goodput has 'tpot:-1'; allowed"),
+        ("--percentile-metrics ttft,speed", "--percentile-metrics has 'speed'; allowed"),
+        ("--metric-percentiles 99,101", "--metric-percentiles is '99,101'; allowed"),
+        ("--extra-body []", "--extra-body is a JSON list; an object is needed"),
+        ("--header x", "--header is 'x'; allowed: NAME=VALUE"),
+        ("nano", "unexpected argument 'nano'"),
+        ("--request-rat 5", "no such option: --request-rat"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_two(
-    bench: Bench, options: tuple[str, ...], message: str
+    bench: Bench, quiet_server: FaultyServer, line: str, message: str
 ) -> None:
-    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
-        writer.write(good_stream())
-
-    with faulty_server(fault) as server:
-        bench(f"http://127.0.0.1:{server.port}", *options)
+    bench(url(quiet_server), line)
     assert bench.code == 2
     assert message in bench.err and bench.err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def quiet_server() -> Iterator[FaultyServer]:
+    with faulty_server(answering(good_stream())) as server:
+        yield server
 
 
 def test_key_headers_and_extra_fields_reach_the_server(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
-        writer.write(good_stream())
-
     monkeypatch.setenv("OPENAI_API_KEY", "sk-from-environment")
-    sent = ("--header", "x-team=a b", "--extra-body", '{"top_k": 3}', "--top-p", "0.5")
-    with faulty_server(fault) as server:
-        bench(f"http://127.0.0.1:{server.port}/prefix", *SMALL, *sent)
+    sent = """--header 'x-team=a b' --extra-body '{"top_k": 3}' --top-p 0.5"""
+    with faulty_server(answering(good_stream())) as server:
+        bench(f"{url(server)}/prefix", f"{SMALL} {sent}")
         assert server.headers[0].startswith("POST /prefix/v1/completions HTTP/1.1\r\n")
         assert "authorization: Bearer sk-from-environment" in server.headers[0]
         assert "x-team: a b" in server.headers[0]
         assert (server.bodies[0]["top_k"], server.bodies[0]["top_p"]) == (3, 0.5)
         assert "temperature" not in server.bodies[0]
-        bench(f"http://127.0.0.1:{server.port}", *SMALL, "--api-key", "sk-given")
+        bench(url(server), f"{SMALL} --api-key sk-given")
         assert "Bearer sk-given" in server.headers[-1]

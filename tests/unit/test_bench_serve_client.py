@@ -1,7 +1,8 @@
 import asyncio
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -23,58 +24,56 @@ def events(*payloads: object, end: str = "\n\n") -> list[str]:
 
 
 def delta(finish_reason: str | None = None, **fields: object) -> dict[str, object]:
-    return {
-        "choices": [{"index": 0, "delta": fields, "finish_reason": finish_reason}],
-        "usage": None,
-    }
+    choice = {"index": 0, "delta": fields, "finish_reason": finish_reason}
+    return {"choices": [choice], "usage": None}
 
 
-USAGE = {
-    "choices": [],
-    "usage": {
-        "prompt_tokens": 12,
-        "completion_tokens": 7,
-        "prompt_tokens_details": {"cached_tokens": 4},
-    },
-}
+def call_piece(arguments: str) -> dict[str, object]:
+    return delta(tool_calls=[{"index": 0, "function": {"arguments": arguments}}])
+
+
+DETAILS = {"prompt_tokens_details": {"cached_tokens": 4}}
+USAGE = {"choices": [], "usage": {"prompt_tokens": 12, "completion_tokens": 7} | DETAILS}
 CALL = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
 CHAT = [
     *events(delta(role="assistant", content="")),
     ": keep-alive\n\n",
-    *events(
-        delta(reasoning_content="hm", reasoning="hm"),
-        delta(content="héllo"),
-        delta(tool_calls=[CALL]),
-    ),
-    *events(delta(tool_calls=[{"index": 0, "function": {"arguments": '{"a":'}}]), end="\r\n\r\n"),
-    *events(
-        delta(tool_calls=[{"index": 0, "function": {"arguments": "1}"}}]),
-        delta("tool_calls"),
-        USAGE,
-    ),
+    *events(delta(reasoning_content="hm", reasoning="hm"), delta(content="héllo")),
+    *events(delta(tool_calls=[CALL])),
+    *events(call_piece('{"a":'), end="\r\n\r\n"),
+    *events(call_piece("1}"), delta("tool_calls"), USAGE),
     "data: [DONE]\n\n",
 ]
 
 
-def chunked(parts: Sequence[str], *, head: str = HEAD) -> bytes:
+def chunked(parts: Sequence[str]) -> bytes:
     body = b"".join(
         f"{len(part.encode()):X}{';x=1' if n == 1 else ''}\r\n".encode() + part.encode() + b"\r\n"
         for n, part in enumerate(parts)
     )
     return (
-        f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + body + b"0\r\nX-Trailer: 1\r\n\r\n"
+        f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode() + body + b"0\r\nX-Trailer: 1\r\n\r\n"
     )
 
 
-async def read(pieces: Sequence[bytes], *, closes: bool = False) -> ResponseReader:
+@asynccontextmanager
+async def exchanging(
+    reader: ResponseReader,
+) -> AsyncIterator[tuple[ClientConnection, asyncio.Future[None], socket.socket]]:
+    """Send a request over a socket pair; yields the connection, the exchange and the other end."""
     mine, other = socket.socketpair()
+    loop = asyncio.get_running_loop()
     with other:
-        _, connection = await asyncio.get_running_loop().create_connection(
-            ClientConnection, sock=mine
-        )
-        reader = ResponseReader(RequestRecord(0), collect=True)
+        _, connection = await loop.create_connection(ClientConnection, sock=mine)
         exchange = asyncio.ensure_future(connection.exchange(b"POST", reader))
         await asyncio.sleep(0)
+        yield connection, exchange, other
+        connection.close()
+
+
+async def read(pieces: Sequence[bytes], *, closes: bool = False) -> ResponseReader:
+    reader = ResponseReader(RequestRecord(0), collect=True)
+    async with exchanging(reader) as (connection, exchange, other):
         for piece in pieces:
             connection.data_received(piece)
         if closes:
@@ -85,8 +84,6 @@ async def read(pieces: Sequence[bytes], *, closes: bool = False) -> ResponseRead
             reader.finish()
         except ExchangeError as error:
             reader.record.fail(str(error))
-        finally:
-            connection.close()
         return reader
 
 
@@ -151,10 +148,8 @@ def test_bodies_with_a_length_and_until_the_end_of_the_connection() -> None:
 
 def test_completions_count_chunks_with_text_and_the_running_usage() -> None:
     def chunk(text: str, count: int, finish: str | None = None) -> dict[str, object]:
-        return {
-            "choices": [{"text": text, "finish_reason": finish}],
-            "usage": {"prompt_tokens": 3, "completion_tokens": count},
-        }
+        usage = {"prompt_tokens": 3, "completion_tokens": count}
+        return {"choices": [{"text": text, "finish_reason": finish}], "usage": usage}
 
     parts = events(chunk("a", 2), chunk("", 3), chunk("bc", 5), chunk("", 5, "length"))
     record = asyncio.run(read([chunked([*parts, "data: [DONE]\n\n"])])).record
@@ -169,10 +164,7 @@ BROKEN: list[tuple[bytes, str]] = [
     (b"HTTP/1.1 204 Empty\r\n\r\n", "HTTP 204"),
     (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "malformed HTTP answer: Expected HTTP/"),
     (chunked(CHAT).replace(b"\r\n0\r\n", b"\r\nzz\r\n"), "malformed HTTP answer"),
-    (
-        chunked(CHAT, head=HEAD).replace(b"\r\n0\r\n", b"\r\n-1\r\n"),
-        "malformed HTTP answer: Invalid character in chunk size",
-    ),
+    (chunked(CHAT).replace(b"\r\n0\r\n", b"\r\n-1\r\n"), "malformed HTTP answer: Invalid char"),
     (b"HTTP/1.1 200 OK\r\n" + b"x" * 70_000, "malformed HTTP answer: an endless line"),
     (chunked(["data: {nonsense\n\n"]), "unreadable chunk"),
     (chunked(['data: {"choices": 5}\n\n']), "unreadable chunk"),
@@ -192,9 +184,8 @@ BROKEN: list[tuple[bytes, str]] = [
 @pytest.mark.parametrize(("raw", "reason"), BROKEN, ids=[reason for _, reason in BROKEN])
 def test_broken_answers_have_a_reason_however_they_are_cut(raw: bytes, reason: str) -> None:
     for size in (len(raw), 7):
-        record = asyncio.run(
-            read([raw[at : at + size] for at in range(0, len(raw), size)], closes=True)
-        ).record
+        pieces = [raw[at : at + size] for at in range(0, len(raw), size)]
+        record = asyncio.run(read(pieces, closes=True)).record
         assert record.error is not None and record.error.startswith(reason)
 
 
@@ -219,20 +210,13 @@ def test_header_values_cannot_carry_other_headers() -> None:
 def test_a_chunk_costs_less_than_50_microseconds() -> None:
     count = 5000
     part = chunked(events(delta(content=" token") | {"id": "chatcmpl-" + "0" * 32, "model": "m"}))
-    (piece,) = (part[part.index(b"\r\n\r\n") + 4 : part.index(b"0\r\nX-Trailer")],)
+    piece = part[part.index(b"\r\n\r\n") + 4 : part.index(b"0\r\nX-Trailer")]
 
     async def measure() -> bool:
-        mine, other = socket.socketpair()
-        with other:
-            _, connection = await asyncio.get_running_loop().create_connection(
-                ClientConnection, sock=mine
-            )
-            reader = ResponseReader(RequestRecord(0))
-            exchange = asyncio.ensure_future(connection.exchange(b"POST", reader))
-            await asyncio.sleep(0)
-            connection.data_received(
-                chunked(events(delta(content="a")))[: -len("0\r\nX-Trailer: 1\r\n\r\n")]
-            )
+        reader = ResponseReader(RequestRecord(0))
+        async with exchanging(reader) as (connection, exchange, _):
+            first = chunked(events(delta(content="a")))
+            connection.data_received(first.removesuffix(b"0\r\nX-Trailer: 1\r\n\r\n"))
 
             def feed() -> None:
                 for _ in range(count):
@@ -241,7 +225,6 @@ def test_a_chunk_costs_less_than_50_microseconds() -> None:
             took_little = is_quick(feed, count * 50e-6)
             assert len(reader.record.arrivals) % count == 1
             exchange.cancel()
-            connection.close()
             return took_little
 
     assert asyncio.run(measure())

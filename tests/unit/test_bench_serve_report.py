@@ -85,45 +85,31 @@ def test_metrics_of_one_request() -> None:
     assert tpot(request) == pytest.approx(0.8 / 8)
     assert inter_token(request, rule="gap") == pytest.approx([0.1, 0.3, 0.4])
 
-
-def test_token_rule_shares_a_gap_among_the_tokens_of_its_chunk() -> None:
+    # the token rule shares a gap among the tokens of its chunk
     request = record(0.5, 0.6, 0.9, 1.3, output=9, running=(2, 3, 6, 9))
-    assert inter_token(request, rule="token") == pytest.approx(
-        [0.1, 0.1, 0.1, 0.1, 0.4 / 3, 0.4 / 3, 0.4 / 3]
-    )
-
-
-def test_one_token_has_no_time_per_output_token() -> None:
+    assert inter_token(request, rule="token") == pytest.approx([0.1] * 4 + [0.4 / 3] * 3)
+    # one token has no time per output token
     assert tpot(record(0.5, output=1)) is None
     assert "mean_tpot_ms" not in summarize(measured(record(0.5, output=1)), OPTIONS)
-
-
-def test_answer_without_visible_text_has_its_first_token_at_its_end() -> None:
-    request = RequestRecord(0, started=1.0, ended=3.0, output_tokens=5)
-    assert ttft(request) == 2.0
+    # an answer without visible text has its first token at its end
+    assert ttft(RequestRecord(0, started=1.0, ended=3.0, output_tokens=5)) == 2.0
 
 
 def test_totals_count_good_requests_only() -> None:
-    summary = summarize(
-        measured(record(0.5, 1.0, output=4), record(0.5, 1.0, output=6), failed("HTTP 500")),
-        OPTIONS,
-    )
+    runs = measured(record(0.5, 1.0, output=4), record(0.5, 1.0, output=6), failed("HTTP 500"))
+    summary = summarize(runs, OPTIONS)
     assert (summary["completed"], summary["failed"], summary["failures"]) == (2, 1, {"HTTP 500": 1})
     assert (summary["total_input_tokens"], summary["total_output_tokens"]) == (200, 10)
     assert summary["total_cached_tokens"] == 50
-    assert summary["request_throughput"] == 1.0
-    assert summary["output_throughput"] == 5.0
-    assert summary["total_token_throughput"] == 105.0
+    names = ("request_throughput", "output_throughput", "total_token_throughput")
+    assert [summary[name] for name in names] == [1.0, 5.0, 105.0]
 
 
 def test_goodput_counts_requests_within_every_limit() -> None:
-    fast, slow_start, slow_tokens = (
-        record(0.1, 0.2, output=11),
-        record(0.9, 1.0, output=11),
-        record(0.1, 2.1, output=11),
-    )
+    times = ((0.1, 0.2), (0.9, 1.0), (0.1, 2.1))  # fast, slow to start, slow tokens
+    runs = measured(*(record(*each, output=11) for each in times))
     options = BenchOptions(goodput={"ttft": 500.0, "tpot": 50.0})
-    assert summarize(measured(fast, slow_start, slow_tokens), options)["request_goodput"] == 0.5
+    assert summarize(runs, options)["request_goodput"] == 0.5
 
 
 def test_concurrency_does_not_count_a_request_that_ends_when_another_begins() -> None:
@@ -187,8 +173,7 @@ def test_block_says_how_tokens_were_counted() -> None:
     assert counted["total_output_tokens"] == 2
     assert "Output tokens: counted as chunks for 1 requests" in block(counted, OPTIONS)
 
-
-def test_block_of_a_run_in_which_nothing_worked() -> None:
+    # nothing worked
     text = block(summarize(measured(failed("connection refused")), OPTIONS), OPTIONS)
     assert "Successful requests:                     0" in text
     assert "TTFT (ms):                               none" in text

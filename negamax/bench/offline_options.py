@@ -1,0 +1,32 @@
+"""Options of `negamax bench offline` as a frozen dataclass."""
+
+from dataclasses import dataclass
+
+from negamax.bench.serve_options import WORKLOAD
+from negamax.options.flags import check_options, option
+
+
+@dataclass(frozen=True)
+class OfflineWorkload:
+    """Batches of `concurrency` concurrent requests. Lengths in tokens."""
+
+    concurrency: tuple[int, ...] = (1,)
+    input_len: int = option(1000, "Set the tokens of each prompt.", panel=WORKLOAD, least=1)
+    output_len: int = option(129, "Set the tokens generated for each.", least=2)
+    repeat: int = option(1, "Measure each this often and keep the median.", least=1)
+    temperature: float = option(1.0, "Set the temperature; 0 is greedy.", least=0.0, most=2.0)
+    top_k: int = option(0, "Set the number of candidates; 0 is off.", least=0)
+    top_p: float = option(1.0, "Set the nucleus; 1 is off.", least=0.0, most=1.0)
+    no_distinct_experts: bool = option(
+        False,
+        "Do not count the selected experts, which takes a batch of its own without CUDA graphs.",
+        "--no-distinct-experts",
+    )
+    cached_prompts: bool = option(
+        False,
+        "Compute the prompts once and time what follows their cached blocks; for long contexts.",
+    )
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_options(self)
