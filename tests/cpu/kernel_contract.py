@@ -1,3 +1,5 @@
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,9 +23,18 @@ def contract_id(kernel: AnyKernel, dtype: torch.dtype) -> str:
     return f"{kernel.op}-{kernel.provider}-{str(dtype).removeprefix('torch.')}"
 
 
-def cases(kernel: AnyKernel, dtype: torch.dtype) -> list[Case]:
-    found = CASES[kernel.op].small(dtype, torch.Generator().manual_seed(0))
-    return [case for case in found if kernel.reads(case.stored)]
+@cache
+def _small(op: Op[Any, Any], dtype: torch.dtype) -> list[Case]:
+    return CASES[op].small(dtype, torch.Generator().manual_seed(0))
+
+
+def cases(kernel: AnyKernel, dtype: torch.dtype, *, first: int = 0, step: int = 1) -> list[Case]:
+    """Return every `step`-th case from number `first` on, with tensors of its own."""
+    found = [case for case in _small(kernel.op, dtype) if kernel.reads(case.stored)]
+    return [
+        replace(case, tensors={name: tensor.clone() for name, tensor in case.tensors.items()})
+        for case in found[first % max(1, len(found)) :: step]
+    ]
 
 
 def check(kernel: AnyKernel, case: Case, dtype: torch.dtype) -> None:

@@ -52,10 +52,6 @@ def memory_that_nothing_wrote_is_not_zero() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def str_of(stored: TensorFormat | int) -> str:
-    return stored.name if isinstance(stored, TensorFormat) else str(stored)
-
-
 class Model:
     """Experts 12 units wide, which even shards of 8 and 16 ranks would split."""
 
@@ -130,20 +126,19 @@ class Model:
 
 
 def splits() -> Iterator[Any]:
-    """Yield ranks and expert-parallel sizes.
+    """Yield formats, ranks and expert-parallel sizes; the gate runs two sizes of each format."""
+    sizes = [(tp, ep) for tp in (1, 2, 4, 8, 16) for ep in (1, 2, 4, 8, 16) if tp % ep == 0]
+    gate = ((1, 1), (2, 2), (4, 1), (8, 2), (16, 4), (2, 1), (4, 2), (8, 1), (16, 1))
+    for n, stored in enumerate(FORMATS):
+        own = (gate[n % len(gate)], gate[(n + 4) % len(gate)])
+        for size in sizes:
+            marks = [pytest.mark.full] * (size not in own)
+            yield pytest.param(stored, *size, marks=marks, id=f"{stored.name}-{n}-{size}")
 
-    The gate runs size 1 and one that splits experts, with every width that a rank may have.
-    """
-    for tp in (1, 2, 4, 8, 16):
-        for ep in (each for each in (1, 2, 4, 8, 16) if tp % each == 0):
-            is_in_gate = ep == 1 or (tp, ep) in ((2, 2), (4, 2), (8, 2), (16, 4))
-            yield pytest.param(tp, ep, marks=() if is_in_gate else pytest.mark.full)
 
-
-@pytest.mark.parametrize("stored", FORMATS, ids=str_of)
-@pytest.mark.parametrize(("tp", "ep"), list(splits()))
-def test_the_ranks_parts_add_up_to_what_one_rank_computes(
-    tp: int, ep: int, stored: TensorFormat
+@pytest.mark.parametrize(("stored", "tp", "ep"), list(splits()))
+def test_parts_of_ranks_add_up_to_what_one_rank_computes(
+    stored: TensorFormat, tp: int, ep: int
 ) -> None:
     kernel = TABLE.choose(EXPERTS, stored)
     assert kernel is not None

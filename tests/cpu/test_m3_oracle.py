@@ -29,9 +29,12 @@ from negamax.worker import kv_cache
 from negamax.worker.warmup import warmup_layers
 from tests import drafts, tiny, tiny_m3
 
+GATE = (1, 2, 6, 7)  # seeds
+
 
 @pytest.mark.parametrize(
-    "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(20, 200))]
+    "seed",
+    [pytest.param(seed, marks=[pytest.mark.full] * (seed not in GATE)) for seed in range(200)],
 )
 def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path) -> None:
     """Chunks end inside blocks, answers exhaust the pool; then a prefix hit and one token."""
@@ -62,8 +65,8 @@ def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path)
     assert stats.preemption_count > 0 or block_size > NUM_TOKENS
 
 
-@pytest.mark.parametrize("seed", [1, 6])
-def test_rows_that_verify_drafts_choose_their_own_blocks(
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.full), 6])
+def test_rows_that_verify_drafts_select_their_own_blocks(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = tiny_m3.random_sizes(seed)
@@ -116,7 +119,7 @@ def test_captured_streams_are_the_hidden_states_of_transformers(deep: tuple[Any,
     torch.testing.assert_close(normed, expected[-1][0], atol=TOLERANCE, rtol=0)
 
 
-def test_the_chosen_blocks_are_those_of_transformers(deep: tuple[Any, Path]) -> None:
+def test_the_selected_blocks_are_those_of_transformers(deep: tuple[Any, Path]) -> None:
     """Compare the selected sets of all tokens and index heads; near ties may differ."""
     expected_model, folder = deep
     expected: list[torch.Tensor] = []  # of each sparse layer [heads, tokens, top-k]

@@ -14,24 +14,29 @@ def column(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def draw(
-    logits: Tensor, u: float, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, candidates=VOCAB
-) -> int:
-    return int(
-        ops.sample(
-            logits.unsqueeze(0),
-            temperature=column(temperature),
-            top_k=column(top_k),
-            top_p=column(top_p),
-            min_p=column(min_p),
-            uniforms=column(u),
-            candidates=candidates,
-        )
-    )
+def draws(
+    logits: Tensor,
+    uniforms: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    candidates: int = VOCAB,
+) -> Tensor:
+    rows = len(uniforms)
+    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    columns = {name: torch.full((rows,), float(value)) for name, value in filters.items()}
+    logits = logits.expand(rows, VOCAB)
+    return ops.sample(logits, **columns, uniforms=uniforms, candidates=candidates)
+
+
+def draw(logits: Tensor, u: float, **filters: float) -> int:
+    return int(draws(logits, column(u), **filters))
 
 
 def possible(logits: Tensor, **filters: float) -> set[int]:
-    return {draw(logits, u / 4000, **filters) for u in range(4000)}
+    return set(draws(logits, torch.arange(4000) / 4000, **filters).tolist())
 
 
 @pytest.fixture
@@ -42,15 +47,7 @@ def logits() -> Tensor:
 def test_draw_follows_the_distribution(logits: Tensor) -> None:
     n = 20_000
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(2))
-    tokens = ops.sample(
-        logits.expand(n, VOCAB),
-        temperature=torch.full((n,), 0.7),
-        top_k=torch.zeros(n),
-        top_p=torch.ones(n),
-        min_p=torch.zeros(n),
-        uniforms=uniforms,
-        candidates=VOCAB,
-    )
+    tokens = draws(logits, uniforms, temperature=0.7)
     frequency = torch.bincount(tokens, minlength=VOCAB) / n
     assert (frequency - torch.softmax(logits / 0.7, dim=-1)).abs().max() < 0.012
 
@@ -73,10 +70,10 @@ def test_min_p_keeps_tokens_within_a_share_of_the_best(logits: Tensor) -> None:
 
 
 def test_narrow_and_wide_draws_agree_where_top_k_fits_both(logits: Tensor) -> None:
-    for u in range(200):
-        assert draw(logits, u / 200, top_k=10, candidates=16) == draw(
-            logits, u / 200, top_k=10, candidates=VOCAB
-        )
+    narrow, wide = (
+        draws(logits, torch.arange(200) / 200, top_k=10, candidates=count) for count in (16, VOCAB)
+    )
+    assert torch.equal(narrow, wide)
 
 
 def test_uniform_just_below_one_never_leaves_the_kept_tokens(logits: Tensor) -> None:
@@ -85,19 +82,12 @@ def test_uniform_just_below_one_never_leaves_the_kept_tokens(logits: Tensor) -> 
     assert draw(logits, almost_one, top_p=1e-6) == int(logits.argmax())
 
 
-def test_a_rows_draw_does_not_depend_on_its_company(logits: Tensor) -> None:
+def test_a_draw_does_not_depend_on_the_batch_composition(logits: Tensor) -> None:
     others = torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(3))
     rows = torch.cat((others[:3], logits.unsqueeze(0), others[3:]))
-    together = ops.sample(
-        rows,
-        temperature=torch.full((8,), 0.9),
-        top_k=torch.full((8,), 20.0),
-        top_p=torch.full((8,), 0.9),
-        min_p=torch.zeros(8),
-        uniforms=torch.full((8,), 0.37),
-        candidates=VOCAB,
-    )
-    assert int(together[3]) == draw(logits, 0.37, temperature=0.9, top_k=20, top_p=0.9)
+    filters = {"temperature": 0.9, "top_k": 20, "top_p": 0.9}
+    together = draws(rows, torch.full((8,), 0.37), **filters)
+    assert int(together[3]) == draw(logits, 0.37, **filters)
 
 
 def test_uniform_numbers_are_even_and_differ_by_seed_and_position() -> None:

@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,11 @@ from negamax.kernels.kvcache.op import FP8, KvCache, cache_rows
 from negamax.kernels.rotary import cos_sin, signed_frequencies
 
 FP8_ERROR = 0.03  # of rounding to e4m3
+DECODES, MIXED = (1, 1, 1, 1), (1, 41, 20, 4)
+
+
+def full(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize("dtypes", [(FP8, torch.bfloat16), (torch.bfloat16, FP8)])
@@ -105,10 +111,10 @@ def chosen(
 @pytest.mark.parametrize(
     ("dtype", "heads", "constants"),
     [
-        (FP8, 3, {"_FEW": 64}),
-        (torch.bfloat16, 2, {"_FEW": 128, "MOST_SCORES": 512}),
         (FP8, 1, {"MOST_COMPARED": 256, "_NUM_GROUPS": 64}),
-        (torch.bfloat16, 3, {"MOST_COMPARED": 256, "_NUM_GROUPS": 32}),
+        (torch.bfloat16, 2, {"_FEW": 128, "MOST_SCORES": 512}),
+        full(FP8, 3, {"_FEW": 64}),
+        full(torch.bfloat16, 3, {"MOST_COMPARED": 256, "_NUM_GROUPS": 32}),
     ],
 )
 def test_decodes_select_among_hundreds_of_blocks_and_leave_padding_empty(
@@ -187,8 +193,10 @@ def test_a_mixed_batch_selects_for_decodes_and_prefills(
     assert torch.equal(got.pages, want.pages)
 
 
-@pytest.mark.parametrize("is_captured", [True, False])
-@pytest.mark.parametrize("queries", [(1, 1, 1, 1), (1, 41, 20, 4)])
+@pytest.mark.parametrize(
+    ("queries", "is_captured"),
+    [(DECODES, True), (MIXED, False), full(DECODES, False), full(MIXED, True)],
+)
 def test_ranks_with_shards_select_what_one_rank_selects_from_all_index_keys(
     queries: tuple[int, ...], is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,8 +281,10 @@ def test_decodes_attend_to_their_pages_and_leave_padding_zero(dtype: torch.dtype
         assert not got[2].any()
 
 
-@pytest.mark.parametrize("is_captured", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize(
+    ("dtype", "is_captured"),
+    [(FP8, False), (torch.bfloat16, True), full(FP8, True), full(torch.bfloat16, False)],
+)
 def test_neighboring_queries_attend_to_the_union_of_their_blocks(
     dtype: torch.dtype, is_captured: bool
 ) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton_block_sparse import SHAPE, captured, paged, relative_error
+from test_triton_block_sparse import SHAPE, captured, full, paged, relative_error
 from triton_support import Group, Ranks, ThreadGroup, Threads  # before the kernels
 
 from negamax.kernels.activations import QuantizedActivations
@@ -27,13 +27,21 @@ def own_blocks(cache: torch.Tensor, rank: int) -> torch.Tensor:
     return torch.cat([padding, stored[rank::RANKS]]).view(cache.dtype)
 
 
-@pytest.mark.parametrize(("dtype", "is_captured"), [(torch.bfloat16, False), (FP8, True)])
 @pytest.mark.parametrize(
-    ("is_sparse", "counts"),
-    [(False, [1, 1, 1]), (True, [1, 1, 1]), (False, [37, 5, 33]), (True, [37, 5, 33])],
+    ("is_sparse", "counts", "dtype", "is_captured"),
+    [
+        (False, [1, 1, 1], torch.bfloat16, False),
+        (True, [1, 1, 1], FP8, True),
+        (False, [11, 5, 3], FP8, True),
+        (True, [11, 5, 3], torch.bfloat16, False),
+        full(False, [1, 1, 1], FP8, True),
+        full(True, [1, 1, 1], torch.bfloat16, False),
+        full(False, [37, 5, 33], torch.bfloat16, False),
+        full(True, [37, 5, 33], FP8, True),
+    ],
 )
 def test_parts_merge_to_the_attention_to_all_blocks(
-    is_sparse: bool, counts: list[int], is_captured: bool, dtype: torch.dtype
+    is_sparse: bool, counts: list[int], dtype: torch.dtype, is_captured: bool
 ) -> None:
     """Ranks merge their two of four heads, in FP8 or not; one sequence is on one rank only."""
     lengths, dim, scales = [130, 17, 200], 128, (0.5, 2.0)

@@ -270,17 +270,20 @@ def captured(case: Case, weights: dict[str, Tensor], context: ParallelContext) -
 
 CHOICES: dict[str, Any] = {"error": 0.1, "others": 0.1}
 CASES = {
-    "m2": Case(M2, steps=STEPS),
-    "m2, fp8": Case(M2_FP8, FP8, error=0.15),
-    "m2, caches shared out": Case(M2, layout=ParallelLayout(tp=2, dcp=2)),
-    "m3": Case(M3, steps=STEPS, **CHOICES),
+    "m2, fp8": Case(M2_FP8, FP8, error=0.15, steps=(ONES, MANY, MIX)),
+    "m2, sharded caches": Case(M2, layout=ParallelLayout(tp=2, dcp=2)),
+    "m3, sharded index keys": Case(SHARDED, layout=ParallelLayout(tp=2), **CHOICES),
     "m3, fp8": Case(SPARSE_FP8, FP8, error=0.2, others=0.3),
-    "m3, caches shared out": Case(SPARSE, layout=ParallelLayout(tp=2, dcp=2), **CHOICES),
-    "m3, index keys shared out": Case(SHARDED, layout=ParallelLayout(tp=2), **CHOICES),
+    "m2": Case(M2, steps=STEPS),
+    "m3": Case(M3, steps=STEPS, **CHOICES),
+    "m3, sharded caches": Case(SPARSE, layout=ParallelLayout(tp=2, dcp=2), **CHOICES),
 }
+FULL = ("m2", "m3", "m3, sharded caches")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in FULL)) for name in CASES]
+)
 def test_captured_rows_are_those_of_the_definition(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +319,7 @@ def draft_of(target: Decoder, kernels: KernelTable) -> Eagle3Proposer:
 
 
 @torch.inference_mode()
-def test_a_draft_model_guesses_behind_captured_rows_what_it_guesses_by_definition(
+def test_a_draft_model_proposes_after_captured_rows_what_it_proposes_by_definition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first draft of two rows is accepted."""
@@ -337,7 +340,7 @@ def test_a_draft_model_guesses_behind_captured_rows_what_it_guesses_by_definitio
     assert accepted.tolist() == [0, 1, 1, 0, 0]
     requests.tokens[states.slots, states.positions + 1] = sampled
     lengths = requests.num_computed[slots] + accepted + 2
-    guesses = proposer.propose(states, slots, lengths, firsts + accepted, requests, NUM_DRAFTS)
+    proposed = proposer.propose(states, slots, lengths, firsts + accepted, requests, NUM_DRAFTS)
 
     model = gpu_model(weights, keep_quantized=False, spec=M3)
     requests, pool = rows(M3), RepeatedSteps(runs_captured=False)
@@ -358,4 +361,4 @@ def test_a_draft_model_guesses_behind_captured_rows_what_it_guesses_by_definitio
     graphs.prepare(shape, StepColumns.of_decodes(*MANY[:2]))
     buffers = graphs.replay(shape)
     assert torch.equal(buffers.num_accepted[: len(slots)], accepted)
-    assert torch.equal(requests.drafts[slots], guesses)
+    assert torch.equal(requests.drafts[slots], proposed)

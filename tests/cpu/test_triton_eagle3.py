@@ -81,7 +81,12 @@ class DraftRun:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"draft_vocab_size": 40}, {"norm_output": True, "fc_norm": True}], ids=str
+    "fields",
+    [
+        pytest.param({"draft_vocab_size": 40}, marks=pytest.mark.full),
+        {"draft_vocab_size": 48, "norm_output": True, "fc_norm": True},
+    ],
+    ids=str,
 )
 def test_a_draft_model_proposes_the_same_on_gpu_and_cpu(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -97,6 +97,7 @@ def assert_alike(one: Side, other: Side) -> None:
             assert (cache[:16].float() - others[name][:16].float()).abs().max() < 0.05
 
 
+@pytest.mark.full  # the gate compares them in test_triton_captured_rows.py
 def test_captured_steps_compute_what_the_same_kernels_compute_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -184,15 +185,15 @@ def test_a_captured_step_verifies_drafts_and_proposes_the_next(
             advance(one.requests, prompts)
             one.requests.tokens[torch.arange(3), torch.tensor([3, 1, 5])] = 11
         # rows without a draft show which tokens are accepted
-        guesses = torch.full((3,), -1)
+        proposed = torch.full((3,), -1)
         for _ in range(2):
-            alone.requests.drafts[:3, 0] = guesses
+            alone.requests.drafts[:3, 0] = proposed
             alone.requests.place_drafts(plan)
             layout, hidden = eager(model, alone, plan)
             inputs = batch.sample_inputs(layout.sample_slots, layout.sample_offsets, alone.requests)
             logits = model.local_logits(hidden[layout.sample_tokens])
             sampled = sampler(alone.requests)(logits.clone(), inputs).token_ids
-            guesses = torch.stack([sampled[2] + 1, sampled[4], sampled[0]])
+            proposed = torch.stack([sampled[2] + 1, sampled[4], sampled[0]])
         captured.requests.drafts.copy_(alone.requests.drafts)
         shape = graphs.find_decodes(3, 1)
         assert shape == StepShape.of_decodes(4, 1)
@@ -210,9 +211,7 @@ def test_a_captured_step_verifies_drafts_and_proposes_the_next(
             graphs.finish(shape, buffers.token_ids[:5])
 
 
-def test_a_kernel_that_is_only_compiled_finds_no_draft_right(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kernel_that_is_only_compiled_accepts_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """During graph warm-up the counts become indices and lengths."""
 
     class Compiled:

@@ -125,7 +125,7 @@ def test_stored_fp8_weights_and_plain_ones_give_the_logits_of_the_definition(
         assert error < 0.1
 
 
-@pytest.mark.parametrize("name", ["int4", "nvfp4"])
+@pytest.mark.parametrize("name", ["int4", pytest.param("nvfp4", marks=pytest.mark.full)])
 def test_packed_weights_give_the_logits_of_the_matrices_that_they_stand_for(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

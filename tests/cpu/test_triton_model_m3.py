@@ -44,7 +44,9 @@ SPEC = read_spec(
 STEPS: Steps = [[("a", list(range(3, 40)))], [("a", [4]), ("b", [5, 6, 7])]]
 
 
-@pytest.mark.parametrize(("is_fp8", "error"), [(True, 0.2), (False, 0.03)])
+@pytest.mark.parametrize(
+    ("is_fp8", "error"), [(True, 0.2), pytest.param(False, 0.03, marks=pytest.mark.full)]
+)
 def test_m3_gives_the_logits_of_its_definition(
     is_fp8: bool, error: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

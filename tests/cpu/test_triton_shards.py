@@ -1,6 +1,8 @@
 """Rows sharded over ranks in the interpreter; the ranks are threads that take turns."""
 
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -167,14 +169,28 @@ def test_products_in_fp8_need_no_plain_rows() -> None:
             assert torch.equal(got, want) and got.dtype == torch.float16
 
 
-@pytest.mark.parametrize("stored", [E4M3_BLOCKS, packed(4, 128)], ids=lambda form: form.name)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_experts_of_cut_blocks_and_groups_add_up_to_those_of_one_rank(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, stored: TensorFormat
+INT4 = packed(4, 128)
+# tokens up to which gemv and small_m run
+GEMV, SMALL_M, LARGE_M = (8, 8), (0, 8), (0, 0)
+GATE = (
+    (2, E4M3_BLOCKS, GEMV), (4, E4M3_BLOCKS, LARGE_M), (4, E4M3_BLOCKS, SMALL_M),
+    (2, INT4, SMALL_M),
+)  # fmt: skip
+
+
+def splits() -> list[Any]:
+    every = product((2, 4), (E4M3_BLOCKS, INT4), (GEMV, SMALL_M, LARGE_M))
+    marks = pytest.mark.full
+    return [pytest.param(*one, marks=[marks] * (one not in GATE)) for one in every]
+
+
+@pytest.mark.parametrize(("ranks", "stored", "most_tokens"), splits())
+def test_experts_of_sharded_blocks_and_groups_add_up_to_those_of_one_rank(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, stored: TensorFormat, most_tokens: tuple[int, int]
 ) -> None:
     """Three blocks over two ranks (two and one) and over four (one or none).
 
-    Groups of 128 become groups of 64 and 32. All paths run.
+    Groups of 128 become groups of 64 and 32.
     """
     hidden, width, generator = 128, 384, torch.Generator().manual_seed(7)
     own, tensors = names.moe(0), {}
@@ -208,14 +224,14 @@ def test_experts_of_cut_blocks_and_groups_add_up_to_those_of_one_rank(
     tile = Tile(1, 64, 128, num_warps=2)  # large: the interpreter runs programs one by one
     gemv = moe.tiles.ExpertTiles(tile, tile, choices=2)
     monkeypatch.setattr(moe.tiles.H200MoeTiles, "gemv", lambda self, width, hidden: gemv)
-    for gemv_m, small_m in ((8, 8), (0, 8), (0, 0)):
-        monkeypatch.setattr(moe.tiles.H200MoeTiles, "gemv_max_m", lambda self, width, m=gemv_m: m)
-        if gemv_m == 0:
-            monkeypatch.setattr(moe.tiles.H200MoeTiles, "packed_gemv", lambda self, **_: None)
-        monkeypatch.setattr(moe.tiles, "SMALL_M_MAX_M", small_m)
-        expected = whole(x).x.float().sum(1)
-        total = sum(part(x).x.float().sum(1) for part in parts)
-        assert (total - expected).norm() < 2e-3 * expected.norm()
+    gemv_m, small_m = most_tokens
+    monkeypatch.setattr(moe.tiles.H200MoeTiles, "gemv_max_m", lambda self, width: gemv_m)
+    if gemv_m == 0:
+        monkeypatch.setattr(moe.tiles.H200MoeTiles, "packed_gemv", lambda self, **_: None)
+    monkeypatch.setattr(moe.tiles, "SMALL_M_MAX_M", small_m)
+    expected = whole(x).x.float().sum(1)
+    total = sum(part(x).x.float().sum(1) for part in parts)
+    assert (total - expected).norm() < 2e-3 * expected.norm()
 
 
 SIZES = {
@@ -232,7 +248,7 @@ SIZES = {
 }
 
 
-def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(
+def test_a_model_gives_the_same_bits_whether_or_not_rows_are_sharded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two ranks and two FP8 layers, three rows, fp16; group sums add in the shards' order."""
@@ -269,7 +285,7 @@ def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(
 
         return threads.run(rank_code)
 
-    apart, shared_out = logits(1000), logits(2)
-    for got in (*apart, *shared_out):
+    whole, sharded = logits(1000), logits(2)
+    for got in (*whole, *sharded):
         assert len(got) == 4
-        assert all(torch.equal(one, other) for one, other in zip(got, apart[0], strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(got, whole[0], strict=True))
