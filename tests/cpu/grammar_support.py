@@ -1,4 +1,4 @@
-"""Requests with grammars on the embedded model, and checks that they leave no state."""
+"""Requests with grammars, by the tokenizer of the embedded model."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,8 @@ import negamax
 from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar, Marker, Reasoning
 from negamax.engine.llm import Completion
-from negamax.scheduler.step import SequenceUpdate
+from negamax.models.minimax_m2.chat import MINIMAX_M2, M2Calls
+from negamax.text.grammar.tool_calls import tool_grammar
 from negamax.text.tokenizer import Tokenizer
 
 PERSON = {
@@ -23,34 +24,46 @@ PERSON = {
     "required": ["mood", "age", "name"],
     "additionalProperties": False,
 }
-
-
 TOKENIZER = Tokenizer.from_folder(Path(negamax.__file__).parent / "assets" / "nano")
-
-
 SPACES = {i: -8.0 for i in range(4096) if TOKENIZER.token_text(i).isspace()}
 
 
-def schema(value: Any) -> Grammar:
-    return Grammar(kind="json_schema", text=json.dumps(value))
+def schema(value: Any, *, strict: bool = True) -> Grammar:
+    return Grammar(kind="json_schema", text=json.dumps(value), strict=strict)
 
 
-def reasoning(llm: LLM, state: str = "open", *, by_id: bool = True) -> Reasoning:
-    closing = (
-        "</mm:think>" if not by_id else "</think>" if state == "optional" else "\n</think>\n\n"
-    )
+def reasoning(state: str = "open", *, by_id: bool = True) -> Reasoning:
+    """Return tags that are tokens, or several tokens each without `by_id`."""
+    closer = "</think>" if by_id else "</mm:think>"
+    closing = f"\n{closer}\n\n" if by_id and state == "open" else closer
 
     def tag(text: str) -> Marker:
-        return Marker(text, llm.tokenizer.token_id(text) if by_id else None)
+        return Marker(text, TOKENIZER.token_id(text) if by_id else None)
 
     return Reasoning(
         state="open" if state == "open" else "optional",
-        opener=tag("<think>"),
-        closer=tag("</think>" if by_id else "</mm:think>"),
+        opener=tag("<think>" if by_id else "<mm:think>"),
+        closer=tag(closer),
         call_opener=tag("<minimax:tool_call>"),
-        closing_ids=tuple(llm.tokenizer.encode(closing)),
+        closing_ids=tuple(TOKENIZER.encode(closing)),
         max_newlines=3,
     )
+
+
+def regex(text: str) -> Grammar:
+    return Grammar(kind="regex", text=text)
+
+
+def choice(*texts: str) -> Grammar:
+    return Grammar(kind="choice", text=json.dumps(texts))
+
+
+def require_call(tools: Sequence[Any], name: str | None = None) -> Grammar:
+    """Return the grammar of calls of MiniMax-M2, of tool `name` or of any."""
+    style = M2Calls(MINIMAX_M2.tag_ids(TOKENIZER))
+    grammar = tool_grammar(tools, style, choice="function" if name else "required", name=name)
+    assert grammar is not None
+    return grammar
 
 
 def seeded(seed: int, **fields: Any) -> SamplingParams:
@@ -64,15 +77,9 @@ def outputs(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams]) 
     return [generation.outputs[0] for generation in llm.generate(list(prompts), list(params))]
 
 
-def run_out(llm: LLM) -> None:
-    while llm._loop.has_work:
-        llm._loop.step()
-    stats = llm.stats()
-    assert (
-        stats.num_running == stats.num_waiting == 0
-        and stats.num_free_kv_blocks == stats.num_kv_blocks
-    )
-    assert not llm._loop._grammars._rules and not llm._loop._grammars._by_key
+def says(llm: LLM, word: str) -> bool:
+    """Return whether `llm` answers by a grammar, which starts a grammar process."""
+    return outputs(llm, ["?"], [seeded(1, grammar=choice(word))])[0].text == word
 
 
 def is_person(text: str) -> bool:
@@ -80,18 +87,3 @@ def is_person(text: str) -> bool:
     assert list(value)[:3] == ["mood", "age", "name"] and set(value) <= set(PERSON["properties"])  # type: ignore[call-overload]
     assert value["mood"] in ("good", "bad") and 0 <= value["age"] <= 130 and len(value["name"]) <= 8
     return set(value.get("tags", ())) <= {"a", "b"}
-
-
-def admitted(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[Any]:
-    tokens = [llm.tokenizer.encode(prompt) for prompt in prompts]
-    return [group[0][1] for group in llm._sequences(tokens, llm._admit(tokens, list(params)))]
-
-
-def drive(llm: LLM, requests: Sequence[Any]) -> dict[str, list[SequenceUpdate]]:
-    updates: dict[str, list[SequenceUpdate]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        llm._loop.add(request)
-    while llm._loop.has_work:
-        for update in llm._loop.step():
-            updates[update.request_id].append(update)
-    return updates

@@ -1,43 +1,40 @@
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import graph_support
 import numpy as np
 import pytest
 import zmq
+from grammar_support import (
+    PERSON,
+    SPACES,
+    TOKENIZER,
+    choice,
+    reasoning,
+    regex,
+    require_call,
+    schema,
+    seeded,
+)
+from msgspec.structs import replace
 
-import negamax
 from negamax import LLM, SamplingParams
-from negamax.config.grammar import Grammar, Marker, Reasoning
+from negamax.config.grammar import Grammar
 from negamax.engine.grammar import manager, process, wire
 from negamax.engine.grammar.request_grammar import RequestGrammar
-from negamax.models.minimax_m2.chat import MINIMAX_M2, M2Calls
 from negamax.models.registry import CALL_STYLES
 from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.request import GenerateRequest
-from negamax.scheduler.step import GrammarRow, SequenceUpdate
+from negamax.scheduler.step import GrammarRow
 from negamax.text.grammar.reasoning_gate import ReasoningGate
 from negamax.text.grammar.structural_tag import structural_tag
-from negamax.text.grammar.tool_calls import tool_grammar
-from negamax.text.tokenizer import Tokenizer
-from tests import drafts
+from tests import drafts, tiny
+from tests.dist.engines import save_m2
 from tests.drafts import ACCEPTED, KINDS, RANDOM, REJECTED, Key
+from tests.loop_driver import admitted, drive, free_all, read_tokens
 
-TOKENIZER = Tokenizer.from_folder(Path(negamax.__file__).parent / "assets" / "nano")
-SPACES = {i: -8.0 for i in range(4096) if TOKENIZER.token_text(i).isspace()}
-PERSON = {
-    "type": "object",
-    "properties": {
-        "mood": {"enum": ["good", "bad"]},
-        "age": {"type": "integer", "minimum": 0, "maximum": 130},
-        "name": {"type": "string", "maxLength": 8},
-    },
-    "required": ["mood", "age", "name"],
-    "additionalProperties": False,
-}
-SCHEMA = Grammar(kind="json_schema", text=json.dumps(PERSON))
+SCHEMA = schema({**PERSON, "properties": dict(list(PERSON["properties"].items())[:3])})
 TAGGED = {
     "type": "tag",
     "begin": "<p>",
@@ -55,56 +52,32 @@ TOOL = {
         },
     },
 }
-CALL = tool_grammar([TOOL], M2Calls(MINIMAX_M2.tag_ids(TOKENIZER)), choice="required", name=None)
-LETTERS = Grammar(kind="regex", text="[a-z ]{30,60}")
-
-
-def reasoning(state: str, *, by_id: bool) -> Reasoning:
-    def tag(text: str) -> Marker:
-        return Marker(text, TOKENIZER.token_id(text) if by_id else None)
-
-    closer = "</think>" if by_id else "</mm:think>"
-    closing = f"\n{closer}\n\n" if state == "optional" else closer
-    return Reasoning(
-        state="open" if state == "open" else "optional",
-        opener=tag("<think>"),
-        closer=tag(closer),
-        call_opener=tag("<minimax:tool_call>"),
-        closing_ids=tuple(TOKENIZER.encode(closing)),
-        max_newlines=3,
-    )
-
-
-OPEN, SPELLED = reasoning("open", by_id=True), reasoning("open", by_id=False)
-OPTIONAL = reasoning("optional", by_id=True)
+LETTERS = regex("[a-z ]{30,60}")
+OPEN, SPELLED = reasoning(), reasoning(by_id=False)
+OPTIONAL = replace(reasoning("optional"), closing_ids=OPEN.closing_ids)
 FIELDS: list[dict[str, Any]] = [
     {"grammar": SCHEMA},
     {"grammar": SCHEMA, "temperature": 0.0, "logprobs": 2},
     {"grammar": LETTERS, "logit_bias": {}, "frequency_penalty": 0.4},
-    {"grammar": Grammar(kind="regex", text=r"[A-Z][a-z]{1,8}, exactly so and no other, \d{3}")},
+    {"grammar": regex(r"[A-Z][a-z]{1,8}, exactly so and no other, \d{3}")},
     {"grammar": Grammar(kind="structural_tag", text=json.dumps({"format": TAGGED}))},
-    {"grammar": CALL, "reasoning": OPEN, "thinking_token_budget": 9},
+    {"grammar": require_call([TOOL]), "reasoning": OPEN, "thinking_token_budget": 9},
     {"grammar": SCHEMA, "reasoning": OPEN, "thinking_token_budget": 14, "temperature": 0.0},
     {"grammar": SCHEMA, "reasoning": SPELLED, "thinking_token_budget": 5},
-    {"grammar": Grammar(kind="regex", text="(no ){9}"), "reasoning": OPTIONAL,
+    {"grammar": regex("(no ){9}"), "reasoning": OPTIONAL,
      "thinking_token_budget": 4,
      "logit_bias": SPACES | {TOKENIZER.token_id("<think>") or 0: 100.0}},
     {"reasoning": OPEN, "thinking_token_budget": 7, "ignore_eos": True},
     {"grammar": LETTERS, "min_tokens": 12, "logit_bias": {TOKENIZER.eos_token_id or 0: 100.0}},
-    {"grammar": Grammar(kind="choice", text='["yes, it is so", "no"]'), "ignore_eos": True},
+    {"grammar": choice("yes, it is so", "no"), "ignore_eos": True},
     {"grammar": LETTERS, "stop_token_ids": tuple(range(300, 550)), "min_tokens": 3},
     {"grammar": SCHEMA, "max_tokens": 7},
     {"temperature": 0.0, "ignore_eos": True, "logit_bias": {}},  # beside the others
     # texts that the model would write anyway, and ones that it never would
-    {"grammar": Grammar(kind="regex", text=r"(.|\n){1,90}"), "temperature": 0.0, "logit_bias": {}},
-    {"grammar": Grammar(kind="regex", text="(no ){25}"), "temperature": 0.0},
+    {"grammar": regex(r"(.|\n){1,90}"), "temperature": 0.0, "logit_bias": {}},
+    {"grammar": regex("(no ){25}"), "temperature": 0.0},
 ]  # fmt: skip
-PARAMS = [
-    SamplingParams(
-        **{"temperature": 1.0, "seed": seed, "max_tokens": 60, "logit_bias": SPACES} | fields
-    )
-    for seed, fields in enumerate(FIELDS)
-]
+PARAMS = [seeded(seed, **{"max_tokens": 60} | fields) for seed, fields in enumerate(FIELDS)]
 PROMPTS = [[5, 6, 7 + seed % 3] * 3 + [20 + seed] for seed in range(len(PARAMS))]
 SIZES: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_model_len": 128, "block_size": 8}
 # prompts are chunked, and sequences preempt others
@@ -117,14 +90,6 @@ def answers(llm: LLM, chosen: slice = slice(None)) -> list[Any]:
         for generation in llm.generate(PROMPTS[chosen], PARAMS[chosen])
         for one in generation.outputs
     ]
-
-
-def run_out(llm: LLM) -> None:
-    while llm._loop.has_work:
-        llm._loop.step()
-    stats = llm.stats()
-    assert stats.num_free_kv_blocks == stats.num_kv_blocks
-    assert not llm._loop._grammars._rules
 
 
 class Changing(drafts.ScriptedProposer):
@@ -140,8 +105,13 @@ class Changing(drafts.ScriptedProposer):
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[Any]:
-    with LLM("nano", **SIZES) as llm:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_m2(tmp_path_factory.mktemp("m2"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> list[Any]:
+    with LLM(model, **SIZES) as llm:
         return answers(llm)
 
 
@@ -157,12 +127,12 @@ def proposer() -> Changing:
 
 
 @pytest.fixture(scope="module")
-def llm(proposer: Changing) -> Iterator[LLM]:
+def llm(model: str, proposer: Changing) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         drafts.install(patch.setattr, proposer)
         # each draft has its mask, on a busy machine too
         patch.setattr(manager, "DRAFT_SECONDS", 60.0)
-        engine = LLM("nano", **SIZES, **CROWDED)
+        engine = LLM(model, **SIZES, **CROWDED)
     with engine:
         yield engine
 
@@ -173,7 +143,7 @@ def verified(llm: LLM) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_under_grammars_are_those_without_drafts(
+def test_drafts_do_not_change_constrained_texts(
     llm: LLM,
     proposer: Changing,
     expected: list[Any],
@@ -186,15 +156,15 @@ def test_texts_under_grammars_are_those_without_drafts(
     proposer.be(kind, known)
     before = verified(llm)
     assert answers(llm) == expected
-    run_out(llm)
+    free_all(llm)
     assert llm.stats().preemption_count > 0
-    tokens, right = (now - then for now, then in zip(verified(llm), before, strict=True))
+    tokens, accepted = (now - then for now, then in zip(verified(llm), before, strict=True))
     assert tokens > 300
-    rate = right / tokens
+    rate = accepted / tokens
     assert rate == 0.0 if kind == REJECTED else rate > (0.7 if kind == ACCEPTED else 0.15)
 
 
-def test_masks_that_come_too_late_void_the_drafts_of_their_rows(
+def test_late_masks_void_the_drafts_of_their_rows(
     llm: LLM,
     proposer: Changing,
     expected: list[Any],
@@ -231,7 +201,7 @@ def test_masks_that_come_too_late_void_the_drafts_of_their_rows(
         proposer.be(kind, known)
         assert answers(llm) == expected
     assert sum(late) > 30 and verified(llm)[1] > before[1] + 100
-    run_out(llm)
+    free_all(llm)
     assert voided and voided <= uncounted  # voided drafts are not counted
 
 
@@ -255,43 +225,36 @@ def test_steps_that_do_not_overlap_and_choices_of_one_prompt(
     proposer.be(ACCEPTED, dict(zip(keys, alone, strict=True)))
     before = verified(llm)
     assert choices() == alone and verified(llm)[1] > before[1] + 20
-    run_out(llm)
+    free_all(llm)
 
 
-def test_a_grammar_process_that_dies_takes_its_requests_along_and_no_draft_of_others(
+def test_death_of_a_grammar_process_ends_its_requests_alone(
     llm: LLM, proposer: Changing, expected: list[Any], known: dict[Key, list[int]]
 ) -> None:
     proposer.be(RANDOM, known)
     answers(llm)  # starts the process
-    groups = list(llm._sequences(PROMPTS, llm._admit(PROMPTS, PARAMS)))
-    requests = [group[0][1] for group in groups]
-    for request in requests:
-        llm._loop.add(request)
-    gained: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    last: dict[str, SequenceUpdate] = {}
-    gone = False
-    while llm._loop.has_work:
-        for update in llm._loop.step():
-            gained[update.request_id] += update.token_ids
-            last[update.request_id] = update
-        client = llm._loop._grammars._client
-        if not gone and client is not None and len(gained[requests[0].request_id]) > 4:
-            gone = True
-            client._process.kill()
-    assert gone
-    ends = [last[request.request_id] for request in requests]
+    requests = admitted(llm, PROMPTS, PARAMS)
+    updates = drive(llm, requests, num_steps=1)
+    first = requests[0].request_id
+    while len(read_tokens(updates[first])) <= 4 or llm._loop._grammars._client is None:
+        for name, more in drive(llm, (), num_steps=1).items():
+            updates[name] += more
+    llm._loop._grammars._client._process.kill()
+    for name, more in drive(llm, ()).items():
+        updates[name] += more
+    ends = [updates[request.request_id][-1] for request in requests]
     assert sum(end.is_lost for end in ends) >= 3
     for request, end, (tokens, reason, *_) in zip(requests, ends, expected, strict=True):
-        found = gained[request.request_id]
+        found = read_tokens(updates[request.request_id])
         assert found == tokens[: len(found)]
         assert end.is_lost if end.finish_reason == "error" else end.finish_reason == reason
         assert request.sampling.grammar is not None or not end.is_lost
-    run_out(llm)
+    free_all(llm)
     assert answers(llm) == expected  # with another process
 
 
-def test_no_launch_waits_for_the_drafts_of_rows_under_grammars(
-    proposer: Changing, monkeypatch: pytest.MonkeyPatch
+def test_no_launch_waits_for_drafts_of_constrained_rows(
+    model: str, proposer: Changing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cover results as on a GPU, with and without captured steps; some masks are late."""
     reads = graph_support.watch_reads(monkeypatch)
@@ -302,7 +265,7 @@ def test_no_launch_waits_for_the_drafts_of_rows_under_grammars(
         graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
         monkeypatch.setattr(manager, "GRACE_SECONDS", 9.0)
         reads.clear()
-        with LLM("nano", **sizes) as llm:
+        with LLM(model, **sizes) as llm:
             found = [one[0] for one in answers(llm, chosen)]
             if not expected:
                 expected, keys = found, zip(PARAMS[chosen], PROMPTS[chosen], found, strict=True)
@@ -315,21 +278,21 @@ def test_no_launch_waits_for_the_drafts_of_rows_under_grammars(
             monkeypatch.setattr(manager, "GRACE_SECONDS", -1.0)
             assert [one[0] for one in answers(llm, chosen)] == expected
             assert [one[0] for one in answers(llm, slice(14, 16))][1] == expected[0]
-            run_out(llm)
+            free_all(llm)
             assert verified(llm)[1] > 50
         # a step reads the accepted count of two steps ago, which has long arrived
         assert len(reads) > 20 and {launch - made_by for launch, made_by in reads} == {2}
 
 
-def test_masks_behind_drafts_are_those_of_tokens_that_came() -> None:
+def test_masks_after_drafts_equal_those_of_committed_tokens() -> None:
     """Masks cover the drafts that the grammar allows, up to its end, within the time limit."""
-    folder, eos = Path(negamax.__file__).parent / "assets" / "nano", TOKENIZER.eos_token_id or 0
+    eos = TOKENIZER.eos_token_id or 0
     text = [*TOKENIZER.encode("yes, it is so"), eos]
     with zmq.Context() as context, context.socket(zmq.PAIR) as near:
         near.bind("inproc://grammars")
         far = context.socket(zmq.PAIR)
         far.connect("inproc://grammars")
-        setup = wire.Setup(str(folder), 4160, (eos,), 1, 30.0, 30.0, 60.0)
+        setup = wire.Setup(str(tiny.NANO), 4160, (eos,), 1, 30.0, 30.0, 60.0)
         server = process.GrammarServer(far, setup)
         far.close()
     assert server._compiler is not None
@@ -341,8 +304,8 @@ def test_masks_behind_drafts_are_those_of_tokens_that_came() -> None:
         server._advance(wire.AdvanceGrammars([]))
         return server._next_mask(output, [*parts], following)
 
-    wrong = text[3] + 1
-    ahead = answer(text[:1], [*text[1:3], wrong, text[4]])
+    rejected = text[3] + 1
+    ahead = answer(text[:1], [*text[1:3], rejected, text[4]])
     to_the_end = answer([], text[1:])
     assert answer([], text[1:], seconds=-1.0).after_drafts == []
     masks = [answer([token], []).mask for token in text[1:-1]]
@@ -350,7 +313,7 @@ def test_masks_behind_drafts_are_those_of_tokens_that_came() -> None:
     assert answer([eos], []).mask is None
 
 
-def test_masks_of_earlier_places_do_not_stand_for_those_behind_due_tokens(llm: LLM) -> None:
+def test_masks_of_earlier_positions_are_not_used_after_due_tokens(llm: LLM) -> None:
     """Due tokens need no mask of the grammar, so its answers may be outstanding."""
     params = PARAMS[8]
     request = GenerateRequest(request_id="a", prompt_token_ids=(5,), sampling=params)

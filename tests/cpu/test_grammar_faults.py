@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from grammar_support import PERSON, admitted, drive, outputs, reasoning, run_out, schema, seeded
+from grammar_support import PERSON, reasoning, regex, says, schema, seeded
 
 from negamax import LLM, SamplingParams
 from negamax.base.errors import EngineError, InvalidRequestError, ResourceError
 from negamax.config.grammar import Grammar
 from negamax.engine.grammar import manager as constraints
-from negamax.scheduler.step import SequenceUpdate
+from tests.loop_driver import admitted, drive, free_all, generate_tokens, read_tokens
 
 RUNAWAY = {
     "type": "object",
@@ -22,13 +22,13 @@ RUNAWAY = {
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("nano", num_threads=1, max_model_len=1024) as engine:
+    with LLM("nano", num_threads=1, max_model_len=512) as engine:
         yield engine
 
 
-def test_invalid_grammars_are_refused_and_others_run(llm: LLM) -> None:
+def test_refuses_invalid_grammars(llm: LLM) -> None:
     for grammar in (
-        Grammar(kind="regex", text="(?=a)b"),
+        regex("(?=a)b"),
         Grammar(kind="ebnf", text="root ::= root"),
         schema({"type": "object", "properties": {"a": {"not": {}}}}),
         Grammar(kind="structural_tag", text='{"format": {"type": "no such"}}'),
@@ -36,16 +36,11 @@ def test_invalid_grammars_are_refused_and_others_run(llm: LLM) -> None:
         with pytest.raises(InvalidRequestError) as caught:
             llm.generate("x", SamplingParams(grammar=grammar))
         assert caught.value.http_status == 400 and len(str(caught.value)) > 20
-    assert (
-        outputs(llm, ["Yes or no?"], [seeded(1, grammar=Grammar(kind="choice", text='["yes"]'))])[
-            0
-        ].text
-        == "yes"
-    )
-    run_out(llm)
+    assert says(llm, "yes")
+    free_all(llm)
 
 
-def test_a_dead_end_in_a_grammar_ends_its_request_alone(llm: LLM) -> None:
+def test_dead_end_of_a_grammar_ends_its_request_alone(llm: LLM) -> None:
     vocabulary = range(llm._loop._grammars._setup.vocab_size)
     none = {"type": "exclude_token", "exclude_tokens": list(vocabulary)}
     steps = [{"type": "const_string", "value": "ab"}, none]
@@ -58,19 +53,14 @@ def test_a_dead_end_in_a_grammar_ends_its_request_alone(llm: LLM) -> None:
     )
     updates = drive(llm, requests)
     (bad, good) = (updates[request.request_id] for request in requests)
-    assert (
-        bad[-1].finish_reason == "error"
-        and "no further token" in (bad[-1].error or "")
-        and bad[-1].is_refusal
-    )
+    assert bad[-1].finish_reason == "error" and bad[-1].is_refusal
+    assert "no further token" in (bad[-1].error or "")
     assert good[-1].finish_reason == "length"
-    run_out(llm)
+    free_all(llm)
 
 
-def test_a_lost_step_leaves_no_rules_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = admitted(
-        llm, ["letters:"] * 2, [seeded(1, grammar=Grammar(kind="regex", text="[a-z]{40}"))] * 2
-    )
+def test_lost_step_leaves_no_grammars(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = admitted(llm, ["letters:"] * 2, [seeded(1, grammar=regex("[a-z]{40}"))] * 2)
     for request in requests:
         llm._loop.add(request)
     flight = llm._loop._in_flight
@@ -85,37 +75,28 @@ def test_a_lost_step_leaves_no_rules_behind(llm: LLM, monkeypatch: pytest.Monkey
     monkeypatch.setattr(lost, "results", raising)
     ended = [update for _ in range(2) for update in llm._loop.step() if update.finish_reason]
     assert [update.finish_reason for update in ended] == ["error", "error"]
-    run_out(llm)
+    free_all(llm)
 
 
-def test_aborts_in_every_state_leave_nothing_behind(llm: LLM) -> None:
+def test_aborts_in_every_state_leave_no_grammars(llm: LLM) -> None:
     prompt = llm.render([{"role": "user", "content": "What is 17 + 25?"}])
     for steps in (0, 1, 3, 12, 30):
-        params = [
-            seeded(
-                1,
-                grammar=schema({**PERSON, "title": str(steps)}),
-                reasoning=reasoning(llm),
-                thinking_token_budget=8,
-            )
-        ] * 3
-        requests = admitted(llm, [prompt] * 3, params)
-        for request in requests:
-            llm._loop.add(request)
-        for _ in range(steps):
-            llm._loop.step()
+        rules = {"reasoning": reasoning(), "thinking_token_budget": 8}
+        params = seeded(1, grammar=schema({**PERSON, "title": str(steps)}), **rules)
+        requests = admitted(llm, [prompt] * 3, [params] * 3)
+        drive(llm, requests, num_steps=steps)
         llm._loop.abort([request.request_id for request in requests])
-        run_out(llm)
+        free_all(llm)
 
 
 def test_a_failed_row_is_repeated_alone_with_all_masks_intact(llm: LLM) -> None:
     params = [
         seeded(0, grammar=schema(PERSON), max_tokens=60),
         seeded(1, max_tokens=60, logit_bias={1: 1.0}, ignore_eos=True),
-        seeded(2, grammar=Grammar(kind="regex", text="[a-f]{30}")),
+        seeded(2, grammar=regex("[a-f]{30}")),
     ]
     prompts = ["A person:", "Once", "letters:"]
-    expected = [completion.token_ids for completion in outputs(llm, prompts, params)]
+    expected = generate_tokens(llm, prompts, params)
     requests = admitted(llm, prompts, params)
     worker = llm._loop.executor._worker  # type: ignore[attr-defined]
     run = worker._steps.run
@@ -131,41 +112,25 @@ def test_a_failed_row_is_repeated_alone_with_all_masks_intact(llm: LLM) -> None:
         updates = drive(llm, requests)
     finally:
         worker._steps.run = run
-    assert [
-        [token for update in updates[r.request_id] for token in update.token_ids] for r in requests
-    ] == expected
+    assert [read_tokens(updates[request.request_id]) for request in requests] == expected
 
 
 def test_a_dead_grammar_process_ends_only_its_requests(llm: LLM) -> None:
     requests = admitted(
         llm,
         ["letters:", "Once upon a time"],
-        [
-            seeded(1, grammar=Grammar(kind="regex", text="[a-z]{300}")),
-            seeded(1, max_tokens=60, ignore_eos=True),
-        ],
+        [seeded(1, grammar=regex("[a-z]{300}")), seeded(1, max_tokens=60, ignore_eos=True)],
     )
-    for request in requests:
-        llm._loop.add(request)
-    updates: dict[str, list[SequenceUpdate]] = {request.request_id: [] for request in requests}
-    killed = False
-    while llm._loop.has_work:
-        for update in llm._loop.step():
-            updates[update.request_id].append(update)
-        if not killed and len(updates[requests[0].request_id]) > 3:
-            client = llm._loop._grammars._client
-            assert client is not None
-            client._process.kill()
-            killed = True
+    updates = drive(llm, requests, num_steps=12)
+    assert updates[requests[0].request_id]
+    client = llm._loop._grammars._client
+    assert client is not None
+    client._process.kill()
+    updates = drive(llm, ())
     assert updates[requests[0].request_id][-1].finish_reason == "error"
     assert updates[requests[1].request_id][-1].finish_reason == "length"
-    assert (
-        outputs(llm, ["Yes or no?"], [seeded(1, grammar=Grammar(kind="choice", text='["no"]'))])[
-            0
-        ].text
-        == "no"
-    )
-    run_out(llm)
+    assert says(llm, "no")
+    free_all(llm)
 
 
 def test_a_request_whose_grammar_process_dies_ends_before_its_prompt_is_read(
@@ -174,10 +139,8 @@ def test_a_request_whose_grammar_process_dies_ends_before_its_prompt_is_read(
     scheduler = llm._loop._scheduler
     few = dataclasses.replace(scheduler.limits, max_num_batched_tokens=16)
     monkeypatch.setattr(scheduler, "limits", few)
-    outputs(llm, ["Yes or no?"], [seeded(1, grammar=Grammar(kind="choice", text='["no"]'))])
-    (request,) = admitted(
-        llm, ["word " * 300], [seeded(1, grammar=Grammar(kind="regex", text="[a-z]{300}"))]
-    )
+    assert says(llm, "no")
+    (request,) = admitted(llm, ["word " * 300], [seeded(1, grammar=regex("[a-z]{300}"))])
     llm._loop.add(request)
     while not llm.stats().num_running:
         llm._loop.step()
@@ -187,26 +150,21 @@ def test_a_request_whose_grammar_process_dies_ends_before_its_prompt_is_read(
     client._process.wait()
     updates = [update for _ in range(2) for update in llm._loop.step()]
     assert [(update.finish_reason, update.is_lost) for update in updates] == [("error", True)]
-    run_out(llm)
+    free_all(llm)
 
 
 def test_an_endless_compilation_is_refused_and_delays_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(constraints, "COMPILE_SECONDS", 3.0)
-    with LLM("nano", num_threads=1, max_model_len=1024) as engine:
-        assert (
-            outputs(engine, ["?"], [seeded(1, grammar=Grammar(kind="choice", text='["a"]'))])[
-                0
-            ].text
-            == "a"
-        )
+    with LLM("nano", num_threads=1, max_model_len=512) as engine:
+        assert says(engine, "a")
         first = engine._loop._grammars._client
         requests = admitted(
             engine,
             ["letters:", "x", "Once upon a time"],
             [
-                seeded(1, grammar=Grammar(kind="regex", text="[a-z]{60}"), ignore_eos=True),
+                seeded(1, grammar=regex("[a-z]{60}"), ignore_eos=True),
                 seeded(1, grammar=schema(RUNAWAY)),
                 seeded(1, max_tokens=400, ignore_eos=True),
             ],
@@ -214,33 +172,23 @@ def test_an_endless_compilation_is_refused_and_delays_no_request(
         started = time.monotonic()
         updates = drive(engine, requests)
         followed, runaway, free = (updates[request.request_id] for request in requests)
-        assert (
-            runaway[-1].is_refusal
-            and "3 s" in (runaway[-1].error or "")
-            and not runaway[-1].token_ids
-        )
+        assert runaway[-1].is_refusal and not runaway[-1].token_ids
+        assert "3 s" in (runaway[-1].error or "")
         assert followed[-1].finish_reason == "stop" and free[-1].finish_reason == "length"
         with pytest.raises(InvalidRequestError, match="3 s"):
             engine.generate("x", seeded(1, grammar=schema(RUNAWAY)))
         assert first is not None and not first.is_alive  # its compiler would have continued
         assert engine._loop._grammars._client is None  # the slow grammar is remembered
         assert time.monotonic() - started < 100.0
-        assert (
-            outputs(engine, ["?"], [seeded(1, grammar=Grammar(kind="choice", text='["b"]'))])[
-                0
-            ].text
-            == "b"
-        )
-        run_out(engine)
+        assert says(engine, "b")
+        free_all(engine)
 
 
-def test_engine_errors_are_not_blamed_on_requests(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_errors_are_no_refusals(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def start() -> Any:
         raise ResourceError("no room")
 
     monkeypatch.setattr(llm._loop._grammars, "start", start)
     with pytest.raises(EngineError, match="no room"):
-        llm.generate("Say", seeded(1, grammar=Grammar(kind="regex", text="a")))
-    run_out(llm)
+        llm.generate("Say", seeded(1, grammar=regex("a")))
+    free_all(llm)

@@ -1,5 +1,4 @@
 import json
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -11,18 +10,19 @@ import torch
 
 from nano.suites import tool_calls
 from negamax import LLM, SamplingParams
-from negamax.base import supervision
 from negamax.engine.core import expert_balancer
 from negamax.engine.wire import ExpertDump
 from tests import tiny
+from tests.dist.engines import COMMON, read_exit_codes, replace_ranks
 from tests.e2e.conftest import STUB, eventually, serving
 from tests.layouts import full, parallel
+from tests.loop_driver import generate_tokens
 
-COMMON: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
-OFTEN = {"enable_eplb": True, "eplb_config": {"step_interval": 12, "window_size": 12}}
+OFTEN = {"step_interval": 8, "window_size": 8}
+SIZES = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
 NUM_EXPERTS, TOP_K = 8, 2
-GREEDY = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
-DRAWN = SamplingParams(temperature=1.0, seed=5, top_k=20, max_tokens=60, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=36, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, seed=5, top_k=20, max_tokens=32, ignore_eos=True)
 PROMPTS = [[*range(3 + at, 30 + 2 * at)] for at in range(8)]
 PARAMS = [GREEDY, DRAWN] * 4
 NOTICED_SECONDS = 3.0  # from a rank's end to the end of its requests, on a busy machine
@@ -44,21 +44,16 @@ def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def balancing(folder: Path | str, *, copies: int, **options: Any) -> LLM:
-    config = {**OFTEN["eplb_config"], "num_redundant_experts": copies}
-    options = {"max_num_batched_tokens": 64, "max_num_seqs": 8} | options
-    return LLM(str(folder), **COMMON, **options, enable_eplb=True, eplb_config=config)
-
-
-def tokens_of(llm: LLM) -> list[list[int]]:
-    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS)]
+    config = {**OFTEN, "num_redundant_experts": copies}
+    return LLM(str(folder), **COMMON, **SIZES | options, enable_eplb=True, eplb_config=config)
 
 
 @pytest.fixture(scope="module")
 def of_one_rank(skewed: Path) -> tuple[list[list[int]], ExpertDump]:
-    counted = {"expert_distribution_recorder_mode": "stat", "max_num_batched_tokens": 64}
-    with LLM(str(skewed), **COMMON, **counted, max_num_seqs=8) as llm:
+    counted = {"expert_distribution_recorder_mode": "stat", **SIZES}
+    with LLM(str(skewed), **COMMON, **counted) as llm:
         llm._loop.record_experts("start")
-        text = tokens_of(llm)
+        text = generate_tokens(llm, PROMPTS, PARAMS)
         llm._loop.record_experts("stop")
         llm.generate(PROMPTS[:1], GREEDY)  # is not recorded
         dump = llm._loop.record_experts("dump")
@@ -66,7 +61,7 @@ def of_one_rank(skewed: Path) -> tuple[list[list[int]], ExpertDump]:
     return text, dump
 
 
-def test_every_choice_is_counted_once(of_one_rank: tuple[list[list[int]], ExpertDump]) -> None:
+def test_every_selection_is_counted_once(of_one_rank: tuple[list[list[int]], ExpertDump]) -> None:
     text, dump = of_one_rank
     # all prompt tokens, and all generated tokens except the last ones
     num_tokens = sum(map(len, PROMPTS)) + sum(len(tokens) - 1 for tokens in text)
@@ -82,21 +77,18 @@ def two_ranks(skewed: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_texts_stay_and_loads_become_even(
+def test_loads_become_even_and_the_text_stays(
     two_ranks: LLM, of_one_rank: tuple[list[list[int]], ExpertDump]
 ) -> None:
     loop, (text, counts) = two_ranks._loop, of_one_rank
     loop.record_experts("start")
     before = loop.record_experts("dump")
-    assert (
-        before is not None
-        and before.balancedness == 1.0
-        and not sum(map(sum, before.logical_count))
-    )
+    assert before is not None and before.balancedness == 1.0
+    assert not sum(map(sum, before.logical_count))
     assert before.physical_to_logical_map == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1]] * 5
-    assert tokens_of(two_ranks) == text
+    assert generate_tokens(two_ranks, PROMPTS, PARAMS) == text
     experts = loop.stats().experts
-    assert experts is not None and experts.num_rebalances >= 3 and experts.num_moved >= 10
+    assert experts is not None and experts.num_rebalances >= 2 and experts.num_moved >= 8
     after = loop.record_experts("dump")
     assert after is not None
     # moves do not change the recorder's counts
@@ -108,9 +100,9 @@ def test_texts_stay_and_loads_become_even(
     assert balancedness(after.logical_count, after.physical_to_logical_map) == pytest.approx(
         after.balancedness
     )
-    assert at_start < 0.8 and after.balancedness > 0.93
+    assert at_start < 0.8 and after.balancedness > 0.9
     # again, with the experts' current placement
-    assert tokens_of(two_ranks) == text
+    assert generate_tokens(two_ranks, PROMPTS, PARAMS) == text
 
 
 def balancedness(counts: list[list[int]], slots: list[list[int]]) -> float:
@@ -128,7 +120,8 @@ def balancedness(counts: list[list[int]], slots: list[list[int]]) -> float:
 @pytest.mark.parametrize(
     ("copies", "layout"),
     [
-        (4, parallel(dp=4, ep=True)),
+        (2, parallel(dp=2, ep=True)),
+        full(4, parallel(dp=4, ep=True)),
         full(0, parallel(tp=4, ep=2)),
         full(2, parallel(dp=2, tp=2, ep=2)),
         full(2, parallel(pcp=2, ep=True)),
@@ -147,7 +140,7 @@ def test_every_layout_gives_the_text_of_one_rank(
     text, counts = of_one_rank
     with balancing(skewed, copies=copies, **layout) as llm:
         llm._loop.record_experts("start")
-        assert tokens_of(llm) == text
+        assert generate_tokens(llm, PROMPTS, PARAMS) == text
         experts, dump = llm.stats().experts, llm._loop.record_experts("dump")
     assert experts is not None and experts.num_moved >= 5
     assert dump is not None and dump.logical_count == counts.logical_count
@@ -156,19 +149,14 @@ def test_every_layout_gives_the_text_of_one_rank(
 def test_drafts_and_captured_steps_find_the_experts(
     skewed: Path, of_one_rank: tuple[list[list[int]], ExpertDump], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spawn = supervision.spawn
-
-    def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
-        return spawn("tests.dist.ranks", "captured", *args)
-
-    monkeypatch.setattr(supervision, "spawn", captured)
+    replace_ranks(monkeypatch, "captured")
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
     ranks = parallel(tp=2, ep=True)
     with balancing(skewed, copies=2, **ranks, speculative_config=drafts) as llm:
-        assert tokens_of(llm) == of_one_rank[0]
-        experts, children = llm.stats().experts, llm._loop.executor._processes  # type: ignore[attr-defined]
+        assert generate_tokens(llm, PROMPTS, PARAMS) == of_one_rank[0]
+        experts = llm.stats().experts
     assert experts is not None and experts.num_moved >= 5
-    assert [child.exit_code for child in children] == [0, 0]  # replayed steps, too
+    assert read_exit_codes(llm) == [0, 0]  # replayed steps, too
 
 
 @pytest.mark.full
@@ -181,12 +169,11 @@ def test_nano_m3_gives_the_same_text_while_experts_move(monkeypatch: pytest.Monk
             llm.render(list(each.messages), tools=list(each.tools))
             for each in tool_calls.problems(3, 5)
         ]
-        text = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
+        text = generate_tokens(llm, prompts, params)
     ranks = parallel(tp=2, ep=True)
     with balancing("nano-m3", copies=2, max_num_batched_tokens=256, **ranks) as llm:
-        found = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
+        assert generate_tokens(llm, prompts, params) == text
         experts = llm.stats().experts
-    assert found == text
     assert experts is not None and experts.num_moved > 0
 
 
@@ -201,11 +188,9 @@ def test_experts_start_as_dumped(
         "eplb_config": {"num_redundant_experts": 2},
         "expert_distribution_recorder_mode": "stat",
     }
-    ranks = parallel(dp=2, ep=True)
-    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
-    with LLM(str(skewed), **COMMON, **located, **ranks, **sizes) as llm:
+    with LLM(str(skewed), **COMMON, **SIZES, **located, **parallel(dp=2, ep=True)) as llm:
         llm._loop.record_experts("start")
-        assert tokens_of(llm) == text
+        assert generate_tokens(llm, PROMPTS, PARAMS) == text
         dump = llm._loop.record_experts("dump")
     assert dump is not None and dump.logical_count == counts.logical_count
     assert dump.balancedness > 0.93
@@ -227,12 +212,12 @@ def test_a_rank_killed_during_a_move_ends_only_open_requests(
     located.write_text(json.dumps({"physical_to_logical_map": [[2, 3, 4, 1, 5, 6, 7, 0]] * 5}))
     options = (
         "--device", "cpu", "--dtype", "float32", "-tp", "2", "--enable-expert-parallel",
-        "--enable-eplb", "--eplb-config", json.dumps(OFTEN["eplb_config"]),
+        "--enable-eplb", "--eplb-config", json.dumps(OFTEN),
         "--init-expert-location", str(located),
     )  # fmt: skip
     body = {
         "input_ids": PROMPTS[::2],
-        "sampling_params": {"temperature": 0.0, "max_new_tokens": 70, "ignore_eos": True},
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 36, "ignore_eos": True},
     }
     log_file = tmp_path / "log"
     mark.touch()
@@ -241,9 +226,9 @@ def test_a_rank_killed_during_a_move_ends_only_open_requests(
         server.http() as http,
     ):
         lost = http.post("/generate", json=body)
-        told = time.time()
+        answered = time.time()
         assert lost.status_code == 503, lost.text
-        assert told - float(mark.read_text()) < NOTICED_SECONDS
+        assert answered - float(mark.read_text()) < NOTICED_SECONDS
         assert eventually(lambda: http.get("/readyz").status_code == 200)
         assert http.post("/start_expert_distribution_record").status_code == 200
         dump = http.post("/dump_expert_distribution_record").json()

@@ -1,4 +1,3 @@
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -6,11 +5,13 @@ from typing import Any
 import pytest
 
 from negamax import LLM, SamplingParams
-from negamax.base import supervision
 from tests import row_faults
+from tests.dist.engines import replace_ranks
+from tests.layouts import full
+from tests.loop_driver import admitted, drive, read_tokens
 from tests.row_faults import FAULTS, PROMPT_MARK, asking
 
-NEIGHBOURS = (
+OTHERS = (
     SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True),
     SamplingParams(
         temperature=1.0, top_k=40, seed=2**63 - 1, max_tokens=10, ignore_eos=True, logprobs=2
@@ -34,47 +35,31 @@ def two_context_ranks() -> Iterator[LLM]:
         yield llm
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[LLM]:
+    with faulty_ranks() as llm:
+        yield llm
+
+
 @contextmanager
 def faulty_ranks(**ranks: int) -> Iterator[LLM]:
-    spawn = supervision.spawn
-
-    def faulty(_module: str, *args: str) -> subprocess.Popen[bytes]:
-        return spawn("tests.dist.ranks", "faulty", *args)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervision, "spawn", faulty)
+        if ranks:
+            replace_ranks(patch, "faulty")
+        else:
+            row_faults.install(0, patch.setattr)
         with LLM("nano", device="cpu", num_threads=1, max_model_len=512, **ranks) as llm:
             yield llm
 
 
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        row_faults.install(0, patch.setattr)
-        with LLM("nano", device="cpu", num_threads=1, max_model_len=512) as llm:
-            yield llm
-
-
 def run(llm: LLM, victim: SamplingParams) -> tuple[list[list[int]], str | None]:
-    prompts = [
-        PROMPT,
-        PROMPT[1:],
-        PROMPT[2:],
-        [5, PROMPT_MARK, 6, 7] if victim.prompt_logprobs else PROMPT[3:],
-    ]
-    params = llm._admit(prompts, [*NEIGHBOURS, victim])
-    requests = [group[0][1] for group in llm._sequences(prompts, params)]
-    for request in requests:
-        llm._loop.add(request)
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    errors: dict[str, str | None] = {}
-    while llm._loop.has_work:
-        for update in llm._loop.step():
-            tokens[update.request_id] += update.token_ids
-            errors[update.request_id] = update.error
-    *neighbours, last = [request.request_id for request in requests]
-    assert [errors[name] for name in neighbours] == [None] * len(neighbours)
-    return [tokens[name] for name in neighbours], errors[last]
+    """Return the tokens of the concurrent requests, and the error of `victim`."""
+    last = [5, PROMPT_MARK, 6, 7] if victim.prompt_logprobs else PROMPT[3:]
+    requests = admitted(llm, [PROMPT, PROMPT[1:], PROMPT[2:], last], [*OTHERS, victim])
+    updates = drive(llm, requests)
+    *concurrent, ended = (updates[request.request_id] for request in requests)
+    assert [each[-1].error for each in concurrent] == [None] * 3
+    return [read_tokens(each) for each in concurrent], ended[-1].error
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +75,14 @@ def undisturbed() -> Callable[[LLM], list[list[int]]]:
     return of
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize(
+    ("ranks", "fault"),
+    [
+        *(("one_rank", fault) for fault in FAULTS),
+        ("two_ranks", "late edit"),
+        *(full("two_ranks", fault) for fault in FAULTS if fault != "late edit"),
+    ],
+)
 def test_a_fault_in_one_row_ends_that_request_alone(
     ranks: str, fault: str, request: pytest.FixtureRequest, undisturbed: Any
 ) -> None:
@@ -104,8 +95,17 @@ def test_a_fault_in_one_row_ends_that_request_alone(
     assert error is None and again == alone
 
 
-@pytest.mark.parametrize("fault", ["fill", "late fill", "late edit"])
-@pytest.mark.parametrize("ranks", ["two_ranks", "two_context_ranks"])
+@pytest.mark.parametrize(
+    ("ranks", "fault"),
+    [
+        ("two_ranks", "fill"),
+        ("two_ranks", "late fill"),
+        ("two_context_ranks", "late edit"),
+        full("two_ranks", "late edit"),
+        full("two_context_ranks", "fill"),
+        full("two_context_ranks", "late fill"),
+    ],
+)
 def test_a_row_that_fails_on_the_second_rank_alone_ends_on_both(
     ranks: str, fault: str, request: pytest.FixtureRequest, undisturbed: Any
 ) -> None:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from negamax.base.errors import (
     EngineDeadError,
@@ -42,15 +44,15 @@ def update(
 
 
 class Engine:
-    def __init__(self, *, refuses: Exception | None = None) -> None:
+    def __init__(self) -> None:
         self.open: set[str] = set()
         self.submitted: list[str] = []
         self.aborted: list[str] = []
-        self._refuses = refuses
+        self.refusal: Exception | None = None
 
     def enter(self, request: OpenRequest) -> Engine:
-        if self._refuses is not None:
-            raise self._refuses
+        if self.refusal is not None:
+            raise self.refusal
         self.open |= {sequence.request_id for sequence in request.requests}
         return self
 
@@ -77,311 +79,285 @@ class Watcher:
         self.ends.append(error)
 
 
-def generation(
-    engine: Engine,
-    *,
-    n: int = 1,
-    stop: tuple[str, ...] = (),
-    seconds: float | None = None,
-    watcher: Watcher | None = None,
-    interval: int = 1,
-) -> OpenRequest:
-    sampling = SamplingParams(stop=stop)
-    requests = [
-        GenerateRequest(request_id=f"r/{index}", prompt_token_ids=(1,), sampling=sampling)
-        for index in range(n)
-    ]
-    streams = {
-        request.request_id: ChoiceStream(
-            TOKENIZER, sampling, info=INFO, request_id="r", index=index, num_prompt_tokens=1
-        )
-        for index, request in enumerate(requests)
-    }
-    deadline = None if seconds is None else time.monotonic() + seconds
-    return OpenRequest(
-        engine, requests, streams, deadline=deadline, observer=watcher, interval=interval
-    )
+class Scene:
+    """A request of `n` choices that an engine runs; `taken` holds the outputs passed on."""
 
-
-def taking(outputs: list[RequestOutput]) -> Callable[[int, RequestOutput], None]:
-    return lambda index, output: outputs.append(output)
-
-
-def give(to: OpenRequest, *updates: SequenceUpdate) -> None:
-    for one in updates:
-        to.push(one)
-
-
-def test_outputs_are_handed_on_at_once_in_order_and_once() -> None:
-    async def run() -> None:
-        engine, watcher, taken = Engine(), Watcher(), list[RequestOutput]()
-        request = generation(engine, watcher=watcher)
-        running = asyncio.create_task(request.run(taking(taken)))
-        await asyncio.sleep(0)
-        assert engine.submitted == ["r/0"]
-        for position, token_id in enumerate(IDS):
-            give(
-                request,
-                update("r/0", [token_id], end="length" if position == len(IDS) - 1 else None),
+    def __init__(
+        self,
+        *,
+        n: int = 1,
+        stop: tuple[str, ...] = (),
+        seconds: float | None = None,
+        interval: int = 1,
+        take: Callable[[int, RequestOutput], object] | None = None,
+    ) -> None:
+        self.engine, self.watcher, self.taken = Engine(), Watcher(), list[RequestOutput]()
+        sampling = SamplingParams(stop=stop)
+        requests = [
+            GenerateRequest(request_id=f"r/{index}", prompt_token_ids=(1,), sampling=sampling)
+            for index in range(n)
+        ]
+        streams = {
+            request.request_id: ChoiceStream(
+                TOKENIZER, sampling, info=INFO, request_id="r", index=index, num_prompt_tokens=1
             )
-            assert len(taken) == position + 1  # no task was woken
-        await asyncio.wait_for(running, 120)
-        assert "".join(output.text for output in taken) == TEXT
-        assert (
-            not engine.open
-            and not engine.aborted
-            and watcher.ends == [None]
-            and watcher.num_outputs == len(IDS)
-        )
+            for index, request in enumerate(requests)
+        }
+        deadline = None if seconds is None else time.monotonic() + seconds
+        self.request = OpenRequest(
+            self.engine, requests, streams, deadline=deadline, observer=self.watcher,
+            interval=interval,
+        )  # fmt: skip
+        self._take = take or (lambda index, output: self.taken.append(output))
 
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("interval", [2, 3, 7, 1000])
-def test_outputs_have_the_requested_number_of_tokens(interval: int) -> None:
-    async def run() -> None:
-        engine, watcher, taken = Engine(), Watcher(), list[RequestOutput]()
-        request = generation(engine, n=2, watcher=watcher, interval=interval)
-        running = asyncio.create_task(request.run(taking(taken)))
+    async def run(self) -> None:
+        """Start to run the request."""
+        self._running = asyncio.create_task(self.request.run(self._take))
         await asyncio.sleep(0)
+
+    async def end(self) -> None:
+        """Wait for the end of the request. Errors: that of the request."""
+        try:
+            await asyncio.wait_for(self._running, 120)
+        finally:
+            assert not self.engine.open
+
+    async def cancel(self) -> None:
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+
+    def give(self, token_ids: Sequence[int] = (), *, name: str = "r/0", **fields: Any) -> None:
+        self.request.push(update(name, list(token_ids), **fields))
+
+    def give_each(self, names: Sequence[str], act: Callable[[], None] = lambda: None) -> None:
+        """Give all tokens one by one to the sequences `names`, with `act` after each."""
         for position, token_id in enumerate(IDS):
             end = "length" if position == len(IDS) - 1 else None
-            updates = [update(name, [token_id], end=end, logprobs=True) for name in ("r/0", "r/1")]
-            give(request, *updates)
-        await asyncio.wait_for(running, 120)
-        for index in range(2):
-            parts = [output for output in taken if output.index == index]
-            sizes = [len(output.token_ids) for output in parts]
-            assert sizes[0] == 1 and set(sizes[1:-1]) <= {interval} and sizes[-1] <= interval
-            assert "".join(output.text for output in parts) == TEXT
-            assert [token_id for output in parts for token_id in output.token_ids] == IDS
-            assert [entry.token_id for output in parts for entry in output.logprobs or ()] == IDS
-            counts = [output.num_output_tokens for output in parts]
-            assert (
-                counts == [sum(sizes[: i + 1]) for i in range(len(sizes))]
-                and parts[-1].finish_reason == "length"
-            )
-        # times are those of the tokens, not of the outputs
-        assert watcher.num_outputs == 2 * len(IDS) and not engine.open
+            for name in names:
+                self.give([token_id], name=name, end=end, logprobs=True)
+            act()
 
-    asyncio.run(run())
+    def text(self, index: int = 0) -> str:
+        return "".join(output.text for output in self.taken if output.index == index)
+
+    def token_ids(self, index: int = 0) -> list[int]:
+        parts = [output for output in self.taken if output.index == index]
+        return [token_id for output in parts for token_id in output.token_ids]
 
 
-def test_joined_outputs_are_handed_on_before_an_error() -> None:
-    async def run() -> None:
-        taken = list[RequestOutput]()
-        request = generation(Engine(), interval=100)
-        running = asyncio.create_task(request.run(taking(taken)))
-        await asyncio.sleep(0)
-        for token_id in IDS[:5]:
-            give(request, update("r/0", [token_id]))
-        assert len(taken) == 1
-        request.fail(EngineDeadError("gone"))
-        with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(running, 120)
-        assert [token_id for output in taken for token_id in output.token_ids] == IDS[:5]
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test in an event loop."""
 
-    asyncio.run(run())
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(test(**fixtures))
+
+    return run
+
+
+@in_loop
+async def test_outputs_are_passed_on_at_once_in_order_and_once() -> None:
+    scene = Scene()
+    await scene.run()
+    assert scene.engine.submitted == ["r/0"]
+    numbers: list[int] = []
+    scene.give_each(["r/0"], lambda: numbers.append(len(scene.taken)))
+    assert numbers == [*range(1, len(IDS) + 1)]  # no task was woken
+    await scene.end()
+    assert scene.text() == TEXT and not scene.engine.aborted
+    assert scene.watcher.ends == [None] and scene.watcher.num_outputs == len(IDS)
+
+
+@pytest.mark.parametrize("interval", [2, 7, 1000])
+@in_loop
+async def test_outputs_have_the_requested_number_of_tokens(interval: int) -> None:
+    scene = Scene(n=2, interval=interval)
+    await scene.run()
+    scene.give_each(["r/0", "r/1"])
+    await scene.end()
+    for index in range(2):
+        parts = [output for output in scene.taken if output.index == index]
+        sizes = [len(output.token_ids) for output in parts]
+        assert sizes[0] == 1 and set(sizes[1:-1]) <= {interval} and sizes[-1] <= interval
+        assert scene.text(index) == TEXT and scene.token_ids(index) == IDS
+        assert [entry.token_id for output in parts for entry in output.logprobs or ()] == IDS
+        counts = [output.num_output_tokens for output in parts]
+        assert counts == [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        assert parts[-1].finish_reason == "length"
+    # times are those of the tokens, not of the outputs
+    assert scene.watcher.num_outputs == 2 * len(IDS)
+
+
+@in_loop
+async def test_joined_outputs_are_passed_on_before_an_error() -> None:
+    scene = Scene(interval=100)
+    await scene.run()
+    for token_id in IDS[:5]:
+        scene.give([token_id])
+    assert len(scene.taken) == 1
+    scene.request.fail(EngineDeadError("gone"))
+    with pytest.raises(EngineDeadError):
+        await scene.end()
+    assert scene.token_ids() == IDS[:5]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pauses_join_what_arrives_and_lose_nothing(seed: int) -> None:
-    async def run(rng: random.Random) -> None:
-        engine, taken = Engine(), list[RequestOutput]()
-        request = generation(engine, n=2)
-        running = asyncio.create_task(request.run(taking(taken)))
-        await asyncio.sleep(0)
-        is_paused = False
-        for position, token_id in enumerate(IDS):
-            end = "length" if position == len(IDS) - 1 else None
-            before = len(taken)
-            give(request, update("r/0", [token_id], end=end), update("r/1", [token_id], end=end))
-            assert len(taken) - before == (0 if is_paused else 2)
-            if rng.random() < 0.3:
-                is_paused = not is_paused
-                (request.pause if is_paused else request.resume)()
-        request.resume()
-        await asyncio.wait_for(running, 120)
-        for index in range(2):
-            parts = [output for output in taken if output.index == index]
-            assert "".join(output.text for output in parts) == TEXT
-            assert [token_id for output in parts for token_id in output.token_ids] == IDS
+@in_loop
+async def test_pauses_join_updates_and_lose_nothing(seed: int) -> None:
+    scene, rng = Scene(n=2), random.Random(seed)
+    await scene.run()
+    paused_at: list[int] = []  # number of outputs at the start of a pause
 
-    asyncio.run(run(random.Random(seed)))
+    def pause_at_random() -> None:
+        assert not paused_at or len(scene.taken) == paused_at[0]
+        if rng.random() < 0.3:
+            (scene.request.resume if paused_at else scene.request.pause)()
+            paused_at[:] = [] if paused_at else [len(scene.taken)]
+
+    scene.give_each(["r/0", "r/1"], pause_at_random)
+    scene.request.resume()
+    await scene.end()
+    for index in range(2):
+        assert scene.text(index) == TEXT and scene.token_ids(index) == IDS
 
 
 def test_backlog_is_one_update_per_sequence_with_all_its_tokens() -> None:
-    first = update("a", [0], logprobs=True)
+    prompt = [TokenLogprobs(5, -2.0, 1, [], [])]
+    first = replace(update("a", [0], logprobs=True), prompt_logprobs=prompt)
     for token_id in range(1, 100_000):
         first = join_updates(first, update("a", [token_id], logprobs=True))
     first = join_updates(first, update("a", [-1], end="stop", logprobs=True))
-    assert first.token_ids == [*range(100_000), -1]
-    assert (
-        first.logprobs is not None
-        and [entry.token_id for entry in first.logprobs] == first.token_ids
-    )
+    assert first.token_ids == [*range(100_000), -1] and first.prompt_logprobs == prompt
+    assert [entry.token_id for entry in first.logprobs or ()] == first.token_ids
     assert (first.finish_reason, first.stop_reason, first.num_cached_tokens) == ("stop", 7, 3)
 
 
-def test_prompt_logprobs_of_the_first_update_survive_the_last() -> None:
-    prompt = [TokenLogprobs(5, -2.0, 1, [], [])]
-    both = join_updates(
-        SequenceUpdate("a", [1], None, prompt, None, None, 0, None), update("a", [2], end="length")
-    )
-    assert both.prompt_logprobs is not None and both.prompt_logprobs[0].token_id == 5
-    assert both.token_ids == [1, 2]
+@in_loop
+async def test_later_choices_are_sent_after_the_first_token() -> None:
+    scene = Scene(n=3)
+    await scene.run()
+    assert scene.engine.submitted == ["r/0"] and scene.engine.open == {"r/0", "r/1", "r/2"}
+    scene.give([IDS[0]])
+    assert scene.engine.submitted == ["r/0", "r/1", "r/2"]
+    await scene.cancel()
+    assert sorted(scene.engine.aborted) == ["r/0", "r/1", "r/2"] and not scene.engine.open
 
 
-def test_later_choices_are_sent_after_the_first_token() -> None:
-    async def run() -> None:
-        engine = Engine()
-        request = generation(engine, n=3)
-        running = asyncio.create_task(request.run(lambda index, output: None))
-        await asyncio.sleep(0)
-        assert engine.submitted == ["r/0"] and engine.open == {"r/0", "r/1", "r/2"}
-        give(request, update("r/0", [IDS[0]]))
-        assert engine.submitted == ["r/0", "r/1", "r/2"]
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        assert sorted(engine.aborted) == ["r/0", "r/1", "r/2"] and not engine.open
-
-    asyncio.run(run())
+@in_loop
+async def test_later_choices_of_an_aborted_request_are_never_sent() -> None:
+    scene = Scene(n=3)
+    await scene.run()
+    scene.request.abort()
+    scene.give([IDS[0]])  # crossed with the abort
+    scene.give(end="abort")
+    await scene.end()
+    assert scene.engine.submitted == ["r/0"]
+    assert [output.finish_reason for output in scene.taken] == ["abort", "abort", None, "abort"]
 
 
-def test_later_choices_of_an_aborted_request_are_never_sent() -> None:
-    async def run() -> None:
-        engine, taken = Engine(), list[RequestOutput]()
-        request = generation(engine, n=3)
-        running = asyncio.create_task(request.run(taking(taken)))
-        await asyncio.sleep(0)
-        request.abort()
-        give(request, update("r/0", [IDS[0]]))  # crossed with the abort
-        give(request, SequenceUpdate("r/0", [], finish_reason="abort"))
-        await asyncio.wait_for(running, 120)
-        assert engine.submitted == ["r/0"] and not engine.open
-        assert [output.finish_reason for output in taken] == ["abort", "abort", None, "abort"]
-
-    asyncio.run(run())
+@in_loop
+async def test_stop_string_ends_the_choice_in_the_engine_too() -> None:
+    scene = Scene(stop=("ships that pass",))
+    await scene.run()
+    scene.give(IDS)
+    scene.give(IDS)  # crossed with our abort
+    await scene.end()
+    assert scene.text() == TEXT[: TEXT.index("ships that pass")]
+    assert scene.engine.aborted == ["r/0"] and scene.taken[-1].finish_reason == "stop"
 
 
-def test_a_stop_string_ends_the_choice_in_the_engine_too() -> None:
-    async def run() -> None:
-        engine, taken = Engine(), list[RequestOutput]()
-        request = generation(engine, stop=("ships that pass",))
-        running = asyncio.create_task(request.run(taking(taken)))
-        await asyncio.sleep(0)
-        give(request, update("r/0", list(IDS)))
-        give(request, update("r/0", list(IDS)))  # crossed with our abort
-        await asyncio.wait_for(running, 120)
-        assert "".join(output.text for output in taken) == TEXT[: TEXT.index("ships that pass")]
-        assert engine.aborted == ["r/0"] and taken[-1].finish_reason == "stop"
-
-    asyncio.run(run())
-
-
-def test_a_failure_follows_earlier_outputs_and_the_first_one_counts() -> None:
-    async def run() -> None:
-        engine, watcher, taken = Engine(), Watcher(), list[RequestOutput]()
-        request = generation(engine, watcher=watcher)
-        running = asyncio.create_task(request.run(taking(taken)))
-        await asyncio.sleep(0)
-        request.pause()
-        give(request, update("r/0", [IDS[0]]))
-        request.fail(EngineDeadError("first"))
-        request.fail(EngineDeadError("second"))
-        assert not taken
-        request.resume()
-        with pytest.raises(EngineDeadError, match="first"):
-            await asyncio.wait_for(running, 120)
-        assert len(taken) == 1 and str(watcher.ends[0]) == "first" and len(watcher.ends) == 1
-
-    asyncio.run(run())
+@in_loop
+async def test_first_failure_follows_earlier_outputs() -> None:
+    scene = Scene()
+    await scene.run()
+    scene.request.pause()
+    scene.give([IDS[0]])
+    scene.request.fail(EngineDeadError("first"))
+    scene.request.fail(EngineDeadError("second"))
+    assert not scene.taken
+    scene.request.resume()
+    with pytest.raises(EngineDeadError, match="first"):
+        await scene.end()
+    assert len(scene.taken) == 1 and list(map(str, scene.watcher.ends)) == ["first"]
 
 
-def test_deadline_ends_what_runs() -> None:
-    async def run() -> None:
-        engine = Engine()
-        with pytest.raises(RequestTimeoutError):
-            await asyncio.wait_for(
-                generation(engine, seconds=0.05).run(lambda index, output: None), 120
-            )
-        assert engine.aborted == ["r/0"] and not engine.open
-
-    asyncio.run(run())
+@in_loop
+async def test_deadline_ends_a_running_request() -> None:
+    scene = Scene(seconds=0.05)
+    await scene.run()
+    with pytest.raises(RequestTimeoutError):
+        await scene.end()
+    assert scene.engine.aborted == ["r/0"]
 
 
-def test_an_error_of_the_user_ends_its_own_request() -> None:
-    async def run() -> None:
-        engine = Engine()
-        request = generation(engine)
+@in_loop
+async def test_error_of_the_user_ends_its_own_request() -> None:
+    def broken(index: int, output: RequestOutput) -> None:
+        raise EngineError("cannot be sent")
 
-        def broken(index: int, output: RequestOutput) -> None:
-            raise EngineError("cannot be told")
-
-        running = asyncio.create_task(request.run(broken))
-        await asyncio.sleep(0)
-        # must not raise here: others have outputs in the same step
-        give(request, update("r/0", [IDS[0]]))
-        give(request, update("r/0", [IDS[1]]))
-        with pytest.raises(EngineError, match="cannot be told"):
-            await asyncio.wait_for(running, 120)
-        assert engine.aborted == ["r/0"]
-
-    asyncio.run(run())
+    scene = Scene(take=broken)
+    await scene.run()
+    # must not raise here: others have outputs in the same step
+    scene.give([IDS[0]])
+    scene.give([IDS[1]])
+    with pytest.raises(EngineError, match="cannot be sent"):
+        await scene.end()
+    assert scene.engine.aborted == ["r/0"]
 
 
-def test_refusals_are_raised_before_the_first_output() -> None:
-    async def begins(engine: Engine, act: Callable[[OpenRequest], None]) -> None:
-        request = generation(engine)
-        beginning = asyncio.create_task(request.first_output())
-        await asyncio.sleep(0)
-        act(request)
-        try:
-            await asyncio.wait_for(beginning, 120)
-        finally:
-            request.close()
-            assert not engine.open
-
-    refusal = SequenceUpdate("r/0", [], None, None, "error", None, 0, "no such rule", True)
-    with pytest.raises(InvalidRequestError, match="no such rule"):
-        asyncio.run(begins(Engine(), lambda request: give(request, refusal)))
-    with pytest.raises(EngineDeadError):
-        asyncio.run(begins(Engine(), lambda request: request.fail(EngineDeadError("gone"))))
-    with pytest.raises(OverloadedError):
-        asyncio.run(begins(Engine(refuses=OverloadedError("full")), lambda request: None))
+REFUSAL = SequenceUpdate("r/0", [], None, None, "error", None, 0, "no such rule", True)
 
 
-def test_outputs_before_run_are_kept() -> None:
-    async def run() -> None:
-        engine, taken = Engine(), list[RequestOutput]()
-        request = generation(engine)
-        beginning = asyncio.create_task(request.first_output())
-        await asyncio.sleep(0)
-        give(request, update("r/0", [IDS[0]]), update("r/0", list(IDS[1:]), end="length"))
+@pytest.mark.parametrize(
+    ("error", "act"),
+    [
+        (InvalidRequestError, lambda scene: scene.request.push(REFUSAL)),
+        (EngineDeadError, lambda scene: scene.request.fail(EngineDeadError("gone"))),
+        (OverloadedError, None),
+    ],
+)
+@in_loop
+async def test_refusals_are_raised_before_the_first_output(
+    error: type[Exception], act: Callable[[Scene], None] | None
+) -> None:
+    scene = Scene()
+    if act is None:
+        scene.engine.refusal = OverloadedError("full")
+    beginning = asyncio.create_task(scene.request.first_output())
+    await asyncio.sleep(0)
+    if act is not None:
+        act(scene)
+    with pytest.raises(error, match=r"no such rule|gone|full"):
         await asyncio.wait_for(beginning, 120)
-        await asyncio.wait_for(request.run(taking(taken)), 120)
-        assert "".join(output.text for output in taken) == TEXT and engine.submitted == ["r/0"]
-
-    asyncio.run(run())
+    scene.request.close()
+    assert not scene.engine.open
 
 
-def test_requests_answered_together_end_together() -> None:
-    async def run() -> None:
-        engines, taken = [Engine(), Engine()], list[tuple[int, str]]()
-        parts = [generation(engine) for engine in engines]
-        both = OpenRequests(parts)
-        running = asyncio.create_task(
-            both.run(lambda number, output: taken.append((number, output.text)))
-        )
-        for _ in range(3):
-            await asyncio.sleep(0)
-        give(parts[1], update("r/0", list(IDS), end="length"))
-        give(parts[0], update("r/0", [IDS[0]]))
-        assert [number for number, _ in taken] == [1, 0]
-        parts[0].fail(EngineDeadError("gone"))
-        with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(running, 120)
-        assert engines[0].aborted == ["r/0"] and engines[1].aborted == []
-        assert not engines[0].open and not engines[1].open
+@in_loop
+async def test_outputs_before_run_are_kept() -> None:
+    scene = Scene()
+    beginning = asyncio.create_task(scene.request.first_output())
+    await asyncio.sleep(0)
+    scene.give([IDS[0]])
+    scene.give(IDS[1:], end="length")
+    await asyncio.wait_for(beginning, 120)
+    await scene.run()
+    await scene.end()
+    assert scene.text() == TEXT and scene.engine.submitted == ["r/0"]
 
-    asyncio.run(run())
+
+@in_loop
+async def test_requests_answered_together_end_together() -> None:
+    scenes, taken = [Scene(), Scene()], list[int]()
+    both = OpenRequests([scene.request for scene in scenes])
+    running = asyncio.create_task(both.run(lambda number, output: taken.append(number)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    scenes[1].give(IDS, end="length")
+    scenes[0].give([IDS[0]])
+    assert taken == [1, 0]
+    scenes[0].request.fail(EngineDeadError("gone"))
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(running, 120)
+    assert [scene.engine.aborted for scene in scenes] == [["r/0"], []]
+    assert not any(scene.engine.open for scene in scenes)
