@@ -6,8 +6,6 @@ is written, so a GPU is synchronized once and not once per tensor. Scales are ch
 Broken values are counted only in tensors that are refused.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,6 +35,24 @@ class _Part(NamedTuple):
     matrix: str | None
     dtype: torch.dtype
     exponent: Tensor  # [] integer: the largest
+
+
+@dataclass(frozen=True)
+class BrokenScale:
+    """A scale tensor with invalid values."""
+
+    entry: TensorEntry
+    may_be_negative: bool
+
+    def describe(self, reader: CheckpointReader) -> str:
+        """Return the number of invalid scales and the first one."""
+        values = reader.read(self.entry)
+        broken = _no_scales(values, may_be_negative=self.may_be_negative)
+        places = broken.nonzero()
+        if not len(places):  # the rank's part is all 0
+            return f"{self.entry.name}: a rank's part is all 0"
+        value = _numbers(values)[tuple(places[0].tolist())].item()
+        return f"{_spot(self.entry, places)}: {value:g}"
 
 
 @dataclass
@@ -101,24 +117,6 @@ class FiniteCheck:
         empty = (self._parts[n] for n in sorted(zero))
         zeros = {str(one.matrix): one.sources[0] for one in empty if one.matrix not in others}
         check_zeros(reader, zeros)
-
-
-@dataclass(frozen=True)
-class BrokenScale:
-    """A scale tensor with invalid values."""
-
-    entry: TensorEntry
-    may_be_negative: bool
-
-    def describe(self, reader: CheckpointReader) -> str:
-        """Return the number of invalid scales and the first one."""
-        values = reader.read(self.entry)
-        broken = _no_scales(values, may_be_negative=self.may_be_negative)
-        places = broken.nonzero()
-        if not len(places):  # the rank's part is all 0
-            return f"{self.entry.name}: a rank's part is all 0"
-        value = _numbers(values)[tuple(places[0].tolist())].item()
-        return f"{_spot(self.entry, places)}: {value:g}"
 
 
 def find_broken_scale(

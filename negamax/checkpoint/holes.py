@@ -5,8 +5,6 @@ pruned experts. A hole, however, does not end at a tensor border: the next tenso
 ends with zeros.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """From a user's MODEL argument to a folder: a local folder, an embedded checkpoint or a hub id."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Downloads from the Hugging Face hub into its cache, by its own client."""
 
-from __future__ import annotations
-
 import errno
 import sys
 import threading

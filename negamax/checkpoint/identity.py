@@ -1,7 +1,5 @@
 """Identity of a checkpoint folder, by which caches and conversions recognise their source."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 The limits below were read in the licences; only the licences themselves are binding.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

@@ -7,20 +7,16 @@ its part. A quantised matrix is copied as stored if a kernel reads its format. O
 part is dequantised while it is read.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from negamax.base.log import get_logger
 from negamax.base.progress import ShowProgress, format_bytes
 from negamax.checkpoint.finite import FiniteCheck
-from negamax.checkpoint.plan import LoadPlan, Move, plan_load
+from negamax.checkpoint.plan import LoadPlan, Move
 from negamax.checkpoint.reader import CheckpointReader, list_first
 from negamax.checkpoint.stream import PIECE_BYTES, THREADS, read_parts
-from negamax.config.model_spec import ModelSpec
 from negamax.formats.tensor_format import Role
 from negamax.layers.weights import WeightSlot
 
@@ -58,27 +54,13 @@ class CheckpointReport:
         return text
 
 
-def load_weights(
-    slots: Mapping[str, WeightSlot],
-    spec: ModelSpec,
-    folder: Path,
-    *,
-    progress: ShowProgress | None = None,
-) -> CheckpointReport:
-    """Fill the `slots` of a model from the safetensors files in `folder`.
-
-    The caller packs the model. `progress` is called after each tensor. Errors: those of `plan_load`
-    and `fill`.
-    """
-    return fill(slots, plan_load(slots, spec, folder), progress=progress)
-
-
 def fill(
     slots: Mapping[str, WeightSlot], plan: LoadPlan, *, progress: ShowProgress | None = None
 ) -> CheckpointReport:
     """Fill `slots` by a plan that was made for the same model on any device.
 
-    Errors: `CheckpointError` for unreadable files and for values that are NaN or infinite.
+    The caller packs the model. `progress` is called after each tensor. Errors: `CheckpointError`
+    for unreadable files and for values that are NaN or infinite.
     """
     began = time.perf_counter()
     needed = [replace(move, slot=slots[move.slot.name]) for move in plan.needed]

@@ -3,8 +3,6 @@
 The client is the package of its hub. The package `modelscope` imports torch and is not used.
 """
 
-from __future__ import annotations
-
 import errno
 import fnmatch
 import logging

@@ -6,8 +6,6 @@ gate and up; all experts of a layer) fills a slot for each of its matrices, each
 tensor.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 from collections import defaultdict
@@ -16,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count as count_from
 from itertools import takewhile
 from pathlib import Path
+from typing import Self
 
 from torch import Tensor
 
@@ -41,7 +40,7 @@ PLAIN_DTYPES = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceTensor:
     """A tensor of a checkpoint, or the slice of it that holds one matrix."""
 
     entry: TensorEntry
@@ -75,7 +74,7 @@ class Move:
     """The tensors that fill one slot: one, or all those of a matrix to dequantise."""
 
     slot: WeightSlot
-    tensors: tuple[tuple[StoredTensor, Source], ...]  # of the slot's format; values first
+    tensors: tuple[tuple[StoredTensor, SourceTensor], ...]  # of the slot's format; values first
     layer: int = 0
 
     @property
@@ -98,7 +97,7 @@ class Move:
     def entries(self) -> tuple[TensorEntry, ...]:
         return tuple(source.entry for _, source in self.tensors)
 
-    def parts(self) -> Iterator[tuple[StoredTensor, Source, tuple[range, ...]]]:
+    def parts(self) -> Iterator[tuple[StoredTensor, SourceTensor, tuple[range, ...]]]:
         """Yield the part to read of each tensor, in the dimensions that its format prescribes."""
         if not (self.is_dequantized or self.is_quantized):
             ((stored, source),) = self.tensors
@@ -124,7 +123,7 @@ class Move:
             return 0
         return sum(source.num_bytes(part) for _, source, part in self.parts())
 
-    def split(self, num_bytes: int) -> Iterator[Move]:
+    def split(self, num_bytes: int) -> Iterator[Self]:
         """Split a plain copy into moves of at most `num_bytes` or one row each.
 
         The slots of the new moves replace this move's slot.
@@ -243,7 +242,7 @@ def _places(slots: Iterable[WeightSlot]) -> Places:
     return places
 
 
-def _wanted(slot: WeightSlot, found: Mapping[str, Source]) -> dict[str, StoredTensor]:
+def _wanted(slot: WeightSlot, found: Mapping[str, SourceTensor]) -> dict[str, StoredTensor]:
     if slot.source.made_of is not None:
         return _made_of(slot, slot.source.made_of)
     if slot.stored is not None or slot.source is PLAIN:
@@ -277,12 +276,12 @@ def _of_stage(
 
 def _find(
     entries: Mapping[str, TensorEntry], places: Places, names: WeightNames, *, num_layers: int
-) -> tuple[dict[str, Source], dict[str, list[str]]]:
+) -> tuple[dict[str, SourceTensor], dict[str, list[str]]]:
     """Return the sources by place name (else by their own) and the skipped names."""
-    found: dict[str, Source] = {}
+    found: dict[str, SourceTensor] = {}
     skipped: dict[str, list[str]] = defaultdict(list)
 
-    def add(name: str, source: Source) -> None:
+    def add(name: str, source: SourceTensor) -> None:
         if name in found:
             raise CheckpointError(
                 f"tensors {found[name].entry.name} and {source.entry.name} are the same weight, "
@@ -294,7 +293,7 @@ def _find(
     others = []
     for name, entry in entries.items():
         if name in places:
-            add(name, Source(entry, entry.shape))
+            add(name, SourceTensor(entry, entry.shape))
         else:
             others.append(name)
     for name, placement in names.place(others, num_layers=num_layers).items():
@@ -309,19 +308,19 @@ def _find(
 
 def _windows(
     entry: TensorEntry, placement: Placement, places: Places
-) -> Iterator[tuple[str, Source]]:
+) -> Iterator[tuple[str, SourceTensor]]:
     """Yield the slices of `entry` by place name.
 
     Errors: `CheckpointError` if its shape is not that of its matrices together.
     """
     names, stacked = placement.slots, "*" in placement.slots[0]
     if len(names) == 1 and not stacked:
-        yield names[0], Source(entry, entry.shape)
+        yield names[0], SourceTensor(entry, entry.shape)
         return
     count = sum(1 for _ in _numbered(names[0], places)) if stacked else 1
     parts = [places.get(name.replace("*", "0")) for name in names]
     if None in parts:
-        yield entry.name, Source(entry, entry.shape)
+        yield entry.name, SourceTensor(entry, entry.shape)
         return
     known = [part for part in parts if part is not None]
     shapes, matrix = [_shape(*part) for part in known], None
@@ -339,7 +338,7 @@ def _windows(
         index = (at,) if stacked else ()
         for name, shape, start in zip(names, shapes, starts, strict=True):
             part = shape if len(shape) == len(inner) else inner
-            source = Source(entry, part, index, start[: len(part)], matrix)
+            source = SourceTensor(entry, part, index, start[: len(part)], matrix)
             yield name.replace("*", str(at)), source
 
 
@@ -398,7 +397,7 @@ class _Problems:
 
     misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # tensor -> message, hint
     missing: dict[str, None] = field(default_factory=dict)  # names, in order
-    unknown: Mapping[str, Source] = field(default_factory=dict)  # place name -> source
+    unknown: Mapping[str, SourceTensor] = field(default_factory=dict)  # place name -> source
     lost_files: str | None = None
 
     def check(
@@ -462,7 +461,7 @@ def _count(names: list[str], what: str) -> str:
 
 
 def _check_tensor(
-    source: Source, stored: StoredTensor, slot: WeightSlot, problems: _Problems
+    source: SourceTensor, stored: StoredTensor, slot: WeightSlot, problems: _Problems
 ) -> None:
     entry = source.entry
     if stored is PLAIN.values:

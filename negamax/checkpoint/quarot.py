@@ -5,8 +5,6 @@ trained on the unrotated residual stream applies Q^T to its inputs: the streams,
 shared embedding (`models/eagle3/model.py`).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -4,8 +4,6 @@ The shard count in file names is not trusted: MiniMax-M2's files say "of 130", a
 The index names the files; without an index, the folder does.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -105,7 +103,7 @@ class Span:
     part: tuple[slice, ...]
 
     @staticmethod
-    def of(entry: TensorEntry, region: tuple[range, ...] | None = None) -> Span:
+    def of(entry: TensorEntry, region: tuple[range, ...] | None = None) -> "Span":
         """Compute the span of `region` of `entry`: one range per dimension, None: all."""
         region, shape = entry.within(region), entry.held
         dtype = getattr(torch, _TORCH_NAMES[entry.dtype])

@@ -3,8 +3,6 @@
 Each rank has an index and files of its own.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from negamax.base.errors import CheckpointError

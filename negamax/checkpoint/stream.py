@@ -8,8 +8,6 @@ Host memory: BUFFERS pieces, the matrices that THREADS threads dequantise and th
 together 1 GiB for MiniMax-M2, plus the page cache.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 
 from negamax.checkpoint.finite import BrokenScale, find_broken_scale
-from negamax.checkpoint.plan import Move, Source
+from negamax.checkpoint.plan import Move, SourceTensor
 from negamax.checkpoint.reader import CheckpointReader, Span
 from negamax.formats.floats import PLAIN
 from negamax.formats.tensor_format import Role, StoredTensor
@@ -52,7 +50,7 @@ class _Wanted:
 
     moves: list[int]
     stored: StoredTensor
-    source: Source
+    source: SourceTensor
     shape: tuple[int, ...]
     span: Span
 
@@ -277,7 +275,7 @@ def _pieces(moves: Sequence[Move]) -> Iterator[_Piece]:
     for their values.
     """
     wanted: list[tuple[tuple[int, bool, str, int], _Wanted]] = []
-    quantized: dict[tuple[Source, tuple[range, ...]], _Wanted] = {}
+    quantized: dict[tuple[SourceTensor, tuple[range, ...]], _Wanted] = {}
     for number, move in enumerate(moves):
         for stored, source, part in move.parts():
             if move.is_quantized and (known := quantized.get((source, part))) is not None:

@@ -7,8 +7,6 @@ part. Every tensor-parallel degree therefore gets the same model. CPU and GPU ha
 generators, so their models differ.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re
@@ -18,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.checkpoint.loader import ShowProgress
+from negamax.base.progress import ShowProgress
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.floats import E4M3_MAX, PLAIN
 from negamax.formats.readable import reads_e4m3_blocks

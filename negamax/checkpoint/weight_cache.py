@@ -7,8 +7,6 @@ hashes. A file with another key is stale: the checkpoint is loaded and the file 
 gets its name only after it is complete on disk.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import glob

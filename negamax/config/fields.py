@@ -4,8 +4,6 @@ Nothing is guessed. A field whose value changes the computation is either suppor
 name, with the value found and the values allowed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NoReturn
 

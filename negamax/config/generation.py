@@ -1,7 +1,5 @@
 """Read generation_config.json: sampling defaults and end-of-sequence tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

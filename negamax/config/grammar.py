@@ -1,7 +1,5 @@
 """The required form of an output: its grammar, and where its reasoning ends. Plain data."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, Literal, NoReturn
 

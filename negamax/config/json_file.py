@@ -1,7 +1,5 @@
 """Read a JSON object from a checkpoint's file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

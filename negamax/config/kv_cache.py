@@ -4,8 +4,6 @@ A block is `block_size` tokens of every cache of every layer. It has one number 
 one hash, that of its tokens (`scheduler/prefix_cache.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, lcm

@@ -1,7 +1,5 @@
 """The sizes and constants that every model has: the frozen `ModelSpec`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf

@@ -1,7 +1,5 @@
 """A checkpoint's description of its quantization, uninterpreted; `quantization/` interprets it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

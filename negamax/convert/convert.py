@@ -4,8 +4,6 @@ An interrupted conversion is resumed: complete files are kept. config.json is wr
 folder without it is never taken for a checkpoint.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -31,7 +29,7 @@ from negamax.convert.shards import Shard, make_shards
 from negamax.convert.source import Source, is_linear
 from negamax.convert.targets import Target
 from negamax.convert.threads import run_in_order
-from negamax.convert.writer import Planned, Record, TensorFile, differences, write_json
+from negamax.convert.writer import ConversionRecord, Planned, TensorFile, differences, write_json
 from negamax.formats.floats import PLAIN
 from negamax.formats.tensor_format import TensorFormat
 from negamax.models.minimax_m2 import config as minimax_m2
@@ -42,7 +40,7 @@ logger = get_logger(__name__)
 
 # Files that describe only the stored weights of the source.
 _NOT_CARRIED = (
-    "config.json", "*.index.json", Record.NAME, "hf_quant_config.json",
+    "config.json", "*.index.json", ConversionRecord.NAME, "hf_quant_config.json",
     "quant_model_description*",  # of ModelSlim
     "quantize_config.json", "quant_config.json", "quantization_config.json",  # GPTQ, AWQ, AutoRound
 )  # fmt: skip
@@ -111,14 +109,14 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
     plan = _plan(source, conversion)
     destination.mkdir(parents=True, exist_ok=True)
     with _alone(destination), _disk_errors(destination):
-        _run(plan, source, Record(destination, identity), destination, progress)
+        _run(plan, source, ConversionRecord(destination, identity), destination, progress)
         _write_indices(destination, plan)
         kept = source.spec.quantization if conversion.target is None else None
         _carry_files(conversion.folder, destination, description=kept and kept.source)
         if identity["rotation"] is not None:
             _carry_rotation(conversion.folder, destination, identity["rotation"])
         write_json(destination / "config.json", _config(source, conversion, identity))
-        Record(destination, identity).remove()
+        ConversionRecord(destination, identity).remove()
     return source
 
 
@@ -151,10 +149,23 @@ def _disk_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
+@dataclass(frozen=True)
+class _LayerStep:
+    """Write a layer, or the tensors outside the layers: one file for each rank."""
+
+    layer: int | None
+    pieces: list[Piece]
+    files: list[tuple[Path, Shard]]
+
+    @property
+    def paths(self) -> list[Path]:
+        return [path for path, _ in self.files]
+
+
 def _run(
-    plan: list[_Step],
+    plan: list[_LayerStep],
     source: Source,
-    record: Record,
+    record: ConversionRecord,
     destination: Path,
     progress: ShowProgress | None,
 ) -> None:
@@ -177,20 +188,7 @@ def _run(
         record.add(*step.paths)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """Write a layer, or the tensors outside the layers: one file for each rank."""
-
-    layer: int | None
-    pieces: list[Piece]
-    files: list[tuple[Path, Shard]]
-
-    @property
-    def paths(self) -> list[Path]:
-        return [path for path, _ in self.files]
-
-
-def _plan(source: Source, conversion: Conversion) -> list[_Step]:
+def _plan(source: Source, conversion: Conversion) -> list[_LayerStep]:
     target, folder = conversion.target, conversion.destination
     layers = list(source.layers)
     if target is not None and target.is_neuron:
@@ -202,7 +200,7 @@ def _plan(source: Source, conversion: Conversion) -> list[_Step]:
                 "convert the result once more, without --to",
             )
         return [
-            _Step(
+            _LayerStep(
                 layer,
                 list(neuron_pieces(source, layer, target)),
                 [(folder / file_name(layer), Shard())],
@@ -212,7 +210,7 @@ def _plan(source: Source, conversion: Conversion) -> list[_Step]:
     quantization = source.spec.quantization if target is None else target.quantization
     shards = make_shards(source.spec, quantization, tp=conversion.tp, ep=conversion.ep)
     return [
-        _Step(
+        _LayerStep(
             layer,
             list(pieces(source, layer, target)),
             [(folder / shard.file_name(number, len(layers)), shard) for shard in shards],
@@ -221,7 +219,7 @@ def _plan(source: Source, conversion: Conversion) -> list[_Step]:
     ]
 
 
-def _planned(step: _Step, shard: Shard) -> list[Planned]:
+def _planned(step: _LayerStep, shard: Shard) -> list[Planned]:
     return [
         replace(planned, shape=tuple(map(len, held)))
         for piece in step.pieces
@@ -229,7 +227,7 @@ def _planned(step: _Step, shard: Shard) -> list[Planned]:
     ]
 
 
-def _write(step: _Step, source: Source) -> Iterator[Piece]:
+def _write(step: _LayerStep, source: Source) -> Iterator[Piece]:
     """Write the files of a layer piece by piece; unmap the source's data after each piece."""
     with ExitStack() as stack:
         files = [
@@ -349,10 +347,10 @@ def _check_place(conversion: Conversion) -> None:
 
 def _check_content(destination: Path) -> None:
     """Refuse a folder that holds anything but a partial conversion. Errors: `ConfigError`."""
-    if destination.is_dir() and not (destination / Record.NAME).exists():
+    if destination.is_dir() and not (destination / ConversionRecord.NAME).exists():
         names = (path.name for path in destination.iterdir())
         # The first write of the record may have been interrupted.
-        found = sorted(name for name in names if not name.startswith(Record.NAME))
+        found = sorted(name for name in names if not name.startswith(ConversionRecord.NAME))
         if found:
             raise ConfigError(
                 f"DST {destination} has other content: {list_first(found)}",
@@ -360,7 +358,7 @@ def _check_content(destination: Path) -> None:
             )
 
 
-def _check_space(destination: Path, plan: list[_Step]) -> None:
+def _check_space(destination: Path, plan: list[_LayerStep]) -> None:
     needed = sum(_num_bytes(step, shard) for step in plan for _, shard in step.files)
     free = shutil.disk_usage(destination).free
     if needed + _SPARE_BYTES > free:
@@ -371,7 +369,7 @@ def _check_space(destination: Path, plan: list[_Step]) -> None:
         )
 
 
-def _num_bytes(step: _Step, shard: Shard) -> int:
+def _num_bytes(step: _LayerStep, shard: Shard) -> int:
     return sum(planned.num_bytes for planned in _planned(step, shard))
 
 
@@ -380,16 +378,17 @@ def _other_than_there(destination: Path, identity: Mapping[str, Any]) -> list[st
 
     None: `destination` has no complete conversion.
     """
-    if not (destination / "config.json").is_file() or (destination / Record.NAME).exists():
+    config, record = destination / "config.json", destination / ConversionRecord.NAME
+    if not config.is_file() or record.exists():
         return None
-    found = read_json_object(destination / "config.json").get(PROVENANCE)
+    found = read_json_object(config).get(PROVENANCE)
     return None if found is None else differences(identity, found)
 
 
 # --- beside the weights ---------------------------------------------------------------------------
 
 
-def _write_indices(destination: Path, plan: list[_Step]) -> None:
+def _write_indices(destination: Path, plan: list[_LayerStep]) -> None:
     for number, (_, shard) in enumerate(plan[0].files):
         table = {
             planned.name: step.paths[number].name

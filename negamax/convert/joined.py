@@ -1,7 +1,5 @@
 """Reader that joins a checkpoint that is split for ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 

@@ -3,10 +3,8 @@
 A weight already stored in the target's format is copied bit by bit.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -70,25 +68,32 @@ def _carried(entry: TensorEntry) -> Piece:
     def read(reader: CheckpointReader) -> Mapping[str, Tensor]:
         return {entry.name: reader.read(entry)}
 
-    return Piece(
-        None, entry.shape, PLAIN, (planned,), read, lambda tensors: tensors, entry.num_bytes
-    )
+    return Piece(None, entry.shape, PLAIN, (planned,), read, lambda read: read, entry.num_bytes)
+
+
+def _make_piece(
+    weight: Weight,
+    stored: TensorFormat,
+    planned: Iterable[Planned],
+    make: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+) -> Piece:
+    """Make the piece of one weight; `make` returns tensors by the format's names."""
+
+    def name(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {f"{weight.module}.{name}": tensor for name, tensor in make(read).items()}
+
+    shape, num_bytes = weight.spec.shape, weight.num_bytes
+    return Piece(weight.name, shape, stored, tuple(planned), weight.read, name, num_bytes)
 
 
 def _copy(weight: Weight) -> Piece:
     if weight.format is PLAIN:
         return _plain(weight, to_bf16=False)
-
-    def make(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {f"{weight.module}.{name}": tensor for name, tensor in read.items()}
-
-    planned = tuple(
+    planned = (
         Planned(f"{weight.module}.{one.name}", _DTYPES[found.entry.dtype], one.shape(weight.shape))
         for one, found in weight.move.tensors
     )
-    return Piece(
-        weight.name, weight.spec.shape, weight.format, planned, weight.read, make, weight.num_bytes
-    )
+    return _make_piece(weight, weight.format, planned, lambda read: read)
 
 
 def _plain(weight: Weight, *, to_bf16: bool) -> Piece:
@@ -106,9 +111,7 @@ def _plain(weight: Weight, *, to_bf16: bool) -> Piece:
         return {weight.name: plain.to(dtype)}
 
     planned = Planned(weight.name, dtype, weight.spec.shape)
-    return Piece(
-        weight.name, weight.spec.shape, PLAIN, (planned,), weight.read, make, weight.num_bytes
-    )
+    return replace(_make_piece(weight, PLAIN, [planned], make), make=make)
 
 
 def _quantized(weight: Weight, stored: TensorFormat) -> Piece:
@@ -116,16 +119,13 @@ def _quantized(weight: Weight, stored: TensorFormat) -> Piece:
 
     def make(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         plain = weight.dequantize(read)
-        made = _other_e4m3(read, stored) if is_e4m3 else encode(stored, plain)
-        return {f"{weight.module}.{name}": tensor for name, tensor in made.items()}
+        return _other_e4m3(read, stored) if is_e4m3 else encode(stored, plain)
 
-    planned = tuple(
+    planned = (
         Planned(f"{weight.module}.{tensor.name}", dtype, tensor.shape(weight.shape))
         for tensor, dtype in zip(stored.tensors, _dtypes(stored), strict=True)
     )
-    return Piece(
-        weight.name, weight.spec.shape, stored, planned, weight.read, make, weight.num_bytes
-    )
+    return _make_piece(weight, stored, planned, make)
 
 
 def is_other_e4m3(one: TensorFormat, other: TensorFormat) -> bool:
@@ -156,21 +156,29 @@ def _other_e4m3(read: Mapping[str, Tensor], stored: TensorFormat) -> Mapping[str
     return {tensor.name: part for tensor, part in zip(stored.tensors, made, strict=True)}
 
 
+def read_together(weights: Sequence[Weight], reader: CheckpointReader) -> Mapping[str, Tensor]:
+    """Read the tensors of `weights`, under names that `split_read` takes apart."""
+    return {
+        f"{at} {name}": tensor
+        for at, weight in enumerate(weights)
+        for name, tensor in weight.read(reader).items()
+    }
+
+
+def split_read(read: Mapping[str, Tensor], at: int) -> dict[str, Tensor]:
+    """Return the tensors of the weight `at`."""
+    start = f"{at} "
+    return {key.removeprefix(start): read[key] for key in read if key.startswith(start)}
+
+
 def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator[Piece]:
     """Yield gate and up of an expert together, with one global scale.
 
     Engines multiply both as one matrix, and vLLM uses the first one's scale for both.
     """
-
-    def read(reader: CheckpointReader) -> Mapping[str, Tensor]:
-        return {
-            f"{at} {name}": tensor
-            for at, one in enumerate(weights)
-            for name, tensor in one.read(reader).items()
-        }
-
     for weight in weights:
         make = partial(_with_common_scale, weights, weight, stored)
+        read = partial(read_together, weights)
         yield replace(_quantized(weight, stored), read=read, make=make)
 
 
@@ -178,12 +186,7 @@ def _with_common_scale(
     weights: list[Weight], weight: Weight, stored: TensorFormat, read: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
     """Quantise `weight` with an extra row that holds the largest magnitude of all `weights`."""
-    plain = [
-        one.dequantize(
-            {key.partition(" ")[2]: read[key] for key in read if key.startswith(f"{at} ")}
-        )
-        for at, one in enumerate(weights)
-    ]
+    plain = [one.dequantize(split_read(read, at)) for at, one in enumerate(weights)]
     rows, columns = weight.shape
     below = torch.zeros(1, columns)
     below[0, 0] = max(one.abs().max() for one in plain)

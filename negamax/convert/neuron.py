@@ -4,18 +4,17 @@ It follows `preprocess_minimax_m2_fp8.py`. FP8 blocks of MiniMax are rescaled as
 values become bf16, are divided by 448 / 240 and rounded to FP8; scales are multiplied by 448 / 240.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from negamax.base.errors import ConfigError
-from negamax.checkpoint.reader import CheckpointReader
-from negamax.convert.layout import Piece, pieces
+from negamax.convert.layout import Piece, pieces, read_together, split_read
 from negamax.convert.source import Source, Weight
 from negamax.convert.targets import Target
 from negamax.convert.writer import Planned
@@ -70,9 +69,7 @@ def _renamed(piece: Piece) -> Piece:
         return {names[name]: tensor for name, tensor in piece.make(read).items()}
 
     planned = tuple(Planned(names[one.name], one.dtype, one.shape) for one in piece.tensors)
-    return Piece(
-        piece.slot, piece.shape, piece.format, planned, piece.read, make, piece.source_bytes
-    )
+    return replace(piece, tensors=planned, make=make)
 
 
 def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
@@ -85,18 +82,8 @@ def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
             hint="choose another --to",
         )
 
-    def read(reader: CheckpointReader) -> Mapping[str, Tensor]:
-        return {
-            f"{at} {key}": tensor
-            for at, weight in enumerate(weights)
-            for key, tensor in weight.read(reader).items()
-        }
-
-    def make(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        made = []
-        for at, weight in enumerate(weights):
-            own = {key.partition(" ")[2]: t for key, t in tensors.items() if key[0] == str(at)}
-            made.append(_transposed(weight, own))
+    def make(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        made = [_transposed(weight, split_read(read, at)) for at, weight in enumerate(weights)]
         return {f"{name}.{key}": torch.cat([one[key] for one in made], 1) for key in made[0]}
 
     shapes = {
@@ -107,7 +94,8 @@ def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
         Planned(f"{name}.{key}", dtype, shape, count=count, index=number)
         for key, (dtype, shape) in shapes.items()
     )
-    return Piece(None, (), PLAIN, planned, read, make, sum(one.num_bytes for one in weights))
+    read, num_bytes = partial(read_together, weights), sum(one.num_bytes for one in weights)
+    return Piece(None, (), PLAIN, planned, read, make, num_bytes)
 
 
 def _transposed(weight: Weight, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

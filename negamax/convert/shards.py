@@ -5,8 +5,6 @@ what any device of the rank reads. If a border between ranks divides an entry, b
 A tensor that a rank does not read has size 0 in its files, so missing tensors are still found.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

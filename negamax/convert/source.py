@@ -1,7 +1,5 @@
 """A checkpoint as the converter reads it: checked as at load, one weight at a time."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ The reader of that description determines the formats of the modules. What is wr
 what Negamax reads, and vLLM or SGLang by their own readers. Imports no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

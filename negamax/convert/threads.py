@@ -1,7 +1,5 @@
 """Thread pool for many matrices; PyTorch's own threads gain little on small ones."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

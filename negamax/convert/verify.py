@@ -1,7 +1,5 @@
 """Comparison of a converted checkpoint with its source, weight by weight."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -1,13 +1,11 @@
 """Writer of safetensors files, piece by piece, and the record of complete files.
 
 All offsets are known before the first tensor is made, so a file of any size needs one matrix in
-memory. A file gets its name only after it is complete on disk. `Record` stores size and CRC-32 of
-each complete file, for a conversion that is resumed.
+memory. A file gets its name only after it is complete on disk.
 """
 
-from __future__ import annotations
-
 import json
+import math
 import os
 import struct
 import zlib
@@ -41,10 +39,7 @@ class Planned:
 
     @property
     def num_bytes(self) -> int:
-        size = self.dtype.itemsize
-        for extent in self.shape:
-            size *= extent
-        return size
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 class TensorFile(AbstractContextManager["TensorFile"]):
@@ -99,8 +94,8 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         _sync_folder(self.path.parent)
 
 
-class Record:
-    """The complete files of a conversion in `folder`. Single writer: the converter."""
+class ConversionRecord:
+    """Size and CRC-32 of the complete files in `folder`, by which a conversion is resumed."""
 
     NAME = "negamax_conversion.json"
 

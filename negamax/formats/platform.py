@@ -1,7 +1,5 @@
 """Kinds of devices: their features, and the refusal of those that Negamax does not run on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

@@ -1,7 +1,5 @@
 """Which formats kernels read as they are stored (`Kernel.reads`)."""
 
-from __future__ import annotations
-
 from negamax.formats.floats import E2M1, E4M3, E4M3_BLOCKS
 from negamax.formats.platform import Feature, Platform
 from negamax.formats.tensor_format import ActivationFormat, Axis, Role, TensorFormat

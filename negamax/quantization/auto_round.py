@@ -4,8 +4,6 @@ Integers in the layouts of GPTQ or AWQ, FP8, and FP4 and MX formats in the layou
 compressed-tensors. Single modules may have other bits or stay plain.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """Method "awq": AutoAWQ's layout "gemm", 4 bits with a zero point per group of columns."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from negamax.config.quantization import QuantizationSpec

@@ -9,8 +9,6 @@
 If the description also rounds activations to 8 bits, kernels may do so, with a scale per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from itertools import groupby

@@ -1,7 +1,5 @@
 """The table of quantisation methods. To add one, write its file and a line here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -16,7 +14,6 @@ from negamax.quantization import (
     gptq,
     modelopt,
     modelslim,
-    mxfp8,
     neuron,
     online,
     quark,
@@ -33,7 +30,7 @@ METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
     "modelopt_fp4": modelopt.read,
     "modelopt_mixed": modelopt.read,
     "modelslim": modelslim.read,
-    "mxfp8": mxfp8.read,
+    "mxfp8": fp8.read_mxfp8,
     "neuron_fp8": neuron.read,
     "quark": quark.read,
 }

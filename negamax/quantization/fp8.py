@@ -1,10 +1,10 @@
-"""Method "fp8" (MiniMax): E4M3 with a scale per block of 128 x 128, per other block or per matrix.
+"""Methods "fp8" and "mxfp8" (MiniMax). Listed modules stay plain.
 
-Listed modules stay plain. If a kernel reads the weights as stored, activations are rounded, too: in
-groups of 128 for blocks, otherwise per token.
+E4M3 with a scale per block of 128 x 128, per other block or per matrix: if a kernel reads the
+weights as stored, activations are rounded, too, in groups of 128 for blocks, otherwise per token.
+MXFP8 has a power of two per 32 columns; activations stay in the compute dtype, where the method
+would round them to MXFP8.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -13,14 +13,17 @@ from negamax.formats.floats import (
     E4M3,
     E4M3_BLOCKS,
     E4M3_FNUZ,
+    MX_GROUP,
     PER_MATRIX,
     fp8,
+    mxfp8,
     with_rounded_activations,
 )
 from negamax.formats.tensor_format import Axis, Dim, TensorFormat
 from negamax.quantization.scheme import Scheme, check_fields, read_modules, refuse
 
 _FNUZ = (E4M3_FNUZ, "e4m3fnuz")
+MXFP8 = mxfp8(scale_name="weight_scale_inv")
 
 
 def read(spec: QuantizationSpec) -> Scheme:
@@ -34,6 +37,19 @@ def read(spec: QuantizationSpec) -> Scheme:
     )
     plain = read_modules(spec, "modules_to_not_convert", "ignored_layers")
     return Scheme.uniform(_format(spec), plain)
+
+
+def read_mxfp8(spec: QuantizationSpec) -> Scheme:
+    check_fields(
+        spec,
+        {
+            "weight_block_size": (None, [1, MX_GROUP]), "fmt": (None, E4M3, "e4m3"),
+            "activation_scheme": (None, "dynamic"), "scale_fmt": (None, "ue8m0"),
+            "kv_cache_quant_algo": (None,),
+        },
+        beside=("ignored_layers", "modules_to_not_convert", "quant_method"),
+    )  # fmt: skip
+    return Scheme.uniform(MXFP8, read_modules(spec, "ignored_layers", "modules_to_not_convert"))
 
 
 def _format(spec: QuantizationSpec) -> TensorFormat:

@@ -3,8 +3,6 @@
 Version 1 stores zero points minus 1, version 2 stores them unchanged.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """Shared parts of methods that store small integers in groups of columns. Imports no torch."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps

@@ -8,8 +8,6 @@ Most algorithms also round activations. Kernels may do so for FP8 per matrix or 
 per token; otherwise activations stay in the compute dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

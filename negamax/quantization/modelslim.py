@@ -7,8 +7,6 @@ contribution of `input_offset`. QuaRot's rotation is folded into the weights; on
 trained on the unrotated model needs it (`checkpoint/quarot.py`).
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 from negamax.config.quantization import QuantizationSpec

@@ -1,7 +1,5 @@
 """The names of vLLM 0.33 and SGLang 0.5.23 for `--quantization`, checked against the checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from negamax.base.errors import ConfigError

@@ -6,8 +6,6 @@ description: `config/quantization.py` recognises its tensor names in the index. 
 writes a description under this name.
 """
 
-from __future__ import annotations
-
 from negamax.config.quantization import QuantizationSpec
 from negamax.formats.floats import E4M3, E4M3_GROUP, PLAIN
 from negamax.formats.tensor_format import (
@@ -26,39 +24,19 @@ from negamax.quantization.scheme import Scheme, check_fields, is_within, read_mo
 LARGEST = 240.0
 
 
-NEURON_ROWS = TensorFormat(
-    "fp8_e4m3_240_channel",
-    E4M3,
-    (
-        StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS)),
-        StoredTensor("scale", Role.SCALE, ("float32",), (ROWS, ONE)),
-    ),
-    rounding=Rounding(LARGEST),
-)
-NEURON_BLOCKS = TensorFormat(
-    "fp8_e4m3_240_block_128x128_transposed",
-    E4M3,
-    (
-        StoredTensor("weight", Role.VALUES, (E4M3,), (COLUMNS, ROWS)),
-        StoredTensor(
-            "scale",
-            Role.SCALE,
-            ("float32",),
-            (Dim(Axis.COLUMNS, E4M3_GROUP), Dim(Axis.ROWS, E4M3_GROUP)),
-        ),
-    ),
-    rounding=Rounding(LARGEST),
-)
+def _fp8(name: str, values: tuple[Dim, ...], *scale: Dim, rounds: bool = True) -> TensorFormat:
+    tensors = (
+        StoredTensor("weight", Role.VALUES, (E4M3,), values),
+        StoredTensor("scale", Role.SCALE, ("float32",), scale),
+    )
+    return TensorFormat(name, E4M3, tensors, rounding=Rounding(LARGEST) if rounds else None)
 
 
-NEURON_EXPERT_ROWS = TensorFormat(
-    "fp8_e4m3_240_channel_transposed",
-    E4M3,
-    (
-        StoredTensor("weight", Role.VALUES, (E4M3,), (COLUMNS, ROWS)),
-        StoredTensor("scale", Role.SCALE, ("float32",), (ROWS,)),
-    ),
-)
+_TRANSPOSED = COLUMNS, ROWS
+_BLOCKS = Dim(Axis.COLUMNS, E4M3_GROUP), Dim(Axis.ROWS, E4M3_GROUP)
+NEURON_ROWS = _fp8("fp8_e4m3_240_channel", (ROWS, COLUMNS), ROWS, ONE)
+NEURON_BLOCKS = _fp8("fp8_e4m3_240_block_128x128_transposed", _TRANSPOSED, *_BLOCKS)
+NEURON_EXPERT_ROWS = _fp8("fp8_e4m3_240_channel_transposed", _TRANSPOSED, ROWS, rounds=False)
 
 
 def read(spec: QuantizationSpec) -> Scheme:

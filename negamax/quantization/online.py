@@ -4,8 +4,6 @@ In a plain checkpoint, all matrices but embedding, router and head are quantised
 checkpoints, MXFP8 matrices become FP8 blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -14,7 +12,7 @@ from negamax.config.quantization import QuantizationSpec
 from negamax.formats.floats import E4M3_BLOCKS, PLAIN, mxfp4, nvfp4, with_rounded_activations
 from negamax.formats.tensor_format import Rounding, TensorFormat
 from negamax.quantization.compressed_tensors import INT8_CHANNEL, STRATEGIES, packed
-from negamax.quantization.mxfp8 import MXFP8
+from negamax.quantization.fp8 import MXFP8
 from negamax.quantization.scheme import Scheme
 
 # Names of `--quantization` -> the format that matrices are held in.

@@ -3,8 +3,6 @@
 If the description also rounds activations to 8 bits, kernels may do so, with a scale per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -6,6 +7,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from negamax.base.progress import ShowProgress
+from negamax.checkpoint.loader import CheckpointReport, fill
+from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.floats import E4M3_MAX, PLAIN
 from negamax.layers.weights import WeightSlot, slots_by_name
@@ -84,6 +88,16 @@ class SlotModel:
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         return self._slots
+
+
+def load_weights(
+    slots: Mapping[str, WeightSlot],
+    spec: ModelSpec,
+    folder: Path,
+    *,
+    progress: ShowProgress | None = None,
+) -> CheckpointReport:
+    return fill(slots, plan_load(slots, spec, folder), progress=progress)
 
 
 def random_tensors(

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 import torch
+from m2_checkpoints import load_weights
 from model_support import PagedRun, build
 
 from negamax import SamplingParams
-from negamax.checkpoint.loader import load_weights
 from negamax.engine.llm import Generation
 from negamax.models.registry import read_spec
 

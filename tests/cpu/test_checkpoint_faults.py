@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from m2_checkpoints import TINY, quantize_block, random_tensors, tiny_spec
+from m2_checkpoints import TINY, load_weights, quantize_block, random_tensors, tiny_spec
 from model_support import build
 from safetensors.torch import load_file, save_file
 from stored_formats import FORMATS, in_full, sample, write
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.floats import PLAIN

@@ -12,6 +12,7 @@ from m2_checkpoints import (
     FP8_CONFIG,
     TINY,
     SlotModel,
+    load_weights,
     random_tensors,
     save_sharded,
     save_single,
@@ -23,7 +24,7 @@ from model_support import checkpoint_tensors
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.checkpoint.loader import fill, load_weights
+from negamax.checkpoint.loader import fill
 from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.platform import CPU

@@ -10,6 +10,7 @@ from m2_checkpoints import (
     FP8_CONFIG,
     TINY,
     SlotModel,
+    load_weights,
     random_tensors,
     save_single,
     tiny_spec,
@@ -21,7 +22,6 @@ from stored_formats import FORMATS, write
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.platform import nvidia

@@ -11,6 +11,7 @@ import torch
 from m2_checkpoints import (
     FP8_CONFIG,
     SlotModel,
+    load_weights,
     random_tensors,
     save_sharded,
     save_single,
@@ -21,7 +22,6 @@ from m2_checkpoints import (
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.plan import plan_load
 from negamax.checkpoint.reader import CheckpointReader, read_entries, read_header
 from negamax.config.json_file import read_json_object

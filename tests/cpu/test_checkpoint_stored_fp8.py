@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from m2_checkpoints import FP8_CONFIG, random_tensors, save_single, tiny_spec, to_fp8
+from m2_checkpoints import FP8_CONFIG, load_weights, random_tensors, save_single, tiny_spec, to_fp8
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.checkpoint.loader import CheckpointReport, load_weights
+from negamax.checkpoint.loader import CheckpointReport
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.floats import E4M3_BLOCKS, E4M3_GROUPS, E4M3_MAX, PLAIN

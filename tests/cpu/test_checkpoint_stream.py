@@ -3,12 +3,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from m2_checkpoints import FP8_CONFIG, SlotModel, random_tensors, save_single, tiny_spec, to_fp8
+from m2_checkpoints import (
+    FP8_CONFIG,
+    SlotModel,
+    load_weights,
+    random_tensors,
+    save_single,
+    tiny_spec,
+    to_fp8,
+)
 from safetensors.torch import save_file
 
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint import stream
-from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.plan import plan_load
 from negamax.checkpoint.reader import CheckpointReader, Span, read_entries
 

@@ -4,12 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from m2_checkpoints import FP8_CONFIG, SlotModel, random_tensors, save_single, tiny_spec, to_fp8
+from m2_checkpoints import (
+    FP8_CONFIG,
+    SlotModel,
+    load_weights,
+    random_tensors,
+    save_single,
+    tiny_spec,
+    to_fp8,
+)
 from safetensors.torch import save_file
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.checkpoint.loader import load_weights
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.floats import PLAIN
 from negamax.kernels.quantize.stored import dequantize, encode

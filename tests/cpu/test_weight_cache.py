@@ -16,6 +16,7 @@ import torch
 from m2_checkpoints import (
     FP8_CONFIG,
     SlotModel,
+    load_weights,
     random_tensors,
     save_single,
     shapes,
@@ -26,7 +27,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from negamax.checkpoint import weight_cache
-from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.weight_cache import load_cached
 from negamax.config.model_spec import ModelSpec
 from negamax.engine.llm import LLM

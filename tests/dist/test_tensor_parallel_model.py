@@ -10,14 +10,13 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 
-from m2_checkpoints import FP8_CONFIG, save_single, to_fp8
+from m2_checkpoints import FP8_CONFIG, load_weights, save_single, to_fp8
 from model_support import PagedRun, build, random_weights, tiny_config
 from rank_processes import run_ranks
 from stored_kernels import keeping_stored
 
 import negamax
 from negamax.base.errors import ConfigError
-from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.checkpoint.weight_cache import load_cached
 from negamax.config.model_spec import ModelSpec

@@ -18,13 +18,20 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 
-from m2_checkpoints import FP8_CONFIG, TINY, save_single, tiny_spec, to_fp8, write_index
+from m2_checkpoints import (
+    FP8_CONFIG,
+    TINY,
+    load_weights,
+    save_single,
+    tiny_spec,
+    to_fp8,
+    write_index,
+)
 from model_support import PagedRun, random_weights
 from stored_formats import FORMATS, StoredFormat, awq, gptq, in_full, packed, write
 from test_neuron_checkpoint import preprocessed
 
 from negamax.base.errors import CheckpointError
-from negamax.checkpoint.loader import load_weights
 from negamax.formats.floats import PLAIN
 from negamax.formats.platform import CPU
 from negamax.kernels.gemm.op import LINEAR
