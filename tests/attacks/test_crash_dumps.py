@@ -28,23 +28,21 @@ def dumps_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("crash-*.json"))
 
 
-def test_killed_engine_and_rank_leave_dumps_without_texts(tmp_path: Path) -> None:
-    folder = tmp_path / "dumps"
+def test_killed_rank_leaves_dumps_without_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, key = tmp_path / "dumps", f"key-{SECRET}"
+    monkeypatch.setenv("NEGAMAX_API_KEY", key)
     options = ("--crash-dump-dir", str(folder), "-tp", "2", "--max-engine-restarts", "0")
-    environment = {"NEGAMAX_API_KEY": "key-" + SECRET}
-    os.environ |= environment
-    try:
-        with serving(*options, log_file=tmp_path / "log") as server, server.http() as http:
-            headers = {"authorization": f"Bearer {environment['NEGAMAX_API_KEY']}"}
-            with http.stream("POST", CHAT, json=BODY, headers=headers) as running:
-                lines = running.iter_lines()
-                next(lines)
-                os.kill(ranks_of(server.engine_pid())[0], signal.SIGKILL)
-                assert any('"error"' in line for line in lines)
-            assert eventually(lambda: len(dumps_in(folder)) == 2)
-            assert eventually(lambda: all(str(path) in server.log for path in dumps_in(folder)))
-    finally:
-        del os.environ["NEGAMAX_API_KEY"]
+    with serving(*options, log_file=tmp_path / "log") as server, server.http() as http:
+        headers = {"authorization": f"Bearer {key}"}
+        with http.stream("POST", CHAT, json=BODY, headers=headers) as running:
+            lines = running.iter_lines()
+            next(lines)
+            os.kill(ranks_of(server.engine_pid())[0], signal.SIGKILL)
+            assert any('"error"' in line for line in lines)
+        assert eventually(lambda: len(dumps_in(folder)) == 2)
+        assert eventually(lambda: all(str(path) in server.log for path in dumps_in(folder)))
     for path in dumps_in(folder):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         text = path.read_text()

@@ -7,22 +7,15 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.attacks.test_tenants_of_several_processes import BY_ID
 from tests.e2e.conftest import Server, serving, talking
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "x"}
 NO_IDS = (
-    "x-1",
-    "resp_-f",
-    "x+1",
-    "x 1",
-    "x_1",
-    "-1",
-    "0x",
-    "٣٣",
-    "%2d1",
+    "x-1", "resp_-f", "x+1", "x 1", "x_1", "-1", "0x", "٣٣", "%2d1",
     "%0a2026-01-01%20ERROR%20forged-1",
-)
+)  # fmt: skip
 WRONG: tuple[Any, ...] = (
     None, True, 0, 1.5, "x", "", [], [1], [None], ["a"], {}, [{}], [[]], [{"id": "1"}],
     [{"function": {}}],
@@ -44,21 +37,15 @@ def test_ids_of_nothing_are_not_found(request: pytest.FixtureRequest, count: int
     server: Server = request.getfixturevalue("server" if count == 1 else "two")
     with server.http() as http:
         for response_id in NO_IDS:
-            path = f"/v1/responses/{response_id}"
-            asked = [
-                ("GET", path),
-                ("GET", f"{path}/input_items"),
-                ("DELETE", path),
-                ("POST", f"{path}/cancel"),
-            ]
-            answers = [http.request(method, target) for method, target in asked]
+            place = f"/v1/responses/{response_id}"
+            answers = [http.request(method, f"{place}{end}") for method, end in BY_ID]
+            reference = {"type": "item_reference", "id": response_id}
             for body in (
                 {"input": "x", "previous_response_id": response_id},
-                {"input": [{"type": "item_reference", "id": response_id}]},
+                {"input": [reference]},
             ):
-                answers += [
-                    http.post(f"/v1/responses{end}", json=body) for end in ("", "/input_tokens")
-                ]
+                ends = ("", "/input_tokens")
+                answers += [http.post(f"/v1/responses{end}", json=body) for end in ends]
             assert {answer.status_code for answer in answers} == {404}, response_id
     assert not [line for line in server.log.splitlines() if line.startswith("2026-01-01 ERROR")]
 

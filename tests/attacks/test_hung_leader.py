@@ -1,5 +1,4 @@
 import concurrent.futures
-import contextlib
 import json
 import os
 import signal
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.attacks.test_tenants_of_several_processes import holder
 from tests.e2e.conftest import Server, eventually, serving, talking
 from tests.e2e.test_engine_restarts import is_alive
 
@@ -41,17 +41,6 @@ def children_of(server: Server) -> list[int]:
     return [*server.member_pids(), server.engine_pid()]
 
 
-@contextlib.contextmanager
-def member_of(server: Server) -> Iterator[httpx.Client]:
-    for _ in range(100):
-        with server.http() as http:
-            answer = http.post("/v1/responses", json={"input": "Hello", "max_output_tokens": 1})
-            if answer.json()["id"].endswith("01"):
-                yield http
-                return
-    raise AssertionError("the second process answers nothing")
-
-
 def last_lines(http: httpx.Client, begun: threading.Event) -> tuple[list[str], float]:
     with http.stream("POST", CHAT, json=LONG) as answer:
         lines: list[str] = []
@@ -63,7 +52,7 @@ def last_lines(http: httpx.Client, begun: threading.Event) -> tuple[list[str], f
 
 def test_first_process_that_resumes_in_time_stays(two: Server) -> None:
     family = children_of(two)
-    with member_of(two) as http:
+    with holder(two, "any", 1) as http:
         for _ in range(2):
             os.kill(two.process.pid, signal.SIGSTOP)
             time.sleep(1.0)
@@ -89,7 +78,7 @@ def test_hung_first_process_is_ended_by_its_children(two: Server) -> None:
     """Run last: it ends the shared server."""
     family = children_of(two)
     pool, begun = concurrent.futures.ThreadPoolExecutor(1), threading.Event()
-    with member_of(two) as probing, member_of(two) as streaming, pool:
+    with holder(two, "any", 1) as probing, holder(two, "any", 1) as streaming, pool:
         stream = pool.submit(last_lines, streaming, begun)
         assert begun.wait(120)
         os.kill(two.process.pid, signal.SIGSTOP)
@@ -99,9 +88,9 @@ def test_hung_first_process_is_ended_by_its_children(two: Server) -> None:
         assert probing.get("/livez").status_code == 200
         (error, done), ended = stream.result(120)
     assert done == "data: [DONE]"
-    told = json.loads(error.removeprefix("data: "))["error"]
-    assert told["type"] == "service_unavailable_error"
-    assert "the first server process sends no heartbeat" in told["message"]
+    reported = json.loads(error.removeprefix("data: "))["error"]
+    assert reported["type"] == "service_unavailable_error"
+    assert "the first server process sends no heartbeat" in reported["message"]
     assert ended - stopped > HANG_SECONDS - 1
     assert two.process.wait(120) == -signal.SIGKILL
     assert eventually(lambda: not any(map(is_alive, family)))

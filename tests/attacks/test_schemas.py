@@ -10,22 +10,19 @@ from tests.e2e.conftest import Server
 
 
 def unlisted(levels: int) -> dict[str, Any]:
-    inner: dict[str, Any] = {"type": "string"} if levels == 1 else unlisted(levels - 1)
-    return {
-        "type": "object",
-        "required": [f"p{i}" for i in range(20)],
-        "additionalProperties": inner,
-    }
+    inner = {"type": "string"} if levels == 1 else unlisted(levels - 1)
+    required = [f"p{i}" for i in range(20)]
+    return {"type": "object", "required": required, "additionalProperties": inner}
 
 
 def doubling(levels: int) -> dict[str, Any]:
     twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
-    return {
-        "$ref": "#/$defs/d0",
-        "$defs": {**twice, f"d{levels}": {"type": "object", "properties": {"a": {}}}},
-    }
+    last = {"type": "object", "properties": {"a": {}}}
+    return {"$ref": "#/$defs/d0", "$defs": {**twice, f"d{levels}": last}}
 
 
+CHAT = "/v1/chat/completions"
+SAID = {"messages": [{"role": "user", "content": "Hi"}]}
 SCHEMAS = {
     "unlisted": unlisted(5),
     "doubling": doubling(24),
@@ -39,57 +36,42 @@ SCHEMAS = {
 
 @pytest.mark.parametrize("place", ["tools", "response_format"])
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_an_endlessly_expanding_schema_blocks_nobody(
+def test_endlessly_expanding_schema_delays_no_other_request(
     server: Server, http: httpx.Client, name: str, place: str
 ) -> None:
-    body: dict[str, Any] = {
-        "model": "nano",
-        "max_tokens": 5,
-        "messages": [{"role": "user", "content": "Hi"}],
-    }
+    body: dict[str, Any] = {"model": "nano", "max_tokens": 5, **SAID}
     if place == "tools":
         function = {"name": "f", "parameters": SCHEMAS[name]}
         body |= {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
     else:
         form = {"name": "f", "schema": SCHEMAS[name]}
         body |= {"response_format": {"type": "json_schema", "json_schema": form}}
-    answer = unnoticed(
-        server, lambda: http.post("/v1/chat/completions", json=body), gap=1.0, seconds=20.0
-    )
+    answer = unnoticed(server, lambda: http.post(CHAT, json=body), gap=1.0, seconds=20.0)
     assert answer.status_code in (200, 400), answer.text
     if answer.status_code == 400:
         assert "message" in answer.json()["error"]
 
 
-THINKING = {"type": "enabled", "budget_tokens": 1024}
+THINKS = {"type": "enabled", "budget_tokens": 1024}
 ITSELF = {"$ref": "#"}
 FORM = {"type": "json_schema", "json_schema": {"name": "f", "schema": ITSELF}}
 TYPED = {"type": "json_schema", "name": "f", "schema": ITSELF}
-TOOL = {
-    "name": "f",
-    "parameters": {
-        "type": "object",
-        "properties": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}},
-        "$defs": {"a": {"$ref": "#/$defs/a"}},
-    },
-}
-SAID = {"messages": [{"role": "user", "content": "Hi"}]}
+PROPERTIES = {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "$defs": {"a": {"$ref": "#/$defs/a"}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
 
 
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        ("/v1/chat/completions", {**SAID, "response_format": FORM}),
-        ("/v1/chat/completions", {**SAID, "guided_json": ITSELF, "stream": True}),
-        (
-            "/v1/chat/completions",
-            {**SAID, "tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"},
-        ),
+        (CHAT, {**SAID, "response_format": FORM}),
+        (CHAT, {**SAID, "guided_json": ITSELF, "stream": True}),
+        (CHAT, {**SAID, "tools": [TOOL], "tool_choice": "required"}),
         ("/v1/completions", {"prompt": "Hi", "guided_json": ITSELF}),
         ("/v1/responses", {"input": "Hi", "text": {"format": TYPED}}),
         (
             "/v1/messages",
-            {**SAID, "max_tokens": 99, "output_config": {"format": TYPED}, "thinking": THINKING},
+            {**SAID, "max_tokens": 99, "output_config": {"format": TYPED}, "thinking": THINKS},
         ),
     ],
 )

@@ -28,16 +28,11 @@ FORMS: dict[str, dict[str, Any]] = {
 def attack(server: Server, form: dict[str, Any], stop: threading.Event, answers: list[str]) -> None:
     """Send streams in turn, each with a different grammar so that nothing is cached."""
     body = {
-        "model": "nano",
-        "messages": [{"role": "user", "content": "Hi"}],
-        "structured_outputs": form,
-        "chat_template_kwargs": {"enable_thinking": False},
+        "model": "nano", "messages": [{"role": "user", "content": "Hi"}],
+        "structured_outputs": form, "chat_template_kwargs": {"enable_thinking": False},
         "thinking_token_budget": 0,
-        "max_tokens": 200,
-        "stream": True,
-        "temperature": 1.0,
-        "ignore_eos": True,
-    }
+        "max_tokens": 200, "stream": True, "temperature": 1.0, "ignore_eos": True,
+    }  # fmt: skip
     with httpx.Client(base_url=server.url, timeout=2.0) as client:
         while not stop.is_set():
             with (
@@ -51,11 +46,7 @@ def attack(server: Server, form: dict[str, Any], stop: threading.Event, answers:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "nested stars" else pytest.param(name, marks=pytest.mark.full)
-        for name in FORMS
-    ],
+    "name", ["nested stars", *(pytest.param(name, marks=pytest.mark.full) for name in [*FORMS][1:])]
 )
 def test_slow_masks_of_one_stream_delay_no_other(
     server: Server, http: httpx.Client, name: str

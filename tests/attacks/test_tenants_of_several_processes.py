@@ -11,6 +11,7 @@ from tests.attacks.test_tenants import CHAT, FOREVER, MESSAGES, RESPONSES, as_ho
 from tests.e2e.conftest import Server, eventually, serving, talking
 from tests.e2e.test_api_errors import error_of
 
+BY_ID = (("GET", ""), ("GET", "/input_items"), ("DELETE", ""), ("POST", "/cancel"))
 COUNT = 2
 QUEUE = 8
 
@@ -52,25 +53,17 @@ def test_responses_are_their_own_keys(keyed: Server, one: int, other: int) -> No
     reference = {"type": "item_reference", "id": kept["output"][0]["id"]}
     for key in ("bert", "root"):
         with holder(keyed, key, other) as stranger:
-            for method, end in (
-                ("GET", ""),
-                ("GET", "/input_items"),
-                ("DELETE", ""),
-                ("POST", "/cancel"),
-            ):
+            for method, end in BY_ID:
                 assert stranger.request(method, place + end).status_code == 404, (method, end)
-            for body in (
-                {"input": "And?", "previous_response_id": kept["id"]},
-                {"input": [reference]},
-            ):
+            continued = {"input": "And?", "previous_response_id": kept["id"]}
+            for body in (continued, {"input": [reference]}):
                 for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
                     assert stranger.post(path, json=body).status_code == 404
     with holder(keyed, "anna", other) as anna:
         assert anna.get(place).json() == kept
-        going_on = {"input": "And?", "previous_response_id": kept["id"], "max_output_tokens": 1}
-        assert anna.post(RESPONSES, json=going_on).status_code == 200
-        referring = {"input": [reference], "max_output_tokens": 1}
-        assert anna.post(RESPONSES, json=referring).status_code == 200
+        for body in (continued, {"input": [reference]}):
+            answer = anna.post(RESPONSES, json=body | {"max_output_tokens": 1})
+            assert answer.status_code == 200
         assert anna.delete(place).status_code == 200
 
 

@@ -1,12 +1,9 @@
-import contextlib
 import http.server
 import json
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,44 +18,37 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, "top_p": 0.5, "n": 2}
 
 
-@dataclass
-class Collector:
-    paths: set[str] = field(default_factory=set)
-    spans: list[Any] = field(default_factory=list)
-    services: set[str] = field(default_factory=set)
+class Collector(http.server.ThreadingHTTPServer):
+    """Receives spans, while its `with` block runs."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.1", port), Receiver)
+        self.paths, self.services, self.spans = set[str](), set[str](), list[Any]()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def __exit__(self, *error: Any) -> None:
+        self.shutdown()
+        super().__exit__(*error)
 
 
-@contextlib.contextmanager
-def collecting(port: int) -> Iterator[Collector]:
-    collector = Collector()
+class Receiver(http.server.BaseHTTPRequestHandler):
+    server: Collector
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            request = trace_service.ExportTraceServiceRequest()
-            request.ParseFromString(self.rfile.read(int(self.headers["content-length"])))
-            collector.paths.add(self.path)
-            for resource in request.resource_spans:
-                named = {
-                    entry.key: entry.value.string_value for entry in resource.resource.attributes
-                }
-                collector.services.add(named["service.name"])
-                for scope in resource.scope_spans:
-                    collector.spans += scope.spans
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
+    def do_POST(self) -> None:
+        request = trace_service.ExportTraceServiceRequest()
+        request.ParseFromString(self.rfile.read(int(self.headers["content-length"])))
+        self.server.paths.add(self.path)
+        for resource in request.resource_spans:
+            named = {entry.key: entry.value.string_value for entry in resource.resource.attributes}
+            self.server.services.add(named["service.name"])
+            for scope in resource.scope_spans:
+                self.server.spans += scope.spans
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
 
-        def log_message(self, *args: Any) -> None:
-            """Do not log requests."""
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield collector
-    finally:
-        server.shutdown()
-        server.server_close()
+    def log_message(self, *args: Any) -> None:
+        """Do not log requests."""
 
 
 def attributes(span: Any) -> dict[str, Any]:
@@ -66,9 +56,8 @@ def attributes(span: Any) -> dict[str, Any]:
     for entry in span.attributes:
         kind = entry.value.WhichOneof("value")
         value = getattr(entry.value, kind)
-        found[entry.key] = (
-            [v.string_value for v in value.values] if kind == "array_value" else value
-        )
+        is_list = kind == "array_value"
+        found[entry.key] = [v.string_value for v in value.values] if is_list else value
     return found
 
 
@@ -85,7 +74,7 @@ def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(
         for _ in range(3):  # no collector listens yet
             assert http_client.post(path, json=BODY).status_code == 200
         assert eventually(lambda: "cannot be sent" in server.log)
-        with collecting(port) as collector:
+        with Collector(port) as collector:
             assert http_client.post(path, json=BODY).status_code == 200
             assert eventually(lambda: "are sent to" in server.log)
             before = time.time_ns()
@@ -114,9 +103,8 @@ def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(
         found[f"gen_ai.latency.{name}"] for name in ("time_in_queue", "time_to_first_token", "e2e")
     )
     assert 0 <= queue < first <= whole
-    assert whole * 1e9 == pytest.approx(
-        span.end_time_unix_nano - span.start_time_unix_nano, abs=1e6
-    )
+    span_ns = span.end_time_unix_nano - span.start_time_unix_nano
+    assert whole * 1e9 == pytest.approx(span_ns, abs=1e6)
     lines = [json.loads(line) for line in log_file.read_text().splitlines()]
     said = [line for line in lines if line["logger"] == "negamax.api.tracing"]
     assert len(said) == 2, said  # one line for the outage and one for its end
