@@ -1,7 +1,5 @@
 """Addresses to listen on."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 

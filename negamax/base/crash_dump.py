@@ -1,7 +1,5 @@
 """Crash dumps: a JSON file for each crash, without anything that clients wrote."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os
@@ -35,12 +33,10 @@ class CrashDumps:
     """Writes the dumps of one process. Single writer: the thread that notices the crash."""
 
     def __init__(self, folder: str | None, *, part: str, options: Mapping[str, Any]) -> None:
-        """`folder`: None for the default, `OFF` for no dumps; `part`: the kind of process, such as
-        "engine"; `options`: go into every dump and must hold no secret.
+        """`folder`: None for the default, or `OFF`; `part`: the kind of process, such as "engine";
+        `options` hold no secret.
         """
-        self._folder = folder
-        self._part = part
-        self._options = options
+        self._folder, self._part, self._options = folder, part, options
         self._last = -_PAUSE_SECONDS
 
     def write(
@@ -51,7 +47,7 @@ class CrashDumps:
         error: BaseException | None = None,
     ) -> Path | None:
         """Write a dump, mode 0600, and log its path. Return None if dumps are off, the last one is
-        less than a minute old, or writing fails, which is logged. Never raises.
+        recent, or writing fails. Never raises.
         """
         now = time.monotonic()
         if self._folder == OFF or now - self._last < _PAUSE_SECONDS:
@@ -103,7 +99,5 @@ class CrashDumps:
 
 
 def _format_traceback(error: BaseException | None) -> list[str]:
-    if error is None:
-        return []
-    text = "".join(traceback.format_exception(error))
+    text = "" if error is None else "".join(traceback.format_exception(error))
     return [line[:_MAX_LINE] for line in text.splitlines()]

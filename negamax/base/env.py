@@ -1,7 +1,5 @@
 """The only access to the process environment: variables, installed packages, cores, main memory."""
 
-from __future__ import annotations
-
 import math
 import os
 import resource
@@ -19,9 +17,8 @@ def get(name: str) -> str | None:
 
 def make_child_env(**variables: str) -> dict[str, str]:
     """This environment with `variables` added and without API keys, which children do not need."""
-    return {
-        name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")
-    } | variables
+    kept = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
+    return kept | variables
 
 
 def allow_open_files(needed: int) -> None:
@@ -96,9 +93,7 @@ def is_writable(folder: Path) -> bool:
 
 
 def available_memory() -> int:
-    """Bytes of main memory that are free (Linux: MemAvailable; elsewhere half of the physical
-    memory).
-    """
+    """Bytes of free main memory; where the system does not report it, half of all."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -131,9 +126,8 @@ def _cpu_quota(folder: Path) -> float:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
         else:
-            quota, period = (
-                (folder / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
-            )
+            files = (folder / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+            quota, period = (file.read_text() for file in files)
         return int(quota) / int(period) if int(quota) > 0 else math.inf
     except (OSError, ValueError):  # no control groups, or "max"
         return math.inf

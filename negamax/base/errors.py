@@ -17,10 +17,23 @@ class NegamaxError(Exception):
     machine-readable word; `retry_after`: seconds after which the same request may succeed.
     """
 
-    http_status: int = 500
-    error_type: str = "internal_error"
-    exit_code: int = 1
+    http_status = 500
+    error_type = "internal_error"
+    exit_code = 1
     retry_after: float | None = None  # seconds
+
+    def __init_subclass__(
+        cls,
+        status: int | None = None,
+        kind: str | None = None,
+        exit_code: int | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        """What is not given is as of the parent class."""
+        cls.http_status = status or cls.http_status
+        cls.error_type = kind or cls.error_type
+        cls.exit_code = exit_code or cls.exit_code
+        cls.retry_after = retry_after or cls.retry_after
 
     def __init__(
         self,
@@ -32,10 +45,8 @@ class NegamaxError(Exception):
         retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
-        self.hint = hint
-        self.param = param
-        self.code = code
+        self.message, self.hint = message, hint
+        self.param, self.code = param, code
         if retry_after is not None:
             self.retry_after = retry_after
 
@@ -43,12 +54,8 @@ class NegamaxError(Exception):
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
 
-class InvalidRequestError(NegamaxError):
+class InvalidRequestError(NegamaxError, status=400, kind="invalid_request_error", exit_code=2):
     """A request that can never be served as it was sent (400)."""
-
-    http_status = 400
-    error_type = "invalid_request_error"
-    exit_code = 2
 
 
 class ContextLengthError(InvalidRequestError):
@@ -60,116 +67,74 @@ class ContextLengthError(InvalidRequestError):
     ) -> ContextLengthError:
         """The error of a prompt without room for an answer. `is_counted` False: it has more tokens.
 
-        Clients recognise it by these words and numbers, and shorten the conversation: Anthropic's
+        Clients recognize it by these words and numbers, and shorten the conversation: Anthropic's
         by the first sentence, OpenAI's by the second.
         """
         maximum = context_length if num_tokens > context_length else context_length - 1
         more = "" if is_counted else " (or more; the rest was not counted)"
         return cls(
-            f"prompt is too long: {num_tokens} tokens > {maximum} maximum{more}. This model's "
-            f"maximum "
-            f"context length is {context_length} tokens, output included; shorten the prompt",
+            f"prompt is too long: {num_tokens} tokens > {maximum} maximum{more}. "
+            f"This model's maximum context length is {context_length} tokens, output included; "
+            "shorten the prompt",
             param=param,
             code="context_length_exceeded",
         )
 
 
-class AuthenticationError(NegamaxError):
+class AuthenticationError(NegamaxError, status=401, kind="authentication_error"):
     """A missing or wrong API key (401)."""
 
-    http_status = 401
-    error_type = "authentication_error"
 
-
-class ForbiddenError(NegamaxError):
+class ForbiddenError(NegamaxError, status=403, kind="permission_error"):
     """A request that this server does not accept from its origin (403)."""
 
-    http_status = 403
-    error_type = "permission_error"
 
-
-class NotFoundError(NegamaxError):
+class NotFoundError(NegamaxError, status=404, kind="not_found_error", exit_code=2):
     """An unknown model or route (404)."""
 
-    http_status = 404
-    error_type = "not_found_error"
-    exit_code = 2
 
-
-class PayloadTooLargeError(NegamaxError):
+class PayloadTooLargeError(NegamaxError, status=413, kind="invalid_request_error"):
     """A request body over the size limit (413)."""
 
-    http_status = 413
-    error_type = "invalid_request_error"
 
-
-class UnsupportedMediaTypeError(NegamaxError):
+class UnsupportedMediaTypeError(NegamaxError, status=415, kind="invalid_request_error"):
     """A request body in an unsupported encoding (415)."""
 
-    http_status = 415
-    error_type = "invalid_request_error"
 
-
-class UrlTooLongError(NegamaxError):
+class UrlTooLongError(NegamaxError, status=414, kind="invalid_request_error"):
     """A URL over the size limit (414)."""
 
-    http_status = 414
-    error_type = "invalid_request_error"
 
-
-class HeadTooLargeError(NegamaxError):
+class HeadTooLargeError(NegamaxError, status=431, kind="invalid_request_error"):
     """Request headers over the limits on size and number (431)."""
 
-    http_status = 431
-    error_type = "invalid_request_error"
 
-
-class RequestTimeoutError(NegamaxError):
+class RequestTimeoutError(NegamaxError, status=408, kind="timeout_error"):
     """The request took too long to arrive or to be answered (408)."""
 
-    http_status = 408
-    error_type = "timeout_error"
 
-
-class OverloadedError(NegamaxError):
+class OverloadedError(NegamaxError, status=429, kind="rate_limit_error", retry_after=1.0):
     """The queue is full; the same request may succeed later (429)."""
 
-    http_status = 429
-    error_type = "rate_limit_error"
-    retry_after = 1.0
 
-
-class AbortedError(NegamaxError):
+class AbortedError(NegamaxError, status=499, kind="request_aborted"):
     """The request was aborted (499: clients do not repeat it)."""
 
-    http_status = 499
-    error_type = "request_aborted"
 
-
-class EngineError(NegamaxError):
+class EngineError(NegamaxError, status=500, kind="internal_error"):
     """The engine failed while it served a request (500)."""
 
-    http_status = 500
-    error_type = "internal_error"
 
-
-class UnavailableError(NegamaxError):
+class UnavailableError(NegamaxError, status=503, kind="service_unavailable_error"):
     """The server accepts no requests now: it stops, or its engine restarts (503)."""
-
-    http_status = 503
-    error_type = "service_unavailable_error"
 
 
 class EngineDeadError(UnavailableError):
     """The engine process is gone, and its work is lost (503)."""
 
 
-class ConfigError(NegamaxError):
+class ConfigError(NegamaxError, status=400, kind="invalid_request_error", exit_code=2):
     """An option, a config.json value or a combination that cannot work (exit code 2)."""
-
-    http_status = 400
-    error_type = "invalid_request_error"
-    exit_code = 2
 
 
 class CheckpointError(ConfigError):

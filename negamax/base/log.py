@@ -3,8 +3,6 @@
 A child process takes its parent's settings from an environment variable (`base.supervision.spawn`).
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import logging
@@ -15,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from negamax.base import env
-from negamax.base.log_output import Brake, StderrHandler, TextFormatter
+from negamax.base.log_output import RateLimit, StderrHandler, TextFormatter
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
@@ -30,12 +28,11 @@ _DATE = "%Y-%m-%d %H:%M:%S"
 
 
 def setup(level: str | int = "info", log_format: str = "text", *, replica: str = "") -> None:
-    """Configure the root logger. `level` applies to Negamax's messages (debug, info, warning,
-    error); others are logged from warning on. `log_format`: "text" or "json". `replica`: the number
-    of this process's engine, if there are several.
+    """Configure the root logger. `level`: of Negamax's messages; others are logged from warning on.
+    `log_format`: "text" or "json". `replica`: this process's engine, if there are several.
     """
     handler = StderrHandler()
-    handler.addFilter(Brake())
+    handler.addFilter(RateLimit())
     text = _TEXT.replace("%(name)s", f"replica {replica}: %(name)s") if replica else _TEXT
     is_json = log_format == "json"
     handler.setFormatter(_JsonFormatter(replica) if is_json else TextFormatter(text, _DATE))
@@ -44,7 +41,7 @@ def setup(level: str | int = "info", log_format: str = "text", *, replica: str =
     root.setLevel(logging.WARNING)
     logging.getLogger("negamax").setLevel(level.upper() if isinstance(level, str) else level)
     logging.captureWarnings(True)
-    if log_format == "json":
+    if is_json:
         sys.excepthook = _log_uncaught
         threading.excepthook = lambda end: _log_uncaught(
             end.exc_type, end.exc_value or end.exc_type(), end.exc_traceback
@@ -59,9 +56,7 @@ def setup_as_parent() -> None:
 
 
 def settings(replica: int | None = None) -> str:
-    """The settings of a child, for `CHILD_VARIABLE`. `replica`: the child's engine; None: this
-    process's.
-    """
+    """A child's value of `CHILD_VARIABLE`. `replica`: its engine; None: this process's."""
     root = logging.getLogger()
     is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in root.handlers)
     level = logging.getLogger("negamax").getEffectiveLevel()
@@ -70,13 +65,9 @@ def settings(replica: int | None = None) -> str:
 
 
 def recent_lines() -> list[str]:
-    """The last log lines, without those of HTTP and requests, which may quote clients. Empty before
-    `setup`.
-    """
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, _RecentLines):
-            return list(handler.lines)
-    return []
+    """The last log lines, without those of the API, which may quote clients."""
+    handlers = logging.getLogger().handlers
+    return [line for each in handlers if isinstance(each, _RecentLines) for line in each.lines]
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -124,9 +115,9 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "pid": record.process,
             "message": record.getMessage(),
+            **self._replica,
+            **getattr(record, "fields", {}),
         }
-        line |= self._replica
-        line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

@@ -1,7 +1,5 @@
 """Log records as lines on standard error: escaped, rate-limited, never blocking."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -17,9 +15,9 @@ from typing import TextIO
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _CONTROL_IN_LINES = re.compile(_CONTROL.pattern.replace("\x00-\x1f", "\x00-\x09\x0b-\x1f"))
 
-_BRAKE_SECONDS = 10.0
-_BRAKE_RECORDS = 20  # of one kind in that time
-_BRAKE_KINDS = 1000  # remembered
+_LIMIT_SECONDS = 10.0
+_LIMIT_RECORDS = 20  # of one kind in that time
+_LIMIT_KINDS = 1000  # remembered
 
 _MOST_PENDING = 1000  # lines that wait for a reader
 _LONGEST_WRITE = 4096  # bytes that a pipe takes completely or not at all
@@ -31,9 +29,7 @@ def escaped(text: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """One line per record, with control characters escaped. Further lines, of a traceback or of a
-    message with its own line breaks, are indented.
-    """
+    """Escapes control characters, and indents the further lines of a record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         own_lines = "\n" in str(record.msg) and bool(record.args)
@@ -44,7 +40,7 @@ class TextFormatter(logging.Formatter):
         return "    " + _indent(super().formatException(ei))  # type: ignore[arg-type]
 
 
-class Brake(logging.Filter):
+class RateLimit(logging.Filter):
     """Rate limit for warnings and errors with the same words of the same logger. The next one that
     passes reports how many were dropped.
     """
@@ -59,22 +55,20 @@ class Brake(logging.Filter):
         now = time.monotonic()
         kind = record.name, str(record.msg)[:200]
         since, count = self._seen.get(kind, (now, 0))
-        if now - since > _BRAKE_SECONDS:
-            skipped = max(0, count - _BRAKE_RECORDS)
+        if now - since > _LIMIT_SECONDS:
+            skipped = max(0, count - _LIMIT_RECORDS)
             since, count = now, 0
             if skipped:
                 record.msg = f"{record.getMessage()} (and {skipped} more of this kind before)"
                 record.args = None
-        if len(self._seen) >= _BRAKE_KINDS:
+        if len(self._seen) >= _LIMIT_KINDS:
             self._seen.clear()
         self._seen[kind] = since, count + 1
-        return count < _BRAKE_RECORDS
+        return count < _LIMIT_RECORDS
 
 
 class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to standard error without blocking. While nobody reads a pipe, terminal or socket,
-    lines wait here and the oldest are lost.
-    """
+    """Writes to standard error without blocking. Unread lines wait here; the oldest are lost."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -109,9 +103,8 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
             return
         with contextlib.suppress(OSError):  # a full pipe is written later, a closed one never
             if self._pending and self._num_lost:
-                self._write(
-                    f"({self._num_lost} log lines are lost: standard error was not read)\n".encode()
-                )
+                lost = f"({self._num_lost} log lines are lost: standard error was not read)\n"
+                self._write(lost.encode())
                 self._num_lost = 0
             while self._pending:
                 written = self._write(self._pending[0][:_LONGEST_WRITE])
@@ -121,9 +114,7 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def _writer_without_waiting() -> Callable[[bytes], int] | None:
-    """A function that writes to standard error or raises `BlockingIOError`; None if writes never
-    block.
-    """
+    """Return a write that raises `BlockingIOError`; None if standard error never blocks."""
     try:
         fd = sys.stderr.fileno()
         mode = os.fstat(fd).st_mode
@@ -132,9 +123,8 @@ def _writer_without_waiting() -> Callable[[bytes], int] | None:
             return lambda line: connection.send(line, socket.MSG_DONTWAIT)
         if stat.S_ISFIFO(mode) or os.isatty(fd):
             # Reopened: other processes with this pipe keep blocking writes.
-            own = os.open(
-                f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-            )
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+            own = os.open(f"/proc/self/fd/{fd}", flags)
             return lambda line: os.write(own, line)
     except (OSError, ValueError, AttributeError):  # no file, closed, or not Linux
         pass

@@ -2,8 +2,6 @@
 returns; between pieces the event loop runs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, AnyStr

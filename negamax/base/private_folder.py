@@ -4,8 +4,6 @@ Each holds a lock while its maker lives. Creating a folder removes those of kill
 it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -48,17 +46,13 @@ class PrivateFolder:
 def _parent() -> str:
     """The folder for temporary files, or another one if its path is too long for sockets."""
     preferred = tempfile.gettempdir()
+    longest = _MOST_BYTES - _OWN_BYTES
     for folder in (preferred, env.get("XDG_RUNTIME_DIR"), "/tmp"):
-        if (
-            folder is not None
-            and len(os.fsencode(folder)) + _OWN_BYTES <= _MOST_BYTES
-            and env.is_writable(Path(folder))
-        ):
+        if folder and len(os.fsencode(folder)) <= longest and env.is_writable(Path(folder)):
             return folder
     raise ResourceError(
         f"the folder for temporary files has a path of {len(os.fsencode(preferred))} bytes "
-        f"({preferred}); "
-        f"sockets in it need one of at most {_MOST_BYTES - _OWN_BYTES}",
+        f"({preferred}); sockets in it need one of at most {longest}",
         hint="set TMPDIR to a shorter one",
     )
 

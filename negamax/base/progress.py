@@ -1,7 +1,5 @@
 """Progress of long work on standard error: a redrawn line on a terminal, log lines elsewhere."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time
@@ -21,25 +19,17 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Call it with the done and the total amount; as a context manager it clears the line. Single
-    writer: one thread.
+    """Call it with the done and the total amount; as a context manager it clears the line.
 
-    Off a terminal, or with a JSON log, it logs a line every 5 s. If the log level hides info
-    (`negamax chat` logs from warning on), it prints the line, except at level error. `enabled`
-    False: show nothing.
+    Off a terminal, or with a JSON log, it logs a line every 5 s. At log level warning
+    (`negamax chat`) it prints the line instead. `enabled` False: show nothing.
     """
 
     def __init__(
-        self,
-        what: str,
-        *,
-        unit: Callable[[int], str] = str,
-        enabled: bool = True,
+        self, what: str, *, unit: Callable[[int], str] = str, enabled: bool = True,
         rank: int | None = None,
-    ) -> None:
-        """`what`: the work; `unit`: formats an amount; `rank`: of several processes with the same
-        work: all log, the first draws.
-        """
+    ) -> None:  # fmt: skip
+        """`what`: the work; `unit`: formats an amount; `rank`: of several, of which 0 draws."""
         self._what = what if rank is None else f"rank {rank}: {what}"
         self._unit = unit
         is_terminal = sys.stderr is not None and sys.stderr.isatty()

@@ -2,8 +2,6 @@
 number is eight aligned bytes, and no reader needs two that match.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from pathlib import Path
@@ -30,8 +28,7 @@ class SharedNumbers:
                     file.truncate(num_numbers * _BYTES)
                 self._memory = mmap.mmap(file.fileno(), num_numbers * _BYTES)
         self._numbers: Row = (ctypes.c_double * num_numbers).from_buffer(self._memory)
-        self._num_columns = num_columns
-        self.num_rows = num_rows
+        self._num_columns, self.num_rows = num_columns, num_rows
 
     def row(self, index: int, *, start: int = 0, count: int | None = None) -> Row:
         """The row of process `index`, or `count` numbers of it from column `start`."""

@@ -1,7 +1,5 @@
 """Handle closed and broken standard streams."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -4,8 +4,6 @@ Engines, ranks, grammar processes, server workers and Ray's driver are `Supervis
 second half of this module runs in the children, which end with their parent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select
@@ -18,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NoReturn, TypedDict, Unpack
+from typing import IO, Any, NoReturn
 
 from negamax.base import env, log
 from negamax.base.shared_numbers import Row, SharedNumbers
@@ -54,14 +52,6 @@ class Silence:
         return self._seconds
 
 
-class SpawnOptions(TypedDict, total=False):
-    """Keywords of `spawn`."""
-
-    own_group: bool
-    pass_fds: Sequence[int]
-    variables: Mapping[str, str] | None
-
-
 def spawn(
     module: str,
     *args: str,
@@ -75,24 +65,22 @@ def spawn(
     log as its parent does (`log.setup_as_parent`). Its standard input is an unbuffered pipe that
     ends when the parent does.
     """
-    command = [sys.executable, "-m", module, *args]
+    child_env = env.make_child_env(**{log.CHILD_VARIABLE: log.settings()} | dict(variables or {}))
     return subprocess.Popen(
-        command,
-        bufsize=0,
-        stdin=subprocess.PIPE,
-        start_new_session=own_group,
-        pass_fds=pass_fds,
-        env=env.make_child_env(**{log.CHILD_VARIABLE: log.settings()} | dict(variables or {})),
-    )
+        [sys.executable, "-m", module, *args], bufsize=0, stdin=subprocess.PIPE,
+        start_new_session=own_group, pass_fds=pass_fds, env=child_env,
+    )  # fmt: skip
 
 
 class Supervised:
     """A child process, from its start (as by `spawn`) to `reap`."""
 
     def __init__(
-        self, module: str, *args: str, heartbeat: Row | None = None, **options: Unpack[SpawnOptions]
+        self, module: str, *args: str, heartbeat: Row | None = None, **options: Any
     ) -> None:
-        """`heartbeat`: the first number changes as long as the child runs; 0: not yet."""
+        """`options` as of `spawn`. `heartbeat`: the first number changes as long as the child runs;
+        0: not yet.
+        """
         self._child = spawn(module, *args, **options)
         self._heartbeat = heartbeat
         self._silence = Silence()
@@ -114,9 +102,7 @@ class Supervised:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the child has closed its end of the pipe. Its exit code may come much later, when
-        a device driver has cleaned up after it.
-        """
+        """Whether the child has closed its pipe; a device driver may delay its exit code."""
         if self.exit_code is not None:
             return True
         poller = select.poll()
@@ -133,9 +119,7 @@ class Supervised:
         return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
     def silence(self) -> float:
-        """Seconds since the child's last heartbeat. Single user: one thread that looks several
-        times a second.
-        """
+        """Seconds since the child's last heartbeat. Single user, as of `Silence`."""
         assert self._heartbeat is not None
         return self._silence.seconds(self._heartbeat[0])
 
@@ -200,18 +184,14 @@ class SupervisionLimits:
 
 
 class RestartPolicy:
-    """The recent deaths of one process. Pure: the time is an argument. Single writer: the process's
-    supervisor.
-    """
+    """The recent deaths of one process. Pure: the time is an argument."""
 
     def __init__(self, limits: SupervisionLimits) -> None:
         self._limits = limits
         self._deaths: deque[float] = deque()
 
     def note_death(self, now: float) -> float | None:
-        """Return the seconds to wait before the next start, after a death at second `now`; None:
-        give up.
-        """
+        """Return the seconds until the next start after a death at `now`; None: give up."""
         while self._deaths and self._deaths[0] <= now - self._limits.restart_window:
             self._deaths.popleft()
         self._deaths.append(now)
@@ -225,10 +205,9 @@ class RestartPolicy:
 
 
 def exit_with_parent() -> None:
-    """End this process as soon as the parent is gone, and ignore signals that ask to end or reload.
+    """End this process when the parent is gone, and ignore signals that ask to end or reload.
 
-    Service managers and terminals send those signals to every process at once. A child that obeyed
-    them would break off what the parent wants to finish.
+    Service managers and terminals send those to every process at once; the parent decides.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -242,9 +221,7 @@ def exit_with_parent() -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process from any of its threads, without waiting for the others and without tearing
-    down modules, which takes PyTorch a quarter of a second.
-    """
+    """End this process from any thread without teardown, which takes PyTorch 0.25 s."""
     os._exit(code)
 
 

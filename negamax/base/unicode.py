@@ -1,7 +1,5 @@
 """Replace lone surrogates, which JSON can escape and UTF-8 cannot encode, by U+FFFD."""
 
-from __future__ import annotations
-
 import re
 
 from negamax.base.pieces import replace_all

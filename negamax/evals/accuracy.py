@@ -1,7 +1,5 @@
 """Solve an accuracy suite with a model through the engine, and count the exact answers."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable
@@ -48,21 +46,14 @@ class SuiteResult:
 
     def as_dict(self) -> dict[str, Any]:
         """For a JSON file."""
-        return asdict(self) | {
-            "accuracy": self.accuracy,
-            "tokens_per_second": self.output_tokens / self.seconds,
-        }
+        speed = self.output_tokens / self.seconds
+        return asdict(self) | {"accuracy": self.accuracy, "tokens_per_second": speed}
 
 
 def run_suite(
-    llm: LLM,
-    suite: str,
-    *,
-    count: int,
-    seed: int = 0,
-    temperature: float = 0.0,
+    llm: LLM, suite: str, *, count: int, seed: int = 0, temperature: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
-) -> SuiteResult:
+) -> SuiteResult:  # fmt: skip
     """Solve `count` held-out problems of `suite`. `progress(done, total)` is called after each
     batch.
 
@@ -83,27 +74,16 @@ def run_suite(
             parsed = llm.parse(prompt, generation.outputs[0], tools=problem.tools)
             if not _solves(parsed, problem):
                 num_failed += 1
-                failures.append(
-                    Failure(
-                        str(problem.messages[-1]["content"])[-_SHOWN_CHARS:],
-                        problem.expected,
-                        _shown(parsed),
-                    )
-                )
+                question = str(problem.messages[-1]["content"])[-_SHOWN_CHARS:]
+                failures.append(Failure(question, problem.expected, _shown(parsed)))
         if progress is not None:
             progress(first + len(part), len(problems))
     return SuiteResult(
-        suite=suite,
-        model=llm.info.model,
-        dtype=llm.info.dtype,
-        problems=len(problems),
-        correct=len(problems) - num_failed,
-        seed=seed,
-        temperature=temperature,
-        seconds=time.perf_counter() - started,
-        output_tokens=output_tokens,
+        suite=suite, model=llm.info.model, dtype=llm.info.dtype, problems=len(problems),
+        correct=len(problems) - num_failed, seed=seed, temperature=temperature,
+        seconds=time.perf_counter() - started, output_tokens=output_tokens,
         failures=tuple(failures[:SHOWN_FAILURES]),
-    )
+    )  # fmt: skip
 
 
 def _solves(parsed: ParsedOutput, problem: Problem) -> bool:

@@ -1,7 +1,5 @@
 """Held-out problems with exact answers: the frozen suites of `negamax bench accuracy`."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -14,13 +12,8 @@ from negamax.base.errors import InvalidRequestError
 
 FOLDER = Path(__file__).parent / "problems"
 # name -> number of problems
-SUITES = {
-    "nano-math": 1000,
-    "nano-tools": 500,
-    "nano-retrieval-2k": 200,
-    "nano-retrieval-4k": 200,
-    "nano-retrieval-8k": 200,
-}
+SUITES = {"nano-math": 1000, "nano-tools": 500}
+SUITES |= dict.fromkeys(("nano-retrieval-2k", "nano-retrieval-4k", "nano-retrieval-8k"), 200)
 DEFAULT_SUITES = ("nano-math", "nano-tools")  # the others need a context length of up to 8,192
 _MAX_ANSWER_CHARS = 200  # a longer answer recites the text instead of finding the value
 

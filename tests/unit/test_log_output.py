@@ -8,7 +8,7 @@ import time
 import pytest
 
 from negamax.base import log_output
-from negamax.base.log_output import Brake, StderrHandler, TextFormatter
+from negamax.base.log_output import RateLimit, StderrHandler, TextFormatter
 
 FORMATTER = TextFormatter("%(levelname)s %(name)s: %(message)s")
 
@@ -46,15 +46,15 @@ def test_an_exception_cannot_forge_a_line() -> None:
 
 
 def test_warnings_of_one_kind_are_rate_limited_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    brake = Brake()
-    passed = sum(bool(brake.filter(record("bad request from %s", number))) for number in range(500))
+    limit = RateLimit()
+    passed = sum(bool(limit.filter(record("bad request from %s", number))) for number in range(500))
     assert passed == 20
-    assert brake.filter(record("another kind"))
-    assert all(brake.filter(record("request %s", 1, level=logging.INFO)) for _ in range(500))
+    assert limit.filter(record("another kind"))
+    assert all(limit.filter(record("request %s", 1, level=logging.INFO)) for _ in range(500))
     now = time.monotonic()
     monkeypatch.setattr(log_output.time, "monotonic", lambda: now + 11.0)
     later = record("bad request from %s", "100 % of them")
-    assert brake.filter(later)
+    assert limit.filter(later)
     assert later.getMessage() == "bad request from 100 % of them (and 480 more of this kind before)"
 
 
