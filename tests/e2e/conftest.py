@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 MODEL = "nano"
 OF_ALL_FAMILIES = (
     "test_acceptance_suite", "test_acceptance_tools", "test_api_chat", "test_api_completions",
-    "test_api_generate", "test_api_messages", "test_api_responses", "test_api_responses_items",
-    "test_api_stop_strings",
+    "test_api_dialects", "test_api_generate", "test_api_messages", "test_api_responses",
 )  # fmt: skip
 # Tags, blocks of 16 tokens, context length and images are nano's; `test_nano_m3_server.py` has
 # their counterparts.
@@ -37,6 +36,8 @@ OF_NANO = {
     "test_10_04_a_conversation_that_grows_finds_its_prefix_in_the_cache",
     "test_13_13_a_call_is_reported_although_no_tool_is_declared",
     "test_unmatched_think_closer_is_not_text",
+    "test_call_without_arguments_has_none_in_the_prompt",
+    "test_images_truncated_calls_and_lone_surrogates_in_a_history_are_accepted",
     "test_an_invoke_without_its_block_is_text_where_its_tool_is_not_allowed",
     "test_answer_thinks_signs_and_counts",
     "test_completions_stop_within_thinking_text",
@@ -44,6 +45,7 @@ OF_NANO = {
     "test_flushed_cache_holds_no_prefix",
     "test_last_message_can_be_continued",
     "test_model_and_server_describe_themselves",
+    "test_prompt_has_notes_raw_arguments_and_replacement_characters",
     "test_reasoning_is_placed_as_requested",
     "test_response_has_items_counts_and_echoes",
     "test_session_of_a_coding_agent_keeps_its_prefix_and_never_breaks",

@@ -1,18 +1,16 @@
-import os
 import shutil
 import signal
 import ssl
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
+from negamax.cli.main import main
 from tests.certificates import make_certificate
+from tests.e2e.api_support import CHAT, HELLO, error_of
 from tests.e2e.conftest import STUB, Server, eventually, serving
 from tests.e2e.listening import strangers_doors
-from tests.e2e.test_api_errors import CHAT, HELLO, error_of
 
 BODY = {"messages": HELLO, "max_tokens": 2}
 PAGE = "https://chat.example"
@@ -27,13 +25,8 @@ def test_without_a_key_only_names_of_this_machine_and_listed_ones_are_served(
         server.http() as http,
     ):
         port = httpx.URL(server.url).port
-        for host in (
-            "localhost",
-            f"127.0.0.1:{port}",
-            f"[::1]:{port}",
-            "Models.Example",
-            f"models.example:{port}",
-        ):
+        own = ("localhost", f"127.0.0.1:{port}", f"[::1]:{port}")
+        for host in (*own, "Models.Example", f"models.example:{port}"):
             assert http.post(CHAT, json=BODY, headers={"host": host}).status_code == 200, host
         for host in (
             "evil.example",
@@ -42,17 +35,12 @@ def test_without_a_key_only_names_of_this_machine_and_listed_ones_are_served(
             "127.0.0.1.evil.example",
             "192.168.0.7",
         ):
-            assert (
-                error_of(http.post(CHAT, json=BODY, headers={"host": host}), 403)["code"]
-                == "host_not_allowed"
-            ), host
+            refused = http.post(CHAT, json=BODY, headers={"host": host})
+            error_of(refused, 403, code="host_not_allowed")
             assert http.get("/health", headers={"host": host}).status_code == 403
 
-        asked = {
-            "origin": PAGE,
-            "access-control-request-method": "POST",
-            "access-control-request-headers": "content-type",
-        }
+        asked = {"origin": PAGE, "access-control-request-method": "POST"}
+        asked |= {"access-control-request-headers": "content-type"}
         preflight = http.options(CHAT, headers=asked)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == PAGE
@@ -86,24 +74,16 @@ def test_cors_is_closed_and_keys_come_from_file_and_environment(
         serving(*options, program=STUB, log_file=tmp_path / "log") as server,
         server.http() as http,
     ):
-        for key in ("first-key", "second-key", "third-key", "fourth-key", "fifth-key"):
-            assert (
-                http.get("/v1/models", headers={"authorization": f"bearer {key}"}).status_code
-                == 200
-            ), key
-            assert (
-                http.get(
-                    "/v1/models", headers={"x-api-key": key, "host": "any.example"}
-                ).status_code
-                == 200
-            ), key
-        for key in (
-            "# clients",
-            "",
-            "first-key,second-key",
-            "first-ke\u00ff".encode("latin-1"),
-            "third-key, fourth-key",
-        ):
+
+        def status(**headers: str | bytes) -> int:
+            names = {name.replace("_", "-"): value for name, value in headers.items()}
+            return http.get("/v1/models", headers=names).status_code
+
+        for name in ORDINALS[:5]:
+            assert status(authorization=f"bearer {name}-key") == 200, name
+            assert status(x_api_key=f"{name}-key", host="any.example") == 200, name
+        foreign = "first-ke\u00ff".encode("latin-1")
+        for key in ("# clients", "", "first-key,second-key", foreign, "third-key, fourth-key"):
             error_of(http.get("/v1/models", headers={"x-api-key": key}), 401)
         asked = {"origin": PAGE, "access-control-request-method": "POST", "x-api-key": "first-key"}
         preflight = http.options(CHAT, headers=asked)
@@ -112,20 +92,17 @@ def test_cors_is_closed_and_keys_come_from_file_and_environment(
         keys.write_text("")
         server.process.send_signal(signal.SIGHUP)
         assert eventually(lambda: "holds no key" in server.log)
-        assert http.get("/v1/models", headers={"x-api-key": "first-key"}).status_code == 200
+        assert status(x_api_key="first-key") == 200
         keys.write_text("second-key\nsixth-key\n")
         server.process.send_signal(signal.SIGHUP)
         assert eventually(lambda: "were reloaded" in server.log)
-        statuses = [
-            http.get("/v1/models", headers={"x-api-key": f"{name}-key"}).status_code
-            for name in ORDINALS
-        ]
+        statuses = [status(x_api_key=f"{name}-key") for name in ORDINALS]
         assert statuses == [401, 200, 200, 200, 200, 200]
         assert "first-key" not in server.log and "third-key" not in server.log
 
 
 def test_tls_with_a_certificate_and_its_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("STUB_STEP_MS", "5")
 
@@ -150,9 +127,8 @@ def test_tls_with_a_certificate_and_its_key(
             assert http.get("/livez").status_code == 200
             with http.stream("POST", CHAT, json=BODY | {"stream": True}) as answer:
                 assert [line for line in answer.iter_lines() if line][-1] == "data: [DONE]"
-            with http.stream(
-                "POST", CHAT, json=BODY | {"stream": True, "max_tokens": 300, "ignore_eos": True}
-            ) as answer:
+            long = BODY | {"stream": True, "max_tokens": 300, "ignore_eos": True}
+            with http.stream("POST", CHAT, json=long) as answer:
                 lines = (line for line in answer.iter_lines() if line)
                 next(lines)
                 shutil.copy(other_certificate, certificate)
@@ -170,18 +146,16 @@ def test_tls_with_a_certificate_and_its_key(
         with pytest.raises(httpx.HTTPError):
             httpx.get(server.url.replace("https", "http") + "/readyz", timeout=120)
     _, other_key = make("third")
-    command = [sys.executable, "-m", "negamax", "serve", "nano", "--port", "0"]
-    mismatched = [*command, "--ssl-certfile", certificate, "--ssl-keyfile", other_key]
-    done = subprocess.run(mismatched, capture_output=True, text=True, env=os.environ)
-    assert done.returncode == 2
-    assert "--ssl-keyfile" in done.stderr and len(done.stderr.splitlines()) == 1
+    command = ["serve", "nano", "--port", "0", "--log-level", "error"]
+    assert main([*command, "--ssl-certfile", certificate, "--ssl-keyfile", other_key]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "--ssl-keyfile" in line
 
 
 def test_public_address_without_a_key_needs_an_option(tmp_path: Path) -> None:
+    options = ("--host", "0.0.0.0", "--allow-unauthenticated")
     with (
-        serving(
-            "--host", "0.0.0.0", "--allow-unauthenticated", program=STUB, log_file=tmp_path / "log"
-        ) as server,
+        serving(*options, program=STUB, log_file=tmp_path / "log") as server,
         server.http() as http,
     ):
         assert http.get("/v1/models", headers={"host": "any.example"}).status_code == 200

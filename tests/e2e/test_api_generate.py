@@ -9,45 +9,43 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.api_support import (
+    COMPLETIONS,
+    GENERATE,
+    MESSAGES_DIALECT,
+    RESPONSES_DIALECT,
+    Dialect,
+    error_of,
+    post,
+    stream,
+)
 from tests.e2e.conftest import MODEL, STUB, Server, eventually, serving
-from tests.e2e.test_api_errors import error_of
 
 PROMPT = "Tom has 47 apples and buys 38 more. How many apples"
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
+DEFAULTS: dict[str, Any] = {"text": PROMPT, "sampling_params": GREEDY}
 
 
 def generated(http: httpx.Client, **fields: Any) -> Any:
-    response = http.post("/generate", json={"text": PROMPT, "sampling_params": GREEDY, **fields})
-    assert response.status_code == 200, response.text
-    return response.json()
+    return post(http, GENERATE, **{**DEFAULTS, **fields})
 
 
 def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    response = http.post(
-        "/generate", json={"text": PROMPT, "sampling_params": GREEDY, "stream": True, **fields}
-    )
-    events = response.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    return stream(http, GENERATE, **{**DEFAULTS, **fields})
 
 
 def test_text_and_its_token_ids_give_the_same_answer(http: httpx.Client) -> None:
     by_text = generated(http, rid="mine")
-    ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    ids = post(http, "/tokenize", prompt=PROMPT)["tokens"]
     by_ids = generated(http, text=None, input_ids=ids)
     assert by_text["text"] == by_ids["text"] and by_text["output_ids"] == by_ids["output_ids"]
     meta = by_text["meta_info"]
     assert meta["id"] == "mine" and meta["finish_reason"] == {"type": "length", "length": 12}
-    assert (
-        meta["prompt_tokens"] == len(ids)
-        and meta["completion_tokens"] == len(by_text["output_ids"]) == 12
-    )
+    assert meta["prompt_tokens"] == len(ids)
+    assert meta["completion_tokens"] == len(by_text["output_ids"]) == 12
     assert meta["e2e_latency"] > 0 and "output_token_logprobs" not in meta
-    completion = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-    assert (
-        http.post("/v1/completions", json=completion).json()["choices"][0]["text"]
-        == by_text["text"]
-    )
+    completion = post(http, COMPLETIONS, prompt=PROMPT, max_tokens=12, temperature=0)
+    assert completion["choices"][0]["text"] == by_text["text"]
 
 
 def test_stream_is_cumulative_and_ends_with_the_whole_answer(http: httpx.Client) -> None:
@@ -65,13 +63,12 @@ def test_stream_is_cumulative_and_ends_with_the_whole_answer(http: httpx.Client)
 
 def test_batch_and_choices_give_lists(http: httpx.Client) -> None:
     second = {"temperature": 0, "max_new_tokens": 3, "n": 2}
-    batch = generated(
-        http, text=[PROMPT, "One two"], sampling_params=[GREEDY, second], rid=["a", "b"]
-    )
+    body = {"text": [PROMPT, "One two"], "sampling_params": [GREEDY, second]}
+    batch = generated(http, **body, rid=["a", "b"])
     assert [answer["meta_info"]["id"] for answer in batch] == ["a", "b", "b"]
     assert [answer["meta_info"]["completion_tokens"] for answer in batch] == [12, 3, 3]
     assert batch[0]["text"] == generated(http)["text"]
-    events = events_of(http, text=[PROMPT, "One two"], sampling_params=[GREEDY, second])
+    events = events_of(http, **body)
     last = {event["index"]: event["text"] for event in events}
     assert [last[index] for index in range(3)] == [answer["text"] for answer in batch]
 
@@ -79,11 +76,9 @@ def test_batch_and_choices_give_lists(http: httpx.Client) -> None:
 def test_stop_reasons_name_the_match(http: httpx.Client) -> None:
     text = generated(http)["text"]
     word = text[len(text) // 2 :][:4]
-    cut = generated(http, sampling_params={**GREEDY, "stop": word})
-    assert (
-        cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": word}
-        and word not in cut["text"]
-    )
+    stopped = generated(http, sampling_params={**GREEDY, "stop": word})
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": word}
+    assert word not in stopped["text"]
     kept = generated(http, sampling_params={**GREEDY, "stop": [word], "no_stop_trim": True})
     assert kept["text"].endswith(word)
     token_id = generated(http)["output_ids"][3]
@@ -98,33 +93,21 @@ def test_logprobs_of_prompt_and_answer(http: httpx.Client) -> None:
     answer = generated(http, **options, logprob_start_len=0)
     meta = answer["meta_info"]
     assert [entry[1] for entry in meta["output_token_logprobs"]] == answer["output_ids"]
-    assert (
-        len(meta["input_token_logprobs"])
-        == len(meta["input_top_logprobs"])
-        == meta["prompt_tokens"]
-    )
-    assert meta["input_token_logprobs"][0][0] is None and meta["input_top_logprobs"][0] is None
-    assert "".join(entry[2] for entry in meta["input_token_logprobs"]) == PROMPT
-    assert all(
-        entry[0] <= 0
-        for entry in (*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"])
-    )
-    assert all(
-        top[0] == entry
-        for top, entry in zip(
-            meta["output_top_logprobs"], meta["output_token_logprobs"], strict=True
-        )
-    )
+    given, made = meta["input_token_logprobs"], meta["output_token_logprobs"]
+    assert len(given) == len(meta["input_top_logprobs"]) == meta["prompt_tokens"]
+    assert given[0][0] is None and meta["input_top_logprobs"][0] is None
+    assert "".join(entry[2] for entry in given) == PROMPT
+    assert all(entry[0] <= 0 for entry in (*given[1:], *made))
+    assert [top[0] for top in meta["output_top_logprobs"]] == made
     later = generated(http, **options, logprob_start_len=4)["meta_info"]["input_token_logprobs"]
-    assert later == meta["input_token_logprobs"][4:]
+    assert later == given[4:]
     assert generated(http, return_logprob=True)["meta_info"]["input_token_logprobs"] == []
 
 
 def test_forms_are_followed(http: httpx.Client) -> None:
     answer = generated(http, sampling_params={**GREEDY, "regex": "(yes|no)"})
-    assert (
-        answer["text"] in ("yes", "no") and answer["meta_info"]["finish_reason"]["type"] == "stop"
-    )
+    assert answer["text"] in ("yes", "no")
+    assert answer["meta_info"]["finish_reason"]["type"] == "stop"
 
 
 def test_requests_are_aborted_by_id_or_all(http: httpx.Client, server: Server) -> None:
@@ -140,16 +123,15 @@ def test_requests_are_aborted_by_id_or_all(http: httpx.Client, server: Server) -
         thread.start()
     assert eventually(lambda: server.gauge("vllm:num_requests_running") == 2)
     # a prefix of an id does not match
-    assert http.post("/abort_request", json={"rid": "on"}).json() == {"num_aborted": 0}
-    assert http.post("/abort_request", json={"rid": "one"}).json() == {"num_aborted": 1}
+    assert post(http, "/abort_request", rid="on") == {"num_aborted": 0}
+    assert post(http, "/abort_request", rid="one") == {"num_aborted": 1}
     threads[0].join(120)
     assert answers["one"]["meta_info"]["finish_reason"]["type"] == "abort" and "two" not in answers
     error_of(http.post("/flush_cache"), 400)  # one is still running
     os.kill(server.engine_pid(), signal.SIGSTOP)
     try:
         for count in (1, 0):  # it is aborted once, however long that takes
-            found = http.post("/abort_request", json={"abort_all": True}).json()
-            assert found == {"num_aborted": count}
+            assert post(http, "/abort_request", abort_all=True) == {"num_aborted": count}
     finally:
         os.kill(server.engine_pid(), signal.SIGCONT)
     threads[1].join(120)
@@ -158,39 +140,29 @@ def test_requests_are_aborted_by_id_or_all(http: httpx.Client, server: Server) -
 
 
 @pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("/v1/messages", {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 3900}),
-        ("/v1/responses", {"input": "Go", "max_output_tokens": 3900}),
-    ],
-    ids=["messages", "responses"],
+    "dialect", [MESSAGES_DIALECT, RESPONSES_DIALECT], ids=["messages", "responses"]
 )
 def test_aborted_answers_of_other_routes_end_in_an_error(
-    http: httpx.Client, path: str, fields: dict[str, Any]
+    http: httpx.Client, server: Server, dialect: Dialect
 ) -> None:
     """Their APIs have no such finish reason; clients must not take the beginning for the whole."""
     events: list[dict[str, Any]] = []
-    body = {"model": MODEL, "ignore_eos": True, "stream": True, **fields}
-    with http.stream("POST", path, json=body) as response:
+    body = dialect.body(limit=3900, ignore_eos=True, stream=True)
+    with http.stream("POST", dialect.path, json=body) as response, server.http() as other:
         for line in response.iter_lines():
-            if not line.startswith("data: "):
-                continue
-            events.append(json.loads(line.removeprefix("data: ")))
-            if len(events) == 4:
-                started = events[0].get("message") or events[0]["response"]
-                with httpx.Client(base_url=http.base_url, timeout=180) as other:
-                    aborted = other.post("/abort_request", json={"rid": started["id"]}).json()
-                assert aborted == {"num_aborted": 1}
+            if line.startswith("data: "):
+                events.append(json.loads(line.removeprefix("data: ")))
+                if len(events) == 4:
+                    started = events[0].get("message") or events[0]["response"]
+                    aborted = post(other, "/abort_request", rid=started["id"])
+                    assert aborted == {"num_aborted": 1}
     assert events[-1]["type"] in ("error", "response.failed")
     assert "aborted" in json.dumps(events[-1])
 
 
 def test_flushed_cache_holds_no_prefix(http: httpx.Client, server: Server) -> None:
     assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
-    prompt = (
-        "A prompt of its own, long enough to fill a block or two of the cache, so that it "
-        "can be found again later."
-    )
+    prompt = "A prompt of its own, long enough to fill a block or two of the cache, to be found."
     again = [generated(http, text=prompt)["meta_info"]["cached_tokens"] for _ in range(2)]
     assert again[1] > 0
     assert eventually(lambda: http.post("/flush_cache").status_code == 200)
@@ -207,11 +179,8 @@ def test_model_and_server_describe_themselves(http: httpx.Client) -> None:
 
 def test_server_info_says_how_the_model_is_split(tmp_path: Path) -> None:
     options = ("--tensor-parallel-size", "4", "--expert-parallel-size", "2")
-    with (
-        serving(*options, program=STUB, log_file=tmp_path / "log") as server,
-        server.http() as http,
-    ):
-        info = http.get("/server_info").json()
+    with serving(*options, program=STUB, log_file=tmp_path / "log") as server:
+        info = httpx.get(f"{server.url}/server_info", timeout=120).json()
     assert (info["tp_size"], info["ep_size"]) == (4, 2)
 
 
@@ -238,7 +207,5 @@ def test_server_info_says_how_the_model_is_split(tmp_path: Path) -> None:
 def test_bad_request_names_its_field(
     http: httpx.Client, fields: dict[str, Any], param: str
 ) -> None:
-    error = error_of(http.post("/generate", json=fields), 400)
-    assert error["param"] is not None and error["param"].split(".")[0].startswith(
-        param.split(".")[0]
-    )
+    error = error_of(http.post(GENERATE, json=fields), 400)
+    assert error["param"].split(".")[0].startswith(param.split(".")[0])

@@ -1,23 +1,23 @@
-from __future__ import annotations
-
 import json
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.conftest import MODEL, Server
-from tests.e2e.test_api_chat import WEATHER, WEATHER_QUESTION
-from tests.e2e.test_api_messages import TOOL
-from tests.e2e.test_api_responses import ASK_WEATHER
-from tests.e2e.test_api_responses import TOOL as RESPONSES_TOOL
-
-if TYPE_CHECKING:
-    import openai
+from tests.e2e.api_support import (
+    COMPLETIONS,
+    FUNCTION,
+    WEATHER_QUESTION,
+    Dialect,
+    every_dialect,
+    post,
+    stream,
+)
+from tests.e2e.conftest import MODEL
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BOARD = DEPLOY / "grafana" / "negamax.json"
@@ -76,67 +76,57 @@ def value(text: str, name: str, **labels: str) -> float:
     return found
 
 
-def test_all_metrics_of_the_dashboards_exist(http: httpx.Client, client: openai.OpenAI) -> None:
-    client.completions.create(model=MODEL, prompt="x", max_tokens=2)
+def test_all_metrics_of_the_dashboards_exist(http: httpx.Client) -> None:
+    post(http, COMPLETIONS, prompt="x", max_tokens=2)
     text = http.get("/metrics").text
     found = samples(text)
     assert [name for name in VLLM if f"vllm:{name}" not in found] == []
     assert [name for name in SGLANG if f"sglang:{name}" not in found] == []
     assert [name for name in WITHOUT_SAMPLES if f"# TYPE {name}_total counter" not in text] == []
     assert {labels["model_name"] for entries in found.values() for labels, _ in entries} == {MODEL}
-    open_metrics = http.get(
-        "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}
-    )
+    accepted = {"accept": "application/openmetrics-text; version=1.0.0"}
+    open_metrics = http.get("/metrics", headers=accepted)
     assert open_metrics.headers["content-type"].startswith("application/openmetrics-text")
     assert open_metrics.text.endswith("# EOF\n")
 
 
-def test_counts_and_times_of_one_request_add_up(http: httpx.Client, server: Server) -> None:
+def test_counts_and_times_of_one_request_add_up(http: httpx.Client) -> None:
     """Retry: a delay between two clock readings affects only one of the times."""
     assert any(times_add_up(http) for _ in range(10))
 
 
 def times_add_up(http: httpx.Client) -> bool:
-    body: dict[str, Any] = {
-        "prompt": "Hello",
-        "max_tokens": 300,
-        "ignore_eos": True,
-        "cache_salt": str(time.monotonic()),
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-    }
+    body: dict[str, Any] = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True}
+    body |= {"cache_salt": str(time.monotonic()), "return_token_ids": True}
     before = http.get("/metrics").text
-    lines = http.post("/v1/completions", json=body).text.split("\n\n")
+    first, *_, last = stream(http, COMPLETIONS, **body, stream_options={"include_usage": True})
     after = http.get("/metrics").text
-    first, *_, last = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
     usage = last["usage"]
     num_first = len(first["choices"][0]["token_ids"])  # more than one on a busy machine
 
     def gain(name: str, **labels: str) -> float:
         return value(after, name, **labels) - value(before, name, **labels)
 
-    assert gain("vllm:generation_tokens_total") == usage["completion_tokens"] == 300
-    assert (
-        gain("vllm:prompt_tokens_total")
-        == gain("vllm:request_prompt_tokens_sum")
-        == usage["prompt_tokens"]
-    )
-    assert gain("vllm:request_generation_tokens_sum") == 300
-    assert gain("vllm:inter_token_latency_seconds_count") == 300 - num_first
+    assert gain("vllm:generation_tokens_total") == usage["completion_tokens"] == 100
+    num_prompt = gain("vllm:prompt_tokens_total")
+    assert num_prompt == gain("vllm:request_prompt_tokens_sum") == usage["prompt_tokens"]
+    assert gain("vllm:request_generation_tokens_sum") == 100
+    assert gain("vllm:inter_token_latency_seconds_count") == 100 - num_first
     assert gain("vllm:request_success_total", finished_reason="length") == 1
     assert gain("sglang:num_requests_total") == 1
-    assert gain("vllm:iteration_tokens_total_sum") == usage["prompt_tokens"] + 299
+    assert gain("vllm:iteration_tokens_total_sum") == num_prompt + 99
     queue, prefill, decode = (
         gain(f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode")
     )
     assert min(queue, prefill, decode) > 0
-    return bool(
-        queue + prefill == pytest.approx(gain("vllm:time_to_first_token_seconds_sum"), abs=2e-3)
-        and queue + prefill + decode
-        == pytest.approx(gain("vllm:e2e_request_latency_seconds_sum"), abs=2e-3)
-        and prefill + decode
-        == pytest.approx(gain("vllm:request_inference_time_seconds_sum"), abs=2e-3)
+    totals = {
+        "time_to_first_token": queue + prefill,
+        "e2e_request_latency": queue + prefill + decode,
+        "request_inference_time": prefill + decode,
+    }
+    return all(
+        total == pytest.approx(gain(f"vllm:{name}_seconds_sum"), abs=2e-3)
+        for name, total in totals.items()
     )
 
 
@@ -158,19 +148,10 @@ def test_board_and_alerts_use_existing_metrics(http: httpx.Client) -> None:
     assert sorted(asked - known) == []
 
 
-def test_tool_calls_of_all_dialects_are_counted(http: httpx.Client) -> None:
-    question: dict[str, Any] = {"model": MODEL, "temperature": 0, "messages": WEATHER_QUESTION}
-    requests: list[tuple[str, dict[str, Any]]] = [
-        ("/v1/chat/completions", question | {"tools": [WEATHER], "max_tokens": 300}),
-        ("/v1/messages", question | {"tools": [TOOL], "max_tokens": 300}),
-        (
-            "/v1/responses",
-            {"model": MODEL, "temperature": 0, "input": ASK_WEATHER, "tools": [RESPONSES_TOOL]},
-        ),
-    ]
-    for path, body in requests:
-        before = http.get("/metrics").text
-        assert "get_weather" in http.post(path, json=body).raise_for_status().text
-        after = http.get("/metrics").text
-        name = "vllm:tool_call_parser_invocations_total"
-        assert value(after, name) - value(before, name) == 1, path
+@every_dialect
+def test_tool_calls_of_all_dialects_are_counted(http: httpx.Client, dialect: Dialect) -> None:
+    name = "vllm:tool_call_parser_invocations_total"
+    before = value(http.get("/metrics").text, name)
+    said = dialect.ask(http, dialect.body(WEATHER_QUESTION, functions=(FUNCTION,)))
+    assert said.calls[0][0] == "get_weather"
+    assert value(http.get("/metrics").text, name) - before == 1

@@ -1,256 +1,139 @@
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
+from tests.e2e.api_support import (
+    ASK,
+    ASK_WEATHER,
+    FUNCTION,
+    GREEDY,
+    QUESTION,
+    RESPONSES,
+    RESPONSES_DIALECT,
+    TOTAL,
+    WEATHER_QUESTION,
+    error_of,
+    join_responses,
+    post,
+    stream,
+)
 from tests.e2e.conftest import MODEL, Server, eventually
-from tests.e2e.test_api_chat import QUESTION, WEATHER, WEATHER_QUESTION
-from tests.e2e.test_api_errors import error_of
 
-if TYPE_CHECKING:
+TOOL = RESPONSES_DIALECT.make_tool(FUNCTION)
+LOGPROBS = {"include": ["message.output_text.logprobs"]}
+
+
+@pytest.fixture
+def strict(server: Server) -> Iterator[Any]:
     import openai
 
-TOOL: dict[str, Any] = {"type": "function", "strict": False, **WEATHER["function"]}  # type: ignore[dict-item]
-ASK = str(QUESTION[0]["content"])
-ASK_WEATHER = str(WEATHER_QUESTION[0]["content"])
-PATH = "/v1/responses"
+    url = f"{server.url}/v1"
+    options: dict[str, Any] = {"api_key": "unused", "max_retries": 0, "timeout": 180}
+    with openai.OpenAI(base_url=url, _strict_response_validation=True, **options) as client:
+        yield client
 
 
-def asked(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    answer = http.post(
-        PATH,
-        json={"model": MODEL, "input": ASK, "temperature": 0, "max_output_tokens": 300, **fields},
+def asked(http: httpx.Client, input: Any = ASK, *, limit: int = 300, **fields: Any) -> Any:
+    return post(http, RESPONSES, **RESPONSES_DIALECT.body(input, limit=limit, **fields))
+
+
+def streamed(http: httpx.Client, input: Any = ASK, *, limit: int = 300, **fields: Any) -> Any:
+    return join_responses(
+        stream(http, RESPONSES, **RESPONSES_DIALECT.body(input, limit=limit, **fields))
     )
-    assert answer.status_code == 200, answer.text
-    response: dict[str, Any] = answer.json()
-    return response
-
-
-def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    body = {
-        "model": MODEL,
-        "input": ASK,
-        "temperature": 0,
-        "max_output_tokens": 300,
-        **fields,
-        "stream": True,
-    }
-    answer = http.post(PATH, json=body)
-    assert answer.status_code == 200, answer.text
-    events: list[dict[str, Any]] = []
-    for block in answer.text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
-    return events
-
-
-def check_told(events: list[dict[str, Any]], items: list[dict[str, Any]]) -> None:
-    done = [event for event in events if event["type"] == "response.output_item.done"]
-    assert [event["item"] for event in done] == items
-    for index, item in enumerate(items):
-        about = [event for event in events if event.get("output_index") == index]
-        kinds = [event["type"].removeprefix("response.") for event in about]
-        assert kinds[0] == "output_item.added" and kinds[-1] == "output_item.done"
-        assert about[0]["item"]["status"] == "in_progress" and about[0]["item"]["id"] == item["id"]
-        assert all(event.get("item_id", item["id"]) == item["id"] for event in about)
-        said, delta = {
-            "reasoning": (item.get("content"), "reasoning_text.delta"),
-            "message": (item.get("content"), "output_text.delta"),
-            "function_call": (item.get("arguments"), "function_call_arguments.delta"),
-            "custom_tool_call": (item.get("input"), "custom_tool_call_input.delta"),
-        }[item["type"]]
-        whole = said if isinstance(said, str) else said[0]["text"]
-        told = "".join(
-            event["delta"] for event, kind in zip(about, kinds, strict=True) if kind == delta
-        )
-        assert told == whole and told
 
 
 def kinds_of(response: dict[str, Any]) -> list[str]:
     return [item["type"] for item in response["output"]]
 
 
-def test_response_has_items_counts_and_echoes(client: openai.OpenAI) -> None:
-    response = client.responses.create(
-        model=MODEL,
-        input=ASK,
-        temperature=0,
-        instructions="Be brief.",
-        metadata={"run": "7"},
-        reasoning={"effort": "high"},
-    )
+def output_of(call: dict[str, Any], output: Any) -> dict[str, Any]:
+    kind = call["type"].removesuffix("_call")
+    kind = {"function": "function_call", "custom_tool": "custom_tool_call"}[kind]
+    return {"type": f"{kind}_output", "call_id": call["call_id"], "output": output}
+
+
+def test_response_has_items_counts_and_echoes(client: Any) -> None:
+    options = {"model": MODEL, "input": ASK, "temperature": 0, "instructions": "Be brief."}
+    effort = {"effort": "high"}
+    response = client.responses.create(metadata={"run": "7"}, reasoning=effort, **options)
     reasoning, message = response.output
-    assert (
-        reasoning.type == "reasoning"
-        and reasoning.content
-        and reasoning.content[0].text
-        and reasoning.summary == []
-    )
+    assert reasoning.type == "reasoning" and reasoning.content[0].text and reasoning.summary == []
     assert message.type == "message" and "85" in response.output_text
-    assert (response.status, response.metadata, response.instructions) == (
-        "completed",
-        {"run": "7"},
-        "Be brief.",
-    )
+    assert (response.status, response.metadata) == ("completed", {"run": "7"})
+    assert response.instructions == "Be brief."
     usage = response.usage
-    assert usage and usage.total_tokens == usage.input_tokens + usage.output_tokens
-    assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
-    again = client.responses.create(model=MODEL, input=ASK, temperature=0, instructions="Be brief.")
-    assert again.usage and again.usage.input_tokens_details.cached_tokens > 0
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    again = client.responses.create(**options)
+    assert again.usage.input_tokens_details.cached_tokens > 0
     assert again.temperature == 0 and again.top_p == 0.95  # the checkpoint's
 
 
-def test_sdk_stream_ends_in_the_whole_response(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {
-        "model": MODEL,
-        "input": ASK_WEATHER,
-        "tools": [TOOL],
-        "temperature": 0,
-    }
-    with client.responses.stream(**options) as stream:
-        kinds = [event.type for event in stream]
-        response = stream.get_final_response()
-    assert (
-        "response.reasoning_text.delta" in kinds
-        and "response.function_call_arguments.done" in kinds
-    )
+def test_sdk_stream_ends_in_the_whole_response(client: Any) -> None:
+    options = {"model": MODEL, "input": ASK_WEATHER, "tools": [TOOL], "temperature": 0}
+    with client.responses.stream(**options) as events:
+        kinds = {event.type for event in events}
+        response = events.get_final_response()
+    assert {"response.reasoning_text.delta", "response.function_call_arguments.done"} <= kinds
     call = response.output[-1]
     assert call.type == "function_call" and call.call_id.startswith("call_")
     assert json.loads(call.arguments) == {"city": "Paris"}
-    whole = client.responses.create(**options)
-    assert [item.type for item in whole.output] == [item.type for item in response.output]
-    assert whole.output[-1].arguments == call.arguments  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("fields", "status"),
-    [
-        ({}, "completed"),
-        ({"input": ASK_WEATHER, "tools": [TOOL]}, "completed"),
-        ({"max_output_tokens": 20}, "incomplete"),
-        (
-            {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]},
-            "completed",
-        ),
-        ({"include": ["message.output_text.logprobs"]}, "completed"),
-    ],
-    ids=["text", "call", "length", "summary", "logprobs"],
-)
-def test_events_add_up_to_the_response(
-    http: httpx.Client, fields: dict[str, Any], status: str
-) -> None:
-    events = events_of(http, **fields)
-    response = events[-1]["response"]
-    assert events[-1]["type"] == f"response.{status}" and response["status"] == status
-    check_told(events, response["output"])
-    whole = asked(http, **fields)
-    assert whole["usage"]["output_tokens"] == response["usage"]["output_tokens"]
-    for told, said in zip(response["output"], whole["output"], strict=True):
-        assert {**told, "id": "", "call_id": ""} == {**said, "id": "", "call_id": ""}
-    if status == "incomplete":
-        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
-        assert response["output"][-1]["status"] == "incomplete"
-    if "reasoning" in fields:
-        reasoning = response["output"][0]
-        assert reasoning["summary"][0]["text"] == reasoning["content"][0]["text"]
+def test_streamed_summary_repeats_the_reasoning(http: httpx.Client) -> None:
+    reasoning = streamed(http, reasoning={"summary": "auto"})["output"][0]
+    assert reasoning["summary"][0]["text"] == reasoning["content"][0]["text"]
+    assert "encrypted_content" not in reasoning
 
 
-def test_stored_response_is_fetched_continued_and_deleted(
-    client: openai.OpenAI, http: httpx.Client
-) -> None:
+def test_stored_response_is_fetched_continued_and_deleted(client: Any, http: httpx.Client) -> None:
     import openai
 
-    first = client.responses.create(model=MODEL, input=ASK_WEATHER, tools=[TOOL], temperature=0)  # type: ignore[list-item]
+    options = {"model": MODEL, "tools": [TOOL], "temperature": 0}
+    first = client.responses.create(input=ASK_WEATHER, **options)
     assert client.responses.retrieve(first.id).output == first.output
-    call = first.output[-1]
-    assert call.type == "function_call"
-    result: Any = {
-        "type": "function_call_output",
-        "call_id": call.call_id,
-        "output": '{"temperature": 19}',
-    }
-    second = client.responses.create(
-        model=MODEL,
-        input=[result],
-        previous_response_id=first.id,
-        tools=[TOOL],
-        temperature=0,  # type: ignore[list-item]
-    )
+    result = output_of(first.output[-1].model_dump(), '{"temperature": 19}')
+    second = client.responses.create(input=[result], previous_response_id=first.id, **options)
     assert "19" in second.output_text and second.previous_response_id == first.id
-    assert second.usage and first.usage
     assert second.usage.input_tokens_details.cached_tokens > first.usage.input_tokens - 16
     items = client.responses.input_items.list(second.id).data
     assert [item.type for item in items] == ["function_call_output"]
-    by_reference = asked(
-        http,
-        input=[
-            {"role": "user", "content": ASK_WEATHER},
-            *({"type": "item_reference", "id": item.id} for item in first.output),
-            result,
-        ],
-        tools=[TOOL],
-    )
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    by_reference = asked(http, [*WEATHER_QUESTION, *references, result], tools=[TOOL])
     assert by_reference["usage"]["input_tokens"] == second.usage.input_tokens
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
-    third = client.responses.create(
-        model=MODEL,
-        input="Thanks",
-        previous_response_id=second.id,
-        max_output_tokens=4,
-        tools=[TOOL],
-    )
     # a deleted response can still be continued through its successor
-    assert third.usage and third.usage.input_tokens > second.usage.input_tokens - 60
+    options |= {"max_output_tokens": 4}
+    third = client.responses.create(input="Thanks", previous_response_id=second.id, **options)
+    assert third.usage.input_tokens > second.usage.input_tokens - 60
     with pytest.raises(openai.NotFoundError) as error:
-        client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
+        client.responses.create(input="Hi", previous_response_id=first.id, **options)
     assert error.value.code == "previous_response_not_found"
 
 
-def test_input_tokens_equal_those_of_the_response(client: openai.OpenAI) -> None:
-    import openai
-
-    question: dict[str, Any] = {
-        "model": MODEL,
-        "input": ASK_WEATHER,
-        "instructions": "Be brief.",
-        "tools": [TOOL],
-    }
-    first = client.responses.create(**question, temperature=0)
-    counted = client.responses.input_tokens.count(**question)
-    assert first.usage and counted.object == "response.input_tokens"
-    assert counted.input_tokens == first.usage.input_tokens
-    results = [
-        {"type": "function_call_output", "call_id": item.call_id, "output": "19"}
-        for item in first.output
-        if item.type == "function_call"
-    ]
-    further: dict[str, Any] = {
-        "model": MODEL,
-        "input": results,
-        "previous_response_id": first.id,
-        "tools": [TOOL],
-    }
-    second = client.responses.create(**further, max_output_tokens=2)
-    assert (
-        second.usage
-        and client.responses.input_tokens.count(**further).input_tokens == second.usage.input_tokens
-    )
-    with pytest.raises(openai.NotFoundError):
-        client.responses.input_tokens.count(**further | {"previous_response_id": "resp_none"})
+def test_input_tokens_equal_those_of_the_response(http: httpx.Client) -> None:
+    count = f"{RESPONSES}/input_tokens"
+    question = {"model": MODEL, "input": ASK_WEATHER, "instructions": "Be brief.", "tools": [TOOL]}
+    first = post(http, RESPONSES, **question, temperature=0)
+    counted = post(http, count, **question)
+    tokens = first["usage"]["input_tokens"]
+    assert counted == {"object": "response.input_tokens", "input_tokens": tokens}
+    results = [output_of(item, "19") for item in first["output"] if "call_id" in item]
+    further = {**question, "input": results, "previous_response_id": first["id"]}
+    second = post(http, RESPONSES, **further, max_output_tokens=2)
+    assert post(http, count, **further)["input_tokens"] == second["usage"]["input_tokens"]
+    error_of(http.post(count, json=further | {"previous_response_id": "resp_none"}), 404)
 
 
 def test_response_with_store_false_is_not_stored(http: httpx.Client) -> None:
-    response = asked(http, store=False, max_output_tokens=4)
+    response = asked(http, store=False, limit=4)
     assert response["store"] is False
-    error_of(http.get(f"{PATH}/{response['id']}"), 404)
+    error_of(http.get(f"{RESPONSES}/{response['id']}"), 404)
 
 
 def test_background_response_runs_by_itself_and_can_be_cancelled(
@@ -260,160 +143,94 @@ def test_background_response_runs_by_itself_and_can_be_cancelled(
     assert begun["status"] == "in_progress" and begun["output"] == []
 
     def status(response: dict[str, Any]) -> str:
-        state: str = http.get(f"{PATH}/{response['id']}").json()["status"]
+        state: str = http.get(f"{RESPONSES}/{response['id']}").json()["status"]
         return state
 
     assert eventually(lambda: status(begun) == "completed")
-    endless = asked(http, background=True, ignore_eos=True, max_output_tokens=4000)
-    error_of(
-        http.post(PATH, json={"model": MODEL, "input": "x", "previous_response_id": endless["id"]}),
-        400,
-    )
-    cancelled = http.post(f"{PATH}/{endless['id']}/cancel").json()
+    endless = asked(http, background=True, ignore_eos=True, limit=4000)
+    body = {"model": MODEL, "input": "x", "previous_response_id": endless["id"]}
+    error_of(http.post(RESPONSES, json=body), 400)
+    cancelled = http.post(f"{RESPONSES}/{endless['id']}/cancel").json()
     assert cancelled["status"] == "cancelled" == status(endless)
     assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
-    error_of(http.post(f"{PATH}/{asked(http, max_output_tokens=1)['id']}/cancel"), 400)
-    error_of(http.post(f"{PATH}/resp_unknown/cancel"), 404)
+    error_of(http.post(f"{RESPONSES}/{asked(http, limit=1)['id']}/cancel"), 400)
+    error_of(http.post(f"{RESPONSES}/resp_unknown/cancel"), 404)
 
 
-def test_forms_and_forced_calls(client: openai.OpenAI, http: httpx.Client) -> None:
-    schema = {"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]}
-    form: Any = {"format": {"type": "json_schema", "name": "sum", "schema": schema, "strict": True}}
+def test_form_is_followed(client: Any) -> None:
+    form = {"format": {"type": "json_schema", "name": "sum", "schema": TOTAL, "strict": True}}
     response = client.responses.create(model=MODEL, input=ASK, temperature=0, text=form)
     assert isinstance(json.loads(response.output_text)["total"], int)
-    assert response.text and response.text.format and response.text.format.type == "json_schema"
-    weather = {
-        "input": ASK_WEATHER,
-        "tools": [TOOL, {"type": "web_search"}],
-        "parallel_tool_calls": False,
-    }
-    assert kinds_of(asked(http, **weather, tool_choice="required")).count("function_call") == 1
-    named = asked(http, **weather, tool_choice={"type": "function", "name": "get_weather"})
-    assert named["output"][-1]["name"] == "get_weather" and named["tools"] == weather["tools"]
-    only = {
-        "type": "allowed_tools",
-        "mode": "required",
-        "tools": [{"type": "function", "name": "get_weather"}],
-    }
-    assert kinds_of(asked(http, **weather, tool_choice=only))[-1] == "function_call"
-    assert "function_call" not in kinds_of(
-        asked(http, **weather, tool_choice="none", max_output_tokens=60)
-    )
+    assert response.text.format.type == "json_schema"
 
 
-@pytest.mark.parametrize("mode", ["auto", "required"])
-def test_allowed_tools_leave_the_prompt_as_it_is(client: openai.OpenAI, mode: Any) -> None:
-    import openai
+def test_forced_calls_are_made(http: httpx.Client) -> None:
+    tools = [TOOL, {"type": "web_search"}]
 
-    clock: Any = {
-        "type": "function",
-        "name": "get_time",
-        "strict": False,
-        "parameters": {"type": "object", "properties": {}},
-    }
-    options: dict[str, Any] = {
-        "model": MODEL,
-        "input": ASK_WEATHER,
-        "tools": [TOOL, clock],
-        "temperature": 0,
-    }
-    free = client.responses.create(**options)
-    only: Any = {
-        "type": "allowed_tools",
-        "mode": mode,
-        "tools": [{"type": "function", "name": "get_time"}],
-    }
-    held = client.responses.create(**options, tool_choice=only, max_output_tokens=400)
-    names = {item.name for item in held.output if item.type == "function_call"}
-    assert names <= {"get_time"} and (names or mode == "auto")
-    assert free.usage and held.usage and held.usage.input_tokens == free.usage.input_tokens
-    assert held.usage.input_tokens_details.cached_tokens == free.usage.input_tokens // 16 * 16
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(
-            **options, tool_choice={**only, "tools": [{"type": "function", "name": "get_tim"}]}
-        )
-    assert caught.value.param == "tool_choice.tools[0].name" and "get_time" in str(caught.value)
+    def called(choice: Any, **fields: Any) -> Any:
+        fields |= {"tools": tools, "parallel_tool_calls": False, "tool_choice": choice}
+        return asked(http, ASK_WEATHER, **fields)
+
+    assert kinds_of(called("required")).count("function_call") == 1
+    named = called({"type": "function", "name": "get_weather"})
+    assert named["output"][-1]["name"] == "get_weather" and named["tools"] == tools
+    assert "function_call" not in kinds_of(called("none", limit=60))
 
 
-def test_logprobs_are_those_of_the_text(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"model": MODEL, "input": ASK, "temperature": 0, "top_logprobs": 2}
-    options |= {"include": ["message.output_text.logprobs"]}
+def test_logprobs_are_those_of_the_text(client: Any) -> None:
+    options = {"model": MODEL, "input": ASK, "temperature": 0, "top_logprobs": 2, **LOGPROBS}
     with client.responses.stream(**options) as stream:
         events = list(stream)
         response = stream.get_final_response()
-    (part,) = response.output[-1].content  # type: ignore[union-attr]
-    assert response.top_logprobs == 2 and part.type == "output_text" and part.logprobs  # type: ignore[union-attr]
+    (part,) = response.output[-1].content
+    assert response.top_logprobs == 2 and part.type == "output_text"
     for entry in part.logprobs:
         assert entry.logprob <= 0 and len(entry.top_logprobs) == 2
         assert entry.top_logprobs[0].token == entry.token  # greedy takes the most likely one
         assert bytes(entry.bytes).decode() == entry.token
-    told = "".join(entry.token for entry in part.logprobs)
+    text = "".join(entry.token for entry in part.logprobs)
     # a token may begin in the line breaks before
-    assert told.strip() == part.text.strip() and len(told) - len(part.text) < 4
+    assert text.strip() == part.text.strip() and len(text) - len(part.text) < 4
     deltas = [event.logprobs for event in events if event.type == "response.output_text.delta"]
-    assert [entry.token for logprobs in deltas for entry in logprobs] == [
-        entry.token for entry in part.logprobs
-    ]
+    tokens = [entry.token for logprobs in deltas for entry in logprobs]
+    assert tokens == [entry.token for entry in part.logprobs]
     (done,) = [event for event in events if event.type == "response.output_text.done"]
     assert [entry.logprob for entry in done.logprobs] == [entry.logprob for entry in part.logprobs]
-    whole = client.responses.create(**options)
-    assert whole.output[-1].content[0].logprobs == part.logprobs  # type: ignore[union-attr]
-    fetched = client.responses.retrieve(whole.id)
-    assert fetched.output[-1].content[0].logprobs == part.logprobs  # type: ignore[union-attr]
+    fetched = client.responses.retrieve(response.id)
+    assert fetched.output[-1].content[0].logprobs == part.logprobs
 
 
 def test_logprobs_come_only_where_they_are_included(http: httpx.Client) -> None:
     assert asked(http, top_logprobs=3)["output"][-1]["content"][0]["logprobs"] == []
-    (part,) = asked(http, include=["message.output_text.logprobs"])["output"][-1]["content"]
+    (part,) = asked(http, **LOGPROBS)["output"][-1]["content"]
     assert part["logprobs"] and all(entry["top_logprobs"] == [] for entry in part["logprobs"])
-    for wrong in (-1, 21, "2"):
-        body = {"model": MODEL, "input": "x", "top_logprobs": wrong}
-        error_of(http.post(PATH, json=body), 400, param="top_logprobs")
 
 
 def test_custom_tool_takes_plain_text(http: httpx.Client) -> None:
-    tool = {
-        "type": "custom",
-        "name": "apply_patch",
-        "description": "Apply a patch.",
-        "format": {"type": "text"},
-    }
-    fields = {
-        "tools": [tool],
-        "tool_choice": {"type": "custom", "name": "apply_patch"},
-        "max_output_tokens": 120,
-    }
-    events = events_of(http, **fields)
-    items = events[-1]["response"]["output"]
-    assert items[-1]["type"] == "custom_tool_call" and items[-1]["name"] == "apply_patch"
-    check_told(events, items)
-    replay = [
-        {"role": "user", "content": ASK},
-        *items,
-        {"type": "custom_tool_call_output", "call_id": items[-1]["call_id"], "output": "Done"},
-    ]
-    assert (
-        asked(http, input=replay, tools=[tool], max_output_tokens=4)["usage"]["input_tokens"] > 60
-    )
+    tool = {"type": "custom", "name": "apply_patch", "description": "Apply a patch."}
+    tool |= {"format": {"type": "text"}}
+    choice = {"type": "custom", "name": "apply_patch"}
+    items = streamed(http, tools=[tool], tool_choice=choice, limit=120)["output"]
+    assert (items[-1]["type"], items[-1]["name"]) == ("custom_tool_call", "apply_patch")
+    replay = [*QUESTION, *items, output_of(items[-1], "Done")]
+    assert asked(http, replay, tools=[tool], limit=4)["usage"]["input_tokens"] > 60
 
 
 def test_tools_of_a_namespace_are_called_with_it(http: httpx.Client) -> None:
     tools = [{"type": "namespace", "name": "mcp__home", "description": "At home.", "tools": [TOOL]}]
-    events = events_of(
-        http, input=ASK_WEATHER, tools=tools, tool_choice="required", parallel_tool_calls=False
-    )
-    items = events[-1]["response"]["output"]
-    check_told(events, items)
+    forced = {"tool_choice": "required", "parallel_tool_calls": False}
+    first = streamed(http, ASK_WEATHER, tools=tools, **forced)
+    items = first["output"]
     assert (items[-1]["namespace"], items[-1]["name"]) == ("mcp__home", "get_weather")
-    result = {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "19"}
-    replayed = asked(
-        http,
-        input=[{"role": "user", "content": ASK_WEATHER}, *items, result],
-        tools=tools,
-        max_output_tokens=1,
-    )
-    before = events[-1]["response"]["usage"]["input_tokens"]
-    assert replayed["usage"]["input_tokens_details"]["cached_tokens"] > before - 16
+    replay = [*WEATHER_QUESTION, *items, output_of(items[-1], "19")]
+    usage = asked(http, replay, tools=tools, limit=1)["usage"]
+    before = first["usage"]["input_tokens"]
+    assert usage["input_tokens_details"]["cached_tokens"] > before - 16
+
+
+MAGIC = [{"role": "user", "content": [{"type": "magic"}]}]
+UNASKED = [{"type": "function_call_output", "call_id": "x", "output": "y"}]
+UNDECLARED = {"tool_choice": {"type": "function", "name": "x"}, "tools": [TOOL]}
 
 
 @pytest.mark.parametrize(
@@ -422,71 +239,46 @@ def test_tools_of_a_namespace_are_called_with_it(http: httpx.Client) -> None:
         ({"input": []}, 400, "input"),
         ({"input": [{"type": "magic"}]}, 400, "input[0].type"),
         ({"input": [{"role": "wizard", "content": "x"}]}, 400, "input[0].role"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "magic"}]}], "instructions": "Hi"},
-            400,
-            "input[0].content[0]",
-        ),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]},
-            400,
-            "input[0]",
-        ),
+        ({"input": MAGIC, "instructions": "Hi"}, 400, "input[0].content[0]"),
+        ({"input": UNASKED}, 400, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, 404, "input[0].id"),
-        ({"input": "x", "max_output_tokens": 0}, 400, "max_output_tokens"),
-        ({"input": "x", "max_tokens": 5}, 400, "max_tokens"),
-        ({"input": "x", "temperature": 5}, 400, "temperature"),
-        ({"input": "x", "model": "other"}, 404, "model"),
-        ({"input": "x", "tools": [{"type": "function"}]}, 400, "tools[0].name"),
-        (
-            {"input": "x", "tool_choice": {"type": "function", "name": "x"}, "tools": [TOOL]},
-            400,
-            "tool_choice",
-        ),
-        ({"input": "x", "tool_choice": "function", "tools": [TOOL]}, 400, "tool_choice"),
-        ({"input": "x", "text": {"format": {"type": "xml"}}}, 400, "text.format"),
-        ({"input": "x", "background": True, "stream": True}, 400, "background"),
-        ({"input": "x", "conversation": "c"}, 400, "conversation"),
-        ({"input": "x", "metadata": {"a": 1}}, 400, "metadata.a"),
+        ({"max_output_tokens": 0}, 400, "max_output_tokens"),
+        ({"max_tokens": 5}, 400, "max_tokens"),
+        ({"temperature": 5}, 400, "temperature"),
+        ({"model": "other"}, 404, "model"),
+        ({"tools": [{"type": "function"}]}, 400, "tools[0].name"),
+        (UNDECLARED, 400, "tool_choice"),
+        ({"tool_choice": "function", "tools": [TOOL]}, 400, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, 400, "text.format"),
+        ({"background": True, "stream": True}, 400, "background"),
+        ({"conversation": "c"}, 400, "conversation"),
+        ({"metadata": {"a": 1}}, 400, "metadata.a"),
+        *(({"top_logprobs": wrong}, 400, "top_logprobs") for wrong in (-1, 21, "2")),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_bad_request_names_its_field(
     http: httpx.Client, fields: dict[str, Any], status: int, param: str
 ) -> None:
-    error_of(http.post(PATH, json=fields), status, param=param)
+    error_of(http.post(RESPONSES, json={"input": "x", **fields}), status, param=param)
 
 
 def test_session_of_codex_replays_its_items(http: httpx.Client) -> None:
     """Each prompt begins with the previous one, though nothing is stored and items are resent."""
-    shell = {
-        "type": "function",
-        "name": "shell",
-        "description": "Runs a shell command.",
-        "strict": False,
-        "parameters": {
-            "type": "object",
-            "properties": {"command": {"type": "array", "items": {"type": "string"}}},
-        },
-    }
+    command = {"type": "array", "items": {"type": "string"}}
+    parameters = {"type": "object", "properties": {"command": command}}
+    shell = {"type": "function", "name": "shell", "strict": False, "parameters": parameters}
     items: list[dict[str, Any]] = [
-        {
-            "type": "message",
-            "role": "developer",
-            "content": [{"type": "input_text", "text": "<permissions>all</permissions>"}],
-        },
-        {
-            "type": "message",
-            "role": "user",
-            "content": [{"type": "input_text", "text": ASK_WEATHER}],
-        },
+        {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
+        for role, text in (("developer", "<permissions>all</permissions>"), ("user", ASK_WEATHER))
     ]
     num_before = 0
     for number in range(4):
-        events = events_of(
+        response = streamed(
             http,
+            items,
+            limit=150,
             instructions="You are a coding agent in a terminal.",
-            input=items,
             tools=[shell, TOOL, {"type": "web_search", "external_web_access": False}],
             tool_choice="required",
             parallel_tool_calls=False,
@@ -496,10 +288,7 @@ def test_session_of_codex_replays_its_items(http: httpx.Client) -> None:
             prompt_cache_key="session",
             text={"verbosity": "low"},
             client_metadata={"x-codex-installation-id": "0"},
-            max_output_tokens=150,
         )
-        response = events[-1]["response"]
-        check_told(events, response["output"])
         usage = response["usage"]
         assert usage["input_tokens"] > num_before
         assert not number or usage["input_tokens_details"]["cached_tokens"] > num_before - 16
@@ -507,12 +296,68 @@ def test_session_of_codex_replays_its_items(http: httpx.Client) -> None:
         for item in response["output"]:
             replayed = {key: value for key, value in item.items() if key not in ("id", "status")}
             items.append(replayed | ({"content": None} if item["type"] == "reasoning" else {}))
-            if item["type"] == "function_call":
-                items.append(
-                    {
-                        "type": "function_call_output",
-                        "call_id": item["call_id"],
-                        "output": f"19 degrees {number}",
-                    }
-                )
-        assert items[-1]["type"] == "function_call_output"
+        items.append(output_of(response["output"][-1], f"19 degrees {number}"))
+
+
+PRINTED = {"stdout": "a.txt", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}
+
+
+@pytest.mark.parametrize(("kind", "result"), [("shell", [PRINTED]), ("local_shell", "a.txt")])
+def test_shell_calls_are_run_by_the_client(strict: Any, kind: str, result: Any) -> None:
+    options = {**GREEDY, "tools": [{"type": kind}]}
+    question = {"input": "List the files.", "tool_choice": "required", "max_output_tokens": 400}
+    with strict.responses.stream(**options, **question) as stream:
+        events = list(stream)
+        response = stream.get_final_response()
+    added, done = (
+        [event.item for event in events if event.type == f"response.output_item.{moment}"]
+        for moment in ("added", "done")
+    )
+    call = response.output[-1]
+    assert call.type == f"{kind}_call" and call.status == "completed"
+    assert all(isinstance(text, str) for text in getattr(call.action, "commands", ()))
+    assert done == response.output and [item.id for item in added] == [item.id for item in done]
+    output = {"type": f"{kind}_call_output", "output": result, "status": "completed"}
+    output |= {"id": call.call_id} if kind == "local_shell" else {"call_id": call.call_id}
+    further = {"input": [output], "max_output_tokens": 8, "previous_response_id": response.id}
+    after = strict.responses.create(**options, **further)
+    (item,) = strict.responses.input_items.list(after.id).data
+    assert item.type == f"{kind}_call_output"
+    assert after.usage.input_tokens > response.usage.total_tokens  # the call and its result
+
+
+def test_items_change_the_settings_after_them(strict: Any) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
+    form = {"type": "json_schema", "name": "n", "schema": schema}
+    items = [
+        *QUESTION,
+        {"type": "additional_tools", "role": "developer", "tools": [TOOL]},
+        {"type": "configuration_update", "text": {"format": form}},
+    ]
+    off = {"reasoning": {"effort": "none"}, "tool_choice": "none"}
+    first = strict.responses.create(model=MODEL, input=items, **off)
+    assert json.loads(first.output_text) == {"n": 7}
+    choice = {"type": "function", "name": TOOL["name"]}
+    further = {"previous_response_id": first.id, "tool_choice": choice}
+    second = strict.responses.create(model=MODEL, input=ASK_WEATHER, **further)
+    assert second.output[-1].type == "function_call"
+
+
+def test_input_items_hold_in_strict_clients(strict: Any) -> None:
+    output = [{"type": "input_text", "text": "a"}]
+    sent = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "A call."}]},
+        {"role": "assistant", "content": "One moment."},
+        {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call_1", "output": output},
+        {"type": "custom_tool_call", "call_id": "call_2", "name": "g", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "call_2", "output": "b"},
+    ]
+    kinds = [item.get("type", "message") for item in sent]
+    response = strict.responses.create(model=MODEL, input=sent, max_output_tokens=4)
+    assert strict.responses.retrieve(response.id) == response
+    items = list(strict.responses.input_items.list(response.id, order="asc", limit=3))
+    assert [item.type for item in items] == kinds
+    again = list(strict.responses.input_items.list(response.id))
+    assert [item.id for item in again] == [item.id for item in reversed(items)]

@@ -4,66 +4,46 @@ import httpx
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tests.e2e.api_support import CHAT, QUESTION, WEATHER, WEATHER_QUESTION, error_of, post
 from tests.e2e.conftest import MODEL
-from tests.e2e.test_api_chat import QUESTION, WEATHER, WEATHER_QUESTION
-from tests.e2e.test_api_errors import error_of
 
 TEXT = "Tom's naïve 👩‍🚀 日本語\n[e~[ <think>"
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 def test_text_survives_the_round_trip(http: httpx.Client, prefix: str) -> None:
-    tokens = http.post(
-        f"{prefix}/tokenize", json={"model": MODEL, "prompt": TEXT, "return_token_strs": True}
-    ).json()
+    tokens = post(http, f"{prefix}/tokenize", model=MODEL, prompt=TEXT, return_token_strs=True)
     assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
     assert tokens["max_model_len"] == 4096
     assert "<think>" in tokens["token_strs"] and "[e~[" in tokens["token_strs"]
-    back = http.post(
-        f"{prefix}/detokenize", json={"model": MODEL, "tokens": tokens["tokens"]}
-    ).json()
+    body = {"tokens": tokens["tokens"]}
+    back = post(http, f"{prefix}/detokenize", model=MODEL, **body)
     assert back == {"prompt": TEXT, "text": TEXT}
-    shorter = http.post(
-        f"{prefix}/detokenize", json={"tokens": tokens["tokens"], "skip_special_tokens": True}
-    ).json()
+    shorter = post(http, f"{prefix}/detokenize", **body, skip_special_tokens=True)
     assert shorter["text"] == TEXT.replace("[e~[", "")
 
 
 def test_tokenizer_info_is_enough_to_make_the_same_prompts(http: httpx.Client) -> None:
     """Clients may render the template and look up the ids of the named tokens."""
     info = http.get("/tokenizer_info").json()
-    assert (
-        info["eos_token"] == "[e~["
-        and info["bos_token"] == "]~!b["
-        and info["model_max_length"] == 4096
-    )
+    assert (info["eos_token"], info["bos_token"]) == ("[e~[", "]~!b[")
+    assert info["model_max_length"] == 4096
     for name in ("eos_token", "bos_token", "unk_token"):
-        assert (
-            http.post("/tokenize", json={"prompt": info[name], "add_special_tokens": False}).json()[
-                "count"
-            ]
-            == 1
-        )
+        tokens = post(http, "/tokenize", prompt=info[name], add_special_tokens=False)
+        assert tokens["count"] == 1
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    prompt = environment.from_string(info["chat_template"]).render(
-        messages=QUESTION, add_generation_prompt=True
-    )
-    assert (
-        prompt
-        == http.post("/v1/chat/completions/render", json={"messages": QUESTION}).json()["prompt"]
-    )
+    template = environment.from_string(info["chat_template"])
+    prompt = template.render(messages=QUESTION, add_generation_prompt=True)
+    assert prompt == post(http, f"{CHAT}/render", messages=QUESTION)["prompt"]
 
 
 def test_lists_give_lists(http: httpx.Client) -> None:
-    tokens = http.post("/tokenize", json={"prompt": ["one", "two words", ""]}).json()
+    texts = ["one", "two words", ""]
+    tokens = post(http, "/tokenize", prompt=texts)
     assert tokens["count"] == [len(ids) for ids in tokens["tokens"]] and len(tokens["count"]) == 3
     assert "token_strs" not in tokens
-    assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json()["text"] == [
-        "one",
-        "two words",
-        "",
-    ]
-    assert http.post("/detokenize", json={"tokens": []}).json()["text"] == ""
+    assert post(http, "/detokenize", tokens=tokens["tokens"])["text"] == texts
+    assert post(http, "/detokenize", tokens=[])["text"] == ""
 
 
 @pytest.mark.parametrize(
@@ -72,16 +52,12 @@ def test_lists_give_lists(http: httpx.Client) -> None:
     ids=["plain", "tools"],
 )
 def test_tokenize_equals_the_prompt_of_a_chat(http: httpx.Client, chat: dict[str, Any]) -> None:
-    tokens = http.post("/tokenize", json=chat).json()
-    answer = http.post(
-        "/v1/chat/completions", json={**chat, "max_tokens": 1, "return_token_ids": True}
-    ).json()
+    tokens = post(http, "/tokenize", **chat)
+    answer = post(http, CHAT, **chat, max_tokens=1, return_token_ids=True)
     assert tokens["tokens"] == answer["prompt_token_ids"]
-    closed = http.post("/tokenize", json={**chat, "add_generation_prompt": False}).json()
+    closed = post(http, "/tokenize", **chat, add_generation_prompt=False)
     assert closed["count"] < tokens["count"]
-    off = http.post(
-        "/tokenize", json={**chat, "chat_template_kwargs": {"thinking_mode": "disabled"}}
-    ).json()
+    off = post(http, "/tokenize", **chat, chat_template_kwargs={"thinking_mode": "disabled"})
     assert off["count"] > tokens["count"]  # the closed think block
 
 

@@ -1,9 +1,9 @@
-import json
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
+from tests.e2e.api_support import COMPLETIONS, error_of, join, post, stream
 from tests.e2e.conftest import MODEL, serving, talking
 
 PATH = "/v1/shout"
@@ -23,15 +23,10 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 
 def test_answers_whole_and_as_a_stream(http: httpx.Client) -> None:
-    completion = http.post("/v1/completions", json=BODY).json()
-    expected = completion["choices"][0]["text"].upper()
+    expected = post(http, COMPLETIONS, **BODY)["choices"][0]["text"].upper()
     assert expected
-    assert http.post(PATH, json=BODY).json() == {"text": expected}
-    stream = http.post(PATH, json={**BODY, "stream": True})
-    *events, end = stream.text.strip().split("\n\n")
-    assert end == "data: [DONE]"
-    texts = [json.loads(event.removeprefix("data: "))["text"] for event in events]
-    assert "".join(texts) == expected
+    assert post(http, PATH, **BODY) == {"text": expected}
+    assert join(stream(http, PATH, **BODY), "text") == expected
 
 
 @pytest.mark.parametrize(
@@ -43,8 +38,7 @@ def test_answers_whole_and_as_a_stream(http: httpx.Client) -> None:
     ],
 )
 def test_fields_are_checked(http: httpx.Client, fields: dict[str, object], param: str) -> None:
-    refused = http.post(PATH, json=BODY | fields)
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+    error_of(http.post(PATH, json=BODY | fields), 400, param=param)
 
 
 def test_is_listed_and_described(http: httpx.Client) -> None:

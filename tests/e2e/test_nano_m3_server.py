@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from nano.suites import retrieval
+from tests.e2e.api_support import CHAT_DIALECT, QUESTION, WEATHER, WEATHER_QUESTION
 from tests.e2e.conftest import Server, serving
-from tests.e2e.test_api_chat import QUESTION, WEATHER, WEATHER_QUESTION, joined, joined_calls
 
 if TYPE_CHECKING:
     import openai
@@ -78,16 +78,16 @@ def test_modes_of_thinking(http: httpx.Client) -> None:
     assert len(spent["reasoning"]) < 30 and "</mm:think>" not in str(spent["content"])
 
 
-def test_a_call_its_result_and_the_answer(client: openai.OpenAI) -> None:
+def test_a_call_its_result_and_the_answer(client: openai.OpenAI, http: httpx.Client) -> None:
     options = {**GREEDY, "messages": WEATHER_QUESTION, "tools": [WEATHER]}
     whole = client.chat.completions.create(**options).choices[0]
     (call,) = whole.message.tool_calls
     assert whole.finish_reason == "tool_calls" and whole.message.content is None
     assert call.function.name == "get_weather"
     assert json.loads(call.function.arguments) == {"city": "Paris"}
-    chunks = list(client.chat.completions.create(stream=True, **options))
-    assert joined_calls(chunks) == [("get_weather", call.function.arguments)]
-    assert joined(chunks, "reasoning_content") == whole.message.reasoning_content
+    streamed = CHAT_DIALECT.ask(http, options, is_streamed=True)
+    assert streamed.calls == [("get_weather", call.function.arguments)]
+    assert streamed.reasoning == whole.message.reasoning_content
     result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 19}'}
     options["messages"] = [*WEATHER_QUESTION, whole.message.model_dump(exclude_none=True), result]
     final = client.chat.completions.create(**options).choices[0]

@@ -1,39 +1,34 @@
 from typing import Any
 
 import pytest
+from request_support import chat
 
-from negamax.api.dialects.chat.schema import ChatRequest
 from negamax.api.dialects.responses.schema import ResponsesRequest
 from negamax.api.schemas.tools import CallChoice
 from negamax.base.errors import InvalidRequestError
 
-HELLO = [{"role": "user", "content": "Hello"}]
 NAMES = ("first", "second", "third")
 
 
-def chat_choice(
-    choice: dict[str, Any], **fields: Any
-) -> tuple[list[dict[str, Any]] | None, CallChoice]:
-    tools = [{"type": "function", "function": {"name": name}} for name in NAMES]
-    request = ChatRequest.parse(
-        {"messages": HELLO, "tools": tools, "tool_choice": choice, **fields}
-    )
+Choice = tuple[list[dict[str, Any]] | None, CallChoice]
+
+
+def chat_choice(choice: dict[str, Any], *, names: tuple[str, ...] = NAMES, **fields: Any) -> Choice:
+    tools = [function(name) for name in names]
+    request = chat(tools=tools, tool_choice=choice, **fields)
     offered = request.offered_tools
     return offered, request.call_choice(offered)
 
 
-def responses_choice(
-    choice: dict[str, Any], **fields: Any
-) -> tuple[list[dict[str, Any]] | None, CallChoice]:
+def responses_choice(choice: dict[str, Any], **fields: Any) -> Choice:
     tools = [
-        *({"type": "function", "name": name} for name in NAMES),
-        {"type": "custom", "name": "patch"},
-        {"type": "namespace", "name": "home", "tools": [{"type": "function", "name": "lamp"}]},
+        *map(flat, NAMES),
+        flat("patch", "custom"),
+        {"type": "namespace", "name": "home", "tools": [flat("lamp")]},
         {"type": "web_search"},
     ]
-    return ResponsesRequest.parse(
-        {"input": "Hello", "tools": tools, "tool_choice": choice, **fields}
-    ).choice()
+    body = {"input": "Hello", "tools": tools, "tool_choice": choice, **fields}
+    return ResponsesRequest.parse(body).choice()
 
 
 def of_chats(*tools: object, mode: str = "auto") -> dict[str, Any]:
@@ -64,23 +59,20 @@ def test_the_model_is_shown_all_tools_and_may_call_some(
     (shape.get("allowed_tools") or shape)["mode"] = mode
     for made in (chat_choice, responses_choice):
         tools, choice = made(shape, parallel_tool_calls=parallel)
-        assert tools is not None and [tool["function"]["name"] for tool in tools][:3] == list(NAMES)
+        assert [tool["function"]["name"] for tool in tools or ()][:3] == list(NAMES)
         assert choice == CallChoice(mode, parallel=parallel, allowed=("first", "third"))
-        allowed = choice.callable_tools(tools)
-        assert allowed is not None and [tool["function"]["name"] for tool in allowed] == [
-            "first",
-            "third",
-        ]
+        allowed = choice.callable_tools(tools) or []
+        assert [tool["function"]["name"] for tool in allowed] == ["first", "third"]
         assert choice.is_forced == (mode == "required")
 
 
 def test_without_such_a_choice_every_tool_can_be_called() -> None:
-    tools = [{"type": "function", "function": {"name": name}} for name in NAMES]
+    tools = [function(name) for name in NAMES]
     assert CallChoice("required").callable_tools(tools) is tools
     assert CallChoice("none").callable_tools(None) is None
 
 
-def test_responses_know_custom_tools_namespaces_and_what_runs_elsewhere() -> None:
+def test_responses_have_custom_tools_namespaces_and_tools_that_run_elsewhere() -> None:
     shape = of_responses(
         flat("patch", "custom"), flat("lamp"), {"type": "web_search"}, flat("home.lamp")
     )
@@ -90,55 +82,43 @@ def test_responses_know_custom_tools_namespaces_and_what_runs_elsewhere() -> Non
 @pytest.mark.parametrize(
     ("choice", "param"),
     [
-        (
-            of_chats(function("first"), function("secnd")),
-            "tool_choice.allowed_tools.tools[1].function.name",
-        ),
-        (of_responses(flat("fourth")), "tool_choice.tools[0].name"),
-        (
-            of_chats(function("first"), function(7)),
-            "tool_choice.allowed_tools.tools[1].function.name",
-        ),
-        (
-            of_chats({"type": "function", "function": "first"}),
-            "tool_choice.allowed_tools.tools[0].function.name",
-        ),
-        (of_chats("first"), "tool_choice.allowed_tools.tools[0]"),
-        (of_chats(function("first"), mode="none"), "tool_choice.allowed_tools.mode"),
-        (of_responses(flat("first"), mode="sometimes"), "tool_choice.mode"),
-        (of_chats(), "tool_choice.allowed_tools.tools"),
-        ({"type": "allowed_tools"}, "tool_choice.tools"),
-        ({"type": "allowed_tools", "allowed_tools": ["first"]}, "tool_choice.allowed_tools"),
-        (of_responses(*[flat("first")] * 2000), "tool_choice.tools"),
-        (of_responses(flat("first"), {"type": 3}), "tool_choice.tools[1].type"),
+        (of_chats(function("first"), function("secnd")), ".allowed_tools.tools[1].function.name"),
+        (of_responses(flat("fourth")), ".tools[0].name"),
+        (of_chats(function("first"), function(7)), ".allowed_tools.tools[1].function.name"),
+        (of_chats(flat("first") | {"function": 1}), ".allowed_tools.tools[0].function.name"),
+        (of_chats("first"), ".allowed_tools.tools[0]"),
+        (of_chats(function("first"), mode="none"), ".allowed_tools.mode"),
+        (of_responses(flat("first"), mode="sometimes"), ".mode"),
+        (of_chats(), ".allowed_tools.tools"),
+        ({"type": "allowed_tools"}, ".tools"),
+        ({"type": "allowed_tools", "allowed_tools": ["first"]}, ".allowed_tools"),
+        (of_responses(*[flat("first")] * 2000), ".tools"),
+        (of_responses(flat("first"), {"type": 3}), ".tools[1].type"),
     ],
 )
-def test_what_is_wrong_is_named_by_its_place(choice: dict[str, Any], param: str) -> None:
+def test_refuses_wrong_choices_by_their_place(choice: dict[str, Any], param: str) -> None:
     for made in (chat_choice, responses_choice):
         with pytest.raises(InvalidRequestError) as caught:
             made(choice)
-        assert (caught.value.param, caught.value.http_status) == (param, 400)
+        assert (caught.value.param, caught.value.http_status) == (f"tool_choice{param}", 400)
         assert len(str(caught.value)) < 300
 
 
-def test_a_slip_in_a_name_is_told() -> None:
-    with pytest.raises(
-        InvalidRequestError, match=r"'secnd' is not a declared tool\. Did you mean 'second'"
-    ):
-        chat_choice(of_chats(function("secnd")))
+@pytest.mark.parametrize(
+    ("build", "choice", "words"),
+    [
+        (chat_choice, of_chats(function("secnd")), r"not a declared tool\. Did you mean 'second'"),
+        (responses_choice, of_responses({"type": "web_search"}), "no tool that can be called here"),
+        (chat_choice, of_chats({"type": "web_search"}), "allowed: 'function'"),
+    ],
+    ids=["misspelt", "all run elsewhere", "chats have functions only"],
+)
+def test_refusal_names_the_remedy(build: Any, choice: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        build(choice)
 
 
-def test_a_tool_that_runs_elsewhere_cannot_be_the_only_one_and_chats_have_none() -> None:
-    with pytest.raises(InvalidRequestError, match="no tool that can be called here"):
-        responses_choice(of_responses({"type": "web_search"}))
-    with pytest.raises(InvalidRequestError, match="allowed: 'function'"):
-        chat_choice(of_chats({"type": "web_search"}))
-
-
-def test_no_tools_means_no_allowed_ones() -> None:
-    for mode in ("auto", "required"):
-        request = ChatRequest.parse(
-            {"messages": HELLO, "tool_choice": of_chats(function("first"), mode=mode)}
-        )
-        with pytest.raises(InvalidRequestError, match="'first' is not a declared tool"):
-            request.call_choice(request.offered_tools)
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_no_tools_means_no_allowed_ones(mode: str) -> None:
+    with pytest.raises(InvalidRequestError, match="'first' is not a declared tool"):
+        chat_choice(of_chats(function("first"), mode=mode), names=())

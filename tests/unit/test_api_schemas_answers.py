@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 from request_support import HELLO, chat
 
-from negamax.api.dialects.chat.schema import ChatRequest
 from negamax.api.dialects.completions.schema import CompletionRequest
 from negamax.api.dialects.messages.schema import CountRequest
 from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice
@@ -22,7 +21,7 @@ def tool(name: str) -> dict[str, Any]:
         ("auto", "auto", None),
         ("none", "none", None),
         ("required", "required", None),
-        ({"type": "function", "function": {"name": "my-tool.v2"}}, "function", "my-tool.v2"),
+        (tool("my-tool.v2"), "function", "my-tool.v2"),
         ({"type": "function", "name": "my-tool.v2"}, "function", "my-tool.v2"),
     ],
 )
@@ -38,14 +37,8 @@ def test_every_shape_of_tool_choice(tool_choice: object, mode: str, name: str | 
     [
         ({"tool_choice": "required"}, "there are no tools"),
         ({"tool_choice": "required", "tools": []}, "there are no tools"),
-        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "there are no tools"),
-        (
-            {
-                "tool_choice": {"type": "function", "function": {"name": "g"}},
-                "tools": [{"function": {"name": "f"}}],
-            },
-            "'g', which",
-        ),
+        ({"tool_choice": tool("g")}, "there are no tools"),
+        ({"tool_choice": tool("g"), "tools": [{"function": {"name": "f"}}]}, "'g', which"),
     ],
 )
 def test_a_tool_that_is_not_there_cannot_be_forced(fields: dict[str, Any], problem: str) -> None:
@@ -58,31 +51,25 @@ def test_a_tool_that_is_not_there_cannot_be_forced(fields: dict[str, Any], probl
 SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"type": "integer"}}}
 
 
+TAG: dict[str, Any] = {"format": {}}
+
+
+def json_format(**described: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": described}}
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "text"),
     [
         ({"response_format": {"type": "json_object"}}, "json_object", ""),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": SCHEMA},
-                }
-            },
-            "json_schema",
-            SCHEMA,
-        ),
+        (json_format(name="x", schema=SCHEMA), "json_schema", SCHEMA),
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA),
         ({"structured_outputs": {"json_object": True}}, "json_object", ""),
         ({"structured_outputs": {"regex": "a+", "json": None}}, "regex", "a+"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", 'root ::= "a"'),
-        (
-            {"structured_outputs": {"structural_tag": {"format": {}}}},
-            "structural_tag",
-            {"format": {}},
-        ),
+        ({"structured_outputs": {"structural_tag": TAG}}, "structural_tag", TAG),
         ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
         ({"guided_json": {}}, "json_schema", {}),
         ({"guided_regex": "a+"}, "regex", "a+"),
@@ -91,16 +78,14 @@ SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"type"
         ({"json_schema": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
         ({"regex": "a+"}, "regex", "a+"),
         ({"ebnf": "root ::= [a]"}, "ebnf", "root ::= [a]"),
-        ({"structural_tag": '{"format": {}}'}, "structural_tag", {"format": {}}),
+        ({"structural_tag": json.dumps(TAG)}, "structural_tag", TAG),
         ({"response_format": {"type": "text"}, "regex": "a+"}, "regex", "a+"),
     ],
     ids=str,
 )
 def test_every_name_of_a_form(fields: dict[str, Any], kind: str, text: object) -> None:
-    for grammar in (
-        chat(**fields).grammar,
-        CompletionRequest.parse({"prompt": "x", **fields}).grammar,
-    ):
+    completion = CompletionRequest.parse({"prompt": "x", **fields})
+    for grammar in (chat(**fields).grammar, completion.grammar):
         assert grammar is not None and grammar.kind == kind
         # in the key order of the client
         assert grammar.text == (text if isinstance(text, str) else json.dumps(text))
@@ -108,8 +93,7 @@ def test_every_name_of_a_form(fields: dict[str, Any], kind: str, text: object) -
 
 @pytest.mark.parametrize("strict", [True, False, None])
 def test_schema_is_strict_only_where_asked(strict: bool | None) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": strict}}
-    grammar = chat(response_format=form).grammar
+    grammar = chat(**json_format(name="x", schema=SCHEMA, strict=strict)).grammar
     assert grammar is not None and grammar.strict == (strict is True)
 
 
@@ -132,14 +116,8 @@ def test_no_form(fields: dict[str, Any]) -> None:
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            "response_format.json_schema",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": "{"}}},
-            "response_format.json_schema.schema",
-        ),
+        (json_format(name="x"), "response_format.json_schema"),
+        (json_format(schema="{"), "response_format.json_schema.schema"),
         ({"structured_outputs": {"choice": "yes"}}, "structured_outputs.choice"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs.regex"),
@@ -166,15 +144,12 @@ def test_tools_of_instructions_are_offered_too() -> None:
         *HELLO,
         {"role": "system", "tools": [tool("b")]},
     ]
-    assert ChatRequest.parse({"messages": messages, "tools": [tool("c")]}).offered_tools == [
-        tool("c"),
-        tool("a"),
-        tool("b"),
-    ]
-    assert ChatRequest.parse({"messages": messages, "tool_choice": "none"}).offered_tools is None
+    offered = chat(messages=messages, tools=[tool("c")]).offered_tools
+    assert offered == [tool("c"), tool("a"), tool("b")]
+    assert chat(messages=messages, tool_choice="none").offered_tools is None
     for wrong in ("x", [5], [{"function": {}}]):
         with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.tools"):
-            _ = ChatRequest.parse({"messages": [{**messages[0], "tools": wrong}]}).offered_tools
+            _ = chat(messages=[{**messages[0], "tools": wrong}]).offered_tools
 
 
 def _message_tool(name: str, **more: Any) -> dict[str, Any]:
@@ -222,12 +197,9 @@ def test_a_tool_that_is_defined_again_is_the_latest() -> None:
 @pytest.mark.parametrize(
     ("tool", "place"),
     [
-        (None, "messages[1].content[0].tool"),
-        ({"type": "tool_definition"}, "messages[1].content[0].tool.definition"),
-        (
-            {"type": "tool_definition", "definition": {"name": "c"}},
-            "messages[1].content[0].tool.definition.input_schema",
-        ),
+        (None, ""),
+        ({"type": "tool_definition"}, ".definition"),
+        ({"type": "tool_definition", "definition": {"name": "c"}}, ".definition.input_schema"),
     ],
     ids=str,
 )
@@ -236,11 +208,11 @@ def test_a_wrong_change_of_tools_is_named_by_its_place(tool: object, place: str)
     request = CountRequest.parse({"model": "nano", "messages": [*HELLO, change]})
     with pytest.raises(InvalidRequestError) as error:
         _ = request.offered_tools
-    assert error.value.param == place
+    assert error.value.param == f"messages[1].content[0].tool{place}"
 
 
 def test_tool_choice_none_hides_the_tools() -> None:
-    tools = [{"type": "function", "function": {"name": "my-tool.v2"}}]
+    tools = [tool("my-tool.v2")]
     assert chat(tools=tools).offered_tools == tools
     assert chat(tools=tools, tool_choice="none").offered_tools is None
     assert chat(tools=[]).offered_tools is None
@@ -252,30 +224,25 @@ def test_tools_keep_the_key_order_of_the_client() -> None:
     assert json.dumps(tool["function"]) == json.dumps(function)
 
 
+BUDGET = {"budget_tokens": 5}
+OFF = {"enable_thinking": False, "reasoning_effort": "none"}
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({}, ThinkingChoice()),
         ({"thinking": {"type": "disabled"}}, ThinkingChoice("disabled")),
-        (
-            {"thinking": {"type": "adaptive", "budget_tokens": 5}},
-            ThinkingChoice("adaptive", budget=5),
-        ),
-        ({"thinking": {"budget_tokens": 5}}, ThinkingChoice("enabled", budget=5)),
-        (
-            {"thinking": {"budget_tokens": 5}, "thinking_token_budget": 6},
-            ThinkingChoice("enabled", budget=6),
-        ),
+        ({"thinking": BUDGET | {"type": "adaptive"}}, ThinkingChoice("adaptive", budget=5)),
+        ({"thinking": BUDGET}, ThinkingChoice("enabled", budget=5)),
+        ({"thinking": BUDGET, "thinking_token_budget": 6}, ThinkingChoice("enabled", budget=6)),
         ({"thinking_token_budget": 6, "max_thinking_tokens": 7}, ThinkingChoice(budget=6)),
         ({"max_thinking_tokens": 0}, ThinkingChoice(budget=0)),
         ({"thinking_mode": "adaptive"}, ThinkingChoice("adaptive")),
         ({"enable_thinking": False}, ThinkingChoice("disabled")),
         ({"enable_thinking": True}, ThinkingChoice("enabled")),
         ({"reasoning_effort": "none"}, ThinkingChoice(effort="none")),
-        (
-            {"thinking": {"type": "enabled"}, "enable_thinking": False, "reasoning_effort": "none"},
-            ThinkingChoice("enabled", "none"),
-        ),
+        ({"thinking": {}, **OFF}, ThinkingChoice("enabled", "none")),
     ],
     ids=str,
 )

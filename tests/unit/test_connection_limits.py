@@ -21,6 +21,9 @@ from negamax.base.errors import ConfigError, RequestTimeoutError
 from tests.certificates import make_certificate
 
 FREE = ConnectionLimits(in_all=100, per_address=100)
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+CHUNKED = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+OK = b"HTTP/1.1 200"
 BIG = b"x" * 10_000_000  # more than the buffers of both kernels' sockets hold
 
 
@@ -62,7 +65,15 @@ class Client:
         except ConnectionError:
             return b""
 
-    async def answer(self) -> bytes:
+    async def read_all(self) -> bytes:
+        answer = b""
+        while part := await self.read():
+            answer += part
+        return answer
+
+    async def ask(self, data: bytes) -> bytes:
+        """Send `data` and return the answer to it."""
+        await self.send(data)
         answer = await self.read()
         head, _, body = answer.partition(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].split()[0])
@@ -74,22 +85,37 @@ class Client:
         self._socket.close()
 
 
-async def answered(port: int) -> bytes:
-    """Return the answer of a server that may first have to notice that others disconnected."""
-    for _ in range(600):
-        client = Client(port)
-        with contextlib.suppress(ConnectionError):
-            await client.send(GET)
-        head = await client.read()
-        client.close()
-        if head:
-            return head
-        await asyncio.sleep(0.05)
-    raise AssertionError("the server answers nothing")
+class Clients:
+    """Connections to a server, which are closed at the end of a test."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._clients: list[Client] = []
+
+    def connect(self, *, buffer: int | None = None) -> Client:
+        self._clients.append(Client(self.port, buffer=buffer))
+        return self._clients[-1]
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        self._clients.clear()
+
+    async def answered(self) -> bytes:
+        """Return the answer of a server that may first have to notice that others disconnected."""
+        for _ in range(600):
+            client = self.connect()
+            with contextlib.suppress(ConnectionError):
+                await client.send(GET)
+            if head := await client.read():
+                return head
+            client.close()
+            await asyncio.sleep(0.05)
+        raise AssertionError("the server answers nothing")
 
 
 def with_server(
-    test: Callable[[int], Awaitable[None]],
+    test: Callable[[Clients], Awaitable[None]],
     *,
     keep_alive: int = 5,
     slow_client_timeout: float = 60.0,
@@ -99,14 +125,8 @@ def with_server(
     async def run() -> None:
         kind = protocol.make_protocol_class(slow_client_timeout=slow_client_timeout)
         listener = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(
-            app,
-            http=kind,
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            timeout_keep_alive=keep_alive,
-        )
+        options: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None}
+        config = uvicorn.Config(app, http=kind, timeout_keep_alive=keep_alive, **options)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server._serve([]))
         while not server.started:
@@ -114,9 +134,11 @@ def with_server(
         make_protocol = partial(kind, config=config, server_state=server.server_state, app_state={})
         acceptor: Any = Acceptor(listener, make_protocol, limits=limits, tls=tls)
         server.servers.append(acceptor)
+        clients = Clients(listener.getsockname()[1])
         try:
-            await test(listener.getsockname()[1])
+            await test(clients)
         finally:
+            clients.close()
             server.should_exit = True
             await serving
             listener.close()
@@ -129,56 +151,44 @@ def test_head_that_does_not_come_in_time_ends_the_connection(
 ) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.2)
 
-    async def test(port: int) -> None:
-        silent, half, good = Client(port), Client(port), Client(port)
+    async def test(clients: Clients) -> None:
+        silent, half, good = (clients.connect() for _ in range(3))
         await half.send(b"GET / HTTP/1.1\r\nhost: x\r\n")
-        await good.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert (await good.read()).startswith(b"HTTP/1.1 200")
+        assert (await good.ask(GET)).startswith(OK)
         late = await half.read()
         assert late.startswith(b"HTTP/1.1 408") and b"x-request-id" in late and b'"error"' in late
         assert await silent.read() == b""
         # the second head of a connection has a time limit too
         await good.send(b"GET / HTTP/1.1\r\n")
         assert (await good.read()).startswith(b"HTTP/1.1 408")
-        for client in (silent, half, good):
-            client.close()
 
     with_server(test)
-
-
-GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 @pytest.mark.parametrize(
     "limits", [ConnectionLimits(3, 100), ConnectionLimits(100, 3)], ids=["in all", "per address"]
 )
 def test_connections_above_a_limit_are_closed_at_once(limits: ConnectionLimits) -> None:
-    async def test(port: int) -> None:
-        clients = [Client(port) for _ in range(5)]
+    async def test(clients: Clients) -> None:
+        admitted = [clients.connect() for _ in range(3)]
+        closed = [clients.connect() for _ in range(2)]
         await asyncio.sleep(0.1)
-        for client in clients[:3]:
-            await client.send(GET)
-            assert (await client.read()).startswith(b"HTTP/1.1 200")
-        for client in clients[3:]:
+        for client in admitted:
+            assert (await client.ask(GET)).startswith(OK)
+        for client in closed:
             assert await client.read() == b""
-        for client in clients:
-            client.close()
-        assert (await answered(port)).startswith(b"HTTP/1.1 200")
+        clients.close()
+        assert (await clients.answered()).startswith(OK)
 
     with_server(test, limits=limits)
 
 
 def test_a_client_with_ipv6_has_one_network() -> None:
-    assert (
-        listening._get_client("2001:db8::1")
-        == listening._get_client("2001:db8::ffff")
-        != listening._get_client("2001:db9::1")
-    )
-    assert (
-        listening._get_client("::ffff:10.0.0.1")
-        == listening._get_client("10.0.0.1")
-        != listening._get_client("10.0.0.2")
-    )
+    found = map(listening._get_client, ("2001:db8::1", "2001:db8::ffff", "2001:db9::1"))
+    first, same, other = found
+    assert first == same != other
+    assert listening._get_client("::ffff:10.0.0.1") == listening._get_client("10.0.0.1")
+    assert listening._get_client("10.0.0.1") != listening._get_client("10.0.0.2")
 
 
 @pytest.fixture(scope="session")
@@ -189,17 +199,22 @@ def tls_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return certificate, key
 
 
+async def connect_tls(
+    port: int, certificate: str
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    context = ssl.create_default_context(cafile=certificate)
+    host = "127.0.0.1"
+    return await asyncio.open_connection(host, port, ssl=context, server_hostname="localhost")
+
+
 def test_handshakes_count_as_connections_and_end_in_time(
     tls_files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "HANDSHAKE_SECONDS", 1.5)
+    monkeypatch.setattr(listening, "HANDSHAKE_SECONDS", 0.7)
 
     async def asked(port: int) -> bytes:
-        context = ssl.create_default_context(cafile=tls_files[0])
         try:
-            reader, writer = await asyncio.open_connection(
-                "127.0.0.1", port, ssl=context, server_hostname="localhost"
-            )
+            reader, writer = await connect_tls(port, tls_files[0])
         except (ConnectionError, ssl.SSLError):
             return b""
         writer.write(GET)
@@ -212,34 +227,31 @@ def test_handshakes_count_as_connections_and_end_in_time(
         """Wait until the server has noticed that others disconnected."""
         for _ in range(100):
             if answer := await asked(port):
-                return answer.startswith(b"HTTP/1.1 200")
+                return answer.startswith(OK)
             await asyncio.sleep(0.05)
         return False
 
-    async def is_refused(port: int) -> bool:
-        silent = [Client(port) for _ in range(3)]
+    async def is_refused(clients: Clients) -> bool:
+        silent = [clients.connect() for _ in range(3)]
         await silent[1].send(b"\x16\x03\x01\x02\x00\x01\x00")  # half of a handshake
         await asyncio.sleep(0.1)
-        refused = await asked(port) == b""
+        refused = await asked(clients.port) == b""
         for client in silent:
             assert await client.read() == b""
-            client.close()
+        clients.close()
         return refused
 
-    async def test(port: int) -> None:
-        assert await is_served(port)
+    async def test(clients: Clients) -> None:
+        assert await is_served(clients.port)
         for _ in range(10):  # on a stalled machine their timeout passes at once
-            if refused := await is_refused(port):
+            if refused := await is_refused(clients):
                 break
         assert refused
-        assert await is_served(port)
-        noisy = [Client(port) for _ in range(50)]
-        for client in noisy:
+        assert await is_served(clients.port)
+        for _ in range(50):
             with contextlib.suppress(ConnectionError):
-                await client.send(b"GET / HTTP/1.1\r\n\r\n")
-        assert await is_served(port)
-        for client in noisy:
-            client.close()
+                await clients.connect().send(b"GET / HTTP/1.1\r\n\r\n")
+        assert await is_served(clients.port)
 
     with_server(test, limits=ConnectionLimits(3, 3), tls=TlsFiles(*tls_files))
 
@@ -256,19 +268,14 @@ def test_new_tls_files_serve_new_connections(tls_files: tuple[str, str], tmp_pat
     assert files.context is before
     make_certificate(certificate, key)
 
-    async def test(port: int) -> None:
-        old, new = (ssl.create_default_context(cafile=path) for path in (tls_files[0], certificate))
-        _, kept = await asyncio.open_connection(
-            "127.0.0.1", port, ssl=old, server_hostname="localhost"
-        )
+    async def test(clients: Clients) -> None:
+        _, kept = await connect_tls(clients.port, tls_files[0])
         files.reload()
         with pytest.raises(ssl.SSLError):
-            await asyncio.open_connection("127.0.0.1", port, ssl=old, server_hostname="localhost")
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1", port, ssl=new, server_hostname="localhost"
-        )
+            await connect_tls(clients.port, tls_files[0])
+        reader, writer = await connect_tls(clients.port, certificate)
         writer.write(GET)
-        assert (await reader.read(1000)).startswith(b"HTTP/1.1 200")
+        assert (await reader.read(1000)).startswith(OK)
         writer.close()
         kept.close()
 
@@ -279,20 +286,20 @@ def test_new_tls_files_serve_new_connections(tls_files: tuple[str, str], tmp_pat
 def test_files_that_run_out_cost_a_line_of_the_log_and_no_service(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def test(port: int) -> None:
-        clients = [socket.socket() for _ in range(60)]
+    async def test(clients: Clients) -> None:
+        sockets = [socket.socket() for _ in range(60)]
         num_open = len(list(Path("/proc/self/fd").iterdir()))
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 10, hard))
         try:
-            for client in clients:
-                client.connect(("127.0.0.1", port))
+            for each in sockets:
+                each.connect(("127.0.0.1", clients.port))
             await asyncio.sleep(1.2)
-            for client in clients:
-                client.close()
+            for each in sockets:
+                each.close()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert (await answered(port)).startswith(b"HTTP/1.1 200")
+        assert (await clients.answered()).startswith(OK)
 
     with caplog.at_level(logging.WARNING):
         with_server(test)
@@ -300,24 +307,19 @@ def test_files_that_run_out_cost_a_line_of_the_log_and_no_service(
 
 
 def test_unread_answer_is_dropped_after_the_limit() -> None:
-    async def begun(port: int, **options: int) -> Client:
-        client = Client(port, **options)
-        await client.send(b"GET /big HTTP/1.1\r\nhost: x\r\n\r\n")
-        return client
-
     async def size_read(client: Client) -> int:
         size = 0
-        while part := await client.read():
+        while size <= len(BIG) and (part := await client.read()):
             size += len(part)
-            if size > len(BIG):
-                break
-        client.close()
         return size
 
-    async def test(port: int) -> None:
-        lazy = await begun(port, buffer=4096)
+    async def test(clients: Clients) -> None:
+        lazy = clients.connect(buffer=4096)
+        await lazy.send(GET.replace(b"/ ", b"/big "))
         for _ in range(10):  # a stalled machine reads nothing
-            if is_whole := await size_read(await begun(port)) > len(BIG):
+            client = clients.connect()
+            await client.send(GET.replace(b"/ ", b"/big "))
+            if is_whole := await size_read(client) > len(BIG):
                 break
         assert is_whole
         await asyncio.sleep(0.5)  # the slow one has not read for longer than the limit
@@ -354,9 +356,6 @@ def test_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPatc
     asyncio.run(run())
 
 
-CHUNKED = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-
-
 async def until_closed(client: Client, *, sending: bytes, most: int) -> tuple[bytes, int]:
     """Send `sending` repeatedly; return the server's answer, and the bytes sent before."""
     size = 0
@@ -364,29 +363,19 @@ async def until_closed(client: Client, *, sending: bytes, most: int) -> tuple[by
         while size < most:
             await asyncio.wait_for(client.send(sending), 120)
             size += len(sending)
-    answer = b""
     with contextlib.suppress(TimeoutError):
-        while part := await client.read():
-            answer += part
-    return answer, size
+        return await client.read_all(), size
+    return b"", size
 
 
 def test_trailers_are_no_headers() -> None:
-    async def test(port: int) -> None:
-        client = Client(port)
-        await client.send(
-            CHUNKED % b"/headers"
-            + b"1\r\nx\r\n0\r\nauthorization: Bearer key\r\nx-api-key: key\r\n\r\n"
-        )
-        answer = await client.answer()
-        assert (
-            answer.startswith(b"HTTP/1.1 200")
-            and b"transfer-encoding" in answer
-            and b"key" not in answer
-        )
-        await client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert (await client.answer()).endswith(b"ok")
-        client.close()
+    trailers = b"0\r\nauthorization: Bearer key\r\nx-api-key: key\r\n\r\n"
+
+    async def test(clients: Clients) -> None:
+        client = clients.connect()
+        answer = await client.ask(CHUNKED % b"/headers" + b"1\r\nx\r\n" + trailers)
+        assert answer.startswith(OK) and b"transfer-encoding" in answer and b"key" not in answer
+        assert (await client.ask(GET)).endswith(b"ok")
 
     with_server(test)
 
@@ -404,23 +393,20 @@ def test_trailers_are_no_headers() -> None:
 def test_what_a_chunked_body_carries_beside_its_content_is_bounded(
     begin: bytes, more: bytes
 ) -> None:
-    async def test(port: int) -> None:
-        client = Client(port)
+    async def test(clients: Clients) -> None:
+        client = clients.connect()
         await client.send(CHUNKED % b"/headers" + begin)
         answer, size = await until_closed(client, sending=more, most=20_000_000)
         assert size < 8_000_000  # the capacity of both kernels' buffers
         assert answer.startswith(b"HTTP/1.1 431") or not answer  # lost if we were still sending
-        client.close()
 
     with_server(test)
 
 
 def test_body_in_chunks_of_a_byte_is_taken() -> None:
-    async def test(port: int) -> None:
-        client = Client(port)
-        await client.send(CHUNKED % b"/headers" + b"00000001;a=b\r\nx\r\n" * 100_000 + b"0\r\n\r\n")
-        assert (await client.answer()).startswith(b"HTTP/1.1 200")
-        client.close()
+    async def test(clients: Clients) -> None:
+        body = b"00000001;a=b\r\nx\r\n" * 100_000 + b"0\r\n\r\n"
+        assert (await clients.connect().ask(CHUNKED % b"/headers" + body)).startswith(OK)
 
     with_server(test)
 
@@ -431,15 +417,12 @@ def test_bodies_that_follow_each_other_have_no_framing(monkeypatch: pytest.Monke
     num_bytes = 20_000
     head = f"POST /headers HTTP/1.1\r\nhost: x\r\ncontent-length: {num_bytes}\r\n\r\n".encode()
 
-    async def test(port: int) -> None:
-        client = Client(port)
+    async def test(clients: Clients) -> None:
+        client, rest = clients.connect(), b"x" * (num_bytes - 1)
         await client.send(head + b"x")
         await asyncio.sleep(0.05)
-        await client.send(b"x" * (num_bytes - 1) + head + b"x")
-        assert (await client.answer()).startswith(b"HTTP/1.1 200")
-        await client.send(b"x" * (num_bytes - 1))
-        assert (await client.answer()).startswith(b"HTTP/1.1 200")
-        client.close()
+        assert (await client.ask(rest + head + b"x")).startswith(OK)
+        assert (await client.ask(rest)).startswith(OK)
 
     with_server(test)
 
@@ -451,72 +434,59 @@ def test_body_after_its_answer_is_not_taken_for_ever(
     monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.4 if is_slow else 30.0)
     monkeypatch.setattr(protocol, "MAX_UNWANTED_BYTES", 100_000)
 
-    async def test(port: int) -> None:
-        client = Client(port)
-        await client.send(CHUNKED % b"/")
-        assert (await client.answer()).startswith(b"HTTP/1.1 200")
-        started = asyncio.get_running_loop().time()
+    async def test(clients: Clients) -> None:
+        client, loop = clients.connect(), asyncio.get_running_loop()
+        assert (await client.ask(CHUNKED % b"/")).startswith(OK)
+        started = loop.time()
         if is_slow:
-            while asyncio.get_running_loop().time() < started + 60:
-                try:
+            with contextlib.suppress(ConnectionError):
+                while loop.time() < started + 60:
                     await client.send(b"1\r\nx\r\n")
-                except ConnectionError:
-                    break
-                await asyncio.sleep(0.05)
-            assert asyncio.get_running_loop().time() < started + 30
+                    await asyncio.sleep(0.05)
+            assert loop.time() < started + 30
         else:
-            _, size = await until_closed(
-                client, sending=b"1000\r\n" + b"x" * 4096 + b"\r\n", most=20_000_000
-            )
+            chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
+            _, size = await until_closed(client, sending=chunk, most=20_000_000)
             assert size < 8_000_000
-        client.close()
 
     with_server(test)
 
 
-def test_connection_goes_on_behind_a_body_that_came_after_its_answer(
+def test_connection_goes_on_after_a_body_that_came_after_its_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(protocol, "LINGER_SECONDS", 1.0)
+    monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.4)
 
-    async def test(port: int) -> None:
-        client = Client(port)
-        await client.send(CHUNKED % b"/")
-        assert (await client.answer()).endswith(b"ok")
+    async def test(clients: Clients) -> None:
+        client = clients.connect()
+        assert (await client.ask(CHUNKED % b"/")).endswith(b"ok")
         await client.send(b"1\r\nx\r\n0\r\n\r\n")
-        await asyncio.sleep(1.2)
-        await client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert (await client.answer()).endswith(b"ok")
-        client.close()
+        await asyncio.sleep(0.6)
+        assert (await client.ask(GET)).endswith(b"ok")
 
     with_server(test, keep_alive=60)
 
 
-@pytest.mark.parametrize("late", [b"1\r\nx\r\n0\r\n\r\n", b"\r\n"])
-def test_connection_that_has_become_idle_is_closed(late: bytes) -> None:
-    async def test(port: int) -> None:
-        client = Client(port)
-        await client.send(
-            CHUNKED % b"/" if late != b"\r\n" else b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
-        )
-        assert (await client.answer()).endswith(b"ok")
+@pytest.mark.parametrize(
+    ("sent", "late"), [(CHUNKED % b"/", b"1\r\nx\r\n0\r\n\r\n"), (GET, b"\r\n")]
+)
+def test_connection_that_has_become_idle_is_closed(sent: bytes, late: bytes) -> None:
+    async def test(clients: Clients) -> None:
+        client = clients.connect()
+        assert (await client.ask(sent)).endswith(b"ok")
         await client.send(late)
         assert await client.read() == b""
-        client.close()
 
     with_server(test, keep_alive=1)
 
 
-def test_noise_behind_a_request_says_nothing_into_its_answer() -> None:
-    async def test(port: int) -> None:
-        client = Client(port)
-        await client.send(b"GET /half HTTP/1.1\r\nhost: x\r\n\r\n")
+def test_noise_after_a_request_adds_nothing_to_its_answer() -> None:
+    async def test(clients: Clients) -> None:
+        client = clients.connect()
+        await client.send(GET.replace(b"/ ", b"/half "))
         await asyncio.sleep(0.1)
         await client.send(b"noise\r\n\r\n")
-        answer = b""
-        while part := await client.read():
-            answer += part
-        assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\n\r\nok")
-        client.close()
+        answer = await client.read_all()
+        assert answer.startswith(OK) and answer.endswith(b"\r\n\r\nok")
 
     with_server(test)

@@ -33,6 +33,10 @@ ANSWER = (
 )
 
 
+def greeting(**fields: Any) -> Conversation:
+    return Conversation(messages=[user("Hi")], **fields)
+
+
 def prompt(template: str, conversation: Conversation, **options: Any) -> ChatPrompt:
     builder = PromptBuilder(
         make_tokenizer(),
@@ -58,9 +62,8 @@ def prompt(template: str, conversation: Conversation, **options: Any) -> ChatPro
 def test_thinking_choice_decides_how_the_prompt_ends(
     template: str, thinking: ThinkingChoice, ending: str, state: str
 ) -> None:
-    made = prompt(template, Conversation(messages=[user("Hi")], thinking=thinking))
-    assert made.text.endswith(ending)
-    assert made.reasoning == state
+    made = prompt(template, greeting(thinking=thinking))
+    assert made.text.endswith(ending) and made.reasoning == state
     assert make_tokenizer().decode(made.token_ids, skip_special_tokens=False) == made.text
 
 
@@ -76,36 +79,44 @@ def test_thinking_choice_decides_how_the_prompt_ends(
 def test_template_variables_choose_the_mode_unless_the_request_does(
     thinking: ThinkingChoice, kwargs: dict[str, Any], ending: str
 ) -> None:
-    made = Conversation(messages=[user("Hi")], thinking=thinking, template_kwargs=kwargs)
-    assert prompt(HAS_MODES, made).text.endswith(f"ai:{ending}")
+    made = prompt(HAS_MODES, greeting(thinking=thinking, template_kwargs=kwargs))
+    assert made.text.endswith(f"ai:{ending}")
 
 
 def test_refuses_unknown_thinking_mode_in_template_variables() -> None:
-    made = Conversation(messages=[user("Hi")], template_kwargs={"thinking_mode": "off"})
     with pytest.raises(InvalidRequestError, match="thinking_mode is 'off'; allowed: enabled"):
-        prompt(HAS_MODES, made)
-
-
-def test_defaults_of_the_server_lose_to_the_request() -> None:
-    defaults = {"default_template_kwargs": {"thinking_mode": "enabled"}}
-    assert prompt(HAS_MODES, Conversation(messages=[user("Hi")]), **defaults).reasoning == "open"
-    for choice in (ThinkingChoice("disabled"), ThinkingChoice(effort="none")):
-        disabled = Conversation(messages=[user("Hi")], thinking=choice)
-        assert prompt(HAS_MODES, disabled, **defaults).text.endswith("</think>")
-
-
-def test_default_of_the_server_can_switch_thinking_off_for_every_model() -> None:
-    defaults = {"default_template_kwargs": {"enable_thinking": False}}
-    assert (
-        prompt(ALWAYS_THINKS, Conversation(messages=[user("Hi")]), **defaults).reasoning == "none"
-    )
-    assert prompt(HAS_MODES, Conversation(messages=[user("Hi")]), **defaults).reasoning == "none"
-    enabled = Conversation(messages=[user("Hi")], thinking=ThinkingChoice("enabled"))
-    assert prompt(ALWAYS_THINKS, enabled, **defaults).reasoning == "open"
+        prompt(HAS_MODES, greeting(template_kwargs={"thinking_mode": "off"}))
 
 
 @pytest.mark.parametrize(
-    ("last", "ending", "state", "continued"),
+    ("template", "default", "thinking", "state"),
+    [
+        (HAS_MODES, {"thinking_mode": "enabled"}, ThinkingChoice(), "open"),
+        (HAS_MODES, {"thinking_mode": "enabled"}, ThinkingChoice("disabled"), "none"),
+        (HAS_MODES, {"thinking_mode": "enabled"}, ThinkingChoice(effort="none"), "none"),
+        (HAS_MODES, {"enable_thinking": False}, ThinkingChoice(), "none"),
+        (ALWAYS_THINKS, {"enable_thinking": False}, ThinkingChoice(), "none"),
+        (ALWAYS_THINKS, {"enable_thinking": False}, ThinkingChoice("enabled"), "open"),
+    ],
+)
+def test_request_precedes_the_default_of_the_server(
+    template: str, default: dict[str, Any], thinking: ThinkingChoice, state: str
+) -> None:
+    made = prompt(template, greeting(thinking=thinking), default_template_kwargs=default)
+    assert made.reasoning == state
+
+
+def continued(last: dict[str, Any]) -> ChatPrompt:
+    return prompt(
+        ALWAYS_THINKS,
+        Conversation(
+            messages=[user("Hi"), last], add_generation_prompt=False, continue_final_message=True
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("last", "ending", "state", "content"),
     [
         (ai("So far"), "So far", "none", "So far"),
         (ai([{"type": "text", "text": "So "}, "far"]), "So far", "none", "So far"),
@@ -114,57 +125,54 @@ def test_default_of_the_server_can_switch_thinking_off_for_every_model() -> None
     ],
 )
 def test_continued_message_ends_the_prompt(
-    last: dict[str, Any], ending: str, state: str, continued: str
+    last: dict[str, Any], ending: str, state: str, content: str
 ) -> None:
-    conversation = Conversation(
-        messages=[user("Hi"), last], add_generation_prompt=False, continue_final_message=True
-    )
-    made = prompt(ALWAYS_THINKS, conversation)
+    made = continued(last)
     assert made.text.endswith(ending)
-    assert (made.reasoning, made.continued) == (state, continued)
+    assert (made.reasoning, made.continued) == (state, content)
 
 
 @pytest.mark.parametrize(
     "last", [user("x"), ai(""), ai("", {"id": "1", "function": {"name": "f"}})]
 )
-def test_nothing_else_can_be_continued(last: dict[str, Any]) -> None:
-    conversation = Conversation(
-        messages=[user("Hi"), last], add_generation_prompt=False, continue_final_message=True
-    )
+def test_refuses_to_continue_anything_else(last: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError):
-        prompt(ALWAYS_THINKS, conversation)
+        continued(last)
 
 
 def output(
     text: str, *, finish: str | None = None, num_tokens: int = 0, **fields: Any
 ) -> RequestOutput:
-    values: dict[str, Any] = {
-        "request_id": "r",
-        "index": 0,
-        "token_ids": [],
-        "pieces": [TextPiece(text, None)] if text else [],
-        "logprobs": None,
-        "prompt_logprobs": None,
-        "finish_reason": finish,
-        "stop_reason": None,
-        "num_prompt_tokens": 7,
-        "num_output_tokens": num_tokens,
-        "num_cached_tokens": 0,
-        "error": None,
-    }
-    return RequestOutput(**values | fields)
+    fields = {"token_ids": [], "pieces": [TextPiece(text, None)] if text else [], **fields}
+    fields = {"stop_reason": None, "error": None, **fields}
+    return RequestOutput(
+        request_id="r",
+        index=0,
+        logprobs=None,
+        prompt_logprobs=None,
+        finish_reason=finish,
+        num_prompt_tokens=7,
+        num_output_tokens=num_tokens,
+        num_cached_tokens=0,
+        **fields,
+    )
+
+
+def reader_of(state: Any = "open", *, has_tags: bool = False, **rules: Any) -> ChoiceReader:
+    chat_format = dataclasses.replace(FORMAT, tag_ids=TAGS) if has_tags else FORMAT
+    return ChoiceReader(chat_format, prompt=ChatPrompt("", [1], state), rules=ReadingRules(**rules))
 
 
 def read(
     text: str, *, finish: str = "stop", step: int = 3, **rules: Any
 ) -> tuple[ChoiceReader, list[ParserEvent]]:
-    reader = ChoiceReader(FORMAT, prompt=ChatPrompt("", [1], "open"), rules=ReadingRules(**rules))
+    reader = reader_of(**rules)
     pieces = [text[start : start + step] for start in range(0, len(text), step)]
     events = [event for piece in pieces for event in reader.push(output(piece))]
     return reader, [*events, *reader.push(output("", finish=finish))]
 
 
-def test_events_say_everything_and_the_reader_knows_the_calls() -> None:
+def test_events_have_everything_and_the_reader_lists_the_calls() -> None:
     reader, events = read(ANSWER)
     parsed = collect(events)
     assert (parsed.reasoning, parsed.content) == ("I think.\nHard.", "Some text.")
@@ -177,9 +185,8 @@ def test_events_say_everything_and_the_reader_knows_the_calls() -> None:
 def test_only_the_first_call_counts_without_parallel_calls() -> None:
     reader, events = read(ANSWER, parallel_calls=False)
     assert [event.index for event in events if isinstance(event, ToolCallStart)] == [0]
-    assert len(reader.calls) == 1 and [call.arguments for call in collect(events).tool_calls] == [
-        '{"x": "1"}'
-    ]
+    (call,) = collect(events).tool_calls
+    assert len(reader.calls) == 1 and call.arguments == '{"x": "1"}'
     assert reader.finish_reason == "tool_calls"
 
 
@@ -187,11 +194,7 @@ def test_without_calls_their_markup_is_content() -> None:
     reader, events = read(ANSWER, may_call=False)
     said = collect(events)
     assert reader.calls == [] == said.tool_calls
-    assert (
-        said.content is not None
-        and said.content.startswith("Some text.")
-        and "<invoke" in said.content
-    )
+    assert said.content and said.content.startswith("Some text.") and "<invoke" in said.content
     assert (said.reasoning, reader.finish_reason) == ("I think.\nHard.", "stop")
 
 
@@ -211,15 +214,11 @@ def test_finish_reasons(text: str, finish: str, rules: dict[str, Any], expected:
 
 @pytest.mark.parametrize("closer", ["", "</parameter>\n", "</invoke>\n", "</minimax:tool_call>"])
 @pytest.mark.parametrize("finish", ["length", "abort", "stop"])
-def test_a_call_that_ends_too_early_stays_cut(closer: str, finish: str) -> None:
-    text = (
-        f'So.</think>\n\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">half{closer}'
-    )
-    reader, events = read(
-        text,
-        finish=finish,
-        tools=[{"name": "f", "parameters": {"properties": {"x": {"type": "string"}}}}],
-    )
+def test_a_call_that_ends_too_early_stays_truncated(closer: str, finish: str) -> None:
+    opener = '<invoke name="f">\n<parameter name="x">'
+    text = f"So.</think>\n\n<minimax:tool_call>\n{opener}half{closer}"
+    tools = [{"name": "f", "parameters": {"properties": {"x": {"type": "string"}}}}]
+    reader, events = read(text, finish=finish, tools=tools)
     (call,) = collect(events).tool_calls
     model_closed_it = finish == "stop" and closer.startswith(("</i", "</m"))
     assert call.is_whole is model_closed_it and call.arguments.startswith('{"x": "half')
@@ -228,26 +227,21 @@ def test_a_call_that_ends_too_early_stays_cut(closer: str, finish: str) -> None:
 
 
 def test_a_continued_answer_keeps_its_line_breaks_and_no_closer() -> None:
-    prompt = ChatPrompt("", [1], "none", continued="One,")
     reader = ChoiceReader(
-        dataclasses.replace(FORMAT, tag_ids=TAGS), prompt=prompt, rules=ReadingRules()
+        dataclasses.replace(FORMAT, tag_ids=TAGS),
+        prompt=ChatPrompt("", [1], "none", continued="One,"),
+        rules=ReadingRules(),
     )
-    pieces = [
-        TextPiece("\n", 1),
-        TextPiece("two", 2),
-        TextPiece("</think>", 51),
-        TextPiece(" `</think>`", None),
-    ]
+    texts = {"\n": 1, "two": 2, "</think>": 51, " `</think>`": None}
+    pieces = [TextPiece(text, token_id) for text, token_id in texts.items()]
     answer = reader.push(output("", pieces=pieces, token_ids=[1, 2, 51, 3], finish="stop"))
     assert collect(answer).content == "\ntwo `</think>`"
 
 
 def test_reasoning_in_the_content_stands_between_tags() -> None:
     said = collect(read(ANSWER, reasoning=ReasoningPlace.CONTENT)[1])
-    assert (said.reasoning, said.content) == (
-        None,
-        "<think>I think.\nHard.\n</think>\n\nSome text.",
-    )
+    assert said.reasoning is None
+    assert said.content == "<think>I think.\nHard.\n</think>\n\nSome text."
     _, events = read("I thi", finish="length", reasoning=ReasoningPlace.CONTENT)
     assert collect(events).content == "<think>I thi"
     of_server = ChoiceReader(
@@ -266,22 +260,14 @@ def test_reasoning_left_out_leaves_the_rest_as_it_is() -> None:
 @pytest.mark.parametrize("text", [ANSWER, "I think.\nHard.\n</think>", "I think.\nHard."])
 def test_reasoning_that_is_not_streamed_comes_at_once_before_the_rest(text: str) -> None:
     _, events = read(text, stream_reasoning=False)
-    assert [event for event in events if isinstance(event, ReasoningDelta)] == [
-        ReasoningDelta("I think.\nHard.")
-    ]
-    assert isinstance(events[0], ReasoningDelta)
+    assert events[0] == ReasoningDelta("I think.\nHard.")
+    assert not any(isinstance(event, ReasoningDelta) for event in events[1:])
     assert collect(events).content == collect(read(text)[1]).content
 
 
 TAGS = {"<think>": 50, "</think>": 51, "<minimax:tool_call>": 52, "</minimax:tool_call>": 53}
-REAL_CALL = [
-    "\n",
-    "<minimax:tool_call>",
-    "\n",
-    '<invoke name="f">\n',
-    "</invoke>\n",
-    "</minimax:tool_call>",
-]
+OPENER = "<minimax:tool_call>"
+REAL_CALL = [OPENER, "\n", '<invoke name="f">\n', "</invoke>\n", "</minimax:tool_call>"]
 
 
 @pytest.mark.parametrize("begins", ["open", "optional"])
@@ -290,22 +276,10 @@ REAL_CALL = [
     ("thought", "end"),
     [
         (["why", " not"], ["</think>", "\n\n", "text", "<think>", "no", "</think>"]),
-        (["the", " tag `", "<minimax:tool_call>", "` opens"], ["</think>", "text"]),
-        (
-            [
-                "the",
-                " tag `",
-                "<minimax:tool_call>",
-                "` opens",
-                " it",
-                "<think>",
-                "<minimax:tool_call>",
-                " so",
-            ],
-            REAL_CALL[1:],
-        ),
-        (["never", " closed"], REAL_CALL[1:]),
-        ([], ["</think>", *REAL_CALL, "<think>"]),
+        (["the", " tag `", OPENER, "` opens"], ["</think>", "text"]),
+        (["the", " tag `", OPENER, "` opens", " it", "<think>", OPENER, " so"], REAL_CALL),
+        (["never", " closed"], REAL_CALL),
+        ([], ["</think>", "\n", *REAL_CALL, "<think>"]),
     ],
 )
 def test_tokens_of_the_reasoning_are_counted_with_the_tags_that_it_quotes(
@@ -313,32 +287,23 @@ def test_tokens_of_the_reasoning_are_counted_with_the_tags_that_it_quotes(
 ) -> None:
     opener = ["<think>"] if thought and begins == "optional" else []
     texts = [*opener, *thought, *end]
-    reader = ChoiceReader(
-        dataclasses.replace(FORMAT, tag_ids=TAGS),
-        prompt=ChatPrompt("", [1], begins),
-        rules=ReadingRules(),
-    )
+    reader = reader_of(begins, has_tags=True)
     for start in range(0, len(texts), step):
         part = texts[start : start + step]
+        pieces = [TextPiece(text, TAGS.get(text, 1)) for text in part]
         ids = [TAGS.get(text, 1) for text in part]
-        reader.push(
-            output(
-                "",
-                token_ids=ids,
-                pieces=[TextPiece(text, i) for text, i in zip(part, ids, strict=True)],
-            )
-        )
+        reader.push(output("", token_ids=ids, pieces=pieces))
     reader.push(output("", finish="stop"))
     assert reader.num_reasoning_tokens == len(thought)
 
 
 def test_failed_request_is_an_error() -> None:
-    reader = ChoiceReader(FORMAT, prompt=ChatPrompt("", [1], "open"), rules=ReadingRules())
+    reader = reader_of()
     with pytest.raises(EngineError, match="no memory"):
         reader.push(output("", finish="error", error="no memory"))
 
 
-def test_call_ids_have_the_form_that_clients_know() -> None:
+def test_call_ids_have_the_form_of_openai() -> None:
     call_id = make_call_id()
     assert call_id.startswith("call_") and len(call_id) == 29
     int(call_id.removeprefix("call_"), 16)

@@ -52,6 +52,11 @@ class Source:
         self.is_closed = True
 
 
+async def send_to(client: Client, stream: EventStream) -> None:
+    scope = {"type": "http", "extensions": {BODY_CHANNEL: client}}
+    await stream(scope, client.receive, client.send)
+
+
 def sent_by(
     produce: Callable[[Write, list[Any]], Awaitable[None]], *, seconds: float, full: bool = False
 ) -> list[Any]:
@@ -65,9 +70,7 @@ def sent_by(
             await produce(write, client.sent)
 
         stream = EventStream(speak, source=source, ping=PING, ping_seconds=seconds)
-        await stream(
-            {"type": "http", "extensions": {BODY_CHANNEL: client}}, client.receive, client.send
-        )
+        await send_to(client, stream)
         assert source.is_closed and client.source is None
         await asyncio.sleep(2 * seconds)
         return client.sent
@@ -113,14 +116,14 @@ def test_busy_stream_has_no_pings() -> None:
     assert not has_ping or max(after - before for before, after in pairwise(times)) > 0.2
 
 
-def test_client_that_is_behind_gets_no_pings_on_top() -> None:
+def test_client_that_does_not_read_gets_no_pings() -> None:
     async def produce(*_: Any) -> None:
         await asyncio.sleep(0.2)
 
     assert sent_by(produce, seconds=0.05, full=True) == [200, None]
 
 
-def test_hang_up_ends_the_stream_and_what_it_comes_from() -> None:
+def test_hang_up_ends_the_stream_and_its_source() -> None:
     async def run() -> None:
         client, source, ended = Client(), Source(), asyncio.Event()
 
@@ -132,11 +135,7 @@ def test_hang_up_ends_the_stream_and_what_it_comes_from() -> None:
                 ended.set()
 
         stream = EventStream(produce, source=source)
-        sending = asyncio.create_task(
-            stream(
-                {"type": "http", "extensions": {BODY_CHANNEL: client}}, client.receive, client.send
-            )
-        )
+        sending = asyncio.create_task(send_to(client, stream))
         while b"x" not in client.sent:
             await asyncio.sleep(0)
         client.hung_up.set()
@@ -146,7 +145,7 @@ def test_hang_up_ends_the_stream_and_what_it_comes_from() -> None:
     asyncio.run(run())
 
 
-def test_failure_while_speaking_closes_the_source() -> None:
+def test_failure_of_the_stream_closes_the_source() -> None:
     async def run() -> None:
         client, source = Client(), Source()
 
@@ -155,9 +154,7 @@ def test_failure_while_speaking_closes_the_source() -> None:
 
         stream = EventStream(produce, source=source)
         with pytest.raises(RuntimeError, match="a bug"):
-            await stream(
-                {"type": "http", "extensions": {BODY_CHANNEL: client}}, client.receive, client.send
-            )
+            await send_to(client, stream)
         assert source.is_closed and client.source is None
 
     asyncio.run(run())

@@ -9,6 +9,7 @@ from negamax.api.dialects.messages.schema import CountRequest
 from negamax.base.errors import InvalidRequestError
 
 HELLO = [{"role": "user", "content": "Hi"}]
+NEW_EDITOR = {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}
 RUN_BY_CLIENTS = ("bash_2", "text_editor_2", "memory_2")
 
 
@@ -63,18 +64,12 @@ def test_the_memory_tool_has_all_commands_and_their_fields() -> None:
 
 def test_editors_insert_what_their_version_calls_it() -> None:
     (old,) = offered({"type": "text_editor_20250124", "name": "str_replace_editor"})
-    (new,) = offered({"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"})
-    assert "insert_text" not in old["parameters"]["properties"]
-    assert "insert_text" in new["parameters"]["properties"]
-    assert "undo_edit" in old["parameters"]["properties"]["command"]["enum"]
-    assert "undo_edit" not in new["parameters"]["properties"]["command"]["enum"]
-    (bounded,) = offered(
-        {
-            "type": "text_editor_20250728",
-            "name": "str_replace_based_edit_tool",
-            "max_characters": 9000,
-        }
-    )
+    (new,) = offered(NEW_EDITOR)
+    before, after = (tool["parameters"]["properties"] for tool in (old, new))
+    assert "insert_text" not in before and "insert_text" in after
+    assert "undo_edit" in before["command"]["enum"]
+    assert "undo_edit" not in after["command"]["enum"]
+    (bounded,) = offered({**NEW_EDITOR, "max_characters": 9000})
     assert "9000" in bounded["description"]
 
 

@@ -15,12 +15,21 @@ from negamax.text.messages import normalize_messages
 SIGNER = ThoughtSigner("nano")
 
 
-def thoughts(*, window: int = 100, shows_earlier: bool = False) -> HiddenThoughts:
-    return HiddenThoughts(SIGNER, context_length=window, shows_earlier=shows_earlier)
+def thoughts(*, shows_earlier: bool = False) -> HiddenThoughts:
+    return HiddenThoughts(SIGNER, context_length=100, shows_earlier=shows_earlier)
 
 
-def history(*messages: dict[str, Any], system: Any = None) -> History:
-    return build_history(messages, system=system, thoughts=thoughts())
+def history(*messages: dict[str, Any], **options: Any) -> History:
+    return build_history(messages, **{"system": None, "thoughts": thoughts(), **options})
+
+
+def shown(*messages: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(message["role"], message["content"]) for message in history(*messages).messages]
+
+
+def results_of(made: History) -> list[str]:
+    messages = normalize_messages(made.messages)
+    return [message["content"] for message in messages if message["role"] == "tool"]
 
 
 def user(*blocks: Any) -> dict[str, Any]:
@@ -50,13 +59,12 @@ def test_billing_line_of_claude_code_does_not_change_the_prompt() -> None:
         system = [text(line), text(rest)] if as_blocks else f"{line}\n{rest}"
         return history({"role": "user", "content": "Hi"}, system=system).messages
 
-    assert (
-        prompt("1", as_blocks=True) == prompt("2", as_blocks=True) == prompt("3", as_blocks=False)
-    )
-    assert prompt("1", as_blocks=True)[0] == {"role": "system", "content": "You are Claude Code."}
+    first = prompt("1", as_blocks=True)
+    assert first == prompt("2", as_blocks=True) == prompt("3", as_blocks=False)
+    assert first[0] == {"role": "system", "content": "You are Claude Code."}
 
 
-def test_thinking_text_and_calls_become_one_assistant_message_with_its_results_behind_it() -> None:
+def test_thinking_text_and_calls_become_one_assistant_message_before_its_results() -> None:
     signed = {"type": "thinking", "thinking": "First a look.", "signature": "from somewhere else"}
     made = history(
         user(text("Read both")),
@@ -68,14 +76,9 @@ def test_thinking_text_and_calls_become_one_assistant_message_with_its_results_b
     message = made.messages[1]
     assert message["reasoning_content"] == "First a look."
     assert message["content"] == "I read them."
-    assert [entry["function"]["arguments"] for entry in message["tool_calls"]] == [
-        {"path": "a"},
-        {"path": "b"},
-    ]
-    contents = [
-        entry["content"] for entry in normalize_messages(made.messages) if entry["role"] == "tool"
-    ]
-    assert contents == ["A\nmore", "B"]
+    arguments = [entry["function"]["arguments"] for entry in message["tool_calls"]]
+    assert arguments == [{"path": "a"}, {"path": "b"}]
+    assert results_of(made) == ["A\nmore", "B"]
     assert made.places == ["messages[0]", "messages[1]", "messages[3]", "messages[4]"]
 
 
@@ -89,67 +92,60 @@ def test_text_is_never_thinking_where_a_message_has_blocks_for_that() -> None:
 
 def test_reminders_beside_results_stay_with_them_and_other_text_is_the_users() -> None:
     reminder = text("<system-reminder>\nThe list is empty.\n</system-reminder>")
-    made = history(
-        user(text("Go")), assistant(call(1)), user(reminder, result(1, "done"), text("Now stop."))
-    )
+    last = user(reminder, result(1, "done"), text("Now stop."))
+    made = history(user(text("Go")), assistant(call(1)), last)
     normal = normalize_messages(made.messages)
     assert [message["role"] for message in normal] == ["user", "assistant", "tool", "user"]
-    assert (
-        normal[2]["content"] == "done\n\n<system-reminder>\nThe list is empty.\n</system-reminder>"
-    )
+    assert results_of(made) == [f"done\n\n{reminder['text']}"]
     assert normal[3]["content"] == "Now stop."
-    without_results = history(user(reminder, text("Go")))
-    assert [message["role"] for message in without_results.messages] == ["user"]
-
-
-def test_inline_system_messages_stay_in_their_place() -> None:
-    made = history(
-        {"role": "user", "content": "Hi"},
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Go"},
-    )
-    assert [message["role"] for message in made.messages] == ["user", "system", "user"]
+    assert [role for role, _ in shown(user(reminder, text("Go")))] == ["user"]
 
 
 def system(words: str | None = None, **fields: Any) -> dict[str, Any]:
     return {"role": "system", **fields} | ({} if words is None else {"content": words})
 
 
-def test_a_system_message_may_be_there_until_the_user_writes_again() -> None:
-    passing = system("Today only.", clear_at="next_user_message")
-    made = history(user(text("A")), passing, assistant(text("B")))
-    assert [message["content"] for message in made.messages] == ["A", "Today only.", "B"]
-    made = history(user(text("A")), passing, assistant(text("B")), user(text("C")))
-    assert [message["content"] for message in made.messages] == ["A", "B", "C"]
-    made = history(user(text("A")), system("Always.", clear_at="never"), user(text("C")))
-    assert [message["content"] for message in made.messages] == ["A", "Always.", "C"]
+A, B, C = user(text("A")), assistant(text("B")), user(text("C"))
+PASSING = system("Today only.", clear_at="next_user_message")
+
+
+@pytest.mark.parametrize(
+    ("messages", "contents"),
+    [
+        ([A, system("Be brief."), C], ["A", "Be brief.", "C"]),
+        ([A, PASSING, B], ["A", "Today only.", "B"]),
+        ([A, PASSING, B, C], ["A", "B", "C"]),
+        ([A, system("Always.", clear_at="never"), C], ["A", "Always.", "C"]),
+    ],
+    ids=["inline", "until the user writes", "after the user wrote", "never cleared"],
+)
+def test_system_messages_stay_in_their_place_while_they_apply(
+    messages: list[dict[str, Any]], contents: list[str]
+) -> None:
+    assert [content for _, content in shown(*messages)] == contents
 
 
 def test_a_system_message_may_be_no_text_but_an_effort() -> None:
     effort = system(output_config={"effort": "high"})
-    made = history(user(text("A")), effort, user(text("B")))
-    assert [message["role"] for message in made.messages] == ["user"]
+    assert [role for role, _ in shown(A, effort, C)] == ["user"]
     for empty in (system(), system(output_config={})):
         with pytest.raises(InvalidRequestError, match=r"messages\[1\].content"):
-            history(user(text("A")), empty)
+            history(A, empty)
 
 
 def test_failed_results_say_so_and_images_in_results_end_no_session() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
-    made = history(
-        user(text("Go")),
-        assistant(call(1), call(2), call(3), call(4)),
-        user(
-            result(1, "no such file", is_error=True),
-            result(2, "<tool_use_error>cancelled</tool_use_error>", is_error=True),
-            result(3, [text("a picture:"), image]),
-            result(4, None, is_error=True),
-        ),
+    last = user(
+        result(1, "no such file", is_error=True),
+        result(2, "<tool_use_error>cancelled</tool_use_error>", is_error=True),
+        result(3, [text("a picture:"), image]),
+        result(4, None, is_error=True),
     )
-    contents = [message["content"] for message in made.messages if message["role"] == "tool"]
-    assert contents[:2] == ["Error: no such file", "<tool_use_error>cancelled</tool_use_error>"]
-    assert contents[2].startswith("a picture:\n[an image")
-    assert contents[3] == "Error"
+    made = history(user(text("Go")), assistant(call(1), call(2), call(3), call(4)), last)
+    first, cancelled, picture, empty = results_of(made)
+    assert (first, empty) == ("Error: no such file", "Error")
+    assert cancelled == "<tool_use_error>cancelled</tool_use_error>"
+    assert picture.startswith("a picture:\n[an image")
 
 
 def test_tabs_of_a_browser_are_text() -> None:
@@ -157,103 +153,83 @@ def test_tabs_of_a_browser_are_text() -> None:
         {"tab_id": "1", "title": "News", "url": "https://a.example", "active": True},
         {"tab_id": "2", "title": "", "url": ""},
     ]
-    made = history(
-        user(text("Go")),
-        assistant(call(1)),
-        user(result(1, [text("done"), {"type": "browser_state", "tabs": tabs}])),
-    )
-    assert made.messages[2]["content"] == (
-        "done\n[the tab 1 News https://a.example, which is active]\n[the tab 2]"
-    )
+    state = {"type": "browser_state", "tabs": tabs}
+    made = history(user(text("Go")), assistant(call(1)), user(result(1, [text("done"), state])))
+    lines = "[the tab 1 News https://a.example, which is active]\n[the tab 2]"
+    assert results_of(made) == [f"done\n{lines}"]
 
 
 @pytest.mark.parametrize(
     ("message", "place"),
     [
-        (user(text("Look:"), {"type": "image"}), r"messages\[0\]\.content\[1\]"),
-        (
-            user(result(1, [text("a"), {"type": "image"}])),
-            r"messages\[0\]\.content\[0\]\.content\[1\]",
-        ),
-        (assistant(text("Here:"), {"type": "image"}), r"messages\[0\]\.content\[1\]"),
+        (user(text("Look:"), {"type": "image"}), "content[1]"),
+        (user(result(1, [text("a"), {"type": "image"}])), "content[0].content[1]"),
+        (assistant(text("Here:"), {"type": "image"}), "content[1]"),
     ],
 )
 def test_images_are_refused_for_a_model_that_could_see_them(
     message: dict[str, Any], place: str
 ) -> None:
-    with pytest.raises(InvalidRequestError, match=f"{place} has type 'image'; MiniMax-M3 supports"):
-        build_history([message], system=None, thoughts=thoughts(), family=MINIMAX_M3_FAMILY)
+    with pytest.raises(
+        InvalidRequestError, match="has type 'image'; MiniMax-M3 supports"
+    ) as caught:
+        history(message, family=MINIMAX_M3_FAMILY)
+    assert str(caught.value).startswith(f"messages[0].{place} has type 'image'")
     history(message)
 
 
 def test_blocks_of_other_servers_are_passed_over() -> None:
-    made = history(
-        user(text("Go")),
-        assistant(
-            {"type": "redacted_thinking", "data": "opaque"},
-            {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {}},
-            {"type": "web_search_tool_result", "tool_use_id": "srv_1", "content": []},
-            {"type": "mcp_tool_listing", "mcp_server_name": "home", "tools": []},
-            {"type": "mcp_tool_use", "id": "mcp_1", "server_name": "home", "name": "f"},
-            {"type": "mcp_tool_result", "tool_use_id": "mcp_1", "content": []},
-            {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
-            {"type": "compaction", "content": None},
-            text("Found"),
-            text(" it."),
-        ),
+    blocks = (
+        {"type": "redacted_thinking", "data": "opaque"},
+        {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "srv_1", "content": []},
+        {"type": "mcp_tool_listing", "mcp_server_name": "home", "tools": []},
+        {"type": "mcp_tool_use", "id": "mcp_1", "server_name": "home", "name": "f"},
+        {"type": "mcp_tool_result", "tool_use_id": "mcp_1", "content": []},
+        {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
+        {"type": "compaction", "content": None},
     )
-    assert made.messages[1] == {
-        "role": "assistant",
-        "content": "Found it.",
-        "reasoning_content": "",
-    }
+    made = history(user(text("Go")), assistant(*blocks, text("Found"), text(" it.")))
+    expected = {"role": "assistant", "content": "Found it.", "reasoning_content": ""}
+    assert made.messages[1] == expected
 
 
-def test_a_summary_of_another_server_is_text() -> None:
-    made = history(user(text("Go")), assistant({"type": "compaction", "content": "A."}, text("B.")))
-    assert made.messages[1]["content"] == "A.\n\nB."
+REMOVAL = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "Read"}}
+SOURCE = {"type": "text", "media_type": "text/plain", "data": "abc"}
 
 
-def test_changes_of_tools_are_no_text() -> None:
-    removal = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "Read"}}
-    made = history(user(text("Go")), {"role": "system", "content": [removal, text("No reading.")]})
-    assert made.messages == [
-        {"role": "user", "content": "Go"},
-        {"role": "system", "content": "No reading."},
-    ]
-
-
-def test_documents_with_text_are_text() -> None:
-    document = {
-        "type": "document",
-        "title": "Notes",
-        "source": {"type": "text", "media_type": "text/plain", "data": "abc"},
-    }
-    assert history(user(document)).messages == [{"role": "user", "content": "Notes\nabc"}]
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        (assistant({"type": "compaction", "content": "A."}, text("B.")), "A.\n\nB."),
+        ({"role": "system", "content": [REMOVAL, text("No reading.")]}, "No reading."),
+        (user({"type": "document", "title": "Notes", "source": SOURCE}), "Notes\nabc"),
+    ],
+    ids=["summary of another server", "change of tools", "document"],
+)
+def test_text_of_blocks_is_shown(message: dict[str, Any], content: str) -> None:
+    assert shown(message) == [(message["role"], content)]
 
 
 @pytest.mark.parametrize(
     ("message", "place"),
     [
-        ({"role": "wizard", "content": "x"}, "messages[0].role"),
-        ({"role": "user", "content": 3}, "messages[0].content"),
-        (user("x"), "messages[0].content[0]"),
-        (user({"type": "magic", "source": {}}), "messages[0].content[0]"),
-        (user({"type": "text"}), "messages[0].content[0].text"),
-        (assistant({"type": "magic"}), "messages[0].content[0]"),
-        (user(text("x"), result(1, [{"type": "magic"}])), "messages[0].content[1].content[0]"),
-        (
-            user(text("x"), result(1, [{"type": "browser_state"}])),
-            "messages[0].content[1].content[0].tabs",
-        ),
-        ({"role": "system", "content": "x", "clear_at": "noon"}, "messages[0].clear_at"),
+        ({"role": "wizard", "content": "x"}, "role"),
+        ({"role": "user", "content": 3}, "content"),
+        (user("x"), "content[0]"),
+        (user({"type": "magic", "source": {}}), "content[0]"),
+        (user({"type": "text"}), "content[0].text"),
+        (assistant({"type": "magic"}), "content[0]"),
+        (user(text("x"), result(1, [{"type": "magic"}])), "content[1].content[0]"),
+        (user(text("x"), result(1, [{"type": "browser_state"}])), "content[1].content[0].tabs"),
+        ({"role": "system", "content": "x", "clear_at": "noon"}, "clear_at"),
     ],
     ids=str,
 )
-def test_what_cannot_be_shown_is_named_by_its_place(message: dict[str, Any], place: str) -> None:
+def test_refuses_what_cannot_be_shown_by_its_place(message: dict[str, Any], place: str) -> None:
     with pytest.raises(InvalidRequestError) as error:
         history(message)
-    assert error.value.param == place
+    assert error.value.param == f"messages[0].{place}"
 
 
 @pytest.mark.parametrize(
@@ -272,17 +248,14 @@ def test_what_cannot_be_shown_is_named_by_its_place(message: dict[str, Any], pla
     ],
 )
 def test_errors_have_anthropics_types(status: int, kind: str) -> None:
-    told = build_message_error(
-        status, build_error("too much", error_type="whatever"), request_id="r"
-    )
-    body = {"type": "error", "error": {"type": kind, "message": "too much"}, "request_id": "r"}
-    assert msgspec.json.decode(msgspec.json.encode(told)) == body
-    coded = build_message_error(
-        status, build_error("too much", error_type="whatever", code="too_much"), request_id="r"
-    )
-    assert msgspec.json.decode(msgspec.json.encode(coded))["error"]["details"] == {
-        "error_code": "too_much"
-    }
+    def built(**fields: Any) -> Any:
+        error = build_error("too much", error_type="whatever", **fields)
+        made = build_message_error(status, error, request_id="r")
+        return msgspec.json.decode(msgspec.json.encode(made))
+
+    error = {"type": kind, "message": "too much"}
+    assert built() == {"type": "error", "error": error, "request_id": "r"}
+    assert built(code="too_much")["error"]["details"] == {"error_code": "too_much"}
 
 
 def test_hidden_thought_comes_back_from_its_signature() -> None:
@@ -292,20 +265,14 @@ def test_hidden_thought_comes_back_from_its_signature() -> None:
 
 
 def test_signature_is_the_same_on_every_server_of_the_model_and_no_other() -> None:
-    assert (
-        SIGNER.signature("x")
-        == ThoughtSigner("nano").signature("x")
-        != ThoughtSigner("micro").signature("x")
-    )
-    assert SIGNER.signature("x") != SIGNER.signature("y")
+    signature = SIGNER.signature("x")
+    assert signature == ThoughtSigner("nano").signature("x")
+    assert signature not in (ThoughtSigner("micro").signature("x"), SIGNER.signature("y"))
 
 
 def hidden(thought: str) -> dict[str, Any]:
-    return {
-        "type": "thinking",
-        "thinking": "",
-        "signature": SIGNER.signature(thought, is_hidden=True),
-    }
+    signature = SIGNER.signature(thought, is_hidden=True)
+    return {"type": "thinking", "thinking": "", "signature": signature}
 
 
 def test_foreign_and_broken_signatures_hold_no_thought() -> None:
@@ -340,7 +307,7 @@ def test_only_thoughts_that_the_prompt_shows_are_unpacked() -> None:
     earlier = [user(text("Go")), assistant(hidden("x" * 1_000_000), text("Ok"))]
     now = [user(text("And now?")), assistant(hidden("short"), call(1)), user(result(1, "ok"))]
     made = history(*earlier, *now)
-    told = [entry["reasoning_content"] for entry in made.messages if entry["role"] == "assistant"]
-    assert told == ["", "short"]
+    answers = [message for message in made.messages if message["role"] == "assistant"]
+    assert [answer["reasoning_content"] for answer in answers] == ["", "short"]
     with pytest.raises(ContextLengthError):
-        build_history([*earlier, *now], system=None, thoughts=thoughts(shows_earlier=True))
+        history(*earlier, *now, thoughts=thoughts(shows_earlier=True))

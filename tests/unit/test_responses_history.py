@@ -1,42 +1,53 @@
+"""Items of the Responses API as messages, settings, and calls of tools that clients run."""
+
+import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from negamax.api.common.history import History
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
+from negamax.api.dialects.responses.client_tools import CLIENT_TOOLS, build_call_item
 from negamax.api.dialects.responses.history import build_history
+from negamax.api.dialects.responses.item_settings import apply_settings
+from negamax.api.dialects.responses.schema import ResponsesRequest
 from negamax.base.errors import InvalidRequestError
 from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
 from negamax.text.messages import normalize_messages
 
 SIGNER = ThoughtSigner("nano")
+THOUGHTS = HiddenThoughts(SIGNER, context_length=100, shows_earlier=False)
+USER = {"role": "user", "content": "Go"}
+LOOKUP = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "shell": {"timeout_ms": 5, "commands": ["ls", "pwd"]},
+    "local_shell": {"command": ["ls", "-l"], "working_directory": "/tmp"},
+    "apply_patch": {"type": "update_file", "path": "a.py", "diff": "@@\n-a\n+b"},
+}
+OUTPUTS = {"shell": [], "local_shell": "", "apply_patch": ""}
 
 
-def thoughts(*, window: int = 100, shows_earlier: bool = False) -> HiddenThoughts:
-    return HiddenThoughts(SIGNER, context_length=window, shows_earlier=shows_earlier)
+def placed(*items: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(f"input[{index}]", item) for index, item in enumerate(items)]
 
 
-def history(*items: dict[str, Any], instructions: str | None = None) -> History:
-    placed = [(f"input[{index}]", item) for index, item in enumerate(items)]
-    return build_history(placed, instructions=instructions, thoughts=thoughts())
+def history(*items: dict[str, Any], **options: Any) -> History:
+    options = {"instructions": None, "thoughts": THOUGHTS, **options}
+    return build_history(placed(*items), **options)
 
 
-def test_images_are_refused_for_a_model_that_could_see_them() -> None:
-    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
-    output = {"type": "function_call_output", "call_id": "call_1", "output": [image]}
-    for items, place in (
-        ([{"role": "user", "content": [image]}], "messages[0].content[0]"),
-        ([call(1), output], "messages[1].content[0]"),
-        ([{"role": "assistant", "content": [image]}], "input[0].content[0]"),
-    ):
-        placed = [(f"input[{index}]", item) for index, item in enumerate(items)]
-        with pytest.raises(InvalidRequestError, match="MiniMax-M3 supports it") as caught:
-            made = build_history(
-                placed, instructions=None, thoughts=thoughts(), family=MINIMAX_M3_FAMILY
-            )
-            normalize_messages(made.messages, family=MINIMAX_M3_FAMILY)
-        assert caught.value.param == place
-        normalize_messages(history(*items).messages)
+def assistant_of(*items: dict[str, Any]) -> dict[str, Any]:
+    (message,) = [entry for entry in history(*items).messages if entry["role"] == "assistant"]
+    return message
+
+
+def request(*tools: dict[str, Any], **fields: Any) -> ResponsesRequest:
+    return ResponsesRequest.parse({"input": "Go", "tools": list(tools), **fields})
+
+
+def settled(params: ResponsesRequest, *items: dict[str, Any]) -> ResponsesRequest:
+    return apply_settings(params, placed(*items))
 
 
 def reasoning(**fields: Any) -> dict[str, Any]:
@@ -44,41 +55,47 @@ def reasoning(**fields: Any) -> dict[str, Any]:
 
 
 def call(number: int, **more: Any) -> dict[str, Any]:
-    return {
-        "type": "function_call",
-        "call_id": f"call_{number}",
-        "name": "read",
-        "arguments": '{"n": 1}',
-        **more,
-    }
+    item = {"type": "function_call", "call_id": f"call_{number}", "name": "read"}
+    return {**item, "arguments": '{"n": 1}', **more}
 
 
-def result(number: int, output: Any = "ok") -> dict[str, Any]:
-    return {"type": "function_call_output", "call_id": f"call_{number}", "output": output}
+def result(number: int, output: Any = "ok", *, of: str = "function") -> dict[str, Any]:
+    return {"type": f"{of}_call_output", "call_id": f"call_{number}", "output": output}
 
 
 def said(text: str) -> dict[str, Any]:
-    return {
-        "type": "message",
-        "role": "assistant",
-        "content": [{"type": "output_text", "text": text}],
-    }
+    content = [{"type": "output_text", "text": text}]
+    return {"type": "message", "role": "assistant", "content": content}
 
 
-USER = {"role": "user", "content": [{"type": "input_text", "text": "Go"}]}
+def summary(text: str) -> dict[str, Any]:
+    return {"summary": [{"type": "summary_text", "text": text}]}
+
+
+def client_call(name: str, arguments: object) -> dict[str, Any]:
+    text = json.dumps(arguments)
+    item = build_call_item(name, text, item_id="fc_1", status="completed", call_id="call_1")
+    return {} if item is None else msgspec.to_builtins(item)
+
+
+def test_images_are_refused_for_a_model_that_could_see_them() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    for items, place in (
+        ([{"role": "user", "content": [image]}], "messages[0].content[0]"),
+        ([call(1), result(1, [image])], "messages[1].content[0]"),
+        ([{"role": "assistant", "content": [image]}], "input[0].content[0]"),
+    ):
+        with pytest.raises(InvalidRequestError, match="MiniMax-M3 supports it") as caught:
+            made = history(*items, family=MINIMAX_M3_FAMILY)
+            normalize_messages(made.messages, family=MINIMAX_M3_FAMILY)
+        assert caught.value.param == place
+        normalize_messages(history(*items).messages)
 
 
 def test_items_of_one_answer_are_one_message() -> None:
-    thought = [{"type": "reasoning_text", "text": "First a look."}]
-    made = history(
-        USER,
-        reasoning(content=thought),
-        said("I look."),
-        call(1),
-        call(2),
-        result(2, "b"),
-        result(1, "a"),
-    )
+    thought = reasoning(content=[{"type": "reasoning_text", "text": "First a look."}])
+    answer = (thought, said("I look."), call(1), call(2))
+    made = history(USER, *answer, result(2, "b"), result(1, "a"))
     message = made.messages[1]
     assert (message["content"], message["reasoning_content"]) == ("I look.", "First a look.")
     assert [entry["id"] for entry in message["tool_calls"]] == ["call_1", "call_2"]
@@ -90,101 +107,222 @@ def test_items_of_one_answer_are_one_message() -> None:
 def test_text_is_never_thinking_where_a_response_has_items_for_that() -> None:
     words = "A line with\n</think>\nalone ends it."
     message = normalize_messages(history(USER, said(words), USER).messages)[1]
-    # otherwise the template would cut it
+    # otherwise the template would split it
     assert (message["content"], message["reasoning_content"]) == (words, "")
 
 
 def test_loops_of_calls_keep_their_order() -> None:
     made = history(USER, call(1), result(1), call(2), result(2), said("Done."), said("Really."))
-    assert [message["role"] for message in made.messages] == [
-        "user",
-        *["assistant", "tool"] * 2,
-        "assistant",
-    ]
+    roles = ["user", *["assistant", "tool"] * 2, "assistant"]
+    assert [message["role"] for message in made.messages] == roles
     assert made.messages[-1]["content"] == "Done.\n\nReally."
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {
-            "content": [{"type": "reasoning_text", "text": "A thought."}],
-            "summary": [{"type": "summary_text", "text": "Other."}],
-        },
+        {"content": [{"type": "reasoning_text", "text": "A thought."}], **summary("Other.")},
         {"content": None, "encrypted_content": SIGNER.signature("A thought.", is_hidden=True)},
-        {
-            "encrypted_content": "of another server",
-            "summary": [{"type": "summary_text", "text": "A thought."}],
-        },
+        {"encrypted_content": "of another server", **summary("A thought.")},
     ],
     ids=["content", "encrypted", "summary"],
 )
 def test_reasoning_comes_back_in_any_form(fields: dict[str, Any]) -> None:
-    made = history(USER, reasoning(**fields), call(1), result(1))
-    assert made.messages[1]["reasoning_content"] == "A thought."
+    message = assistant_of(USER, reasoning(**fields), call(1), result(1))
+    assert message["reasoning_content"] == "A thought."
 
 
 def test_instructions_namespaces_and_custom_tools() -> None:
-    custom = {
-        "type": "custom_tool_call",
-        "call_id": "call_2",
-        "name": "patch",
-        "input": "*** Begin",
-    }
-    made = history(
-        USER,
-        call(1, namespace="home"),
-        custom,
-        result(1),
-        {**result(2), "type": "custom_tool_call_output"},
-        instructions="Be",
-    )
+    custom = {"type": "custom_tool_call", "call_id": "call_2", "name": "patch", "input": "***"}
+    items = (USER, call(1, namespace="home"), custom, result(1), result(2, of="custom_tool"))
+    made = history(*items, instructions="Be")
     assert made.messages[0] == {"role": "system", "content": "Be"}
-    functions = [entry["function"] for entry in made.messages[2]["tool_calls"]]
-    assert functions[0]["name"] == "home.read" and functions[1] == {
-        "name": "patch",
-        "arguments": {"input": "*** Begin"},
-    }
+    first, second = (entry["function"] for entry in made.messages[2]["tool_calls"])
+    assert first["name"] == "home.read"
+    assert second == {"name": "patch", "arguments": {"input": "***"}}
 
 
-def test_a_call_that_was_cut_is_left_out_unless_it_has_a_result() -> None:
-    cut = call(1, status="incomplete", arguments='{"n": ')
-    assert history(USER, said("Let me see."), cut, USER).messages[1].get("tool_calls") is None
-    assert (
-        history(USER, cut, result(1, "not JSON"), USER).messages[1]["tool_calls"][0]["id"]
-        == "call_1"
-    )
+def test_truncated_call_is_left_out_unless_it_has_a_result() -> None:
+    truncated = call(1, status="incomplete", arguments='{"n": ')
+    assert "tool_calls" not in assistant_of(USER, said("Let me see."), truncated, USER)
+    message = assistant_of(USER, truncated, result(1, "not JSON"), USER)
+    assert message["tool_calls"][0]["id"] == "call_1"
 
 
 @pytest.mark.parametrize(
     "kinds",
     [
-        ("web_search_call",),
-        ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "mcp_call"),
-        ("tool_search_call", "tool_search_output"),
-        ("computer_call", "computer_call_output"),
-        ("program", "program_output"),
-        ("compaction",),
-        ("context_compaction",),
+        "web_search_call",
+        "mcp_list_tools mcp_approval_request mcp_approval_response mcp_call",
+        "tool_search_call tool_search_output",
+        "computer_call computer_call_output",
+        "program program_output",
+        "compaction",
+        "context_compaction",
     ],
-    ids=" ".join,
 )
-def test_calls_that_ran_elsewhere_are_passed_over(kinds: tuple[str, ...]) -> None:
-    made = history(USER, *({"type": kind, "id": kind} for kind in kinds), said("Found."))
+def test_calls_that_ran_elsewhere_are_passed_over(kinds: str) -> None:
+    made = history(USER, *({"type": kind, "id": kind} for kind in kinds.split()), said("Found."))
     assert [message["role"] for message in made.messages] == ["user", "assistant"]
+
+
+SHELL_RESULT = {"type": "shell_call_output", "call_id": "c"}
 
 
 @pytest.mark.parametrize(
     ("item", "place"),
     [
-        ({"type": "magic"}, "input[0].type"),
-        ({"role": "wizard", "content": "x"}, "input[0].role"),
-        ({"role": "assistant", "content": [{"type": "magic"}]}, "input[0].content[0]"),
-        ({"role": "assistant", "content": 3}, "input[0].content[0]"),
+        ({"type": "magic"}, ".type"),
+        ({"role": "wizard", "content": "x"}, ".role"),
+        ({"role": "assistant", "content": [{"type": "magic"}]}, ".content[0]"),
+        ({"role": "assistant", "content": 3}, ".content[0]"),
+        ({"type": "shell_call", "call_id": "c", "action": "ls"}, ".action"),
+        ({"type": "apply_patch_call", "call_id": "c"}, ".operation"),
+        (SHELL_RESULT | {"output": 3}, ".output"),
+        (SHELL_RESULT | {"output": [3]}, ".output[0]"),
+        (SHELL_RESULT | {"output": [{"stdout": 3}]}, ".output[0].stdout"),
+        ({"type": "compaction_trigger"}, ".type"),
     ],
     ids=str,
 )
-def test_what_cannot_be_shown_is_named_by_its_place(item: dict[str, Any], place: str) -> None:
+def test_refuses_what_cannot_be_shown_by_its_place(item: dict[str, Any], place: str) -> None:
     with pytest.raises(InvalidRequestError) as error:
         history(item)
-    assert error.value.param == place
+    assert error.value.param == f"input[0]{place}"
+
+
+@pytest.mark.parametrize("name", CLIENT_TOOLS)
+def test_model_is_shown_tools_that_clients_run_and_may_have_to_call_one(name: str) -> None:
+    tools, calls = request({"type": name}, LOOKUP, tool_choice={"type": name}).choice()
+    assert [tool["function"]["name"] for tool in tools or ()] == [name, "look"]
+    assert calls.name == name
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": name}]}
+    assert request({"type": name}, LOOKUP, tool_choice=allowed).choice()[1].allowed == (name,)
+    with pytest.raises(InvalidRequestError, match="not declared"):
+        request(LOOKUP, tool_choice={"type": name}).choice()
+
+
+@pytest.mark.parametrize(("kind", "names"), [("local", ["shell"]), ("container_auto", [])])
+def test_shell_in_a_container_of_openai_is_left_out(kind: str, names: list[str]) -> None:
+    shell = {"type": "shell", "environment": {"type": kind}}
+    assert [tool.name for tool in request(shell).declared_tools] == names
+
+
+@pytest.mark.parametrize("name", CLIENT_TOOLS)
+def test_call_comes_back_as_the_model_wrote_it(name: str) -> None:
+    item = client_call(name, ARGUMENTS[name])
+    assert item["type"] == f"{name}_call" and item["call_id"] == "call_1"
+    (made,) = assistant_of(USER, item, result(1, OUTPUTS[name], of=name))["tool_calls"]
+    assert made["function"]["name"] == name
+    # in the same order, so that the prefix stays cached
+    assert json.dumps(made["function"]["arguments"]) == json.dumps(ARGUMENTS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("shell", {}),
+        ("shell", {"commands": "ls"}),
+        ("shell", ["ls"]),
+        ("local_shell", {"command": [1]}),
+        ("apply_patch", {"type": "rename_file", "path": "a"}),
+        ("apply_patch", {"type": "update_file", "path": "a"}),
+        ("apply_patch", {"type": ["update_file"], "path": "a"}),
+        ("apply_patch", {"type": "delete_file"}),
+    ],
+    ids=str,
+)
+def test_call_that_no_client_could_run_has_no_item_of_its_own(name: str, arguments: object) -> None:
+    assert client_call(name, arguments) == {}
+    assert build_call_item(name, '{"commands": [', item_id="", status="", call_id="") is None
+
+
+def test_results_say_what_was_printed_and_how_it_ended() -> None:
+    patch = {**client_call("apply_patch", ARGUMENTS["apply_patch"]), "call_id": "call_2"}
+    outcomes: list[dict[str, Any]] = [
+        {"type": "exit", "exit_code": 0},
+        {"type": "exit", "exit_code": 2},
+        {"type": "timeout"},
+    ]
+    printed = [
+        {"stdout": stdout, "stderr": stderr, "outcome": outcome}
+        for stdout, stderr, outcome in zip(("a\n", "", "b"), ("", "no", ""), outcomes, strict=True)
+    ]
+    failed = {"type": "apply_patch_call_output", "call_id": "call_2", "status": "failed"}
+    shell = client_call("shell", ARGUMENTS["shell"])
+    made = history(USER, shell, patch, result(1, printed, of="shell"), failed)
+    results = [message["content"] for message in made.messages if message["role"] == "tool"]
+    assert results == ["a\nno\n[exit code 2]\nb\n[timed out]", "Error"]
+
+
+@pytest.mark.parametrize("name", ["lsh_1", "call_1"])
+def test_results_of_local_shells_name_the_call_or_its_item(name: str) -> None:
+    shell = {**client_call("local_shell", ARGUMENTS["local_shell"]), "id": "lsh_1"}
+    output = {"type": "local_shell_call_output", "id": name, "output": "a"}
+    assert normalize_messages(history(USER, shell, output).messages)[2]["content"] == "a"
+
+
+@pytest.mark.parametrize("kind", ["function_call", "shell_call"])
+@pytest.mark.parametrize("status", ["completed", "incomplete"])
+def test_refuses_ids_that_are_no_text(kind: str, status: str) -> None:
+    made = {"type": kind, "name": "f", "arguments": "{}", "action": {}, "status": status}
+    output = {"type": f"{kind}_output", "output": "x"}
+    for call_id, result_id in (("c", ["c"]), (["c"], "c"), (["c"], ["c"])):
+        items = history(USER, {**made, "call_id": call_id}, {**output, "call_id": result_id})
+        with pytest.raises(InvalidRequestError):
+            normalize_messages(items.messages)
+
+
+def more_tools(*tools: Any) -> dict[str, Any]:
+    return {"type": "additional_tools", "role": "developer", "tools": list(tools)}
+
+
+def update(**fields: Any) -> dict[str, Any]:
+    return {"type": "configuration_update", **fields}
+
+
+def test_items_add_tools_that_are_not_there_yet() -> None:
+    other, patch = {**LOOKUP, "name": "other"}, {"type": "apply_patch"}
+    params = settled(
+        request(LOOKUP),
+        USER,
+        more_tools({**LOOKUP, "strict": True}),
+        more_tools(patch, {"type": "mcp"}),
+        {"type": "tool_search_output", "tools": [other, patch]},
+        {"type": "tool_search_output"},
+    )
+    assert [tool.shown_name for tool in params.declared_tools] == ["look", "apply_patch", "other"]
+    assert params.tools == [LOOKUP, patch, other]
+    assert history(USER, more_tools(), USER).messages == [USER, USER]
+
+
+def test_the_last_configuration_holds() -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+    params = settled(
+        request(reasoning={"effort": "low", "summary": "auto"}, text={"verbosity": "low"}),
+        update(reasoning={"effort": "high"}, text={"format": form}),
+        update(reasoning={"effort": "medium"}),
+        update(reasoning={}, text=None),
+    )
+    assert (params.reasoning.effort, params.reasoning.summary) == ("medium", "auto")
+    assert (params.text.format, params.text.verbosity) == (form, "low")
+    assert params.grammar is not None
+    assert history(USER, update(), USER).messages == [USER, USER]
+
+
+@pytest.mark.parametrize(
+    ("item", "place"),
+    [
+        ({"type": "additional_tools"}, ".tools"),
+        (more_tools(3), ".tools[0]"),
+        (more_tools({"type": "function"}), ".tools[0].name"),
+        (update(reasoning=3), ".reasoning"),
+        (update(reasoning={"effort": "huge"}), ".reasoning.effort"),
+        (update(text={"format": 3}), ".text.format"),
+    ],
+    ids=str,
+)
+def test_refuses_wrong_settings_by_their_place(item: dict[str, Any], place: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        settled(request(LOOKUP), item)
+    assert caught.value.param == f"input[0]{place}"

@@ -105,6 +105,28 @@ def make_native_router(context: ApiContext) -> APIRouter:
         context.engine.reset_prefix_cache()
         return Response("Cache flushed.\n", media_type="text/plain")
 
+    _add_expert_routes(router, context)
+
+    async def model_info() -> Response:
+        """Describe the model."""
+        info = context.engine.info
+        return build_json_response(
+            schema.NativeModelInfo(
+                model_path=info.model, tokenizer_path=info.model, architectures=[info.architecture]
+            )
+        )
+
+    async def server_info() -> Response:
+        """Describe the server and its load."""
+        return build_json_response(_build_server_info(context))
+
+    for name, route in (("model_info", model_info), ("server_info", server_info)):
+        router.add_api_route(f"/{name}", route, methods=["GET"])
+        router.add_api_route(f"/get_{name}", route, methods=["GET"])
+    return router
+
+
+def _add_expert_routes(router: APIRouter, context: ApiContext) -> None:
     async def record_experts(request: Request, action: Literal["start", "stop"]) -> Response:
         check_admin(request)
         await context.engine.record_experts(action)
@@ -132,24 +154,6 @@ def make_native_router(context: ApiContext) -> APIRouter:
             schema.ExpertPlaces(dump.physical_to_logical_map, dump.balancedness) for dump in dumps
         ]
         return build_json_response(schema.ExpertDistribution(counts, engines))
-
-    async def model_info() -> Response:
-        """Describe the model."""
-        info = context.engine.info
-        return build_json_response(
-            schema.NativeModelInfo(
-                model_path=info.model, tokenizer_path=info.model, architectures=[info.architecture]
-            )
-        )
-
-    async def server_info() -> Response:
-        """Describe the server and its load."""
-        return build_json_response(_build_server_info(context))
-
-    for name, route in (("model_info", model_info), ("server_info", server_info)):
-        router.add_api_route(f"/{name}", route, methods=["GET"])
-        router.add_api_route(f"/get_{name}", route, methods=["GET"])
-    return router
 
 
 def _read_abort(request: Request, params: schema.AbortRequest) -> dict[str, str | None]:

@@ -1,0 +1,329 @@
+"""Questions in the API's dialects, and their answers in one form."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import MODEL
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COMPLETIONS, GENERATE = "/v1/completions", "/generate"
+JSON = {"content-type": "application/json"}
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
+HELLO = [{"role": "user", "content": "Hello"}]
+ASK = "Tom has 47 apples and buys 38 more. How many apples does he have now?"
+QUESTION = [{"role": "user", "content": ASK}]
+ASK_WEATHER = "What is the weather in Paris?"
+WEATHER_QUESTION = [{"role": "user", "content": ASK_WEATHER}]
+UNIT = {"type": "string", "enum": ["celsius", "fahrenheit"]}
+FUNCTION = {
+    "name": "get_weather",
+    "description": "Get the current weather for a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "unit": UNIT},
+        "required": ["city"],
+    },
+}
+WEATHER: dict[str, Any] = {"type": "function", "function": FUNCTION}
+RESULT_TEXT = '{"temperature": 19, "condition": "cloudy"}'
+TOTAL = {"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]}
+
+
+def error_of(response: httpx.Response, status: int, **fields: str) -> dict[str, Any]:
+    """Check a refusal and some `fields` of its error object; return the error object."""
+    assert response.status_code == status, response.text[:500]
+    assert response.headers["x-request-id"]
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert list(body) == ["error"]
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert 0 < len(body["error"]["message"]) <= 1000
+    error: dict[str, Any] = body["error"]
+    assert {name: error[name] for name in fields} == fields
+    return error
+
+
+def post(http: httpx.Client, path: str, **body: Any) -> Any:
+    """Return the answer to a request that is not refused."""
+    response = http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the events of a stream; one without names ends with [DONE]."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.text.endswith("\n\n")
+    blocks = response.text.strip().split("\n\n")
+    if not blocks[-1].startswith("event: "):
+        assert blocks.pop() == "data: [DONE]"
+    events = []
+    for block in blocks:
+        *names, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert names in ([], [f"event: {event.get('type')}"])
+        events.append(event)
+    return events
+
+
+def stream(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    return events_of(http.post(path, json={**body, "stream": True}))
+
+
+def deltas_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [choice["delta"] for event in events for choice in event["choices"]]
+
+
+def join(parts: list[dict[str, Any]], field: str) -> str:
+    return "".join(part.get(field) or "" for part in parts)
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer, in the words of chat completions."""
+
+    reasoning: str
+    content: str
+    calls: list[tuple[str, str]]  # names and arguments
+    reason: str
+    stop: str | None  # the reported stop string; responses report none
+    tokens: tuple[int, int, int]  # of the prompt, of the answer, of its reasoning
+    parts: list[dict[str, Any]]  # blocks or items without ids
+    cached_tokens: int = field(compare=False, default=0)
+
+
+def read_chat(answer: dict[str, Any]) -> Said:
+    ((choice,), usage) = answer["choices"], answer["usage"]
+    message = choice["message"]
+    assert message["reasoning"] == message["reasoning_content"]
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return Said(
+        message["reasoning"] or "",
+        message["content"] or "",
+        [(function["name"], function["arguments"]) for function in functions],
+        choice["finish_reason"],
+        choice["stop_reason"],
+        (
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
+            usage["completion_tokens_details"]["reasoning_tokens"],
+        ),
+        [],
+        usage["prompt_tokens_details"]["cached_tokens"],
+    )
+
+
+def join_chat(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join a stream with include_usage into an answer as clients do."""
+    *events, last = events
+    assert last["choices"] == [] and all(event["usage"] is None for event in events)
+    deltas = deltas_of(events)
+    assert deltas[0]["role"] == "assistant" and not any("role" in delta for delta in deltas[1:])
+    calls: list[dict[str, Any]] = []
+    for piece in (piece for delta in deltas for piece in delta.get("tool_calls", ())):
+        if piece["index"] == len(calls):
+            assert piece["id"].startswith("call_") and len(piece["id"]) == 29
+            assert piece["type"] == "function"
+            calls.append({"function": {"name": piece["function"]["name"], "arguments": ""}})
+        else:
+            assert "id" not in piece and "name" not in piece["function"]
+        calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+    names = ("content", "reasoning", "reasoning_content")
+    message = {name: join(deltas, name) for name in names} | {"tool_calls": calls}
+    return {"choices": [{**events[-1]["choices"][0], "message": message}], "usage": last["usage"]}
+
+
+def read_messages(answer: dict[str, Any]) -> Said:
+    blocks, usage = answer["content"], answer["usage"]
+    calls = [block for block in blocks if block["type"] == "tool_use"]
+    reasons = {"end_turn": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
+    return Said(
+        join(blocks, "thinking"),
+        join(blocks, "text"),
+        [
+            (
+                call["name"],
+                call["input"] if isinstance(call["input"], str) else json.dumps(call["input"]),
+            )
+            for call in calls
+        ],
+        reasons.get(answer["stop_reason"], "stop"),
+        answer["stop_sequence"],
+        (
+            usage["input_tokens"] + usage["cache_read_input_tokens"],
+            usage["output_tokens"],
+            usage["output_tokens_details"]["thinking_tokens"],
+        ),
+        [{name: block[name] for name in block if name != "id"} for block in blocks],
+        usage["cache_read_input_tokens"],
+    )
+
+
+def join_messages(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join a stream's events into an answer as clients do, and check their order."""
+    assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
+    answer = events[0]["message"]
+    assert answer["content"] == []
+    assert answer["stop_reason"] is answer["stop_sequence"] is None
+    blocks: list[dict[str, Any]] = []
+    open_index: int | None = None
+    for event in events[2:]:
+        match event["type"]:
+            case "content_block_start":
+                assert open_index is None and event["index"] == len(blocks)
+                open_index = event["index"]
+                blocks.append({**event["content_block"], "partial_json": ""})
+            case "content_block_delta":
+                assert event["index"] == open_index
+                for name in event["delta"].keys() - {"type"}:
+                    blocks[-1][name] += event["delta"][name]
+            case "content_block_stop":
+                assert event["index"] == open_index
+                open_index = None
+            case "message_delta":
+                answer |= event["delta"] | {"usage": event["usage"]}
+            case "message_stop":
+                assert event is events[-1] and open_index is None
+            case kind:
+                assert kind == "ping"
+    for block in blocks:
+        collected = block.pop("partial_json")
+        if block["type"] == "tool_use":
+            try:
+                block["input"] = json.loads(collected)
+            except ValueError:  # the call is truncated
+                assert answer["stop_reason"] == "max_tokens"
+                block["input"] = collected
+    return answer | {"content": blocks}
+
+
+def read_responses(answer: dict[str, Any]) -> Said:
+    items, usage = answer["output"], answer["usage"]
+    texts: dict[str, str] = {"reasoning": "", "message": ""}
+    for item in items:
+        if item["type"] in texts:
+            texts[item["type"]] += item["content"][0]["text"]
+    calls = [item for item in items if item["type"] == "function_call"]
+    is_truncated = answer["status"] == "incomplete"
+    if is_truncated:
+        assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    return Said(
+        texts["reasoning"],
+        texts["message"],
+        [(call["name"], call["arguments"]) for call in calls],
+        "length" if is_truncated else "tool_calls" if calls else "stop",
+        None,
+        (
+            usage["input_tokens"],
+            usage["output_tokens"],
+            usage["output_tokens_details"]["reasoning_tokens"],
+        ),
+        [{name: item[name] for name in item if name not in ("id", "call_id")} for item in items],
+        usage["input_tokens_details"]["cached_tokens"],
+    )
+
+
+def join_responses(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the last state of a response, after a check of all events before."""
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    response: dict[str, Any] = events[-1]["response"]
+    assert events[-1]["type"] == f"response.{response['status']}"
+    done = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["item"] for event in done] == response["output"]
+    for index, item in enumerate(response["output"]):
+        about = [event for event in events if event.get("output_index") == index]
+        kinds = [event["type"].removeprefix("response.") for event in about]
+        assert kinds[0] == "output_item.added" and kinds[-1] == "output_item.done"
+        assert about[0]["item"]["status"] == "in_progress" and about[0]["item"]["id"] == item["id"]
+        assert all(event.get("item_id", item["id"]) == item["id"] for event in about)
+        name, delta = {
+            "reasoning": ("content", "reasoning_text.delta"),
+            "message": ("content", "output_text.delta"),
+            "function_call": ("arguments", "function_call_arguments.delta"),
+            "custom_tool_call": ("input", "custom_tool_call_input.delta"),
+        }[item["type"]]
+        whole = item[name] if isinstance(item[name], str) else item[name][0]["text"]
+        pairs = zip(about, kinds, strict=True)
+        assert "".join(event["delta"] for event, kind in pairs if kind == delta) == whole
+    return response
+
+
+@dataclass(frozen=True)
+class Dialect:
+    path: str
+    messages: str  # the names of its fields
+    limit: str
+    stop: str
+    make_tool: Callable[[dict[str, Any]], dict[str, Any]]  # from a function
+    read: Callable[[dict[str, Any]], Said]
+    join: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    default_limit: int | None = None
+
+    def body(
+        self,
+        messages: Any = QUESTION,
+        *,
+        functions: tuple[dict[str, Any], ...] = (),
+        limit: int | None = None,
+        stop: list[str] | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """Build a greedy request; `fields` have the same name in all dialects or are its own."""
+        body = {**GREEDY, self.messages: messages, **fields}
+        if functions:
+            body["tools"] = [self.make_tool(function) for function in functions]
+        limit = self.default_limit if limit is None else limit
+        body |= {} if limit is None else {self.limit: limit}
+        return body | ({} if stop is None else {self.stop: stop})
+
+    def ask(self, http: httpx.Client, body: dict[str, Any], *, is_streamed: bool = False) -> Said:
+        if not is_streamed:
+            return self.read(post(http, self.path, **body))
+        if self.path == CHAT:
+            body = body | {"stream_options": {"include_usage": True}}
+        return self.read(self.join(stream(http, self.path, **body)))
+
+
+def make_block_tool(function: dict[str, Any]) -> dict[str, Any]:
+    more = {name: function[name] for name in function if name != "parameters"}
+    return {**more, "input_schema": function["parameters"]}
+
+
+CHAT_DIALECT = Dialect(
+    CHAT,
+    "messages",
+    "max_tokens",
+    "stop",
+    lambda function: {"type": "function", "function": function},
+    read_chat,
+    join_chat,
+)
+MESSAGES_DIALECT = Dialect(
+    MESSAGES,
+    "messages",
+    "max_tokens",
+    "stop_sequences",
+    make_block_tool,
+    read_messages,
+    join_messages,
+    default_limit=300,
+)
+RESPONSES_DIALECT = Dialect(
+    RESPONSES,
+    "input",
+    "max_output_tokens",
+    "stop",
+    lambda function: {"type": "function", "strict": False, **function},
+    read_responses,
+    join_responses,
+)
+DIALECTS = {"chat": CHAT_DIALECT, "messages": MESSAGES_DIALECT, "responses": RESPONSES_DIALECT}
+every_dialect = pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+whole_and_streamed = pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])

@@ -1,0 +1,304 @@
+"""Behavior that chat completions, Anthropic's messages and OpenAI's responses share."""
+
+import contextlib
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from negamax.config.embedded import EMBEDDED
+from negamax.text.tokenizer import Tokenizer
+from tests.e2e.api_support import (
+    CHAT,
+    CHAT_DIALECT,
+    COMPLETIONS,
+    DIALECTS,
+    FUNCTION,
+    GREEDY,
+    JSON,
+    MESSAGES_DIALECT,
+    QUESTION,
+    RESPONSES_DIALECT,
+    WEATHER_QUESTION,
+    Dialect,
+    Said,
+    error_of,
+    every_dialect,
+    post,
+    whole_and_streamed,
+)
+from tests.e2e.conftest import Server, eventually
+
+THOUGHT_STOP = "\n"  # in the thinking, not in the content
+LAST_TOKENS = range(16, 0, -3)  # that the limits of truncated calls leave out
+CLOCK = {"name": "get_time", "parameters": {"type": "object", "properties": {}}}
+
+
+@every_dialect
+def test_answer_thinks_and_counts_its_tokens(http: httpx.Client, dialect: Dialect) -> None:
+    said = dialect.ask(http, dialect.body())
+    assert said.reason == "stop" and "85" in said.content
+    assert said.reasoning and "<think>" not in said.reasoning + said.content
+    assert 0 < said.tokens[2] < said.tokens[1]
+
+
+WEATHER_CALL = {"messages": WEATHER_QUESTION, "functions": (FUNCTION,)}
+CASES: list[tuple[str, Dialect, dict[str, Any], str]] = [
+    (f"{name}-{case}", dialect, body, reason)
+    for name, dialect in DIALECTS.items()
+    for case, body, reason in (
+        ("text", {}, "stop"),
+        ("call", WEATHER_CALL, "tool_calls"),
+        ("length", {"limit": 20}, "length"),
+        ("stop", {"stop": ["never", "85"]}, "stop"),
+    )
+]
+ONE_CALL = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+OMITTED = {"thinking": {"type": "adaptive", "display": "omitted"}}
+SUMMARY = {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
+LOGPROBS = {"include": ["message.output_text.logprobs"]}
+CASES += [
+    ("messages-forced", MESSAGES_DIALECT, {**WEATHER_CALL, **ONE_CALL}, "tool_calls"),
+    ("messages-omitted", MESSAGES_DIALECT, OMITTED, "stop"),
+    ("responses-summary", RESPONSES_DIALECT, SUMMARY, "stop"),
+    ("responses-logprobs", RESPONSES_DIALECT, LOGPROBS, "stop"),
+]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields", "reason"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
+def test_stream_adds_up_to_the_whole_answer(
+    http: httpx.Client, dialect: Dialect, fields: dict[str, Any], reason: str
+) -> None:
+    body = dialect.body(**fields)
+    whole = dialect.ask(http, body)
+    assert dialect.ask(http, body, is_streamed=True) == whole
+    assert whole.reason == reason
+    if reason == "length":
+        assert whole.tokens[1] == 20
+
+
+@pytest.fixture(scope="module")
+def plain(server: Any) -> Said:
+    with server.http() as http:
+        return CHAT_DIALECT.ask(http, CHAT_DIALECT.body())
+
+
+@every_dialect
+@whole_and_streamed
+def test_stop_strings_end_content_but_not_thinking(
+    http: httpx.Client, plain: Said, dialect: Dialect, is_streamed: bool
+) -> None:
+    def said(*stop: str) -> Said:
+        return dialect.ask(http, dialect.body(stop=list(stop)), is_streamed=is_streamed)
+
+    assert THOUGHT_STOP in plain.reasoning and THOUGHT_STOP not in plain.content
+    whole = said(THOUGHT_STOP)
+    assert (whole.reasoning, whole.content) == (plain.reasoning, plain.content)
+    word = plain.content.split()[-1][-3:]  # it may occur in the thinking, too
+    truncated = said(word, THOUGHT_STOP)
+    assert truncated.reasoning == plain.reasoning
+    assert truncated.content == plain.content.partition(word)[0]
+    assert truncated.stop == (None if dialect is RESPONSES_DIALECT else word)
+
+
+@whole_and_streamed
+def test_keeps_the_stop_string_on_request(
+    http: httpx.Client, plain: Said, is_streamed: bool
+) -> None:
+    word = plain.content.split()[-1][-3:]
+    body = CHAT_DIALECT.body(stop=[word], include_stop_str_in_output=True)
+    said = CHAT_DIALECT.ask(http, body, is_streamed=is_streamed)
+    assert said.content == plain.content.partition(word)[0] + word
+
+
+@pytest.mark.parametrize("thinking", ["disabled", "adaptive"])
+def test_answers_without_thinking_end_at_once(http: httpx.Client, thinking: str) -> None:
+    body = CHAT_DIALECT.body(thinking={"type": thinking}, stream_interval=50, n=2)
+    text = post(http, CHAT, **body)["choices"][0]["message"]["content"]
+    word = text.split()[1]
+    for choice in post(http, CHAT, **body, stop=[word])["choices"]:
+        assert choice["message"]["content"] == text.partition(word)[0]
+        assert choice["finish_reason"] == "stop"
+
+
+def test_completions_stop_within_thinking_text(http: httpx.Client, plain: Said) -> None:
+    prompt = post(http, f"{CHAT}/render", messages=QUESTION)["prompt"]
+    body = {**GREEDY, "prompt": prompt, "max_tokens": 200, "stop": THOUGHT_STOP}
+    (choice,) = post(http, COMPLETIONS, **body)["choices"]
+    assert choice["text"] == plain.reasoning.partition(THOUGHT_STOP)[0]
+    assert choice["stop_reason"] == THOUGHT_STOP
+
+
+@every_dialect
+@whole_and_streamed
+def test_call_truncated_by_the_limit_does_not_look_complete(
+    http: httpx.Client, dialect: Dialect, is_streamed: bool
+) -> None:
+    """A whole message of Anthropic's omits it: clients run every call that they get."""
+    whole = dialect.ask(http, dialect.body(**WEATHER_CALL))
+    ((_, arguments),) = whole.calls
+    omits = dialect is MESSAGES_DIALECT and not is_streamed
+    num_truncated = 0
+    for num_missing in LAST_TOKENS:
+        body = dialect.body(**WEATHER_CALL, limit=whole.tokens[1] - num_missing)
+        said = dialect.ask(http, body, is_streamed=is_streamed)
+        assert said.reason == "length"
+        if omits:
+            assert all(made == arguments for _, made in said.calls)
+            num_truncated += not said.calls
+        elif said.calls:
+            ((_, made),) = said.calls
+            if dialect is RESPONSES_DIALECT:
+                status = "completed" if made == arguments else "incomplete"
+                assert said.parts[-1]["status"] == status
+            if made != arguments:
+                num_truncated += 1
+                assert arguments.startswith(made)
+                with pytest.raises(json.JSONDecodeError):
+                    json.loads(made)
+    assert num_truncated >= 2
+
+
+def test_response_continues_after_a_truncated_call(http: httpx.Client) -> None:
+    dialect = RESPONSES_DIALECT
+    limit = dialect.ask(http, dialect.body(**WEATHER_CALL)).tokens[1] - 6
+    truncated = post(http, dialect.path, **dialect.body(**WEATHER_CALL, limit=limit))
+    call = truncated["output"][-1]
+    assert (call["type"], call["status"]) == ("function_call", "incomplete")
+    body = dialect.body("Please try again.", functions=(FUNCTION,), limit=4)
+    assert dialect.ask(http, body | {"previous_response_id": truncated["id"]}).tokens[1] == 4
+
+
+@whole_and_streamed
+@every_dialect
+def test_client_that_hangs_up_frees_its_sequence(
+    server: Server, dialect: Dialect, is_streamed: bool
+) -> None:
+    body = dialect.body(limit=100_000) | {"ignore_eos": True, "stream": is_streamed}
+    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
+    aborted = server.num_aborted
+
+    def ask_and_hang_up() -> bool:
+        """Return whether sequences were aborted; on a busy machine none may have started."""
+        with (
+            contextlib.suppress(httpx.ReadTimeout),
+            server.http() as other,
+            other.stream("POST", dialect.path, json=body, timeout=1) as response,
+        ):
+            next(response.iter_lines())
+        assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
+        return server.num_aborted > aborted
+
+    assert any(ask_and_hang_up() for _ in range(20))
+    assert eventually(lambda: server.gauge("vllm:kv_cache_usage_perc") == 0)
+
+
+@every_dialect
+def test_without_tools_what_looks_like_a_call_is_text(http: httpx.Client, dialect: Dialect) -> None:
+    opener = "<minimax:tool_call>"
+    bias = {str(Tokenizer.from_folder(EMBEDDED["nano"]).token_id(opener)): 100}
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert dialect.ask(http, dialect.body(limit=3, logit_bias=bias, **off)).content == opener * 3
+
+
+@pytest.mark.parametrize("dialect", [CHAT_DIALECT, RESPONSES_DIALECT], ids=["chat", "responses"])
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_model_is_shown_all_tools_and_calls_only_allowed_ones(
+    http: httpx.Client, dialect: Dialect, mode: str
+) -> None:
+    body = dialect.body(WEATHER_QUESTION, functions=(FUNCTION, CLOCK), limit=400)
+    free = dialect.ask(http, body)
+    assert [name for name, _ in free.calls] == ["get_weather"]
+    tools = [{"type": "function", "name": "get_time"}]
+    only = {"type": "allowed_tools", "mode": mode, "tools": tools}
+    held = dialect.ask(http, body | {"tool_choice": only})
+    assert {name for name, _ in held.calls} <= {"get_time"} and (held.calls or mode == "auto")
+    streamed = dialect.ask(http, body | {"tool_choice": only}, is_streamed=True)
+    assert streamed.calls == held.calls
+    assert held.tokens[0] == free.tokens[0]
+    assert held.cached_tokens == free.tokens[0] // 16 * 16
+    misspelt = only | {"tools": [{"type": "function", "name": "get_tim"}]}
+    refused = http.post(dialect.path, json=body | {"tool_choice": misspelt})
+    assert "get_time" in error_of(refused, 400, param="tool_choice.tools[0].name")["message"]
+
+
+RENDER = f"{CHAT}/render"
+NOTE = "[an image, which this model cannot see]"
+PIXEL = "data:image/png;base64,AAAA"
+TRUNCATED = '{"path": "a", "content": "abc'
+WRITE = {"name": "write", "description": "Write a file.", "parameters": {"type": "object"}}
+RAW_SMILE = rb"half \ud83d of \ude00 a \ud83d\ude00"
+
+
+def chat_history(arguments: str = TRUNCATED) -> list[dict[str, Any]]:
+    call = {"id": "c1", "type": "function", "function": {"name": "write", "arguments": arguments}}
+    image = {"type": "image_url", "image_url": {"url": PIXEL}}
+    content = [{"type": "text", "text": "half SMILE"}, image]
+    return [
+        {"role": "user", "content": [{"type": "text", "text": "Look:"}, image]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": content},
+    ]
+
+
+def messages_history() -> list[dict[str, Any]]:
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    image = {"type": "image", "source": source}
+    content = [image, {"type": "text", "text": "half SMILE"}]
+    call = {"type": "tool_use", "id": "t1", "name": "write", "input": TRUNCATED}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": content}
+    return [
+        {"role": "user", "content": [{"type": "text", "text": "Look:"}, image]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, image]},
+    ]
+
+
+def responses_history() -> list[dict[str, Any]]:
+    image = {"type": "input_image", "image_url": PIXEL, "detail": "auto"}
+    output = [{"type": "input_text", "text": "half SMILE"}, image]
+    return [
+        {"role": "user", "content": [{"type": "input_text", "text": "Look:"}, image]},
+        {"type": "function_call", "call_id": "c1", "name": "view_image", "arguments": TRUNCATED},
+        {"type": "function_call_output", "call_id": "c1", "output": output},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "history"),
+    [
+        ("chat", chat_history()),
+        ("messages", messages_history()),
+        ("responses", responses_history()),
+    ],
+)
+@whole_and_streamed
+def test_images_truncated_calls_and_lone_surrogates_in_a_history_are_accepted(
+    http: httpx.Client, name: str, history: list[dict[str, Any]], is_streamed: bool
+) -> None:
+    dialect = DIALECTS[name]
+    body = dialect.body(history, functions=(WRITE,), limit=2, stream=is_streamed)
+    content = json.dumps(body).encode().replace(b"half SMILE", RAW_SMILE)
+    assert b"\\ud83d of" in content
+    answer = http.post(dialect.path, content=content, headers=JSON)
+    assert answer.status_code == 200, answer.text
+    assert "error" not in answer.text or '"error":null' in answer.text
+
+
+def test_prompt_has_notes_raw_arguments_and_replacement_characters(http: httpx.Client) -> None:
+    content = json.dumps({"messages": chat_history()}).encode().replace(b"half SMILE", RAW_SMILE)
+    prompt = http.post(RENDER, content=content, headers=JSON).json()["prompt"]
+    assert f"Look:\n{NOTE}" in prompt
+    assert f'<parameter name="arguments">{TRUNCATED}</parameter>' in prompt
+    said = "half \ufffd of \ufffd a \U0001f600"
+    assert f"<response>{said}\n</response>\n<response>{NOTE}\n</response>" in prompt
+
+
+@pytest.mark.parametrize("arguments", ["null", "", "{}"])
+def test_call_without_arguments_has_none_in_the_prompt(http: httpx.Client, arguments: str) -> None:
+    prompt = post(http, RENDER, messages=chat_history(arguments))["prompt"]
+    _, opener, after = prompt.rpartition('<invoke name="write">')
+    assert opener and "<parameter" not in after
