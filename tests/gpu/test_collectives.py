@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -122,19 +122,7 @@ class Layer:
 
         self.out = kernels.all_reduce_add_rms(self.x, self.residual, self.norm, group)
 
-    def differences(self) -> Tensor:
-        pairs = (
-            (self.residual, self.expected_residual),
-            (self.out.hidden, self.expected.hidden),
-            (self.out.q.view(torch.uint8), self.expected.q.view(torch.uint8)),
-            (self.out.scale, self.expected.scale),
-        )
-        return torch.stack([(got != want).sum() for got, want in pairs])
-
-    def shard_differences(self, group: Collective) -> Tensor:
-        """Return the same for sharded rows: residual and plain rows only of this rank."""
-        shard = -(-len(self.residual) // group.size)
-        mine = slice(group.rank * shard, (group.rank + 1) * shard)
+    def differences(self, mine: slice = slice(None)) -> Tensor:
         pairs = [(self.residual[mine], self.expected_residual[mine])]
         if self.norm.quantize:
             pairs.append((self.out.hidden, self.expected.hidden[mine]))
@@ -143,6 +131,11 @@ class Layer:
         else:
             pairs += 3 * [(self.out, self.expected)]
         return torch.stack([(got != want).sum() for got, want in pairs])
+
+    def shard_differences(self, group: Collective) -> Tensor:
+        """Return the same for sharded rows: residual and plain rows only of this rank."""
+        shard = -(-len(self.residual) // group.size)
+        return self.differences(slice(group.rank * shard, (group.rank + 1) * shard))
 
 
 class Router:
@@ -158,33 +151,25 @@ class Router:
         return self.route(x, self.gate, top_k=TOP_K, active=active)
 
     def in_shards(self, x: Tensor, world: int, *, active: Tensor | None) -> tuple[Tensor, Tensor]:
-        shard, ids, weights = -(-len(x) // world), [], []
-        for first in range(0, len(x), shard):
-            rows = x[first : first + shard]
-            for whole, part in zip(
-                (ids, weights),
-                self(rows, active=None if active is None else active - first),
-                strict=True,
-            ):
-                whole.append(part)
+        shard = -(-len(x) // world)
+        parts = [
+            self(x[first : first + shard], active=None if active is None else active - first)
+            for first in range(0, len(x), shard)
+        ]
+        ids, weights = zip(*parts, strict=True)
         return torch.cat(ids), torch.cat(weights)
+
+
+def error_of(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
 
 
 def sums(context: ParallelContext, device: torch.device) -> Findings:
     """Check all sizes; rows beyond the region's capacity are added in bf16."""
     group = context.attention_group
     wrong = {}
-    for num_rows, parts in (
-        (1, 1),
-        (1, 8),
-        (3, 8),
-        (16, 1),
-        (47, 2),
-        (48, 1),
-        (100, 8),
-        (128, 1),
-        (256, 1),
-    ):
+    sizes = (1, 1), (1, 8), (3, 8), (16, 1), (47, 2), (48, 1), (100, 8), (128, 1), (256, 1)
+    for num_rows, parts in sizes:
         layer = Layer(num_rows, parts, group, device)
         layer(group)
         wrong[f"T={num_rows} P={parts}"] = layer.differences().tolist()
@@ -192,10 +177,7 @@ def sums(context: ParallelContext, device: torch.device) -> Findings:
     for num_rows in (257, 300, 511):
         many = Layer(num_rows, 2, group, device)
         many(group)
-        error = (
-            many.residual.float() - many.expected_residual.float()
-        ).norm() / many.expected_residual.float().norm()
-        errors[f"T={num_rows}"] = float(error)
+        errors[f"T={num_rows}"] = error_of(many.residual, many.expected_residual)
     return {"peers": group.peers is not None, "wrong": wrong, "errors": errors}
 
 
@@ -240,17 +222,13 @@ def sharded(context: ParallelContext, device: torch.device) -> Findings:
             assert isinstance(layer.out, ShardedActivations)
             chosen = router(layer.out, active=active)
             counts = layer.shard_differences(group).tolist()
-            pairs = zip(
-                chosen,
-                router.in_shards(layer.expected.hidden, group.size, active=active),
-                strict=True,
-            )
-            counts += [int((got != want).sum()) for got, want in pairs]
+            of_shards = router.in_shards(layer.expected.hidden, group.size, active=active)
+            counts += [
+                int((got != want).sum()) for got, want in zip(chosen, of_shards, strict=True)
+            ]
             wrong[f"T={num_rows} P={parts} active={active is not None}"] = counts
-        fp8 = layer.expected.q.float() * layer.expected.scale.repeat_interleave(128, dim=1)
-        errors[f"FP8 T={num_rows}"] = float(
-            (fp8 - layer.expected.hidden.float()).norm() / layer.expected.hidden.float().norm()
-        )
+        want = layer.expected.dequantize()
+        errors[f"FP8 T={num_rows}"] = error_of(want, layer.expected.hidden)
         whole_ids = router(layer.expected)[0].sort().values
         layer(group)  # a sum separates two gathers of selected experts
         ids = router(layer.out)[0].sort().values
@@ -259,10 +237,7 @@ def sharded(context: ParallelContext, device: torch.device) -> Findings:
             layer.residual.copy_(layer.start)
             # summed by NCCL, in bf16
             out = kernels._sharded_by_group(layer.x, layer.residual, layer.norm, group)
-            got, want = (
-                a.q.float() * a.scale.repeat_interleave(128, dim=1) for a in (out, layer.expected)
-            )
-            errors[f"NCCL T={num_rows}"] = float((got - want).norm() / want.norm())
+            errors[f"NCCL T={num_rows}"] = error_of(out.dequantize(), want)
     plain = Layer(1000, 1, group, device, quantize=False)
     plain(group)
     wrong["T=1000 plain"] = plain.shard_differences(group).tolist()
@@ -308,7 +283,7 @@ def shard_times(context: ParallelContext, device: torch.device, router: Router) 
         layer, row = Layer(num_rows, 1, group, device), {}
         for warps in (8, 16):
             tiles.tiles_for = lambda device, _warps=warps: tiles.ExchangeTiles(row_warps=_warps)
-            row[f"{warps} warps"] = microseconds(lambda layer=layer: layer.again(group), context)
+            row[f"{warps} warps"] = microseconds(partial(layer.again, group), context)
         found[f"few rows, T={num_rows}"] = row
     tiles.tiles_for = original
     for num_rows in (512, 1024, 2048, 8192):
@@ -317,27 +292,32 @@ def shard_times(context: ParallelContext, device: torch.device, router: Router) 
         def whole(layer: Layer = layer) -> None:
             norm_kernels.add_rms(group.all_reduce(layer.x), layer.residual, layer.norm)
 
-        def by_nccl(layer: Layer = layer) -> None:
-            kernels._sharded_by_group(layer.x, layer.residual, layer.norm, group)
-
-        def again(layer: Layer = layer) -> None:
-            layer.again(group)
-
-        row = found[f"shards T={num_rows}"] = {}
-        row["ours"] = microseconds(again, context, repeats=10)
-        peers = group.peers
+        own, again = (layer.x, layer.residual, layer.norm, group), partial(layer.again, group)
+        row, peers = {}, group.peers
         group.peers = replace(peers, shards=replace(peers.shards, barrier=lambda: None))
         row["without barriers"] = microseconds(again, context, repeats=10)
         group.peers = peers
-        row["barrier"] = microseconds(peers.shards.barrier, context, repeats=10)
-        row["by NCCL"] = microseconds(by_nccl, context, repeats=10)
-        row["not shared out"] = microseconds(whole, context, repeats=10)
         layer(group)
-        row["routing"] = microseconds(lambda layer=layer: router(layer.out), context, repeats=10)
-        row["not shared out, routing"] = microseconds(
-            lambda layer=layer: router(layer.expected), context, repeats=10
-        )
+        for label, call in (
+            ("ours", again),
+            ("barrier", peers.shards.barrier),
+            ("by NCCL", partial(kernels._sharded_by_group, *own)),
+            ("not sharded", whole),
+            ("routing", partial(router, layer.out)),
+            ("not sharded, routing", partial(router, layer.expected)),
+        ):
+            row[label] = microseconds(call, context, repeats=10)
+        found[f"shards T={num_rows}"] = row
     return found
+
+
+def sampling_inputs(num_rows: int, device: torch.device) -> tuple[dict[str, Tensor], ...]:
+    """Return inputs of `pick` and of `draw_leading`, except logits."""
+    numbers = torch.arange(num_rows, device=device)
+    rest = {"seeds": numbers * 12_345, "slots": numbers.flip(0), "positions": numbers + 17}
+    filters = torch.tensor([1.0, 40.0, 0.95, 0.0], device=device).repeat(num_rows, 1)
+    leading = {"filters": filters, "otherwise": torch.zeros_like(numbers), **rest}
+    return {"filters": torch.ones(num_rows, 4, device=device), **rest}, leading
 
 
 def picks(context: ParallelContext, device: torch.device) -> Findings:
@@ -353,38 +333,23 @@ def picks(context: ParallelContext, device: torch.device) -> Findings:
     for num_rows in (1, 3, 100, MAX_ROWS + 1):
         logits = torch.randn(num_rows, VOCAB, generator=generator, device=device) * 3
         logits[0, 5] = logits[0, VOCAB - 9] = 100.0
-        rest = {
-            "filters": (torch.arange(num_rows, device=device) % 3).float()[:, None].repeat(1, 4),
-            "seeds": torch.arange(num_rows, device=device) * 12_345,
-            "slots": torch.arange(num_rows, device=device).flip(0),
-            "positions": torch.arange(num_rows, device=device) + 17,
-        }
+        rest, leading = sampling_inputs(num_rows, device)
+        rest["filters"] = (torch.arange(num_rows, device=device) % 3).float()[:, None].repeat(1, 4)
         if num_rows > 2:
             logits[2, 100_000] = torch.nan
-        want = spec.pick(logits, first_id=0, **rest)
-        for _ in range(3):
-            got = kernels.pick(
-                logits[:, mine].contiguous(), first_id=mine.start, group=group, **rest
-            )
-            wrong[f"pick R={num_rows}"] = int((got != want).sum())
-        leading = {
-            "filters": torch.tensor([1.0, 40.0, 0.95, 0.0], device=device).repeat(num_rows, 1),
-            "otherwise": torch.zeros(num_rows, dtype=torch.int64, device=device),
-            **{name: rest[name] for name in ("seeds", "slots", "positions")},
-        }
         leading["filters"][1::4, 1] = 0.0
-        want = spec.draw_leading(logits, first_id=0, **leading)
-        for _ in range(3):
-            got = kernels.draw_leading(
-                logits[:, mine].contiguous(), first_id=mine.start, group=group, **leading
-            )
-            wrong[f"leading R={num_rows}"] = int((got != want).sum())
+        own = {"first_id": mine.start, "group": group}
+        for name, inputs in (("pick", rest), ("draw_leading", leading)):
+            want = getattr(spec, name)(logits, first_id=0, **inputs)
+            for _ in range(3):
+                got = getattr(kernels, name)(logits[:, mine].contiguous(), **own, **inputs)
+                wrong[f"{name} R={num_rows}"] = int((got != want).sum())
     wrong["world_min"] = context.world_min(10 + context.layout.rank) - 10
     return {"wrong": wrong}
 
 
 # tokens and queries of each sequence, and the dtype of index keys
-CHOICES = (
+SELECTIONS = (
     ([1000, 32_000], [1, 1], torch.bfloat16),
     ([32_000] * 16, [1] * 16, torch.float8_e4m3fn),
     ([128_000], [1], torch.float8_e4m3fn),
@@ -394,7 +359,7 @@ CHOICES = (
 )
 
 
-def choices(context: ParallelContext, device: torch.device) -> Findings:
+def selections(context: ParallelContext, device: torch.device) -> Findings:
     """Compare MiniMax-M3's block selection from index-key shards with that from all; time both."""
     from negamax.kernels.attention.metadata import attention_metadata
     from negamax.kernels.block_sparse import triton as kernels
@@ -403,7 +368,7 @@ def choices(context: ParallelContext, device: torch.device) -> Findings:
     group, heads = context.attention_group, 4
     first, count = group.rank * heads // group.size, max(1, heads // group.size)
     wrong, taken = {}, {}
-    for lengths, queries, dtype in CHOICES:
+    for lengths, queries, dtype in SELECTIONS:
         generator = torch.Generator(device).manual_seed(0)
         shape = SparseShape(count, 16, 128, 128, 16)
         sharded = replace(shape, shard=IndexShard(group.rank, group.size, heads, first))
@@ -444,10 +409,7 @@ def choices(context: ParallelContext, device: torch.device) -> Findings:
                 torch.stack([(got.ids != want.ids).sum(), (got.pages != want.pages).sum()])
             )
 
-        step()
-        graph = capture(lambda step=step: [step() for _ in range(3)])
-        for _ in range(5):
-            graph.replay()
+        repeat(step)
         wrong[label] = differing.tolist()
         taken[label] = {
             "all keys": microseconds(of_all, context),
@@ -477,20 +439,17 @@ def merges(context: ParallelContext, device: torch.device) -> Findings:
         def step(parts=parts, want=want, differing=differing) -> None:
             differing.add_((merge_partials(parts, group, **own) != want).sum())
 
-        step()
-        graph = capture(lambda step=step: [step() for _ in range(3)])
-        for _ in range(5):
-            graph.replay()
+        repeat(step)
         wrong[f"T={num_tokens}"] = int(differing)
         taken[f"merge T={num_tokens}"] = {
-            "ours": microseconds(
-                lambda parts=parts: merge_partials(parts, group, **own), context, repeats=20
-            ),
-            "all-gather": microseconds(
-                lambda parts=parts: merge_partials(parts.gathered(group), None, **own),
-                context,
-                repeats=20,
-            ),
+            label: microseconds(call, context, repeats=20)
+            for label, call in (
+                ("ours", partial(merge_partials, parts, group, **own)),
+                (
+                    "all-gather",
+                    lambda parts=parts: merge_partials(parts.gathered(group), None, **own),
+                ),
+            )
         }
     return {"wrong": wrong, "times": taken}
 
@@ -513,7 +472,7 @@ def times(context: ParallelContext, device: torch.device) -> Findings:
         row = found[f"sum T={num_rows}"] = {}
         for label, two_shot in (("ours, one-shot", False), ("ours, two-shot", True)):
             tiles.two_shot = lambda *args, _chosen=two_shot, **sizes: _chosen
-            row[label] = microseconds(lambda layer=layer: layer.again(group), context)
+            row[label] = microseconds(partial(layer.again, group), context)
         tiles.two_shot = original
         shared = symm_mem.empty(num_rows * HIDDEN, dtype=torch.bfloat16, device=device)
         symm_mem.rendezvous(shared, everyone)
@@ -521,59 +480,38 @@ def times(context: ParallelContext, device: torch.device) -> Findings:
             ("torch one-shot", torch.ops.symm_mem.one_shot_all_reduce),
             ("torch two-shot", torch.ops.symm_mem.two_shot_all_reduce_),
         ):
-            row[label] = microseconds(
-                lambda f=sum_up, x=shared: f(x, "sum", everyone.group_name), context
-            )
-        row["NCCL"] = microseconds(
-            lambda layer=layer: dist.all_reduce(layer.x, group=everyone), context
-        )
+            row[label] = microseconds(partial(sum_up, shared, "sum", everyone.group_name), context)
+        row["NCCL"] = microseconds(partial(dist.all_reduce, layer.x, group=everyone), context)
     for num_rows in (256, 512, 1024, 2048):
         layer = Layer(num_rows, 1, group, device)
-        row = found[f"sum T={num_rows}"] = {}
-        row["ours"] = microseconds(lambda layer=layer: layer.again(group), context, repeats=10)
-        row["ours without norm"] = microseconds(
-            lambda layer=layer: group.all_reduce(layer.x), context, repeats=10
-        )
-        row["NCCL"] = microseconds(
-            lambda layer=layer: dist.all_reduce(layer.x, group=everyone), context, repeats=10
-        )
+        found[f"sum T={num_rows}"] = {
+            label: microseconds(call, context, repeats=10)
+            for label, call in (
+                ("ours", partial(layer.again, group)),
+                ("ours without norm", partial(group.all_reduce, layer.x)),
+                ("NCCL", partial(dist.all_reduce, layer.x, group=everyone)),
+            )
+        }
     for num_rows in (1, 16, 100):
         logits = torch.randn(num_rows, VOCAB // group.size, device=device)
-        rest = {
-            "filters": torch.ones(num_rows, 4, device=device),
-            "seeds": torch.arange(num_rows, device=device),
-            "slots": torch.arange(num_rows, device=device),
-            "positions": torch.arange(num_rows, device=device),
-        }
-        pick = microseconds(
-            lambda logits=logits, rest=rest: sampling.pick(logits, first_id=0, group=group, **rest),
-            context,
-        )
-        found[f"pick R={num_rows}"] = {"ours": pick}
-        leading = {
-            "filters": torch.tensor([1.0, 40.0, 0.95, 0.0], device=device).repeat(num_rows, 1)
-        }
-        leading |= {
-            "otherwise": rest["seeds"],
-            **{name: rest[name] for name in ("seeds", "slots", "positions")},
-        }
-
-        def draw(logits: torch.Tensor = logits, leading: dict[str, torch.Tensor] = leading) -> None:
-            sampling.draw_leading(logits, first_id=0, group=group, **leading)
-
-        found[f"draw R={num_rows}"] = {"ours": microseconds(draw, context)}
+        rest, leading = sampling_inputs(num_rows, device)
+        for name, inputs in (("pick", rest), ("draw_leading", leading)):
+            call = partial(getattr(sampling, name), logits, first_id=0, group=group, **inputs)
+            found[f"{name} R={num_rows}"] = {"ours": microseconds(call, context)}
     return found
 
 
 PARTS: dict[str, Callable[[ParallelContext, torch.device], Findings]] = {
-    "sums": sums,
-    "steps": steps,
-    "sharded": sharded,
-    "picks": picks,
-    "choices": choices,
-    "merges": merges,
-    "times": times,
+    part.__name__: part for part in (sums, steps, sharded, picks, selections, merges, times)
 }
+
+
+def repeat(step: Callable[[], object]) -> None:
+    """Run a step eagerly, then 15 times in graphs."""
+    step()
+    graph = capture(lambda: [step() for _ in range(3)])
+    for _ in range(5):
+        graph.replay()
 
 
 def capture(calls: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -611,60 +549,36 @@ everything = tuple(PARTS)
 several = pytest.mark.skipif(num_ranks() < 2, reason="needs two GPUs that reach each other")
 
 
+def only_wrong(counts: Any) -> Any:
+    """Return the entries that are not all 0."""
+    if isinstance(counts, dict):
+        return {label: own for label, own in counts.items() if only_wrong(own)}
+    return [count for count in counts if count] if isinstance(counts, list) else counts
+
+
 @several
-def test_sums_are_exact_and_the_same_on_every_rank() -> None:
+@pytest.mark.parametrize("part", [part for part in PARTS if part != "times"])
+def test_results_are_exact_on_every_rank_in_graphs_and_eagerly(part: str) -> None:
+    """Sums also add many rows in bf16; FP8 and experts near a tie have their errors."""
     for found in findings(everything):
         assert found["sums"]["peers"]
-        assert {
-            label: counts for label, counts in found["sums"]["wrong"].items() if any(counts)
-        } == {}
-        assert all(error < 5e-3 for error in found["sums"]["errors"].values())
-
-
-@several
-def test_thousands_of_calls_of_changing_size_in_graphs_and_out_of_them() -> None:
-    for found in findings(everything):
-        assert found["steps"]["wrong"] == [0, 0, 0, 0]
-
-
-@several
-def test_rows_shared_out_over_the_ranks_give_the_same_bits() -> None:
-    for found in findings(everything):
-        assert {
-            label: counts for label, counts in found["sharded"]["wrong"].items() if any(counts)
-        } == {}
-        assert all(
-            error < (1e-3 if "experts" in label else 0.05)
-            for label, error in found["sharded"]["errors"].items()
-        )
-
-
-@several
-def test_tokens_chosen_by_all_ranks_are_those_of_the_whole_vocabulary() -> None:
-    for found in findings(everything):
-        assert {label: count for label, count in found["picks"]["wrong"].items() if count} == {}
-
-
-@several
-def test_blocks_chosen_from_shards_are_those_of_all_index_keys() -> None:
-    for found in findings(everything):
-        wrong = found["choices"]["wrong"]
-        assert {label: counts for label, counts in wrong.items() if any(counts)} == {}
-
-
-@several
-def test_results_of_shared_caches_are_those_behind_an_all_gather() -> None:
-    for found in findings(everything):
-        assert not any(found["merges"]["wrong"].values()), found["merges"]
+        assert not only_wrong(found[part]["wrong"])
+        most = 5e-3 if part == "sums" else 0.05
+        for label, error in found[part].get("errors", {}).items():
+            assert error < (1e-3 if "experts" in label else most), label
 
 
 @several
 def test_times() -> None:
-    found = findings(everything)
-    show([rank["times"] for rank in found])
-    show([rank["choices"]["times"] for rank in found])
-    show([rank["merges"]["times"] for rank in found])
-    show([rank["sharded"]["times"] for rank in found])
+    show_times(findings(everything), everything)
+
+
+def show_times(found: list[dict[str, Findings]], parts: tuple[str, ...]) -> None:
+    if "times" in parts:
+        show([rank["times"] for rank in found])
+    for name in ("sharded", "selections", "merges"):
+        if name in parts:
+            show([rank[name]["times"] for rank in found])
 
 
 def show(found: list[Findings]) -> None:
@@ -689,11 +603,7 @@ def main() -> None:
                     f"rank {rank} {name}: "
                     f"{ {key: value for key, value in said[name].items() if key != 'times'} }"
                 )
-    if "times" in parts:
-        show([rank["times"] for rank in found])
-    for name in ("sharded", "choices", "merges"):
-        if name in parts:
-            show([rank[name]["times"] for rank in found])
+    show_times(found, parts)
     for file in files:
         Path(file).write_text(json.dumps(found, indent=1))
 

@@ -23,153 +23,50 @@ from negamax.kernels.attention.op import (
 from negamax.kernels.kvcache.op import FP8, KvCache, cache_rows
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.rotary import cos_sin, signed_frequencies
-from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
+from tests.kernel_cases.case import Apply, Case, Cost, OpCases, Rows, both, num_bytes, randn, table
 
 # --- QK norm, rope, cache write ------------------------------------------------------------------
 
 
-def qk_norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _qk_norm_case(
-            dtype,
-            generator,
-            num_tokens=num_tokens,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            rotary_dim=rotary_dim,
-            cache=(4, 8),
-        )
-        for num_tokens, heads, kv_heads, head_dim, rotary_dim in (
-            (0, 2, 1, 16, 8),
-            (1, 8, 2, 128, 64),
-            (5, 6, 3, 20, 10),
-        )
-    ]
+# tokens, heads, KV heads, width of a head, rotated columns
+_QK_NORM_SMALL = ((0, 2, 1, 16, 8), (1, 8, 2, 128, 64), (5, 6, 3, 20, 10))
+_HEAD_NORM_SMALL = ((0, 2, 1, 16, 8), (1, 16, 1, 128, 64), (5, 6, 3, 20, 20))
+_ROPE_SMALL = ((0, 2, 1, 16, 16), (1, 6, 1, 128, 128), (5, 3, 3, 20, 20))
+# and the blocks of the cache, their size, the dtype of an FP8 cache
+_QK_NORM_WIDE = (
+    (1, 48, 8, 128, 64, (64, 64)),
+    (1, 12, 2, 128, 64, (256, 16)),
+    (100, 24, 4, 128, 64, (128, 32)),
+    (3001, 12, 2, 128, 64, (256, 16)),
+    (1000, 48, 8, 128, 64, (256, 16), FP8),
+    (7, 12, 2, 128, 64, (64, 64), FP8),
+)
+_HEAD_NORM_WIDE = (
+    (1, 16, 1, 128, 64, (32, 128)),
+    (100, 64, 4, 128, 64, (32, 128)),
+    (3001, 16, 1, 128, 64, (32, 128)),
+    (100, 16, 1, 128, 64, (32, 128), FP8),
+)
+_ROPE_WIDE = (
+    (1, 6, 2, 128, 128, (64, 64)),
+    (4, 24, 8, 128, 128, (64, 64)),
+    (400, 16, 16, 128, 128, (64, 64)),
+    (3001, 16, 1, 128, 128, (64, 64)),
+    (16, 6, 2, 128, 128, (64, 64), FP8),
+)
 
 
-def qk_norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _qk_norm_case(
-            dtype,
-            generator,
-            num_tokens=num_tokens,
-            heads=6 * kv_heads,
-            kv_heads=kv_heads,
-            head_dim=128,
-            rotary_dim=64,
-            cache=(4096 // block_size, block_size),
-            cache_dtype=cache_dtype,
-        )
-        for num_tokens, kv_heads, block_size, cache_dtype in (
-            (1, 8, 64, None),
-            (1, 2, 16, None),
-            (100, 4, 32, None),
-            (3001, 2, 16, None),
-            (1000, 8, 16, FP8),
-            (7, 2, 64, FP8),
-        )
-    ]
-
-
-def head_norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _qk_norm_case(
-            dtype,
-            generator,
-            num_tokens=num_tokens,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            rotary_dim=rotary_dim,
-            cache=(4, 8),
-            norm_per_head=True,
-        )
-        for num_tokens, heads, kv_heads, head_dim, rotary_dim in (
-            (0, 2, 1, 16, 8),
-            (1, 16, 1, 128, 64),
-            (5, 6, 3, 20, 20),
-        )
-    ]
-
-
-def head_norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _qk_norm_case(
-            dtype,
-            generator,
-            num_tokens=num_tokens,
-            heads=16 * kv_heads,
-            kv_heads=kv_heads,
-            head_dim=128,
-            rotary_dim=64,
-            cache=(32, 128),
-            cache_dtype=cache_dtype,
-            norm_per_head=True,
-        )
-        for num_tokens, kv_heads, cache_dtype in (
-            (1, 1, None),
-            (100, 4, None),
-            (3001, 1, None),
-            (100, 1, FP8),
-        )
-    ]
-
-
-def rope_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _rope_case(dtype, generator, num_tokens, heads, kv_heads, head_dim, cache=(4, 8))
-        for num_tokens, heads, kv_heads, head_dim in ((0, 2, 1, 16), (1, 6, 1, 128), (5, 3, 3, 20))
-    ]
-
-
-def rope_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _rope_case(
-            dtype, generator, num_tokens, heads, kv_heads, 128, cache=(64, 64), cache_dtype=cache
-        )
-        for num_tokens, heads, kv_heads, cache in (
-            (1, 6, 2, None),
-            (4, 24, 8, None),
-            (400, 16, 16, None),
-            (3001, 16, 1, None),
-            (16, 6, 2, FP8),
-        )
-    ]
-
-
-def _rope_case(
+def _norm_case(
     dtype: torch.dtype,
     generator: torch.Generator,
-    num_tokens: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    **cache: Any,
-) -> Case:
-    return _qk_norm_case(
-        dtype,
-        generator,
-        num_tokens=num_tokens,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        rotary_dim=head_dim,
-        **cache,
-    )
-
-
-def _qk_norm_case(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
     num_tokens: int,
     heads: int,
     kv_heads: int,
     head_dim: int,
     rotary_dim: int,
-    cache: tuple[int, int],
+    cache: tuple[int, int] = (4, 8),
     cache_dtype: torch.dtype | None = None,
+    *,
     norm_per_head: bool = False,
 ) -> Case:
     """`cache` is the number of blocks and their size. An FP8 cache has scales other than 1."""
@@ -185,10 +82,7 @@ def _qk_norm_case(
         "v_cache": normal(num_blocks, kv_heads, block_size, head_dim, dtype=dtype),
         "slots": torch.randperm(num_blocks * block_size, **on_device)[:num_tokens],
     }
-    label = (
-        f"T={num_tokens} heads={heads} kv_heads={kv_heads} head_dim={head_dim} "
-        f"rotary_dim={rotary_dim}"
-    )
+    label = f"T={num_tokens} {heads=} {kv_heads=} {head_dim=} {rotary_dim=}"
     numbers: dict[str, Any] = {"heads": heads, "rotary_dim": rotary_dim}
     if cache_dtype is not None:
         numbers |= {"cache_dtype": cache_dtype, "kv_scales": (0.5, 2.0)}
@@ -196,22 +90,10 @@ def _qk_norm_case(
     return Case(label, tensors, numbers)
 
 
-def apply_qk_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """Return q and the caches as stored values: rounded in the definition, too."""
-    return _apply_norm(kernel, case, ranks=1)
-
-
-def apply_head_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    return _apply_norm(kernel, case)
-
-
-def apply_rope(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    return _apply_norm(kernel, case, has_norm=False)
-
-
-def _apply_norm(
+def apply_norm(
     kernel: AnyKernel, case: Case, *, has_norm: bool = True, **ranks: int
 ) -> tuple[Tensor, ...]:
+    """Return q and the caches as stored values: rounded in the definition, too."""
     t, n = case.tensors, case.numbers
     k_cache, v_cache = (
         t[name].to(n.get("cache_dtype", t[name].dtype), copy=True)
@@ -229,7 +111,7 @@ def _apply_norm(
     return q, k_cache, v_cache
 
 
-def qk_norm_cost(case: Case) -> Cost:
+def norm_cost(case: Case) -> Cost:
     qkv = case.tensors["qkv"]
     return Cost(num_bytes=2 * num_bytes(qkv), flops=7 * qkv.numel())
 
@@ -237,140 +119,79 @@ def qk_norm_cost(case: Case) -> Cost:
 # --- attention -----------------------------------------------------------------------------------
 
 
-def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _attention_case(
-            dtype,
-            generator,
-            lengths=lengths,
-            counts=counts,
-            max_run=max_run,
-            shape=PagedShape(kv_heads=kv_heads, group=group, block_size=block_size),
-            head_dim=head_dim,
-        )
-        for lengths, counts, max_run, kv_heads, group, head_dim, block_size in (
-            ((150,), (4,), 4, 1, 6, 128, 16),
-            ((66, 130, 0, 2, 520), (2, 4, 0, 1, 4), 4, 2, 3, 12, 5),
-            ((200, 65, 1, 70), (3, 1, 1, 2), 3, 1, 16, 20, 16),
-        )
-    ] + [
-        _attention_case(
-            dtype,
-            generator,
-            lengths=lengths,
-            counts=(1,) * len(lengths),
-            shape=PagedShape(kv_heads=kv_heads, group=group, block_size=block_size),
-            head_dim=head_dim,
-        )
-        for lengths, kv_heads, group, head_dim, block_size in (
-            ((1,), 1, 1, 8, 16),
-            ((100,), 1, 1, 8, 16),
-            ((150,), 1, 4, 128, 16),
-            ((5, 130, 1, 520), 2, 3, 12, 5),
-            ((16, 32, 31), 1, 12, 20, 16),
-        )
-    ]
+# lengths, queries, KV heads, group, width of a head, block size
+_DECODE_SMALL = (
+    ((1,), 1, 1, 8, 16),
+    ((100,), 1, 1, 8, 16),
+    ((150,), 1, 4, 128, 16),
+    ((5, 130, 1, 520), 2, 3, 12, 5),
+    ((16, 32, 31), 1, 12, 20, 16),
+)
+_RUNS_SMALL = (
+    ((150,), (4,), 1, 6, 128, 16, None, 4),
+    ((66, 130, 0, 2, 520), (2, 4, 0, 1, 4), 2, 3, 12, 5, None, 4),
+    ((200, 65, 1, 70), (3, 1, 1, 2), 1, 16, 20, 16, None, 3),
+)
+_PREFILL_SMALL = (
+    ((1,), (1,), 1, 1, 8, 16),
+    ((70,), (70,), 1, 3, 32, 16),
+    ((147, 3, 38), (70, 3, 33), 2, 2, 12, 5),
+    ((529, 2), (9, 2), 1, 1, 20, 16),
+    ((130, 64, 41), (1, 64, 11), 2, 6, 16, 16),
+)
+# Shards of MiniMax-M2 (8, 4, 2 KV heads) and of MiniMax-M3's dense layers (4 and 1): one to a
+# hundred sequences with padding, a very long one, and ones with three draft tokens.
+_UNEVEN = [1 + 37 * i % 2200 for i in range(99)] + [0]
+_DECODE_WIDE = (
+    ([1064], 2, 6, 128, 16),
+    ([1064], 8, 6, 128, 64),
+    ([1064] * 16, 2, 6, 128, 16),
+    ([1064] * 100, 8, 6, 128, 64),
+    (_UNEVEN, 4, 6, 128, 32),
+    ([5, 60_000, 0, 300], 2, 6, 128, 16),
+    ([1064] * 100, 2, 6, 128, 16, FP8),
+    (_UNEVEN, 8, 6, 128, 64, FP8),
+    ([1064], 1, 16, 128, 128, FP8),
+    ([1064] * 16, 4, 16, 128, 128),
+    (_UNEVEN, 4, 16, 128, 128, FP8),
+)
+_RUNS_WIDE = tuple(
+    ([length] * count, [4] * count, kv_heads, group, 128, block_size, cache_dtype, 4)
+    for length, count, kv_heads, group, block_size, cache_dtype in (
+        (1064, 1, 2, 6, 64, None),
+        (8064, 1, 2, 6, 64, None),
+        (8064, 16, 2, 6, 64, None),
+        (8064, 16, 2, 6, 64, FP8),
+        (1064, 100, 2, 6, 64, None),
+        (8064, 16, 8, 6, 64, None),
+        (1064, 64, 8, 6, 64, FP8),
+        (8064, 4, 1, 16, 128, FP8),
+    )
+)
+_PREFILL_WIDE = (
+    ([1000] * 8, [1000] * 8, 2, 6, 128, 16),
+    ([6000, 1, 777, 129], [2000, 1, 777, 65], 2, 6, 128, 64),
+    ([1000, 300], [1000, 7], 8, 6, 128, 32),
+    ([1000] * 4, [1000] * 4, 4, 6, 128, 16, FP8),
+    ([1064] * 96 + [1000] * 8, [1] * 96 + [1000] * 8, 8, 6, 128, 64, FP8),
+)
 
 
-def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _attention_case(
-            dtype,
-            generator,
-            lengths=[start + count for start, count in zip(starts, counts, strict=True)],
-            counts=counts,
-            shape=PagedShape(kv_heads=kv_heads, group=group, block_size=block_size),
-            head_dim=head_dim,
-        )
-        for starts, counts, kv_heads, group, head_dim, block_size in (
-            ((0,), (1,), 1, 1, 8, 16),
-            ((0,), (70,), 1, 3, 32, 16),
-            ((77, 0, 5), (70, 3, 33), 2, 2, 12, 5),
-            ((520, 0), (9, 2), 1, 1, 20, 16),
-            ((129, 0, 30), (1, 64, 11), 2, 6, 16, 16),
-        )
-    ]
-
-
-def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Shards of MiniMax-M2 (8, 4, 2 KV heads) and of MiniMax-M3's dense layers (4 and 1).
-
-    One to a hundred sequences with padding, a very long one, and ones with three draft tokens.
-    """
-    uneven = [1 + 37 * i % 2200 for i in range(99)] + [0]
-    return [
-        _attention_case(
-            dtype,
-            generator,
-            lengths=[length] * count,
-            counts=[4] * count,
-            max_run=4,
-            shape=PagedShape(kv_heads, group, block_size),
-            cache_dtype=cache_dtype,
-        )
-        for length, count, kv_heads, group, block_size, cache_dtype in (
-            (1064, 1, 2, 6, 64, None),
-            (8064, 1, 2, 6, 64, None),
-            (8064, 16, 2, 6, 64, None),
-            (8064, 16, 2, 6, 64, FP8),
-            (1064, 100, 2, 6, 64, None),
-            (8064, 16, 8, 6, 64, None),
-            (1064, 64, 8, 6, 64, FP8),
-            (8064, 4, 1, 16, 128, FP8),
-        )
-    ] + [
-        _attention_case(
-            dtype,
-            generator,
-            lengths=lengths,
-            counts=(1,) * len(lengths),
-            shape=PagedShape(kv_heads, group, block_size),
-            cache_dtype=cache_dtype,
-        )
-        for lengths, kv_heads, group, block_size, cache_dtype in (
-            ([1064], 2, 6, 16, None),
-            ([1064], 8, 6, 64, None),
-            ([1064] * 16, 2, 6, 16, None),
-            ([1064] * 100, 8, 6, 64, None),
-            (uneven, 4, 6, 32, None),
-            ([5, 60_000, 0, 300], 2, 6, 16, None),
-            ([1064] * 100, 2, 6, 16, FP8),
-            (uneven, 8, 6, 64, FP8),
-            ([1064], 1, 16, 128, FP8),
-            ([1064] * 16, 4, 16, 128, None),
-            (uneven, 4, 16, 128, FP8),
-        )
-    ]
-
-
-def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _attention_case(
-            dtype,
-            generator,
-            lengths=lengths,
-            counts=counts,
-            shape=PagedShape(kv_heads=kv_heads, group=6, block_size=block_size),
-            cache_dtype=cache_dtype,
-        )
-        for lengths, counts, kv_heads, block_size, cache_dtype in (
-            ([1000] * 8, [1000] * 8, 2, 16, None),
-            ([6000, 1, 777, 129], [2000, 1, 777, 65], 2, 64, None),
-            ([1000, 300], [1000, 7], 8, 32, None),
-            ([1000] * 4, [1000] * 4, 4, 16, FP8),
-            ([1064] * 96 + [1000] * 8, [1] * 96 + [1000] * 8, 8, 64, FP8),
-        )
-    ]
+def _decode_case(
+    dtype: torch.dtype, generator: torch.Generator, lengths: Sequence[int], *sizes: Any
+) -> Case:
+    return _attention_case(dtype, generator, lengths, (1,) * len(lengths), *sizes)
 
 
 def _attention_case(
     dtype: torch.dtype,
     generator: torch.Generator,
-    *,
     lengths: Sequence[int],
     counts: Sequence[int],
-    shape: PagedShape,
-    head_dim: int = 128,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
     cache_dtype: torch.dtype | None = None,
     max_run: int = 0,
 ) -> Case:
@@ -379,7 +200,7 @@ def _attention_case(
     With `max_run` they are decodes with draft tokens and padding. An FP8 cache has scales other
     than 1.
     """
-    heads = shape.kv_heads * shape.group
+    shape, heads = PagedShape(kv_heads, group, block_size), kv_heads * group
     num_queries = max_run * len(lengths) or sum(counts)
     tensors = {
         "q": randn(num_queries, heads, head_dim, dtype=dtype, generator=generator),
@@ -390,16 +211,15 @@ def _attention_case(
         numbers["max_run"] = max_run
     if cache_dtype == FP8:
         numbers["kv_scales"] = (0.5, 2.0)
-    tokens = (
-        f"lengths={list(lengths)}"
-        if len(lengths) < 5
-        else f"{len(lengths)} sequences of {sum(lengths)} tokens"
-    )
-    sizes = (
-        f"kv_heads={shape.kv_heads} group={shape.group} head_dim={head_dim} "
-        f"block_size={shape.block_size}"
-    )
+    tokens = describe_lengths(lengths)
+    sizes = f"{kv_heads=} {group=} {head_dim=} {block_size=}"
     return Case(f"{tokens} queries={num_queries} {sizes} {cache_dtype or dtype}", tensors, numbers)
+
+
+def describe_lengths(lengths: Sequence[int]) -> str:
+    if len(lengths) < 5:
+        return f"lengths={list(lengths)}"
+    return f"{len(lengths)} sequences of {sum(lengths)} tokens"
 
 
 def paged_caches(
@@ -481,12 +301,27 @@ def attention_cost(case: Case) -> Cost:
     )
 
 
+def _norm_cases(apply: Apply, small: Rows, wide: Rows, **fixed: bool) -> OpCases:
+    small_cases, wide_cases = (table(_norm_case, rows, **fixed) for rows in (small, wide))
+    return OpCases(small_cases, apply, norm_cost, wide_cases)
+
+
 CASES = {
-    QK_NORM_ROPE_WRITE: OpCases(qk_norm_small, apply_qk_norm, qk_norm_cost, qk_norm_full_size),
-    HEAD_NORM_ROPE_WRITE: OpCases(
-        head_norm_small, apply_head_norm, qk_norm_cost, head_norm_full_size
+    QK_NORM_ROPE_WRITE: _norm_cases(partial(apply_norm, ranks=1), _QK_NORM_SMALL, _QK_NORM_WIDE),
+    HEAD_NORM_ROPE_WRITE: _norm_cases(
+        apply_norm, _HEAD_NORM_SMALL, _HEAD_NORM_WIDE, norm_per_head=True
     ),
-    ROPE_WRITE: OpCases(rope_small, apply_rope, qk_norm_cost, rope_full_size),
-    DECODE: OpCases(decode_small, apply_attention, attention_cost, decode_full_size),
-    PREFILL: OpCases(prefill_small, apply_attention, attention_cost, prefill_full_size),
+    ROPE_WRITE: _norm_cases(partial(apply_norm, has_norm=False), _ROPE_SMALL, _ROPE_WIDE),
+    DECODE: OpCases(
+        both(table(_attention_case, _RUNS_SMALL), table(_decode_case, _DECODE_SMALL)),
+        apply_attention,
+        attention_cost,
+        both(table(_attention_case, _RUNS_WIDE), table(_decode_case, _DECODE_WIDE)),
+    ),
+    PREFILL: OpCases(
+        table(_attention_case, _PREFILL_SMALL),
+        apply_attention,
+        attention_cost,
+        table(_attention_case, _PREFILL_WIDE),
+    ),
 }

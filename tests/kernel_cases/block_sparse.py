@@ -30,8 +30,8 @@ from negamax.kernels.block_sparse.selection import (
 from negamax.kernels.kvcache.op import FP8, KvCache, cache_rows
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.rotary import cos_sin, signed_frequencies
-from tests.kernel_cases.attention import cache_of, paged_caches, run_metadata
-from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
+from tests.kernel_cases.attention import cache_of, describe_lengths, paged_caches, run_metadata
+from tests.kernel_cases.case import Case, Cost, OpCases, Rows, num_bytes, randn, table
 
 # MiniMax-M3 on one of four ranks, and on one GPU.
 M3 = SparseShape(kv_heads=1, group=16, block_size=128, sparse_block_size=128, topk_blocks=16)
@@ -41,53 +41,24 @@ WHOLE, SHARD = IndexShard(), IndexShard(rank=3, ranks=4, heads=4, first_head=3)
 # --- norms, rope, cache write --------------------------------------------------------------------
 
 
-def norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _norm_case(
-            dtype,
-            generator,
-            num_tokens=num_tokens,
-            heads=(heads, kv_heads),
-            widths=(head_dim, index_dim),
-            rotary_dim=rotary_dim,
-            cache=(4, 8),
-            shard=shard,
-        )
-        for num_tokens, heads, kv_heads, head_dim, index_dim, rotary_dim, shard in (
-            (0, 2, 1, 16, 16, 8, WHOLE),
-            (1, 16, 1, 128, 128, 64, WHOLE),
-            (5, 6, 3, 20, 12, 10, WHOLE),
-            (9, 4, 2, 16, 12, 8, IndexShard(rank=1, ranks=3, heads=6, first_head=2)),
-        )
-    ]
-
-
-def norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _norm_case(
-            dtype,
-            generator,
-            num_tokens=num_tokens,
-            heads=(16 * kv_heads, kv_heads),
-            widths=(128, 128),
-            rotary_dim=64,
-            cache=(32, 128),
-            cache_dtype=cache_dtype,
-            shard=shard,
-        )
-        for num_tokens, kv_heads, cache_dtype, shard in (
-            (1, 1, None, WHOLE),
-            (100, 4, None, WHOLE),
-            (3001, 1, None, WHOLE),
-            (100, 1, FP8, SHARD),
-        )
-    ]
+# tokens, (heads, KV heads), (width of a head, of an index head), rotated columns
+_NORM_SMALL = (
+    (0, (2, 1), (16, 16), 8, (4, 8)),
+    (1, (16, 1), (128, 128), 64, (4, 8)),
+    (5, (6, 3), (20, 12), 10, (4, 8)),
+    (9, (4, 2), (16, 12), 8, (4, 8), None, IndexShard(rank=1, ranks=3, heads=6, first_head=2)),
+)
+_NORM_WIDE = (
+    (1, (16, 1), (128, 128), 64, (32, 128)),
+    (100, (64, 4), (128, 128), 64, (32, 128)),
+    (3001, (16, 1), (128, 128), 64, (32, 128)),
+    (100, (16, 1), (128, 128), 64, (32, 128), FP8, SHARD),
+)
 
 
 def _norm_case(
     dtype: torch.dtype,
     generator: torch.Generator,
-    *,
     num_tokens: int,
     heads: tuple[int, int],
     widths: tuple[int, int],
@@ -111,9 +82,7 @@ def _norm_case(
         "index_cache": normal(-(-num_blocks // shard.ranks), 1, block_size, index_dim, dtype=dtype),
         "slots": torch.randperm(num_blocks * block_size, **on_device)[:num_tokens],
     }
-    numbers: dict[str, Any] = {
-        "heads": own, "rotary_dim": rotary_dim, "shard": shard,
-    }  # fmt: skip
+    numbers: dict[str, Any] = {"heads": own, "rotary_dim": rotary_dim, "shard": shard}
     label = f"T={num_tokens} heads={own} kv_heads={kv} widths={widths} rotary_dim={rotary_dim}"
     if shard.ranks > 1:
         label += f" index keys of rank {shard.rank} of {shard.ranks}"
@@ -170,43 +139,15 @@ _PREFILL = (
 )
 
 
-def select_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    small = (*_DECODE, *_PREFILL)
-    cases = (
-        *((case, None, 0) for case in small),
-        (small[-1], FP8, 0),
-        *((case, None, _MAX_RUN) for case in _RUNS),
-    )
-    return [
-        _select_case(
-            dtype, generator, lengths, counts, _shape(sizes),
-            width=sizes[2], cache_dtype=cache, max_run=max_run,
-        )
-        for (lengths, counts, sizes), cache, max_run in cases
-    ]  # fmt: skip
+def _rows(cases: Rows, *rest: Any) -> Rows:
+    """Return lengths, queries, shape and width of small cases, and `rest`."""
+    for lengths, counts, (kv_heads, group, width, *of_blocks) in cases:
+        yield lengths, counts, SparseShape(kv_heads, group, *of_blocks), width, *rest
 
 
-def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    cases = (*((case, 0) for case in _DECODE), *((case, _MAX_RUN) for case in _RUNS))
-    return [
-        _attention_case(
-            dtype, generator, lengths, counts, _shape(sizes), width=sizes[2], max_run=max_run
-        )
-        for (lengths, counts, sizes), max_run in cases
-    ]
-
-
-def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _attention_case(dtype, generator, lengths, counts, _shape(sizes), width=sizes[2])
-        for lengths, counts, sizes in _PREFILL
-    ]
-
-
-def _shape(sizes: tuple[int, ...]) -> SparseShape:
-    kv_heads, group, _, *of_blocks = sizes
-    return SparseShape(kv_heads, group, *of_blocks)
-
+_DECODE_SMALL = (*_rows(_DECODE), *_rows(_RUNS, None, _MAX_RUN))
+_PREFILL_SMALL = tuple(_rows(_PREFILL))
+_SELECT_SMALL = (*_rows((*_DECODE, *_PREFILL)), *_rows(_PREFILL[-1:], FP8), *_DECODE_SMALL[-2:])
 
 # MiniMax-M3's shard on one of four ranks: contexts of 1k to 1M tokens, padding, rows that verify
 # three draft tokens, whole prompts and chunks on a prefix.
@@ -227,37 +168,28 @@ _PREFILL_FULL = (
 )
 
 
-def select_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    decodes = (
-        (lengths, [1] * len(lengths), cache)
-        for lengths, cache in (*_DECODE_FULL, ([48_000, 200_001], FP8), ([1_000_000], FP8))
-    )
-    return [
-        _select_case(dtype, generator, lengths, counts, M3, cache_dtype=cache)
-        for lengths, counts, cache in (*decodes, *_PREFILL_FULL)
-    ] + [
-        _select_case(dtype, generator, [32_000] * 4, [1] * 4, M3_WHOLE),
-        _select_case(dtype, generator, *_RUNS_FULL, M3, max_run=_MAX_RUN),
-    ]
+def _decodes(rows: Rows, shape: SparseShape) -> Rows:
+    for lengths, cache_dtype in rows:
+        yield lengths, [1] * len(lengths), shape, 128, cache_dtype
 
 
-def select_shard_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [_sharded(case, rank=1, ranks=3) for case in select_small(dtype, generator)]
+def _prefills(shape: SparseShape) -> Rows:
+    for lengths, counts, cache_dtype in _PREFILL_FULL:
+        yield lengths, counts, shape, 128, cache_dtype
 
 
-def select_shard_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    decodes = ((lengths, [1] * len(lengths), cache) for lengths, cache in _DECODE_FULL)
-    return [
-        _sharded(
-            _select_case(dtype, generator, lengths, counts, M3_WHOLE, cache_dtype=cache),
-            rank=3,
-            ranks=4,
-        )
-        for lengths, counts, cache in (*decodes, ([1_000_000], [1], FP8), *_PREFILL_FULL)
-    ]
+_M3_RUNS = ([32_000] * 4, [1] * 4, M3_WHOLE), (*_RUNS_FULL, M3, 128, None, _MAX_RUN)
+_ONE_LONG = ([1_000_000], FP8)
+_SELECT_WIDE = (
+    *_decodes((*_DECODE_FULL, ([48_000, 200_001], FP8), _ONE_LONG), M3), *_prefills(M3), *_M3_RUNS
+)  # fmt: skip
+_SELECT_SHARD_WIDE = (*_decodes((*_DECODE_FULL, _ONE_LONG), M3_WHOLE), *_prefills(M3_WHOLE))
 
 
-def _sharded(case: Case, *, rank: int, ranks: int) -> Case:
+def _select_shard_case(
+    dtype: torch.dtype, generator: torch.Generator, *row: Any, rank: int, ranks: int
+) -> Case:
+    case = _select_case(dtype, generator, *row)
     cache, shape = case.tensors["index_cache"], case.numbers["shape"]
     own = cache[: -(-len(cache) // ranks)]  # any block
     shape = replace(shape, shard=IndexShard(rank, ranks, shape.kv_heads))
@@ -265,26 +197,16 @@ def _sharded(case: Case, *, rank: int, ranks: int) -> Case:
     return Case(label, case.tensors | {"index_cache": own}, case.numbers | {"shape": shape})
 
 
-def merge_shards_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _merge_case(generator, lengths, counts, replace(shape, shard=shard))
-        for lengths, counts, sizes in (*_DECODE, *_PREFILL)
-        for shape in (_shape(sizes),)
-        for shard in (IndexShard(0, 3, 2 * shape.kv_heads, shape.kv_heads),)
-    ]
-
-
-def merge_shards_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    decodes = ((lengths, [1] * len(lengths), cache) for lengths, cache in _DECODE_FULL)
-    return [
-        _merge_case(generator, lengths, counts, replace(M3, shard=SHARD))
-        for lengths, counts, _ in (*decodes, *_PREFILL_FULL)
-    ]
-
-
 def _merge_case(
-    generator: torch.Generator, lengths: Sequence[int], counts: Sequence[int], shape: SparseShape
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    shape: SparseShape,
+    *_: Any,
+    shard: IndexShard | None = None,
 ) -> Case:
+    shape = replace(shape, shard=shard or IndexShard(0, 3, 2 * shape.kv_heads, shape.kv_heads))
     ranks, heads = shape.shard.ranks, shape.index_heads
     num_blocks = -(-max(lengths) // shape.sparse_block_size)
     scores = randn(sum(counts), heads, num_blocks, dtype=torch.float32, generator=generator)
@@ -303,30 +225,12 @@ def _merge_case(
     )
 
 
-def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _attention_case(dtype, generator, lengths, [1] * len(lengths), M3, cache_dtype=cache)
-        for lengths, cache in _DECODE_FULL
-    ] + [
-        _attention_case(dtype, generator, [32_000] * 4, [1] * 4, M3_WHOLE),
-        _attention_case(dtype, generator, *_RUNS_FULL, M3, max_run=_MAX_RUN),
-    ]
-
-
-def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _attention_case(dtype, generator, lengths, counts, M3, cache_dtype=cache)
-        for lengths, counts, cache in _PREFILL_FULL
-    ] + [_attention_case(dtype, generator, [8192], [2048], M3_WHOLE)]
-
-
 def _select_case(
     dtype: torch.dtype,
     generator: torch.Generator,
     lengths: Sequence[int],
     counts: Sequence[int],
     shape: SparseShape,
-    *,
     width: int = 128,
     cache_dtype: torch.dtype | None = None,
     max_run: int = 0,
@@ -352,7 +256,6 @@ def _attention_case(
     lengths: Sequence[int],
     counts: Sequence[int],
     shape: SparseShape,
-    *,
     width: int = 128,
     cache_dtype: torch.dtype | None = None,
     max_run: int = 0,
@@ -403,13 +306,8 @@ def _label(
     *,
     max_run: int = 0,
 ) -> str:
-    tokens = (
-        f"lengths={list(lengths)}"
-        if len(lengths) < 5
-        else f"{len(lengths)} sequences of {sum(lengths)} tokens"
-    )
     return (
-        f"{tokens} queries={sum(counts)}{' with drafts' if max_run else ''} "
+        f"{describe_lengths(lengths)} queries={sum(counts)}{' with drafts' if max_run else ''} "
         f"kv_heads={shape.kv_heads} group={shape.group} "
         f"width={width} block_size={shape.block_size} top {shape.topk_blocks} of "
         f"{shape.sparse_block_size} {dtype}"
@@ -508,16 +406,37 @@ def attention_cost(case: Case) -> Cost:
 
 
 CASES = {
-    BLOCK_SPARSE_NORM_ROPE_WRITE: OpCases(norm_small, apply_norm, norm_cost, norm_full_size),
-    BLOCK_SPARSE_SELECT: OpCases(select_small, apply_select, select_cost, select_full_size),
+    BLOCK_SPARSE_NORM_ROPE_WRITE: OpCases(
+        table(_norm_case, _NORM_SMALL), apply_norm, norm_cost, table(_norm_case, _NORM_WIDE)
+    ),
+    BLOCK_SPARSE_SELECT: OpCases(
+        table(_select_case, _SELECT_SMALL),
+        apply_select,
+        select_cost,
+        table(_select_case, _SELECT_WIDE),
+    ),
     BLOCK_SPARSE_SELECT_SHARD: OpCases(
-        select_shard_small, apply_select_shard, select_cost, select_shard_full_size
+        table(_select_shard_case, _SELECT_SMALL, rank=1, ranks=3),
+        apply_select_shard,
+        select_cost,
+        table(_select_shard_case, _SELECT_SHARD_WIDE, rank=3, ranks=4),
     ),
     BLOCK_SPARSE_MERGE_SHARDS: OpCases(
-        merge_shards_small, apply_merge_shards, merge_cost, merge_shards_full_size
+        table(_merge_case, (*_DECODE_SMALL[:4], *_PREFILL_SMALL)),
+        apply_merge_shards,
+        merge_cost,
+        table(_merge_case, (*_decodes(_DECODE_FULL, M3), *_prefills(M3)), shard=SHARD),
     ),
-    BLOCK_SPARSE_DECODE: OpCases(decode_small, apply_attention, attention_cost, decode_full_size),
+    BLOCK_SPARSE_DECODE: OpCases(
+        table(_attention_case, _DECODE_SMALL),
+        apply_attention,
+        attention_cost,
+        table(_attention_case, (*_decodes(_DECODE_FULL, M3), *_M3_RUNS)),
+    ),
     BLOCK_SPARSE_PREFILL: OpCases(
-        prefill_small, apply_attention, attention_cost, prefill_full_size
+        table(_attention_case, _PREFILL_SMALL),
+        apply_attention,
+        attention_cost,
+        table(_attention_case, (*_prefills(M3), ([8192], [2048], M3_WHOLE))),
     ),
 }

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.attention.metadata import CacheShard
+from negamax.kernels.attention.op import DECODE, PREFILL
+from negamax.kernels.block_sparse.op import BLOCK_SPARSE_DECODE, BLOCK_SPARSE_PREFILL
 from negamax.kernels.block_sparse.selection import BlockSelection
 from negamax.kernels.cache_shards.op import (
     MERGE_PARTIALS,
@@ -21,7 +23,7 @@ from negamax.kernels.op import AnyKernel
 from tests.kernel_cases import attention as dense
 from tests.kernel_cases import block_sparse as sparse
 from tests.kernel_cases.attention import cache_of
-from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
+from tests.kernel_cases.case import Apply, Case, Cost, OpCases, num_bytes, randn, table
 
 # --- where tokens lie ----------------------------------------------------------------------------
 
@@ -70,40 +72,22 @@ def _of_rank(cases: Iterable[Case], *, rank: int, ranks: int) -> list[Case]:
     return found
 
 
-def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    whole = dense.decode_small(dtype, generator)
-    return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole[-3:], rank=0, ranks=4)
+def _parts(whole: OpCases, apply: Apply, others: slice, ranks: int) -> OpCases:
+    """Return the cases of a rank of two; small ones also of `others` on a rank of `ranks`."""
 
+    def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+        cases = whole.small(dtype, generator)
+        return _of_rank(cases, rank=1, ranks=2) + _of_rank(cases[others], rank=0, ranks=ranks)
 
-def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return _of_rank(dense.decode_full_size(dtype, generator), rank=1, ranks=2)
+    def wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+        return _of_rank(whole.wide(dtype, generator), rank=1, ranks=2)
 
+    def cost(case: Case) -> Cost:
+        of_all, rows = whole.cost(case), 2 * num_bytes(case.tensors["q"])
+        ranks = case.numbers["shape"].cache.ranks
+        return Cost((of_all.num_bytes - rows) // ranks + rows, of_all.flops // ranks)
 
-def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    whole = dense.prefill_small(dtype, generator)
-    return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole, rank=0, ranks=3)
-
-
-def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return _of_rank(dense.prefill_full_size(dtype, generator), rank=1, ranks=2)
-
-
-def sparse_decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    whole = sparse.decode_small(dtype, generator)
-    return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole[1:3], rank=0, ranks=3)
-
-
-def sparse_decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return _of_rank(sparse.decode_full_size(dtype, generator), rank=1, ranks=2)
-
-
-def sparse_prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    whole = sparse.prefill_small(dtype, generator)
-    return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole[2:], rank=0, ranks=3)
-
-
-def sparse_prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return _of_rank(sparse.prefill_full_size(dtype, generator), rank=1, ranks=2)
+    return OpCases(small, apply, cost, wide)
 
 
 def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
@@ -119,33 +103,12 @@ def apply_sparse_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     return found.out, found.lse
 
 
-def attention_cost(case: Case) -> Cost:
-    return _part(dense.attention_cost(case), case)
-
-
-def sparse_attention_cost(case: Case) -> Cost:
-    return _part(sparse.attention_cost(case), case)
-
-
-def _part(whole: Cost, case: Case) -> Cost:
-    ranks, rows = case.numbers["shape"].cache.ranks, 2 * num_bytes(case.tensors["q"])
-    return Cost((whole.num_bytes - rows) // ranks + rows, whole.flops // ranks)
-
-
 # --- merge ---------------------------------------------------------------------------------------
 
 
-def merge_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _merge_case(dtype, generator, *sizes)
-        for sizes in ((1, 2, 2, 1, 1, 8), (5, 2, 6, 0, 3, 20), (9, 4, 8, 6, 2, 128))
-    ]
-
-
-def merge_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _merge_case(dtype, generator, num_tokens, 2, 16, 8, 8, 128) for num_tokens in (1, 64, 8192)
-    ]
+# tokens, ranks, heads, first and number of this rank's, width
+_MERGE_SMALL = ((1, 2, 2, 1, 1, 8), (5, 2, 6, 0, 3, 20), (9, 4, 8, 6, 2, 128))
+_MERGE_WIDE = tuple((num_tokens, 2, 16, 8, 8, 128) for num_tokens in (1, 64, 8192))
 
 
 def _merge_case(
@@ -183,18 +146,18 @@ def merge_cost(case: Case) -> Cost:
     return Cost(num_bytes=share + share // len(out), flops=2 * out.numel() * count // lse.shape[2])
 
 
+_EVERY = slice(None)
 CASES = {
     OWN_ROWS: OpCases(own_rows_small, apply_own_rows, own_rows_cost),
-    PARTIAL_DECODE: OpCases(decode_small, apply_attention, attention_cost, decode_full_size),
-    PARTIAL_PREFILL: OpCases(prefill_small, apply_attention, attention_cost, prefill_full_size),
-    PARTIAL_SPARSE_DECODE: OpCases(
-        sparse_decode_small, apply_sparse_attention, sparse_attention_cost, sparse_decode_full_size
+    PARTIAL_DECODE: _parts(dense.CASES[DECODE], apply_attention, slice(-3, None), 4),
+    PARTIAL_PREFILL: _parts(dense.CASES[PREFILL], apply_attention, _EVERY, 3),
+    PARTIAL_SPARSE_DECODE: _parts(
+        sparse.CASES[BLOCK_SPARSE_DECODE], apply_sparse_attention, slice(1, 3), 3
     ),
-    PARTIAL_SPARSE_PREFILL: OpCases(
-        sparse_prefill_small,
-        apply_sparse_attention,
-        sparse_attention_cost,
-        sparse_prefill_full_size,
+    PARTIAL_SPARSE_PREFILL: _parts(
+        sparse.CASES[BLOCK_SPARSE_PREFILL], apply_sparse_attention, slice(2, None), 3
     ),
-    MERGE_PARTIALS: OpCases(merge_small, apply_merge, merge_cost, merge_full_size),
+    MERGE_PARTIALS: OpCases(
+        table(_merge_case, _MERGE_SMALL), apply_merge, merge_cost, table(_merge_case, _MERGE_WIDE)
+    ),
 }

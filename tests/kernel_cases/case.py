@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,8 @@ class Case:
 
 
 Make = Callable[[torch.dtype, torch.Generator], list[Case]]
+Apply = Callable[[AnyKernel, Case], tuple[Tensor, ...]]
+Rows = Iterable[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,19 @@ class OpCases:
     """
 
     small: Make
-    apply: Callable[[AnyKernel, Case], tuple[Tensor, ...]]
+    apply: Apply
     cost: Callable[[Case], Cost]
     wide: Make = lambda dtype, generator: []
+
+
+def table(make: Callable[..., Case], rows: Rows, **fixed: Any) -> Make:
+    """Return a maker of the cases `make(dtype, generator, *row, **fixed)`."""
+    return lambda dtype, generator: [make(dtype, generator, *row, **fixed) for row in rows]
+
+
+def both(*makers: Make) -> Make:
+    """Return a maker of the cases of all `makers`."""
+    return lambda dtype, generator: [case for make in makers for case in make(dtype, generator)]
 
 
 def num_bytes(*tensors: Tensor) -> int:
