@@ -1,16 +1,17 @@
-"""Model lookup: folders, nano and hub ids. Downloads use the real client and a local hub."""
+"""Model lookup: folders, nano and hub ids. Downloads use the real clients and local hubs."""
 
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_hub import COMMIT, TinyHub, tiny_hub
+from hub_servers import COMMIT, TinyHub, TinyModelScope, serve
 
 from negamax.base.errors import ConfigError
 from negamax.checkpoint import huggingface
@@ -34,81 +35,100 @@ FILES = {
 }
 
 
+KEPT = {
+    "config.json", "tokenizer.json", "chat_template.jinja", "model-00000-of-00001.safetensors",
+    "quant_model_description.json", "optional/quarot.safetensors",
+}  # fmt: skip
+
+
 @pytest.fixture
 def hub() -> Iterator[TinyHub]:
-    with tiny_hub(FILES) as hub:
+    with serve(TinyHub(FILES)) as hub:
         yield hub
+
+
+@pytest.fixture
+def modelscope() -> Iterator[TinyModelScope]:
+    with serve(TinyModelScope(FILES)) as server:
+        yield server
+
+
+def run_code(code: str, environment: Mapping[str, str], *arguments: object) -> tuple[str, str]:
+    """Return the output and the log of a subprocess: the clients read endpoints at import."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={**os.environ, **environment}, capture_output=True, check=True, text=True, timeout=120,
+    )  # fmt: skip
+    return done.stdout, done.stderr
 
 
 RESOLVE = """
 import sys
 from negamax.base.errors import NegamaxError
 from negamax.checkpoint.hub import resolve_model
-for argument in sys.argv[2:]:
+import negamax.base.progress
+negamax.base.progress.LOG_SECONDS = 0.0
+source, cache = sys.argv[1:3]
+for argument in sys.argv[3:]:
     model, _, revision = argument.partition("@")
     try:
-        print(resolve_model(model, revision or None, sys.argv[1].strip(".") or None))
+        print(resolve_model(model, revision or None, cache.strip(".") or None, source))
     except NegamaxError as error:
         print(type(error).__name__, error)
+assert "torch" not in sys.modules
 """
 
 
 def resolve_all(environment: Mapping[str, str], cache: Path, *models: str) -> list[str]:
-    """Return one line per model, the folder or the error, from a subprocess.
-
-    The client reads its endpoint at import.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", RESOLVE, str(cache), *models],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-        timeout=120,
-    )
-    return done.stdout.splitlines()
+    """Return one line per model: the folder or the error."""
+    return run_code(RESOLVE, environment, "huggingface", cache, *models)[0].splitlines()
 
 
-def files_in(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+def resolve_from_modelscope(
+    environment: Mapping[str, str], cache: Path, model: str = "lab/model"
+) -> tuple[str, str]:
+    """Return the folder or the error, and the log."""
+    environment = {"MODELSCOPE_CACHE": str(cache), **environment}
+    output, logged = run_code(RESOLVE, environment, "modelscope", "", model)
+    return output.strip(), logged
 
 
-def test_download_takes_weights_and_json_but_never_code_or_pickles(
-    hub: TinyHub, tmp_path: Path
-) -> None:
-    plain, pinned = resolve_all(hub.environment, tmp_path, "lab/model", f"lab/model@{COMMIT}")
-    folder = Path(plain)
-    assert plain == pinned and folder.is_relative_to(tmp_path)
-    kept = {
-        "config.json",
-        "tokenizer.json",
-        "chat_template.jinja",
-        "model-00000-of-00001.safetensors",
-        "quant_model_description.json",
-        "optional/quarot.safetensors",
-    }
-    assert files_in(folder) == kept
-    assert all((folder / name).read_bytes() == FILES[name] for name in kept)
-    assert set(hub.served) == kept
-    # Files in the cache are not fetched again and work offline.
+def assert_files(folder: Path) -> None:
+    """Check that the folder has weights and JSON, but never code or pickles."""
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert files == KEPT
+    assert all((folder / name).read_bytes() == FILES[name] for name in KEPT)
+
+
+def times_of(folder: Path) -> list[tuple[Path, int]]:
+    return [(path, path.lstat().st_mtime_ns) for path in sorted(folder.rglob("*"))]
+
+
+PROGRESS = r"fetching: [\d.]+ MiB of [\d.]+ MiB, .*/s, \d+ s left"
+
+
+def test_download_offline_start_and_progress(hub: TinyHub, tmp_path: Path) -> None:
+    home = {**hub.environment, "HF_HOME": str(tmp_path)}
+    output, logged = run_code(RESOLVE, home, "huggingface", ".", "lab/model", f"lab/model@{COMMIT}")
+    plain, pinned = output.splitlines()
+    assert plain == pinned and Path(plain).is_relative_to(tmp_path / "hub")
+    assert_files(Path(plain))
+    assert set(hub.served) == KEPT
+    lines = [line for line in logged.splitlines() if line.startswith("fetching: ")]
+    assert lines and all(re.fullmatch(PROGRESS, line) for line in lines)
+    # Files in the cache are not fetched again and work offline, also read-only.
     hub.served.clear()
-    assert resolve_all(hub.environment, tmp_path, "lab/model") == [plain]
-    assert resolve_all({**hub.environment, "HF_HUB_OFFLINE": "1"}, tmp_path, "lab/model") == [plain]
-    assert hub.served == []
-
-
-def test_download_without_a_terminal_logs_progress(hub: TinyHub, tmp_path: Path) -> None:
-    code = "import negamax.base.progress; negamax.base.progress.LOG_SECONDS = 0.0" + RESOLVE
-    command = [sys.executable, "-c", code, str(tmp_path), "lab/model"]
-    environment = {**os.environ, **hub.environment}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, check=True, text=True, timeout=120
-    )
-    lines = [line for line in done.stderr.splitlines() if line.startswith("fetching: ")]
-    assert lines and all(
-        re.fullmatch(r"fetching: [\d.]+ MiB of [\d.]+ MiB, .*/s, \d+ s left", line)
-        for line in lines
-    )
+    assert resolve_all(home, Path(), "lab/model") == [plain]
+    files = sorted(tmp_path.rglob("*"))
+    for path in files:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = times_of(tmp_path)
+    try:
+        assert resolve_all({**home, "HF_HUB_OFFLINE": "1"}, Path(), "lab/model") == [plain]
+        assert times_of(tmp_path) == before and hub.served == []
+    finally:
+        for path in files:
+            path.chmod(0o755)
 
 
 def test_hub_errors_are_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> None:
@@ -117,51 +137,36 @@ def test_hub_errors_are_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> 
         "lab/model@v9": ("at revision 'v9' does not exist on the hub", "check --revision"),
         "lab/gated": ("is gated on the hub", "hf auth login"),
         "lab/token": ("cannot be fetched: HfHubHTTPError", "check HF_TOKEN"),
-        "lab/ill": (
-            "the hub cannot be reached: HfHubHTTPError: Server error '500",
-            "check the network",
-        ),
+        "lab/ill": ("the hub cannot be reached: HfHubHTTPError: Server error '500", "the network"),
     }
     lines = resolve_all(hub.environment, tmp_path, *refused)
     for line, (model, words) in zip(lines, refused.items(), strict=True):
         assert line.startswith(f"ConfigError model {model.partition('@')[0]!r} "), line
         assert all(word in line for word in words), line
+    (tmp_path / "file").write_bytes(b"")
+    (line,) = resolve_all(hub.environment, tmp_path / "file", "lab/model")
+    assert line.startswith("ResourceError model 'lab/model' cannot be stored: ")
+    assert "--download-dir" in line
+    for offline in ({}, {"HF_HUB_OFFLINE": "1"}):
+        nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", **offline}
+        (line,) = resolve_all(nowhere, tmp_path, "lab/model")
+        words = "is not in the local cache and the hub cannot be reached"
+        assert line.startswith(f"ConfigError model 'lab/model' {words}")
+        assert "give a local folder" in line
 
 
 def test_interrupted_download_keeps_complete_files(hub: TinyHub, tmp_path: Path) -> None:
     hub.cuts = 100
-    (cut,) = resolve_all(hub.environment, tmp_path, "lab/cut")
-    assert cut.startswith("ConfigError model 'lab/cut' cannot be fetched: RemoteProtocolError: "), (
-        cut
-    )
-    assert "finished files are kept" in cut
+    (line,) = resolve_all(hub.environment, tmp_path, "lab/cut")
+    assert line.startswith("ConfigError model 'lab/cut' cannot be fetched: RemoteProtocolError: ")
+    assert "finished files are kept" in line
     hub.cuts = 0
     hub.served.clear()
     (folder,) = resolve_all(hub.environment, tmp_path, "lab/cut")
-    assert (Path(folder) / "tokenizer.json").read_bytes() == FILES["tokenizer.json"]
+    assert_files(Path(folder))
     assert set(hub.served) == {
         "tokenizer.json", "model-00000-of-00001.safetensors", "optional/quarot.safetensors"
     }  # fmt: skip
-
-
-def test_read_only_cache_is_used_offline(hub: TinyHub, tmp_path: Path) -> None:
-    home = {**hub.environment, "HF_HOME": str(tmp_path / "home")}
-    (folder,) = resolve_all(home, Path(), "lab/model")
-    assert Path(folder).is_relative_to(tmp_path / "home" / "hub")
-    files = sorted((tmp_path / "home").rglob("*"))
-    for path in files:
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    before = [(path, path.lstat().st_mtime_ns) for path in files]
-    hub.served.clear()
-    try:
-        assert resolve_all({**home, "HF_HUB_OFFLINE": "1"}, Path(), "lab/model") == [folder]
-        after = [
-            (path, path.lstat().st_mtime_ns) for path in sorted((tmp_path / "home").rglob("*"))
-        ]
-    finally:
-        for path in files:
-            path.chmod(0o755)
-    assert after == before and hub.served == []
 
 
 LOCATE = """
@@ -187,15 +192,8 @@ def test_weights_of_refused_or_synthetic_models_are_not_fetched(
 ) -> None:
     config = json.loads((EMBEDDED["nano"] / "config.json").read_text())
     config["quantization_config"]["quant_method"] = method
-    hub.files = {**FILES, "config.json": json.dumps(config).encode()}
-    done = subprocess.run(
-        [sys.executable, "-c", LOCATE, str(tmp_path), load_format],
-        env={**os.environ, **hub.environment},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    assert done.stdout.startswith(words)
+    hub.files["config.json"] = json.dumps(config).encode()
+    assert run_code(LOCATE, hub.environment, tmp_path, load_format)[0].startswith(words)
     assert "config.json" in hub.served and "model-00000-of-00001.safetensors" not in hub.served
 
 
@@ -250,34 +248,11 @@ huggingface.log_licence = asked
 for _ in range(2):
     hub.resolve_model("lab/model", None, "{tmp_path}")
 """
-    environment = {**os.environ, **hub.environment}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, check=True, text=True
-    )
-    (found,) = (each for each in done.stderr.splitlines() if each.startswith("licence of"))
+    output, logged = run_code(code, hub.environment)
+    (found,) = (each for each in logged.splitlines() if each.startswith("licence of"))
     assert found.startswith("licence of lab/model: not named on the model's card, see ")
-    assert "config.json" in done.stdout and "safetensors" not in done.stdout
+    assert "config.json" in output and "safetensors" not in output
     assert "model-00000-of-00001.safetensors" in hub.served
-
-
-def test_full_disk_is_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    (line,) = resolve_all(hub.environment, tmp_path / "file", "lab/model")
-    assert (
-        line.startswith("ResourceError model 'lab/model' cannot be stored: ")
-        and "--download-dir" in line
-    )
-
-
-def test_no_network_is_one_line_with_a_remedy(tmp_path: Path) -> None:
-    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    (unreachable,) = resolve_all(nowhere, tmp_path, "lab/model")
-    (offline,) = resolve_all({**nowhere, "HF_HUB_OFFLINE": "1"}, tmp_path, "lab/model")
-    for line in (unreachable, offline):
-        assert line.startswith(
-            "ConfigError model 'lab/model' is not in the local cache and the hub cannot be reached"
-        )
-        assert "give a local folder" in line
 
 
 def test_local_folders_and_embedded_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,24 +268,9 @@ def test_local_folders_and_embedded_models(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     "model",
-    [
-        "",
-        "nothing",
-        "/does/not/exist",
-        "./org/model",
-        "a/b/c",
-        "org/",
-        "/model",
-        "org/mo del",
-        "../x/y",
-        "a/..",
-        "-x/y",
-        "a/b\n",
-        "a\0b",
-        "~nobody-of-this-name/model",
-        "x" * 10_000,
-    ],
-)
+    ["", "nothing", "/does/not/exist", "./org/model", "a/b/c", "org/", "/model", "org/mo del",
+     "../x/y", "a/..", "-x/y", "a/b\n", "a\0b", "~nobody-of-this-name/model", "x" * 10_000],
+)  # fmt: skip
 def test_invalid_names_are_refused_without_asking_the_hub(model: str) -> None:
     with pytest.raises(ConfigError, match="is neither an existing folder, nor 'nano'") as caught:
         resolve_model(model)
@@ -322,3 +282,61 @@ def test_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(ConfigError, match="is a file; give the folder"):
         resolve_model(str(path))
+
+
+# --- ModelScope -----------------------------------------------------------------------------------
+
+
+def test_modelscope_download_offline_start_and_updated_branch(
+    modelscope: TinyModelScope, tmp_path: Path
+) -> None:
+    line, logged = resolve_from_modelscope(modelscope.environment, tmp_path)
+    folder = Path(line)
+    assert folder.is_relative_to(tmp_path)
+    assert_files(folder)
+    # The licence is logged before weights are requested; the client logs nothing.
+    *others, licence, one, other = modelscope.served
+    assert {*others, one, other} == KEPT and licence == "licence"
+    assert {one, other} == {"model-00000-of-00001.safetensors", "optional/quarot.safetensors"}
+    (said,) = (each for each in logged.splitlines() if not re.fullmatch(PROGRESS, each))
+    assert said == f"licence of lab/model: lab-1, see {modelscope.endpoint}/models/lab/model"
+    assert re.match(PROGRESS, logged)
+    # Files in the cache are not fetched again; offline, no request is made.
+    modelscope.served.clear()
+    assert resolve_from_modelscope(modelscope.environment, tmp_path) == (line, "")
+    before = times_of(tmp_path)
+    offline = {**modelscope.environment, "HF_HUB_OFFLINE": "1"}
+    assert resolve_from_modelscope(offline, tmp_path) == (line, "")
+    assert modelscope.served == [] and times_of(tmp_path) == before
+    # A file of the same size, committed later.
+    modelscope.files["config.json"] = changed = FILES["config.json"].replace(b"m2", b"m3")
+    modelscope.changed = int(time.time()) + 1000
+    assert resolve_from_modelscope(modelscope.environment, tmp_path)[0] == line
+    assert modelscope.served == ["config.json", "licence"]
+    assert (folder / "config.json").read_bytes() == changed
+
+
+def test_modelscope_errors_are_one_line_with_a_remedy(
+    modelscope: TinyModelScope, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for cache, model, offline, words in (
+        ("", "lab/nothing", {}, "ConfigError model 'lab/nothing' is not on ModelScope, or private"),
+        ("", "lab/model", {"HF_HUB_OFFLINE": "1"},
+         "ConfigError model 'lab/model' is not in ModelScope's local cache"),
+        ("file", "lab/model", {}, "ResourceError model 'lab/model' cannot be stored: "),
+    ):  # fmt: skip
+        environment = {**modelscope.environment, **offline}
+        line, _ = resolve_from_modelscope(environment, tmp_path / cache, model)
+        assert line.startswith(words), line
+
+
+@pytest.mark.parametrize("source", ["auto", "modelscope"])
+def test_missing_modelscope_client_names_the_install_command(
+    monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "modelscope_hub", None)
+    if source == "auto":
+        monkeypatch.setenv("NEGAMAX_USE_MODELSCOPE", "1")
+    with pytest.raises(ConfigError, match=r"pip install 'negamax\[modelscope\]'"):
+        resolve_model("lab/model", source=source)

@@ -30,6 +30,7 @@ from negamax.models.build import build_empty_slots
 from negamax.models.registry import read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization import online
+from tests.layouts import full
 
 SPEC = tiny_spec()
 # Each part of a fused matrix is a whole number of blocks.
@@ -49,10 +50,8 @@ def checkpoint(spec: ModelSpec) -> Tensors:
     return to_fp8(tensors) if spec.quantization == FP8_SPEC.quantization else tensors
 
 
-def respelled(pattern: str, replacement: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {
-        re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()
-    }
+def respelled(pattern: str, new: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {re.sub(pattern, new, name): each for name, each in tensors.items()}
 
 
 def fused_experts(name: str) -> Callable[[Tensors], Tensors]:
@@ -118,7 +117,11 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("spec", [SPEC, FP8_SPEC, ONLINE_SPEC], ids=["plain", "fp8", "online"])
+@pytest.mark.parametrize(
+    "spec",
+    [SPEC, FP8_SPEC, pytest.param(ONLINE_SPEC, marks=pytest.mark.full)],
+    ids=["plain", "fp8", "online"],
+)
 def test_other_names_and_fused_tensors_give_the_same_weights(
     tmp_path: Path, spec: ModelSpec, change: str
 ) -> None:
@@ -136,22 +139,6 @@ def test_other_names_and_fused_tensors_give_the_same_weights(
         for name, parameter in model.parameters.items():
             assert torch.equal(parameter, expected.parameters[name]), name
         assert (other.num_tensors, other.num_bytes) == (len(changed), report.num_bytes)
-
-
-def test_models_that_transformers_saves_with_stacked_experts_load(tmp_path: Path) -> None:
-    from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
-
-    torch.manual_seed(0)
-    saved = MiniMaxM2ForCausalLM(MiniMaxM2Config(**TINY)).eval()
-    models = []
-    for original in (True, False):
-        folder = tmp_path / str(original)
-        saved.save_pretrained(folder, save_original_format=original)
-        spec = read_spec(json.loads((folder / "config.json").read_text()))
-        models.append(SlotModel(spec))
-        load_weights(models[-1].weight_slots(), spec, folder)
-    for name, parameter in models[0].parameters.items():
-        assert torch.equal(parameter, models[1].parameters[name]), name
 
 
 STACK = "model.layers.1.block_sparse_moe.experts.w13_weight_scale_inv"
@@ -212,11 +199,13 @@ def joined(suffix: str, one: Tensor, two: Tensor) -> Tensor:
     return torch.cat([one, two], dim=int(suffix in TRANSPOSED))
 
 
-@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(
-    "name",
-    ["awq", "gptq-v2", "quark-int8", "modelopt-nvfp4", "compressed-nvfp4", "packed-int4-asym"],
-)
+    ("name", "stacked"),
+    [("awq", False), ("gptq-v2", True), ("quark-int8", False), ("modelopt-nvfp4", True),
+     ("compressed-nvfp4", False), ("packed-int4-asym", True), full("awq", True),
+     full("gptq-v2", False), full("quark-int8", True), full("modelopt-nvfp4", False),
+     full("compressed-nvfp4", True), ("packed-int4-asym", False)],
+)  # fmt: skip
 def test_fused_side_tensors_load(tmp_path: Path, name: str, stacked: bool) -> None:
     config = {**TINY, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
     config |= {"dtype": "float32", "hidden_size": 64, "intermediate_size": 96}

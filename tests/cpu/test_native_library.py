@@ -32,15 +32,19 @@ def ask(code: str = ASK, **environment: str) -> str:
     return result.stdout
 
 
-def test_without_a_working_compiler_the_answer_is_the_same(tmp_path: Path) -> None:
+def test_library_is_not_needed(tmp_path: Path) -> None:
     assert ask(LOAD, CC="no-such-compiler", XDG_CACHE_HOME=str(tmp_path)) == "False\n"
+
+
+@pytest.mark.full
+def test_answer_is_the_same_without_a_compiler(tmp_path: Path) -> None:
     output = ask(CC="false", XDG_CACHE_HOME=str(tmp_path))
     assert "native" not in output
     assert "bucketed" in output
     assert "85" in output
 
 
-def test_the_library_is_compiled_once_and_found_again(tmp_path: Path) -> None:
+def test_library_is_compiled_once_and_found_again(tmp_path: Path) -> None:
     output = ask(XDG_CACHE_HOME=str(tmp_path))
     assert "native" in output and "85" in output
     (compiled,) = (tmp_path / "negamax" / "native").iterdir()
@@ -49,9 +53,7 @@ def test_the_library_is_compiled_once_and_found_again(tmp_path: Path) -> None:
     assert compiled.stat().st_mtime_ns == stamp
 
 
-def test_what_the_compiler_said_is_in_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logs_the_compilers_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "cc"
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo "disk is full" >&2; exit 3; }\n')
     compiler.chmod(0o755)

@@ -1,49 +1,21 @@
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+
+from stored_formats import FORMATS, write
 
 from negamax import LLM, SamplingParams
 from tests import tiny
 
-CHANNEL = {
-    "num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False,
-    "group_size": None, "block_structure": None, "actorder": None, "observer": "minmax",
-    "observer_kwargs": {},
-}  # fmt: skip
-TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
-PLAIN_MODULE = "model.layers.1.self_attn.o_proj"
-CONFIG: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "quantization_status": "compressed",
-    "kv_cache_scheme": None,
-    "global_compression_ratio": None,
-    "config_groups": {
-        "group_0": {"targets": ["Linear"], "weights": CHANNEL, "input_activations": TOKENS},
-        "group_1": {
-            "targets": [r"re:.*experts\.\d+\.w2"],
-            "weights": {**CHANNEL, "strategy": "tensor"},
-            "input_activations": TOKENS,
-        },
-    },
-    "ignore": ["lm_head", "re:.*gate$", PLAIN_MODULE],
-}
-
-
-def quantize(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Store `weight` as LLM Compressor does, independent of the product's code."""
-    if name.endswith("w2.weight"):
-        scale = (weight.abs().max() / 448).reshape(1)
-    else:
-        scale = (weight.abs().amax(dim=1, keepdim=True) / 448).bfloat16()
-    values = (weight / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return {name: values, name.removesuffix("weight") + "weight_scale": scale}
+STORED = FORMATS["compressed-fp8-channel"]
 
 
 @pytest.fixture(scope="module")
@@ -52,22 +24,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     sizes = {**tiny.random_sizes(1), "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"vocab_size": 96, "intermediate_size": 32, "num_hidden_layers": 2}
     tiny.save(tiny.make_model(1, **sizes), stored)
-    tensors = load_file(stored / "model.safetensors")
-    quantized: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        is_matrix = name.endswith("_proj.weight") or ".experts." in name
-        if not is_matrix or name.startswith(PLAIN_MODULE):
-            quantized[name] = tensor
-            continue
-        parts = quantize(name, tensor)
-        quantized |= parts
-        values, scale = parts.values()
-        tensors[name] = values.float() * scale.float()
     shutil.copytree(stored, plain, dirs_exist_ok=True)
-    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
-    save_file(quantized, stored / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((stored / "config.json").read_text())
-    (stored / "config.json").write_text(json.dumps({**config, "quantization_config": CONFIG}))
+    values = write(stored, config, load_file(plain / "model.safetensors"), STORED)
+    save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
     return stored, plain
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tiny_hub import TinyHub, tiny_hub
+from hub_servers import TinyHub, serve
 
 from negamax import __version__
 
@@ -78,7 +78,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[TinyHub]:
-    with tiny_hub({path.name: path.read_bytes() for path in NANO.iterdir()}) as hub:
+    with serve(TinyHub({path.name: path.read_bytes() for path in NANO.iterdir()})) as hub:
         yield hub
 
 
