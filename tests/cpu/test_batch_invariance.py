@@ -10,114 +10,139 @@ import pytest
 import torch
 from model_support import PagedRun, build, random_weights, tiny_config
 
-from negamax.config.model_spec import ModelSpec
+from negamax.kernels.registry import OPS
 from negamax.models.registry import read_spec
+from tests import tiny_m3
 
+BLOCK, DENSE = 16, 64  # M3: tokens of a block, and of all selected blocks
+SPARSE_LAYERS = ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]
 # Large enough for the library's blocked code paths, small enough for a second.
-SIZES = {
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "rotary_dim": 32,
-    "intermediate_size": 160,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 1024,
-}
-DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+SPECS = {
+    "m2": read_spec(tiny_config(
+        1, hidden_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=64, rotary_dim=32, intermediate_size=160, num_local_experts=8,
+        num_experts_per_tok=2, vocab_size=320, max_position_embeddings=1024,
+    )),
+    "m3": read_spec(tiny_m3.text_config(
+        2, vocab_size=320, hidden_size=128, intermediate_size=64, dense_intermediate_size=160,
+        shared_intermediate_size=64, num_attention_heads=8, num_key_value_heads=2, index_n_heads=2,
+        head_dim=64, index_head_dim=32, rotary_dim=32, num_hidden_layers=3, num_local_experts=4,
+        num_experts_per_tok=2, index_block_size=BLOCK, index_topk_blocks=DENSE // BLOCK,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        mlp_layer_types=["dense", "sparse", "sparse"], layer_types=SPARSE_LAYERS,
+    )),
+}  # fmt: skip
+RNG = random.Random(0)
+TOKENS = [RNG.randrange(320) for _ in range(400)]
+BUCKETED = {"attention.decode": "bucketed"}
 
 
-@pytest.fixture(params=[1, 2], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+def run_full(family: str, dtype: torch.dtype, threads: int) -> object:
+    return pytest.param(family, dtype, threads, marks=pytest.mark.full)
+
+
+every_kind = pytest.mark.parametrize(
+    ("family", "dtype", "threads"),
+    [
+        ("m2", torch.bfloat16, 2),
+        ("m2", torch.float32, 1),
+        ("m2", torch.float16, 2),
+        ("m3", torch.bfloat16, 1),
+        ("m3", torch.float32, 2),
+        run_full("m2", torch.bfloat16, 1),
+        run_full("m2", torch.float32, 2),
+        run_full("m2", torch.float16, 1),
+        run_full("m3", torch.bfloat16, 2),
+        run_full("m3", torch.float32, 1),
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def set_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    torch.set_num_threads(request.getfixturevalue("threads"))
     yield
     torch.set_num_threads(before)
 
 
-def models(dtype: torch.dtype, **choices: str) -> tuple[ModelSpec, PagedRun, PagedRun]:
+def make_runs(
+    family: str, dtype: torch.dtype, choices: dict[str, str] | None = None
+) -> tuple[PagedRun, PagedRun]:
     """Return two caches over one model with different block orders; `choices`: providers by op."""
-    spec = read_spec(tiny_config(1, **SIZES))
-    named = {op.replace("__", "."): provider for op, provider in choices.items()}
-    model = build(spec, random_weights(spec, 1), dtype=dtype, choices=named)
-    return (
-        spec,
-        PagedRun(model, num_blocks=200, dtype=dtype),
-        PagedRun(model, num_blocks=190, dtype=dtype),
-    )
+    spec = SPECS[family]
+    model = build(spec, random_weights(spec, 1), dtype=dtype, choices=choices)
+    together, alone = (PagedRun(model, num_blocks=number, dtype=dtype) for number in (200, 190))
+    return together, alone
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_decode_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    spec, together, alone = models(dtype)
-    rng = random.Random(0)
-    lengths = [1, 17, 128, 129, 255, 301]
-    prompts = {
-        f"s{i}": [rng.randrange(spec.vocab_size) for _ in range(length)]
-        for i, length in enumerate(lengths)
-    }
+@every_kind
+def test_decode_rows_do_not_depend_on_the_batch(
+    family: str, dtype: torch.dtype, threads: int
+) -> None:
+    together, alone = make_runs(family, dtype)
+    lengths = (1, 17, DENSE - 1, DENSE, 128, 129, 255, 301)
+    prompts = {f"s{n}": TOKENS[-n:] for n in lengths}
     for name, tokens in prompts.items():
         for run in (together, alone):
             run.step([(name, tokens)])
-    for size in (6, 3, 2, 5):
+    rng = random.Random(0)
+    for size in (8, 3, 2, 5):
         members = rng.sample(sorted(prompts), size)
-        tokens = {name: rng.randrange(spec.vocab_size) for name in members}
-        batch = together.step([(name, [token]) for name, token in tokens.items()])
-        for name, token in tokens.items():
-            assert torch.equal(batch[name], alone.step([(name, [token])])[name]), (
-                f"{name} in a batch of {size}"
-            )
+        batch = together.step([(name, [size]) for name in members])
+        for name in members:
+            assert torch.equal(batch[name], alone.step([(name, [size])])[name]), (name, size)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_prefill_chunks_and_decode_agree(dtype: torch.dtype) -> None:
-    spec, whole, pieces = models(dtype, attention__decode="bucketed")
-    rng = random.Random(1)
-    tokens = [rng.randrange(spec.vocab_size) for _ in range(300)]
-    expected = whole.step([("a", tokens)])["a"]
-    pieces.step([("b", tokens[:50])])
+@every_kind
+def test_prompts_in_chunks_and_decodes_have_the_bits_of_one_pass(
+    family: str, dtype: torch.dtype, threads: int
+) -> None:
+    # with the decode kernel of the prefill, M2's single tokens may be decodes
+    whole, pieces = make_runs(family, dtype, BUCKETED if family == "m2" else None)
+    expected = whole.step([("a", TOKENS)])["a"]
+    pieces.step([("b", TOKENS[:50])])
     done = 0
-    for size in (5, 1, 122, 1, 1, 2, 60, 9, 64, 35):
-        chunk = ("a", tokens[done : done + size])
-        neighbour = ("b", [rng.randrange(spec.vocab_size)])
-        got = pieces.step([chunk, neighbour] if size == 1 else [neighbour, chunk])["a"]
+    single = (1, 1, 1) if family == "m2" else (3,)
+    for size in (5, 58, 122, *single, 2, 60, 9, 64, 77):
+        chunk, decode = ("a", TOKENS[done : done + size]), ("b", [7])
+        got = pieces.step([chunk, decode] if size == 1 else [decode, chunk])["a"]
         assert torch.equal(got, expected[done : done + size]), f"tokens {done} to {done + size}"
         done += size
-    assert done == len(tokens)
+    assert done == len(TOKENS)
 
 
-def test_the_native_decode_agrees_with_prefill_to_rounding() -> None:
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_the_native_decode_agrees_with_prefill_to_rounding(threads: int) -> None:
     """Two kernels of one definition differ by a few bf16 steps at most for logits near 3."""
-    spec, whole, steps = models(torch.bfloat16)
-    rng = random.Random(2)
-    tokens = [rng.randrange(spec.vocab_size) for _ in range(120)]
-    expected = whole.step([("a", tokens)])["a"]
-    steps.step([("a", tokens[:80])])
-    got = torch.cat([steps.step([("a", [token])])["a"] for token in tokens[80:]])
+    whole, steps = make_runs("m2", torch.bfloat16)
+    expected = whole.step([("a", TOKENS[:120])])["a"]
+    steps.step([("a", TOKENS[:80])])
+    got = torch.cat([steps.step([("a", [token])])["a"] for token in TOKENS[80:120]])
     difference = (got - expected[80:]).abs()
     assert difference.max() < 0.25
     assert difference.mean() < 0.02
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_of_nan_leaves_nothing_behind(dtype: torch.dtype) -> None:
-    """Reused blocks hold NaN."""
-    spec, clean, used = models(dtype)
-    tokens = list(range(1, 40))
-    broken = build(
-        spec,
-        {
-            name: w * float("nan") if "embed" in name else w
-            for name, w in random_weights(spec, 1).items()
-        },
-        dtype=dtype,
-    )
-    good, used.model = used.model, broken
+@pytest.mark.parametrize(
+    ("family", "dtype", "threads", "provider"),
+    [
+        *(("m2", dtype, 2, "native") for dtype in (torch.bfloat16, torch.float32, torch.float16)),
+        ("m3", torch.float32, 1, "native"),
+        ("m3", torch.float32, 1, "reference"),
+    ],
+)
+def test_stale_keys_of_nan_in_reused_blocks_have_no_effect(
+    family: str, dtype: torch.dtype, threads: int, provider: str
+) -> None:
+    spec = SPECS[family]
+    weights = random_weights(spec, 1)
+    broken = {name: w * float("nan") if "embed" in name else w for name, w in weights.items()}
+    choices = dict.fromkeys(OPS, "reference") if provider == "reference" else {}
+    good, bad = (build(spec, each, choices=choices, dtype=dtype) for each in (weights, broken))
+    clean, used = PagedRun(good, dtype=dtype), PagedRun(bad, dtype=dtype)
     first_blocks = list(used.free)
-    used.step([("x", tokens)])
+    used.step([("x", TOKENS[:300])])
     used.model, used.free, used.tables, used.lengths = good, first_blocks, {}, {}
-    assert torch.equal(used.step([("a", tokens[:30])])["a"], clean.step([("a", tokens[:30])])["a"])
-    assert torch.equal(used.step([("a", [7])])["a"], clean.step([("a", [7])])["a"])
+    for chunk in (TOKENS[:90], [7], TOKENS[90:130]):
+        assert torch.equal(used.step([("a", chunk)])["a"], clean.step([("a", chunk)])["a"])

@@ -11,35 +11,33 @@ from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import QuantizationSpec
 from negamax.formats.platform import CPU
 from negamax.kernels.registry import resolve
+from negamax.layers.weights import WeightSlot
 from negamax.models.memory import dequantized, expert_padding, read_bytes, weight_bytes
 from negamax.models.registry import import_names, read_spec
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from tests import tiny_m3
 
-SPEC = read_spec(
-    tiny_config(
-        3, num_attention_heads=8, num_key_value_heads=2, vocab_size=64, intermediate_size=40
-    )
-)
+SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 64}
+SPEC = read_spec(tiny_config(3, intermediate_size=40, **SIZES))
 
 
 def m3(shared_width: int) -> ModelSpec:
     sizes = tiny_m3.random_sizes(
-        4,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        index_n_heads=4,
-        vocab_size=64,
-        num_local_experts=8,
-        intermediate_size=40,
-        dense_intermediate_size=48,
-        shared_intermediate_size=shared_width,
-        mlp_layer_types=["dense", "sparse"],
+        4, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, index_n_heads=4,
+        vocab_size=64, num_local_experts=8, intermediate_size=40, dense_intermediate_size=48,
+        shared_intermediate_size=shared_width, mlp_layer_types=["dense", "sparse"],
         layer_types=["full_attention", "minimax_m3_sparse"],
-    )
+    )  # fmt: skip
     return read_spec(MiniMaxM3VLConfig(text_config=sizes).to_dict())
+
+
+def held_bytes(slots: dict[str, WeightSlot]) -> int:
+    return sum(
+        math.prod(map(len, slot.region)) * slot.dtype.itemsize
+        for slot in slots.values()
+        if slot.dtype is not None and not slot.optional
+    )
 
 
 FAMILIES = {"m2": SPEC, "m3": m3(40), "m3 beside": m3(80)}
@@ -59,17 +57,15 @@ def test_a_family_names_every_tensor_of_a_model_and_its_shape(family: str) -> No
     assert sum(weight.num_elements for weight in weights) == sum(map(math.prod, said.values()))
 
 
+SPLITS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)]
+LAYOUTS = [
+    *(ParallelLayout(tp=tp, ep=ep) for tp, ep in SPLITS),
+    *(ParallelLayout(rank, tp=2, pp=2) for rank in (0, 3)),
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        *(
-            ParallelLayout(tp=tp, ep=ep)
-            for tp, ep in [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)]
-        ),
-        *(ParallelLayout(rank, tp=2, pp=2) for rank in (0, 3)),
-    ],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bytes_of_a_rank_are_those_of_its_slots(
     family: str, layout: ParallelLayout, dtype: torch.dtype
@@ -77,14 +73,9 @@ def test_bytes_of_a_rank_are_those_of_its_slots(
     """On 4 ranks the 2 KV heads are copied. Experts take the same bytes sharded or whole."""
     spec = FAMILIES[family]
     context = replace(ParallelContext.single(), layout=layout)
-    model = build(spec, loaded=False, context=context, dtype=dtype)
-    held = sum(
-        math.prod(map(len, slot.region)) * slot.dtype.itemsize
-        for slot in model.weight_slots().values()
-        if slot.dtype is not None and not slot.optional
-    )
+    slots = build(spec, loaded=False, context=context, dtype=dtype).weight_slots()
     name = str(dtype).removeprefix("torch.")
-    assert weight_bytes(spec, dtype=name, kept=dequantized, layout=layout) == held
+    assert weight_bytes(spec, dtype=name, kept=dequantized, layout=layout) == held_bytes(slots)
 
 
 @pytest.mark.parametrize("expert", [r"\d+", "[23]", "(2|3)", "3"])
@@ -104,16 +95,11 @@ def test_experts_that_no_kernel_takes_together_count_as_they_are_held(
     spec = read_spec(config)
     kernels = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
     slots = build(spec, loaded=False, kernels=kernels).weight_slots()
-    held = sum(
-        math.prod(map(len, slot.region)) * slot.dtype.itemsize
-        for slot in slots.values()
-        if slot.dtype is not None and not slot.optional
-    )
     is_kept = "model.layers.0.block_sparse_moe.experts.0.w1.qweight" in slots
     assert is_kept is (bits == 4)
-    assert weight_bytes(spec, dtype="float32") == held
-    cut = ParallelLayout(tp=12)
-    assert (expert_padding(spec, layout=cut) is None) is not is_kept
+    assert weight_bytes(spec, dtype="float32") == held_bytes(slots)
+    split = ParallelLayout(tp=12)
+    assert (expert_padding(spec, layout=split) is None) is not is_kept
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
@@ -129,13 +115,8 @@ def test_each_rank_counts_the_experts_that_it_has(rank: int) -> None:
     layout = ParallelLayout(rank, tp=4, ep=4)
     context = replace(ParallelContext.single(), layout=layout)
     kernels = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
-    model = build(spec, loaded=False, context=context, kernels=kernels)
-    held = sum(
-        math.prod(map(len, slot.region)) * slot.dtype.itemsize
-        for slot in model.weight_slots().values()
-        if slot.dtype is not None and not slot.optional
-    )
-    assert weight_bytes(spec, dtype="float32", layout=layout) == held
+    slots = build(spec, loaded=False, context=context, kernels=kernels).weight_slots()
+    assert weight_bytes(spec, dtype="float32", layout=layout) == held_bytes(slots)
 
 
 def test_many_tokens_read_all_weights_but_the_embedding() -> None:

@@ -2,8 +2,8 @@
 
 import json
 import re
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +20,23 @@ from negamax.text.tokenizer import Tokenizer
 NANO = Path(__file__).parents[2] / "negamax" / "assets" / "nano"
 TRAINED = json.loads(definition_text())
 LOOK_AHEAD = {
-    "type": "Split",
-    "pattern": {"Regex": r"\s?\w+(?!\S)|\s+|\W"},
-    "behavior": "Isolated",
+    "type": "Split", "pattern": {"Regex": r"\s?\w+(?!\S)|\s+|\W"}, "behavior": "Isolated",
     "invert": False,
-}
+}  # fmt: skip
 BYTE_LEVEL = TRAINED["pre_tokenizer"]
+FIRST_PIECE = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "first", "split": True}
+PREPEND = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "x"}]}
+TRUNCATION = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
 
 
 def token(text: str, **flags: bool) -> dict[str, Any]:
     """Return an added token whose text begins like another one, or contains one."""
-    plain = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": False,
-    }
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     return {"id": 990 + len(text), "content": text, **plain, **flags}
+
+
+def in_turn(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": list(parts)}
 
 
 def made(*tokens: dict[str, Any], **changes: Any) -> Tokenizer:
@@ -45,43 +44,28 @@ def made(*tokens: dict[str, Any], **changes: Any) -> Tokenizer:
     return Tokenizer(json.dumps(definition), config={})
 
 
-CUT = {
+SPLIT = {
     "as trained": make_tokenizer(),
     "a space put before each piece": made(pre_tokenizer={**BYTE_LEVEL, "add_prefix_space": True}),
     "pieces that look ahead": made(
-        pre_tokenizer={
-            "type": "Sequence",
-            "pretokenizers": [LOOK_AHEAD, {**BYTE_LEVEL, "use_regex": False}],
-        }
+        pre_tokenizer=in_turn(LOOK_AHEAD, {**BYTE_LEVEL, "use_regex": False})
     ),
     "composed characters": made(normalizer={"type": "NFC"}),
     "tokens within tokens": made(token("]~b]user"), token("~b]["), token("k><m")),
-    "tokens found after normalisation": made(
+    "tokens found after normalization": made(
         token("user", normalized=True, single_word=True),
         token("b]é", normalized=True, lstrip=True),
         normalizer={"type": "NFC"},
     ),
     "nano": Tokenizer.from_folder(NANO),
 }
-NOT_CUT = {
+NOT_SPLIT = {
     "spaces before a token are part of it": made(token("<l>", lstrip=True)),
     "spaces after a token are part of it": made(token("<r>", rstrip=True)),
     "a token only as a word of its own": made(token("word", single_word=True)),
-    "the first piece is another one": made(
-        pre_tokenizer={
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Metaspace", "replacement": "_", "prepend_scheme": "first", "split": True},
-                BYTE_LEVEL,
-            ],
-        }
-    ),
-    "an unknown normaliser": made(
-        normalizer={"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "x"}]}
-    ),
-    "truncation": made(
-        truncation={"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
-    ),
+    "the first piece is another one": made(pre_tokenizer=in_turn(FIRST_PIECE, BYTE_LEVEL)),
+    "an unknown normalizer": made(normalizer=PREPEND),
+    "truncation": made(truncation=TRUNCATION),
     "chance": made(model={**TRAINED["model"], "dropout": 0.5}),
     "no added token": made(added_tokens=[]),
 }
@@ -89,14 +73,9 @@ NOT_CUT = {
 MARKS = (*CONTROL, *TAGS, "]~b", "[e~", "<", "<l>")
 WORDS = (*MARKS, "user", "word", "don't", "e\u0301", "é", "日本", "🙂", "_", " ", "\n", "  \t")
 UTF8 = st.characters(exclude_categories=["Cs"])
-SHORT = st.lists(st.one_of(st.sampled_from(WORDS), st.text(UTF8, max_size=5)), max_size=12).map(
-    "".join
-)
-LONG = st.builds(
-    lambda text, count: text * count,
-    st.one_of(SHORT, st.sampled_from(WORDS)),
-    st.integers(1, KEPT_CHARS),
-)
+SHORT = st.lists(st.sampled_from(WORDS) | st.text(UTF8, max_size=5), max_size=12).map("".join)
+COUNTS = st.integers(1, KEPT_CHARS)
+LONG = st.builds(lambda text, count: text * count, SHORT | st.sampled_from(WORDS), COUNTS)
 TEXTS = st.lists(st.one_of(SHORT, LONG), max_size=6).map("".join)
 
 
@@ -105,45 +84,44 @@ def reference(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer._backend.encode(text, add_special_tokens=False).ids
 
 
-@pytest.mark.parametrize("name", CUT)
-@settings(deadline=None, max_examples=60)
+@pytest.mark.parametrize("name", SPLIT)
+@settings(deadline=None, max_examples=30)
 @given(text=TEXTS, ends=st.lists(st.floats(0, 1), max_size=3))
 def test_every_beginning_has_the_tokens_of_the_library(
     name: str, text: str, ends: list[float]
 ) -> None:
-    cache = EncodingCache(CUT[name])
+    cache = EncodingCache(SPLIT[name])
     for end in (*sorted(ends), 1, *ends):  # a growing conversation, then earlier states of it
         beginning = text[: round(end * len(text))]
-        assert cache.encode(beginning) == reference(CUT[name], beginning)
+        assert cache.encode(beginning) == reference(SPLIT[name], beginning)
 
 
-@pytest.mark.parametrize("name", NOT_CUT)
-def test_tokenizer_that_looks_beyond_its_added_tokens_is_not_cut(name: str) -> None:
-    assert NOT_CUT[name].cuts is None
-    cache = EncodingCache(NOT_CUT[name])
+@pytest.mark.parametrize("name", NOT_SPLIT)
+def test_tokenizer_that_looks_beyond_its_added_tokens_is_not_split(name: str) -> None:
+    assert NOT_SPLIT[name].cuts is None
+    cache = EncodingCache(NOT_SPLIT[name])
     cache.encode(f"]~b]user\n{'some words ' * 100}[e~[\n" * 3)
     assert cache.num_bytes == 0
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", SPLIT)
 def test_prompts_have_the_tokens_of_the_library(name: str) -> None:
     texts = [
         case["expected"] + case["opening"] for case in recorded_renders("m2") if case["expected"]
     ]
     longer = ["".join(texts[:end]) for end in range(2, 1 + len(texts), 6)]
-    cache = EncodingCache(CUT[name])
-    assert [cache.encode(text) for text in texts + longer] == [
-        reference(CUT[name], text) for text in texts + longer
-    ]
+    cache = EncodingCache(SPLIT[name])
+    for text in texts + longer:
+        assert cache.encode(text) == reference(SPLIT[name], text)
     assert cache.num_bytes > 0
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", SPLIT)
 def test_long_stretches_after_every_pair_of_words(name: str) -> None:
     text = "".join(
         f"{first}{second}{'so on ' * 50}" for first in WORDS for second in (*MARKS, "user", " ")
     )
-    assert EncodingCache(CUT[name]).encode(text) == reference(CUT[name], text)
+    assert EncodingCache(SPLIT[name]).encode(text) == reference(SPLIT[name], text)
 
 
 class CountingTokenizer(Tokenizer):
@@ -173,7 +151,7 @@ def turns(count: int, *, chars: int) -> Iterator[str]:
 
 # each part is a long stretch; parts are runs of short ones
 @pytest.mark.parametrize("chars", [2000, 40])
-def test_turn_costs_what_it_adds(chars: int) -> None:
+def test_a_turn_costs_only_its_addition(chars: int) -> None:
     tokenizer = counting()
     cache = EncodingCache(tokenizer)
     before = 0
@@ -186,22 +164,17 @@ def test_turn_costs_what_it_adds(chars: int) -> None:
     assert before > 30 * 3 * chars
 
 
-def test_what_is_kept_is_shared_only_within_a_salt() -> None:
+def test_cached_parts_are_shared_only_within_a_salt() -> None:
     tokenizer = counting()
     cache = EncodingCache(tokenizer)
     text = "]~b]user\n" + "Keep this. " * 50
+    cache.encode(text, salt="two").clear()  # the caller owns the list
     costs = []
     for salt in ("", "one", "two", "one", "", "\ud800"):
         tokenizer.num_chars = 0
         assert cache.encode(text, salt=salt) == reference(make_tokenizer(), text)
         costs.append(tokenizer.num_chars > 500)
-    assert costs == [True, True, True, False, False, True]
-
-
-def test_little_parts_are_not_kept() -> None:
-    cache = EncodingCache(make_tokenizer())
-    cache.encode("]~b]user\nHi[e~[\n]~b]ai\n")
-    assert cache.num_bytes == 0
+    assert costs == [True, True, False, False, False, True]
 
 
 def test_bytes_are_bounded_and_the_latest_used_parts_stay() -> None:
@@ -223,7 +196,8 @@ def test_part_too_large_for_the_cache_drops_no_other() -> None:
     cache = EncodingCache(make_tokenizer(), max_bytes=10_000)
     cache.encode("]~b]" + "Keep this. " * 50)
     kept = cache.num_bytes
-    assert cache.encode("]~b]" + "z" * 5000) == reference(make_tokenizer(), "]~b]" + "z" * 5000)
+    for text in ("]~b]" + "z" * 5000, "]~b]user\nHi[e~[\n]~b]ai\n"):  # nor is a small one cached
+        assert cache.encode(text) == reference(make_tokenizer(), text)
     assert cache.num_bytes == kept > 0
 
 
@@ -232,30 +206,15 @@ def test_threads_share_a_cache_that_is_too_small() -> None:
     cache = EncodingCache(tokenizer, max_bytes=20_000)
     texts = list(turns(12, chars=600))
     expected = [reference(tokenizer, text) for text in texts]
-    wrong: list[int] = []
 
-    def work(first: int) -> None:
-        for i in range(len(texts) * 3):
-            turn = (first + i) % len(texts)
-            if cache.encode(texts[turn]) != expected[turn]:
-                wrong.append(turn)
+    def differ(first: int) -> list[int]:
+        turns = [(first + i) % len(texts) for i in range(len(texts) * 2)]
+        return [turn for turn in turns if cache.encode(texts[turn]) != expected[turn]]
 
-    threads = [threading.Thread(target=work, args=(3 * i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(differ, range(0, 12, 3))) == [[]] * 4
     assert 0 < cache.num_bytes <= 20_000
     assert cache.num_bytes == sum(512 + 4 * len(ids) for ids in cache._entries.values())
-
-
-def test_answer_is_the_callers_own() -> None:
-    cache = EncodingCache(make_tokenizer())
-    text = "]~b]user\n" + "Keep this. " * 50
-    first = cache.encode(text)
-    first.clear()
-    assert cache.encode(text) == reference(make_tokenizer(), text)
 
 
 def test_lone_surrogate_counts_as_a_replacement_character() -> None:
@@ -267,7 +226,7 @@ def test_lone_surrogate_counts_as_a_replacement_character() -> None:
 def test_library_reads_the_definitions_of_this_test() -> None:
     """Each variant must differ from the plain tokenizer; else the tests above prove nothing."""
     text = "]~b]user e\u0301 k><m\u00e9 <think>word"
-    plain = reference(CUT["as trained"], text)
-    variants = [name for name in CUT if name not in ("as trained", "pieces that look ahead")]
-    assert [name for name in variants if reference(CUT[name], text) == plain] == []
+    plain = reference(SPLIT["as trained"], text)
+    variants = [name for name in SPLIT if name not in ("as trained", "pieces that look ahead")]
+    assert [name for name in variants if reference(SPLIT[name], text) == plain] == []
     assert Backend.from_str(definition_text()).encode(text).ids == plain

@@ -3,9 +3,9 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from message_support import ai, call, result, system, text, user
+from message_support import Message, ai, call, result, system, text, user
 from template_support import m3_template
 from text_support import CONTROL, make_tokenizer
 
@@ -24,221 +24,157 @@ assert NANO is not None
 FORMAT = ChatFormat.of_model("minimax_m2", tokenizer=TOKENIZER)
 
 
-def prompt(conversation: Conversation, template: ChatTemplate = NANO, **options: Any) -> ChatPrompt:
-    builder = PromptBuilder(
-        TOKENIZER, dataclasses.replace(FORMAT, template=template), max_model_len=200_000, **options
-    )
-    made = asyncio.run(builder.chat(conversation, num_bytes=0))
+def make_builder(template: ChatTemplate = NANO, **options: Any) -> PromptBuilder:
+    chat_format = dataclasses.replace(FORMAT, template=template)
+    return PromptBuilder(TOKENIZER, chat_format, **{"max_model_len": 200_000, **options})
+
+
+def prompt(
+    asked: Conversation | list[Message], *template: ChatTemplate, **options: Any
+) -> ChatPrompt:
+    conversation = Conversation(messages=asked) if isinstance(asked, list) else asked
+    made = asyncio.run(make_builder(*template, **options).chat(conversation, num_bytes=0))
     assert TOKENIZER.decode(made.token_ids, skip_special_tokens=False) == made.text
     return made
 
 
 def added(made: ChatPrompt) -> list[str]:
-    return [
-        TOKENIZER.token_text(token_id)
-        for token_id in made.token_ids
-        if TOKENIZER.is_added(token_id)
-    ]
+    """Return the added tokens of a prompt."""
+    ids = filter(TOKENIZER.is_added, made.token_ids)
+    return [TOKENIZER.token_text(token_id) for token_id in ids]
 
 
 def tool(name: str, **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **function}}
 
 
-def conversation(said: str) -> Conversation:
+def converse(said: str, *, calls: bool = True) -> Conversation:
     """Return a conversation with the same text in every place for foreign text."""
-    schema = {
-        "type": "object",
-        "properties": {said: {"type": "string", "enum": [said]}},
-        "required": [said],
-    }
-    messages = [
-        system(said, current_date=said),
-        user(said),
+    properties = {said: {"type": "string", "enum": [said]}}
+    schema = {"type": "object", "properties": properties, "required": [said]}
+    asked = [system(said, current_date=said), user(said)]
+    loop = [
         ai("", call("f", id="1", **{said: said}), call(said, id="2", x=[said, {said: 1}])),
         result(said, id="1"),
         result([text(said), text(said)], id="2"),
         {"role": "developer", "content": said},
         ai("Done."),
-        user([text(said), said]),
     ]
+    messages = [*asked, *(loop if calls else []), user([text(said), said])]
     return Conversation(messages=messages, tools=[tool(said, description=said, parameters=schema)])
 
 
-def without_calls(said: str) -> Conversation:
-    whole = conversation(said)
-    return Conversation(
-        messages=[whole.messages[0], whole.messages[1], whole.messages[-1]], tools=whole.tools
-    )
-
-
-def test_forged_turns_are_text_wherever_they_stand() -> None:
-    calm = prompt(without_calls("Please."))
-    forged = prompt(without_calls(FORGED))
+def test_forged_turns_are_text_in_every_place() -> None:
+    calm, forged = (prompt(converse(said, calls=False)) for said in ("Please.", FORGED))
     assert added(forged) == added(calm)
     assert forged.reasoning == calm.reasoning == "open"
-    control = [
-        one
-        for one in added(prompt(conversation(FORGED)))
-        if TOKENIZER.is_special(TOKENIZER.token_id(one) or 0)
-    ]
-    assert control == [one for one in added(prompt(conversation("Please."))) if one in CONTROL]
+    calm, forged = (prompt(converse(said)) for said in ("Please.", FORGED))
+    control = [one for one in added(forged) if TOKENIZER.is_special(TOKENIZER.token_id(one) or 0)]
+    assert control == [one for one in added(calm) if one in CONTROL]
 
 
-def test_the_option_has_them_as_tokens() -> None:
-    plain, special = (
-        prompt(conversation(FORGED), allow_special_tokens_in_text=allowed)
-        for allowed in (False, True)
-    )
+def test_m3_reads_forged_turns_as_text() -> None:
+    template = m3_template()
+    forged, calm = (prompt(converse(said, calls=False), template) for said in (FORGED, "Please."))
+    assert added(forged) == added(calm)
+    allowed = {"allow_special_tokens_in_text": True}
+    assert forged.text == prompt(converse(FORGED, calls=False), template, **allowed).text
+
+
+def test_an_option_reads_them_as_tokens() -> None:
+    plain = prompt(converse(FORGED))
+    special = prompt(converse(FORGED), allow_special_tokens_in_text=True)
     assert special.text == plain.text
     assert special.token_ids == TOKENIZER.encode(special.text) != plain.token_ids
 
 
 def test_an_innocent_conversation_has_the_same_tokens() -> None:
-    made = prompt(conversation('Größe [1] <b> x[0] a < b ]] {"a": ["b"]} 日本 🙂'))
+    made = prompt(converse('Größe [1] <b> x[0] a < b ]] {"a": ["b"]} 日本 🙂'))
     assert made.token_ids == TOKENIZER.encode(made.text)
 
 
-def test_template_variables_cannot_forge_either() -> None:
-    told = Conversation(messages=[user("Hi")], template_kwargs={"model_identity": FORGED})
-    assert added(prompt(told)) == added(prompt(Conversation(messages=[user("Hi")])))
-    strange = Conversation(
-        messages=[user("Hi")], template_kwargs={"escaper": None, "[e~[": {"]~b]": 1}}
-    )
-    assert prompt(strange).token_ids == prompt(Conversation(messages=[user("Hi")])).token_ids
+def test_template_variables_cannot_forge_turns() -> None:
+    def with_variables(**variables: Any) -> ChatPrompt:
+        return prompt(Conversation(messages=[user("Hi")], template_kwargs=variables))
+
+    plain = with_variables()
+    assert added(with_variables(model_identity=FORGED)) == added(plain)
+    assert with_variables(escaper=None, **{"[e~[": {"]~b]": 1}}).token_ids == plain.token_ids
 
 
-def test_what_the_model_wrote_stays_its_own() -> None:
+def test_text_of_the_model_keeps_its_tags() -> None:
     """Cover inline reasoning that the template splits, and tags that the model writes."""
-    made = prompt(
-        Conversation(
-            messages=[
-                user("a"),
-                ai("why</think>b <think>]~b]"),
-                user("c"),
-                ai("d", reasoning="<think>"),
-            ]
-        )
-    )
-    assert added(made)[-9:] == [
-        *("]~b]", "[e~["),
-        "]~b]",
-        "<think>",
-        "<think>",
-        "</think>",
-        "[e~[",
-        "]~b]",
-        "<think>",
-    ]
+    answers = [ai("why</think>b <think>]~b]"), user("c"), ai("d", reasoning="<think>")]
+    found = added(prompt([user("a"), *answers]))
+    thinking = ["]~b]", "<think>", "<think>", "</think>", "[e~["]
+    assert found[-9:] == ["]~b]", "[e~[", *thinking, "]~b]", "<think>"]
 
 
-PIECES = st.sampled_from(
-    [
-        *"[]<>~b!e",
-        "]~b]",
-        "[e~[",
-        "]~",
-        "b]",
-        "<think",
-        "think>",
-        "]<]image[>[",
-        "\n",
-        " ",
-        "x",
-        "\udfff",
-    ]
-)
-WORDS = st.lists(PIECES, max_size=8).map("".join)
+PARTS = ("]~b]", "[e~[", "]~", "b]", "<think", "think>", "]<]image[>[", "\n", " ", "x", "\udfff")
+WORDS = st.lists(st.sampled_from([*"[]<>~b!e", *PARTS]), max_size=8).map("".join)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(WORDS, min_size=1, max_size=4))
 def test_parts_of_spellings_do_not_meet(words: list[str]) -> None:
-    messages = [
-        system(words),
-        user([*map(text, words)]),
-        ai("", call(id="1")),
-        result(list(map(text, words)), id="1"),
-    ]
-    calm = [system("x"), user("x"), ai("", call(id="1")), result([text("x")] * len(words), id="1")]
-    tools = [tool(words[0] or "f", description=words[-1])]
-    made = prompt(Conversation(messages=messages, tools=tools))
-    assert added(made) == added(
-        prompt(Conversation(messages=calm, tools=[tool("f", description="x")]))
-    )
+    def ask(said: Any, parts: list[Message], results: list[Message], tool: Message) -> list[str]:
+        messages = [system(said), user(parts), ai("", call(id="1")), result(results, id="1")]
+        return added(prompt(Conversation(messages=messages, tools=[tool])))
+
+    parts = list(map(text, words))
+    made = ask(words, parts, parts, tool(words[0] or "f", description=words[-1]))
+    assert made == ask("x", "x", [text("x")] * len(words), tool("f", description="x"))
 
 
 def test_names_between_brackets_of_the_template_are_no_tokens() -> None:
     source = (
-        "{% for m in messages %}{% for c in m.tool_calls %}{% for k in c.function.arguments "
-        "%}<{{ k }}>"
+        "{% for m in messages %}{% for c in m.tool_calls %}{% for k in c.function.arguments %}"
+        "<{{ k }}>{% endfor %}{% endfor %}{% endfor %}"
     )
-    template = ChatTemplate(source + "{% endfor %}{% endfor %}{% endfor %}")
-    asked = Conversation(
-        messages=[user("a"), ai("", call("f", id="1", reponame=1, fim_prefix=2))],
-        add_generation_prompt=False,
-    )
-    assert added(prompt(asked, template)) == []
+    messages = [user("a"), ai("", call("f", id="1", reponame=1, fim_prefix=2))]
+    asked = Conversation(messages=messages, add_generation_prompt=False)
+    assert added(prompt(asked, ChatTemplate(source))) == []
 
 
 def test_escapes_pass_json_of_ascii_and_messages_of_errors() -> None:
     template = ChatTemplate("]~b]{{ messages[0].content | tojson(ensure_ascii=True) }}[e~[")
-    made = prompt(Conversation(messages=[user("é]~b]🙂\\udfff")]), template)
+    made = prompt([user("é]~b]🙂\\udfff")], template)
     assert made.text == ']~b]"\\u00e9]~b]\\ud83d\\ude42\\\\udfff"[e~['
     assert added(made) == ["]~b]", "[e~["]
     for source in (
-        "{{ raise_exception('no ' ~ messages[0].content) }}",
-        "{{ messages[messages[0].content].x }}",
+        "raise_exception('no ' ~ messages[0].content)",
+        "messages[messages[0].content].x",
     ):
         with pytest.raises(InvalidRequestError) as refused:
-            prompt(Conversation(messages=[user("a[e~[")]), ChatTemplate(source))
+            prompt([user("a[e~[")], ChatTemplate(f"{{{{ {source} }}}}"))
         str(refused.value).encode()
 
 
-def test_m3_reads_the_same() -> None:
-    template = m3_template()
-    forged, calm = (prompt(without_calls(said), template) for said in (FORGED, "Please."))
-    assert added(forged) == added(calm)
-    assert (
-        forged.text
-        == prompt(without_calls(FORGED), template, allow_special_tokens_in_text=True).text
-    )
-
-
 def test_a_longer_conversation_begins_with_the_tokens_of_the_shorter() -> None:
-    builder = PromptBuilder(
-        TOKENIZER, dataclasses.replace(FORMAT, template=NANO), max_model_len=200_000
-    )
+    builder = make_builder()
     long = FORGED + "word " * 200
     turns = [user(long), ai("b"), user(long.replace("]~b]", "]~b")), ai("d"), user(FORGED)]
-    made = [
-        asyncio.run(
-            builder.chat(
-                Conversation(messages=turns[:n], add_generation_prompt=False),
-                num_bytes=0,
-                cache_salt=salt,
-            )
-        ).token_ids
-        for n in (1, 3, 5)
-        for salt in ("", "s", "")
-    ]
-    assert made[0] == made[1] == made[2] and made[3] == made[5]
-    assert made[3][: len(made[0])] == made[0] and made[6][: len(made[3])] == made[3]
+
+    def ask(count: int, salt: str) -> list[int]:
+        asked = Conversation(messages=turns[:count], add_generation_prompt=False)
+        return asyncio.run(builder.chat(asked, num_bytes=0, cache_salt=salt)).token_ids
+
+    short, middle, whole = ([ask(count, salt) for salt in ("", "s", "")] for count in (1, 3, 5))
+    assert short[0] == short[1] == short[2] and middle[0] == middle[2]
+    assert middle[0][: len(short[0])] == short[0] and whole[0][: len(middle[0])] == middle[0]
 
 
-def test_a_megabyte_of_control_tokens_takes_linear_time() -> None:
-    builder = PromptBuilder(
-        TOKENIZER, dataclasses.replace(FORMAT, template=NANO), max_model_len=1_000_000
-    )
+def test_control_tokens_take_linear_time() -> None:
+    builder = make_builder(max_model_len=1_000_000)
 
     def ask(num_bytes: int) -> None:
-        messages = [user("]~b]" * (num_bytes // 4))]
-        made = asyncio.run(builder.chat(Conversation(messages=messages), num_bytes=0))
-        assert len(added(made)) == 7
+        asked = Conversation(messages=[user("]~b]" * (num_bytes // 4))])
+        assert len(added(asyncio.run(builder.chat(asked, num_bytes=0)))) == 7
 
-    assert is_linear(lambda size: cpu_seconds(lambda: ask(size)), 1_000_000)
+    assert is_linear(lambda size: cpu_seconds(lambda: ask(size)), 300_000)
 
 
-def test_a_plain_prompt_is_the_clients_own() -> None:
+def test_control_tokens_in_a_plain_prompt_are_tokens() -> None:
     builder = PromptBuilder(make_tokenizer(), FORMAT, max_model_len=1000)
     (ids,) = asyncio.run(builder.plain(["]~b]x"]))
     assert ids == make_tokenizer().encode("]~b]x")

@@ -16,7 +16,7 @@ from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
 from negamax.layers.qk_norm import PerHeadNorm
-from negamax.models.decoder import Decoder, DecoderLayer
+from negamax.models.decoder import Decoder, DecoderLayer, attention_sizes, moe_sizes
 from negamax.parallel.collectives import Partial
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
@@ -160,35 +160,12 @@ def build(
         quantize=False,
         kernels=kernels,
     )
-    attention = Attention(
-        names.attention(0),
-        hidden_size=spec.hidden_size,
-        heads=spec.num_heads,
-        kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        eps=spec.rms_norm_eps,
-        norm_per_head=True,
-        context=context,
-        **shared,
-    )
-    mlp = Mlp(
-        names.MLP,
-        hidden_size=spec.hidden_size,
-        width=spec.mlp_width,
-        activation=SILU,
-        context=context,
-        **shared,
-    )
-    moe = SparseMoe(
-        names.MOE,
-        layer=1,
-        hidden_size=spec.hidden_size,
-        width=spec.expert_width,
-        num_experts=spec.num_experts,
-        top_k=spec.experts_per_token,
-        context=context,
-        **shared,
-    )
+    split = {"context": context, **shared}
+    sizes = attention_sizes(spec)
+    attention = Attention(names.attention(0), norm_per_head=True, **sizes, **split)
+    hidden = spec.hidden_size
+    mlp = Mlp(names.MLP, hidden_size=hidden, width=spec.mlp_width, activation=SILU, **split)
+    moe = SparseMoe(names.MOE, layer=1, **moe_sizes(spec), **split)
     blocks = ((attention, mlp), (SelectedAttention(spec, context, **shared), moe))
     eps = spec.rms_norm_eps
     layers = [
