@@ -204,19 +204,19 @@ def check_expected(case: Case, output: ParsedOutput) -> None:
 # --- generated outputs ---------------------------------------------------------------------------
 
 _WORDS = [
-    *("the", "Plan", "x", "if a < b:", "return", "naïve", "日本語", "🙂", "👩\u200d🚀", "العربية"),
-    *("\n", "\n\n  ", "\t", " ", "[x]", "]", "[1, 2]", "]<]", "<b>", "</div>", "<", ">", "&amp;"),
-    *('"quoted"', "\\", "\\n", "null", "true", "none", "007", "[SILENCE]", "{", "}", "\u2028"),
-    *("\x00", "</param>", "<para", "minimax", "="),
-]
+    "the", "Plan", "x", "if a < b:", "return", "naïve", "日本語", "🙂", "👩\u200d🚀", "العربية",
+    "\n", "\n\n  ", "\t", " ", "[x]", "]", "[1, 2]", "]<]", "<b>", "</div>", "<", ">", "&amp;",
+    '"quoted"', "\\", "\\n", "null", "true", "none", "007", "[SILENCE]", "{", "}", "\u2028",
+    "\x00", "</param>", "<para", "minimax", "=",
+]  # fmt: skip
 _ENDINGS = ["nul", "5", "[1, 2]", '{"a": 1}', "True"]
 _M2_FRAGMENTS = [
-    *(*_M2_TAGS, "</invoke>", "</parameter>", "<parameter>", "<invoke ", "</param"),
-    *("<minimax:tool", '<invoke name write_file">', '<invoke nameping">', "<parameter name=path>"),
-    *("<invoke name='ping' />", "<parameter name='mode'>", '<parameter name = "any" type="x">'),
+    *_M2_TAGS, "</invoke>", "</parameter>", "<parameter>", "<invoke ", "</param",
+    "<minimax:tool", '<invoke name write_file">', '<invoke nameping">', "<parameter name=path>",
+    "<invoke name='ping' />", "<parameter name='mode'>", '<parameter name = "any" type="x">',
     *(f'<invoke name="{name}">' for name in ("write_file", "create_event", "o", "", "Write_File")),
     *(f'<parameter name="{name}">' for name in ("path", "content", "note", "tags", "meta", "free")),
-]
+]  # fmt: skip
 _M3_OPENED = (
     "path content mode note tags title location city zip guests matrix meta any limit item item "
     'free a name age tool_call item invoke tags/ city&a="b"'
@@ -226,15 +226,15 @@ _M3_CLOSED = (
     "strange tool_call invoke"
 )
 _M3_FRAGMENTS = [
-    *("<mm:think>", "</mm:think>", "<mm:thin", "<tool_call>", "</tool_call>", "</invoke>"),
-    *('<invoke name="ping">', "</city>", " \n ", MARKER[:5], MARKER[5:]),
+    "<mm:think>", "</mm:think>", "<mm:thin", "<tool_call>", "</tool_call>", "</invoke>",
+    '<invoke name="ping">', "</city>", " \n ", MARKER[:5], MARKER[5:],
     *(MARKER + rest for rest in ("", " ", "<", "</", "\n<tool_call>", '<invoke nameping">')),
     *(f'{MARKER}<invoke name="{name}">' for name in ("write_file", "create_event", "other")),
-    *(f'{MARKER}<invoke name{MARKER}<write_file">', f'{MARKER}<invoke{MARKER} name="ping">'),
+    f'{MARKER}<invoke name{MARKER}<write_file">', f'{MARKER}<invoke{MARKER} name="ping">',
     f'{MARKER}<invoke name name="ping">',
     *(f"{MARKER}<{name.replace('&', ' ')}>" for name in _M3_OPENED.split()),
     *(f"{MARKER}</{name}>" for name in _M3_CLOSED.split()),
-]
+]  # fmt: skip
 _FRAGMENTS = {
     "minimax_m2": [*_WORDS, *_ENDINGS, *_M2_FRAGMENTS],
     "minimax_m3": [*_WORDS, *_ENDINGS, *_M3_FRAGMENTS],

@@ -18,21 +18,12 @@ RENDERS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def m3() -> ChatTemplate:
-    return m3_template()
-
-
-@pytest.fixture(scope="module")
-def m2() -> ChatTemplate:
-    return m2_template()
+M2, M3 = m2_template(), m3_template()
 
 
 @pytest.mark.parametrize(("family", "case"), RENDERS)
-def test_renders_are_those_of_the_models_own_templates(
-    m2: ChatTemplate, m3: ChatTemplate, family: str, case: dict[str, Any]
-) -> None:
-    template = m2 if family == "m2" else m3
+def test_renders_are_those_of_the_models_own_templates(family: str, case: dict[str, Any]) -> None:
+    template = M2 if family == "m2" else M3
     if case["expected"] is None:
         with pytest.raises(InvalidRequestError, match="tool message needs an earlier assistant"):
             template.render(case["messages"])
@@ -52,46 +43,34 @@ def test_the_embedded_models_default_identity_is_its_own_and_can_be_replaced() -
     assert "]~b]system\nI am X.[e~[" in nano.render([user("Hi")], model_identity="I am X.")
 
 
-def turns(prompt: str) -> list[tuple[str, str]]:
-    """Return role and text of every closed turn of a prompt, and of the open one at its end."""
-    return [(turn.partition("\n")[0],
-        turn.partition("\n")[2].removesuffix("\n").removesuffix("[e~["))
-            for turn in prompt.removeprefix("]~!b[").split("]~b]")[1:]]  # fmt: skip
+def turns(messages: Any, **options: Any) -> list[tuple[str, str]]:
+    """Return role and text of every turn of M3's prompt, with the open one at its end."""
+    prompt = M3.render(messages, **options)
+    found = [turn.partition("\n") for turn in prompt.removeprefix("]~!b[").split("]~b]")[1:]]
+    return [(role, text.removesuffix("\n").removesuffix("[e~[")) for role, _, text in found]
 
 
-def test_templates_tell_what_they_read(m2: ChatTemplate, m3: ChatTemplate) -> None:
-    assert (m2.has_root_role, m3.has_root_role) == (False, True)
-    assert (m2.reads("thinking_mode"), m3.reads("thinking_mode")) == (False, True)
-    assert m2.reads("model_identity") and not m3.reads("reasoning_effort")
+def test_templates_report_which_variables_and_roles_they_read() -> None:
+    assert (M2.has_root_role, M3.has_root_role) == (False, True)
+    assert (M2.reads("thinking_mode"), M3.reads("thinking_mode")) == (False, True)
+    assert M2.reads("model_identity") and not M3.reads("reasoning_effort")
     assert not ChatTemplate("{{ raise_exception('no') }}").has_root_role
 
 
-def test_m3_ranks_root_above_system_and_keeps_notes_in_place(m3: ChatTemplate) -> None:
-    messages = [
-        {"role": "root", "content": "R"},
-        {"role": "developer", "content": "D"},
-        system("S"),
-        user("u"),
-        system("N"),
-    ]
-    shown = turns(m3.render(normalize_messages(messages, has_root=True)))
-    assert [role for role, _ in shown] == ["system", "developer", "user", "user", "ai"]
-    assert shown[0][1].startswith("R\n\n<thinking_instructions>")
-    assert shown[1][1] == "D\n\nS"
-    assert shown[2:4] == [("user", "u"), ("user", "<system-reminder>\nN\n</system-reminder>")]
+def test_m3_ranks_root_above_system_and_keeps_notes_in_place() -> None:
+    first = [{"role": "root", "content": "R"}, {"role": "developer", "content": "D"}, system("S")]
+    messages = [*first, user("u"), system("N")]
+    root, *others = turns(normalize_messages(messages, has_root=True))
+    assert root[0] == "system" and root[1].startswith("R\n\n<thinking_instructions>")
+    note = "<system-reminder>\nN\n</system-reminder>"
+    assert others == [("developer", "D\n\nS"), ("user", "u"), ("user", note), ("ai", "")]
 
 
-def test_m3_shows_all_thinking_and_calls_of_a_history(m3: ChatTemplate) -> None:
+def test_m3_shows_all_thinking_and_calls_of_a_history() -> None:
     calls = [call("f", id="a", city="Rome", days=[1, 2]), call("g", id="b")]
-    messages = [
-        user("q"),
-        ai("hm", *calls, reasoning="why"),
-        result("2", id="b"),
-        result("1", id="a"),
-        ai("yes"),
-        user("z"),
-    ]
-    shown = turns(m3.render(normalize_messages(messages, has_root=True)))
+    results = [result("2", id="b"), result("1", id="a")]
+    messages = [user("q"), ai("hm", *calls, reasoning="why"), *results, ai("yes"), user("z")]
+    shown = turns(normalize_messages(messages, has_root=True))
     mark = "]<]minimax[>["
     days = f"{mark}<days>{mark}<item>1{mark}</item>{mark}<item>2{mark}</item>{mark}</days>"
     first = f'{mark}<invoke name="f">{mark}<city>Rome{mark}</city>{days}{mark}</invoke>\n'
@@ -105,10 +84,8 @@ def test_m3_shows_all_thinking_and_calls_of_a_history(m3: ChatTemplate) -> None:
     ("mode", "ending"),
     [("enabled", "<mm:think>"), ("disabled", "</mm:think>"), ("adaptive", ""), (None, "")],
 )
-def test_m3_modes_decide_how_the_answer_begins(
-    m3: ChatTemplate, mode: str | None, ending: str
-) -> None:
-    shown = turns(m3.render([user("x")], **({"thinking_mode": mode} if mode else {})))
+def test_the_mode_of_m3_decides_how_the_answer_begins(mode: str | None, ending: str) -> None:
+    shown = turns([user("x")], **({"thinking_mode": mode} if mode else {}))
     assert shown[-1] == ("ai", ending)
     assert f"thinking mode: {mode or 'adaptive'}." in shown[0][1]
 
@@ -117,41 +94,28 @@ def render(source: str, **kwargs: Any) -> str:
     return ChatTemplate(source).render([user("hi")], **kwargs)
 
 
-def test_blocks_are_trimmed_as_transformers_does() -> None:
-    assert (
-        render(
-            "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor "
-            "%}\n"
-        )
-        == "hi\n"
-    )
+VALUE = {"b": "é<&'", "a": [1.0, None]}
+TRIMMED = "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
+LOOP = "{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+COMPACT = "{{ x | tojson(sort_keys=True, separators=(',', ':')) }}"
 
 
-def test_loop_controls() -> None:
-    assert (
-        render("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}")
-        == "1"
-    )
-
-
-def test_tojson_keeps_order_and_takes_the_arguments_of_transformers() -> None:
-    value = {"b": "é<&'", "a": [1.0, None]}
-    assert render("{{ x | tojson }}", x=value) == '{"b": "é<&\'", "a": [1.0, null]}'
-    assert render("{{ x | tojson(ensure_ascii=True) }}", x="é") == '"\\u00e9"'
-    assert (
-        render("{{ x | tojson(sort_keys=True, separators=(',', ':')) }}", x=value)
-        == '{"a":[1.0,null],"b":"é<&\'"}'
-    )
-    assert render("{{ x | tojson(indent=1) }}", x=[1]) == "[\n 1\n]"
-
-
-def test_time_is_available() -> None:
+@pytest.mark.parametrize(
+    ("source", "value", "expected"),
+    [
+        (TRIMMED, None, "hi\n"),
+        (LOOP, None, "1"),
+        ("{{ x | tojson }}", VALUE, '{"b": "é<&\'", "a": [1.0, null]}'),
+        ("{{ x | tojson(ensure_ascii=True) }}", "é", '"\\u00e9"'),
+        (COMPACT, VALUE, '{"a":[1.0,null],"b":"é<&\'"}'),
+        ("{{ x | tojson(indent=1) }}", [1], "[\n 1\n]"),
+    ],
+)
+def test_templates_have_the_syntax_and_filters_of_transformers(
+    source: str, value: Any, expected: str
+) -> None:
+    assert render(source, x=value) == expected
     assert render("{{ strftime_now('%Y') }}").isdecimal()
-
-
-def test_raise_exception_refuses_the_request() -> None:
-    with pytest.raises(InvalidRequestError, match="only one turn"):
-        render("{{ raise_exception('only one turn') }}")
 
 
 @pytest.mark.parametrize(
@@ -166,9 +130,11 @@ def test_raise_exception_refuses_the_request() -> None:
         "{% include 'other' %}",
     ],
 )
-def test_failing_and_escaping_templates_refuse_the_request(source: str) -> None:
+def test_refuses_requests_whose_template_fails_or_escapes(source: str) -> None:
     with pytest.raises(InvalidRequestError, match="chat template"):
         render(source)
+    with pytest.raises(InvalidRequestError, match="only one turn"):
+        render("{{ raise_exception('only one turn') }}")
 
 
 def test_conversation_cannot_be_replaced_by_template_variables() -> None:
@@ -197,14 +163,8 @@ def test_template_is_found_by_precedence(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "list"}]
     write_folder(tmp_path, config={"chat_template": named})
     assert rendered() == "list"
-    write_folder(
-        tmp_path,
-        config={
-            "chat_template": "config {{ bos_token }}{{ eos_token }}",
-            "bos_token": "B",
-            "eos_token": {"content": "E"},
-        },
-    )
+    config = {"chat_template": "config {{ bos_token }}{{ eos_token }}", "bos_token": "B"}
+    write_folder(tmp_path, config=config | {"eos_token": {"content": "E"}})
     assert rendered() == "config BE"
     write_folder(tmp_path, jinja="file {{ messages[0].content }} {{ bos_token }}")
     assert rendered() == "file é B"

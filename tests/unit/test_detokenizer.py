@@ -13,25 +13,19 @@ from tests.speed import cpu_seconds, is_linear
 
 TOKENIZER = make_tokenizer()
 ANY_IDS = st.lists(st.integers(0, TOKENIZER.vocab_size + 1), max_size=60)
-ORDINARY_IDS = st.lists(
-    st.sampled_from([i for i in range(TOKENIZER.vocab_size) if not TOKENIZER.is_added(i)]),
-    max_size=40,
-)
+ORDINARY = [i for i in range(TOKENIZER.vocab_size) if not TOKENIZER.is_added(i)]
+ORDINARY_IDS = st.lists(st.sampled_from(ORDINARY), max_size=40)
 AB_IDS = st.text("ab<>🙂", max_size=30).map(
     lambda text: TOKENIZER.encode(text, allow_special=False)
 )
 STOPS = st.lists(st.text("ab<>", min_size=1, max_size=4), min_size=1, max_size=3)
-
-
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text)
+ids_of = TOKENIZER.encode
+(CLOSE,) = ids_of("</think>")
 
 
 def run(ids: Sequence[int], detokenizer: Detokenizer, *, step: int = 1) -> list[TextPiece]:
-    pieces = [
-        piece for i in range(0, len(ids), step) for piece in detokenizer.push(ids[i : i + step])
-    ]
-    return pieces + detokenizer.finish()
+    steps = [detokenizer.push(ids[i : i + step]) for i in range(0, len(ids), step)]
+    return [piece for pieces in [*steps, detokenizer.finish()] for piece in pieces]
 
 
 def joined(pieces: Sequence[TextPiece]) -> str:
@@ -61,18 +55,15 @@ def expected_stop(
 
 
 @settings(deadline=None)
-@given(ids=ANY_IDS, skip=st.booleans(), step=st.integers(1, 5))
-def test_pieces_join_to_the_decoded_text(ids: list[int], skip: bool, step: int) -> None:
+@given(ids=ANY_IDS, skip=st.booleans(), step=st.integers(1, 5), stops=STOPS)
+def test_pieces_join_to_the_decoded_text(
+    ids: list[int], skip: bool, step: int, stops: list[str]
+) -> None:
     pieces = run(ids, Detokenizer(TOKENIZER, skip_special_tokens=skip), step=step)
     assert joined(pieces) == TOKENIZER.decode(ids, skip_special_tokens=skip)
     assert all(piece.text for piece in pieces)
-
-
-@settings(deadline=None)
-@given(ids=ANY_IDS, stops=STOPS)
-def test_a_piece_with_an_id_is_that_whole_token(ids: list[int], stops: list[str]) -> None:
     for piece in run(ids, Detokenizer(TOKENIZER, skip_special_tokens=False, stop=stops)):
-        if piece.token_id is not None:
+        if piece.token_id is not None:  # the piece is that whole token
             assert piece.text == TOKENIZER.token_text(piece.token_id)
 
 
@@ -102,63 +93,50 @@ def test_text_ends_at_the_stop_string_that_is_complete_first(
 def test_only_the_beginning_of_a_stop_string_is_held(ids: list[int], stops: list[str]) -> None:
     detokenizer = Detokenizer(TOKENIZER, stop=stops, min_tokens=10**6)
     out = ""
-    for token_id, known in zip(ids, emitted_lengths(ids), strict=True):
+    for token_id, length in zip(ids, emitted_lengths(ids), strict=True):
         out += joined(detokenizer.push([token_id]))
-        text = TOKENIZER.decode(ids)[:known]
-        held = max(
-            n
-            for n in range(known + 1)
-            if n == 0 or any(len(s) > n and s.startswith(text[-n:]) for s in stops)
-        )
-        assert out == text[: known - held]
+        text = TOKENIZER.decode(ids)[:length]
+        beginnings = (stop[:n] for stop in stops for n in range(1, len(stop)))
+        held = max((len(start) for start in beginnings if text.endswith(start)), default=0)
+        assert out == text[: length - held]
 
 
 def test_emoji_over_several_tokens_comes_whole() -> None:
     ids = ids_of("a👩‍🚀b")
-    assert any(
-        len(TOKENIZER.token_bytes(i)) < 4 and TOKENIZER.token_bytes(i)[0] >= 0x80 for i in ids
-    )
+    parts = map(TOKENIZER.token_bytes, ids)
+    assert any(len(part) < 4 and part[0] >= 0x80 for part in parts)
     pieces = run(ids, Detokenizer(TOKENIZER))
     assert joined(pieces) == "a👩‍🚀b"
     assert not any("\ufffd" in piece.text for piece in pieces)
 
 
-def test_unfinished_character_becomes_a_replacement_at_the_end_only() -> None:
-    ids = ids_of("x🚀")[:-1]
+def test_an_unfinished_character_becomes_a_replacement_at_its_end() -> None:
     detokenizer = Detokenizer(TOKENIZER)
-    assert joined(detokenizer.push(ids)) == "x"
+    assert joined(detokenizer.push(ids_of("x🚀")[:-1])) == "x"
     assert joined(detokenizer.finish()) == "\ufffd"
+    pieces = run([*ids_of("🚀")[:-1], CLOSE], Detokenizer(TOKENIZER))
+    assert pieces == [TextPiece("\ufffd", None), TextPiece("</think>", CLOSE)]
 
 
-def test_tag_after_an_unfinished_character_keeps_its_id() -> None:
-    close = ids_of("</think>")[0]
-    pieces = run([*ids_of("🚀")[:-1], close], Detokenizer(TOKENIZER))
-    assert pieces == [TextPiece("\ufffd", None), TextPiece("</think>", close)]
-
-
-def test_tag_that_ends_like_a_stop_string_keeps_its_id() -> None:
-    close = ids_of("</think>")[0]
+def test_a_tag_that_ends_like_a_stop_string_keeps_its_id() -> None:
     detokenizer = Detokenizer(TOKENIZER, stop=[">x"])
-    pieces = detokenizer.push([close])
-    pieces += detokenizer.push(ids_of("y"))
-    assert TextPiece("</think>", close) in pieces
+    pieces = detokenizer.push([CLOSE]) + detokenizer.push(ids_of("y"))
+    assert TextPiece("</think>", CLOSE) in pieces
 
 
-def test_stop_string_across_token_borders_and_inside_a_token() -> None:
-    detokenizer = Detokenizer(TOKENIZER, stop=["fox jum"])
-    assert joined(run(ids_of("quick brown fox jumps"), detokenizer)) == "quick brown "
-    assert detokenizer.matched_stop == "fox jum"
-    assert detokenizer.push(ids_of("more")) == []
-    assert detokenizer.finish() == []
-
-
-def test_stop_string_that_begins_inside_a_tag_cuts_the_tag() -> None:
-    assert joined(run(ids_of("a</think>xyz"), Detokenizer(TOKENIZER, stop=["nk>x"]))) == "a</thi"
-
-
-def test_stop_string_may_cover_a_control_token_that_is_shown() -> None:
-    detokenizer = Detokenizer(TOKENIZER, skip_special_tokens=False, stop=["[e~["])
-    assert joined(run(ids_of("done[e~[more"), detokenizer)) == "done"
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("quick brown fox jumps", "fox jum", "quick brown "),  # across token borders
+        ("a</think>xyz", "nk>x", "a</thi"),  # inside a tag
+        ("done[e~[more", "[e~[", "done"),  # a control token that is shown
+    ],
+)
+def test_a_stop_string_may_be_anywhere(text: str, stop: str, expected: str) -> None:
+    detokenizer = Detokenizer(TOKENIZER, skip_special_tokens=False, stop=[stop])
+    assert joined(run(ids_of(text), detokenizer)) == expected
+    assert detokenizer.matched_stop == stop
+    assert detokenizer.push(ids_of("more")) == detokenizer.finish() == []
 
 
 @pytest.mark.parametrize(
@@ -167,11 +145,11 @@ def test_stop_string_may_cover_a_control_token_that_is_shown() -> None:
 def test_stop_string_counts_from_the_token_that_reaches_the_minimum(
     min_tokens: int, text: str
 ) -> None:
-    token = ids_of("a")
-    assert joined(run(token * 4, Detokenizer(TOKENIZER, stop=["a"], min_tokens=min_tokens))) == text
+    detokenizer = Detokenizer(TOKENIZER, stop=["a"], min_tokens=min_tokens)
+    assert joined(run(ids_of("a") * 4, detokenizer)) == text
 
 
-def test_empty_stop_string_is_refused() -> None:
+def test_refuses_an_empty_stop_string() -> None:
     with pytest.raises(InvalidRequestError, match="empty string"):
         Detokenizer(TOKENIZER, stop=["a", ""])
 

@@ -51,23 +51,17 @@ def nested(num_chars: int) -> dict[str, object]:
 
 CITIES = ("Rome", "Oslo", "Lima", "Tokyo", "New York")
 WHY = "The user wants the weather of Rome, so I ask."
-CONTENT, FIVE = Limits(5, 95, 2, 90, 10), [("weather", {"city": city}) for city in CITIES]
+FIVE = [("weather", {"city": city}) for city in CITIES]
+STRING = [("write", {"content": (CODE * 10)[:500]})]
+LONG_STRING = [("write", {"content": (CODE * 160)[:10_000]})]
+TWO = [("write", {"filename": "a", "content": CODE * 3})]
 # reasoning, content, calls, limits
 SCENARIOS: dict[str, tuple[str | None, str | None, list[tuple[str, Any]], Limits]] = {
-    "essay": (None, ESSAY, [], CONTENT),
-    "JSON as content": (None, json.dumps(nested(3000)), [], CONTENT),
-    "string of 500": (
-        *(None, None, [("write", {"content": (CODE * 10)[:500]})]),
-        Limits(15, 85, 0, 95, 0),
-    ),
-    "two arguments": (
-        *(None, None, [("write", {"filename": "a", "content": CODE * 3})]),
-        Limits(10, 90, 0, 95, 0),
-    ),
-    "string of 10K": (
-        *(None, None, [("write", {"content": (CODE * 160)[:10_000]})]),
-        Limits(5, 90, 10, 65, 35),
-    ),
+    "essay": (None, ESSAY, [], Limits(5, 95, 2, 90, 10)),
+    "JSON as content": (None, json.dumps(nested(3000)), [], Limits(5, 95, 2, 90, 10)),
+    "string of 500": (None, None, STRING, Limits(15, 85, 0, 95, 0)),
+    "two arguments": (None, None, TWO, Limits(10, 90, 0, 95, 0)),
+    "string of 10K": (None, None, LONG_STRING, Limits(5, 90, 10, 65, 35)),
     "nested object of 2K": (None, None, [("save", nested(2000))], Limits(20, 75, 10, 60, 40)),
     "five calls": (None, None, FIVE, Limits(15, 85, 0, 95, 0)),
     "reasoning then call": (WHY, None, FIVE[:1], Limits(10, 85, 5, 85, 15)),

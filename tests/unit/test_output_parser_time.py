@@ -12,6 +12,8 @@ M2_CONTENT = f'{M2}<parameter name="content">'
 M2_END = "</parameter>\n</invoke>\n</minimax:tool_call>"
 M3 = f'<mm:think>x</mm:think>{MARKER}<tool_call>\n{MARKER}<invoke name="write_file">'
 M3_EVENT = M3.replace("write_file", "create_event")
+M2_CALL = '<invoke name="write_file"><parameter name="mode">5</parameter></invoke>\n'
+M3_CALL = f'{MARKER}<invoke name="ping">{MARKER}</invoke>\n'
 M3_CONTENT = f"{M3}{MARKER}<content>"
 # head, repeated part (with its number), tail
 TEXTS: dict[str, tuple[OutputFormat, str, str, str]] = {
@@ -27,10 +29,7 @@ TEXTS: dict[str, tuple[OutputFormat, str, str, str]] = {
     "m2 long tags": (MINIMAX_M2, M2_CONTENT, "<parameter " + "a" * 500, ""),
     "m2 JSON": (MINIMAX_M2, f'{M2}<parameter name="tags">', "[", M2_END),
     "m2 parameters": (MINIMAX_M2, M2, '<parameter name="p@">@</parameter>\n', "</invoke>"),
-    "m2 calls": (
-        *(MINIMAX_M2, M2),
-        *('<invoke name="write_file"><parameter name="mode">5</parameter></invoke>\n', ""),
-    ),
+    "m2 calls": (MINIMAX_M2, M2, M2_CALL, ""),
     "m3 reasoning": (MINIMAX_M3, "<mm:think>", "a < b ] and ]<] or <mm:thin ", ""),
     "m3 content": (MINIMAX_M3, "", "words ]< and [x] or <tool ", ""),
     "m3 string": (MINIMAX_M3, M3_CONTENT, "if a[i] < b: return '<tag>' \n", f"{MARKER}</content>"),
@@ -47,10 +46,7 @@ TEXTS: dict[str, tuple[OutputFormat, str, str, str]] = {
     "m3 members": (MINIMAX_M3, f"{M3_EVENT}{MARKER}<meta>", f"{MARKER}<a>v{MARKER}</a>", ""),
     "m3 deep nesting": (MINIMAX_M3, f"{M3_EVENT}{MARKER}<any>", f"{MARKER}<a>", ""),
     "m3 space": (MINIMAX_M3, f"{M3_EVENT}{MARKER}<any>", " ", ""),
-    "m3 calls": (
-        *(MINIMAX_M3, f"{M3}{MARKER}</invoke>"),
-        *(f'{MARKER}<invoke name="ping">{MARKER}</invoke>\n', ""),
-    ),
+    "m3 calls": (MINIMAX_M3, f"{M3}{MARKER}</invoke>", M3_CALL, ""),
 }
 
 

@@ -14,10 +14,8 @@ UTF8 = st.characters(exclude_categories=["Cs"])
 
 
 def write(folder: Path, *, definition: str | None = None, config: str | None = None) -> Path:
-    (folder / "tokenizer.json").write_text(
-        definition if definition is not None else definition_text()
-    )
-    (folder / "tokenizer_config.json").write_text(config if config is not None else config_text())
+    (folder / "tokenizer.json").write_text(definition or definition_text())
+    (folder / "tokenizer_config.json").write_text(config or config_text())
     return folder
 
 
@@ -48,22 +46,19 @@ def test_decode_equals_the_library(ids: list[int], skip: bool) -> None:
     )
 
 
-def test_special_texts_become_tokens_unless_told_otherwise() -> None:
+def test_special_texts_become_tokens_by_default() -> None:
     text = "]~b]user\nhi<think>[e~["
-    ids = TOKENIZER.encode(text)
-    assert [TOKENIZER.token_text(i) for i in ids if TOKENIZER.is_added(i)] == [
-        "]~b]",
-        "<think>",
-        "[e~[",
-    ]
+    found = [TOKENIZER.token_text(i) for i in TOKENIZER.encode(text) if TOKENIZER.is_added(i)]
+    assert found == ["]~b]", "<think>", "[e~["]
     plain = TOKENIZER.encode(text, allow_special=False)
-    assert not any(TOKENIZER.is_added(i) for i in plain)
+    assert not any(map(TOKENIZER.is_added, plain))
     assert TOKENIZER.decode(plain) == text
 
 
 def test_control_tokens_are_dropped_and_tags_are_kept() -> None:
-    ids = TOKENIZER.encode("]~b]a<think>b</think><minimax:tool_call></minimax:tool_call>[e~[")
-    assert TOKENIZER.decode(ids) == "a<think>b</think><minimax:tool_call></minimax:tool_call>"
+    tags = "a<think>b</think><minimax:tool_call></minimax:tool_call>"
+    ids = TOKENIZER.encode(f"]~b]{tags}[e~[")
+    assert TOKENIZER.decode(ids) == tags
     assert TOKENIZER.decode(ids, skip_special_tokens=False).endswith("[e~[")
     assert not any(TOKENIZER.is_special(TOKENIZER.token_id(tag)) for tag in TAGS)
 
@@ -91,29 +86,20 @@ def test_token_bytes_are_exact() -> None:
     ids = TOKENIZER.encode("né 🙂", allow_special=False)
     assert b"".join(map(TOKENIZER.token_bytes, ids)) == "né 🙂".encode()
     assert TOKENIZER.token_bytes(TOKENIZER.token_id("]<]vision pad[>[")) == b"]<]vision pad[>["
-    assert TOKENIZER.token_bytes(TOKENIZER.vocab_size) == b""
-    assert TOKENIZER.token_bytes(-1) == b""
+    assert TOKENIZER.token_bytes(TOKENIZER.vocab_size) == TOKENIZER.token_bytes(-1) == b""
+    single = {TOKENIZER.token_bytes(i) for i in range(TOKENIZER.vocab_size)}
+    assert {bytes([byte]) for byte in range(256)} <= single
+    assert TOKENIZER.encode("ab\ud800c") == TOKENIZER.encode("ab\ufffdc")  # a lone surrogate
 
 
 def test_token_spelled_outside_the_byte_alphabet_stands_for_itself(tmp_path: Path) -> None:
     definition = json.loads(definition_text())
-    token_id = definition["model"]["vocab"].pop(
-        max(definition["model"]["vocab"], key=definition["model"]["vocab"].get)
-    )
-    definition["model"]["vocab"]["日 本"] = token_id
+    vocab = definition["model"]["vocab"]
+    token_id = vocab["日 本"] = vocab.pop(max(vocab, key=vocab.get))
     definition["model"]["merges"].pop()
     tokenizer = Tokenizer.from_folder(write(tmp_path, definition=json.dumps(definition)))
     assert tokenizer.token_bytes(token_id) == "日 本".encode()
     assert tokenizer.decode([token_id]) == tokenizer._backend.decode([token_id])
-
-
-def test_all_256_bytes_have_a_token() -> None:
-    single = {TOKENIZER.token_bytes(i) for i in range(TOKENIZER.vocab_size)}
-    assert {bytes([byte]) for byte in range(256)} <= single
-
-
-def test_lone_surrogate_counts_as_a_replacement_character() -> None:
-    assert TOKENIZER.encode("ab\ud800c") == TOKENIZER.encode("ab\ufffdc")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
@@ -128,18 +114,14 @@ def test_missing_or_broken_file_is_named(tmp_path: Path, name: str, content: byt
     assert error.value.hint
 
 
+METASPACE = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}
+
+
 @pytest.mark.parametrize(
     "definition",
     [
         edited_definition(decoder=None),
-        edited_definition(
-            decoder={
-                "type": "Metaspace",
-                "replacement": "_",
-                "prepend_scheme": "always",
-                "split": True,
-            }
-        ),
+        edited_definition(decoder=METASPACE),
         edited_definition(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
         edited_definition(model={"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}),
         edited_definition(model=None),
@@ -150,14 +132,10 @@ def test_unsupported_or_inconsistent_tokenizer_is_refused(tmp_path: Path, defini
         Tokenizer.from_folder(write(tmp_path, definition=definition))
 
 
-def test_named_token_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_named_tokens_must_exist_and_may_be_absent(tmp_path: Path) -> None:
+    config = json.dumps({"eos_token": {"content": "<gone>"}})
     with pytest.raises(CheckpointError, match=r"eos_token '<gone>'"):
-        Tokenizer.from_folder(
-            write(tmp_path, config=json.dumps({"eos_token": {"content": "<gone>"}}))
-        )
-
-
-def test_named_tokens_may_be_absent(tmp_path: Path) -> None:
+        Tokenizer.from_folder(write(tmp_path, config=config))
     tokenizer = Tokenizer.from_folder(write(tmp_path, config="{}"))
     assert tokenizer.bos_token_id is None
     assert tokenizer.eos_token_id is None
