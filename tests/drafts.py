@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, full
 
 from negamax.worker.config import WorkerConfig
-from negamax.worker.proposer import Proposer, TokenStates
+from negamax.worker.proposer import DraftRows, Proposer, TokenStates
 from negamax.worker.request_state import RequestState
 
 ACCEPTED, REJECTED, RANDOM = KINDS = ("accepted", "rejected", "random")
@@ -28,14 +28,9 @@ class ScriptedProposer(Proposer):
         self._kind, self._outputs = kind, outputs
 
     def propose(
-        self,
-        states: TokenStates,
-        slots: Tensor,
-        lengths: Tensor,
-        ends: Tensor,
-        requests: RequestState,
-        num_tokens: int,
+        self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
+        slots, lengths, ends = rows
         real = slots != requests.padding_slot
         assert torch.equal(states.slots[ends], slots)
         assert torch.equal(states.positions[ends][real], lengths[real] - 2)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from negamax.worker.eagle3 import Eagle3Proposer
+from negamax.worker.proposer import DraftRows
 from negamax.worker.request_state import RequestState
 
 if TYPE_CHECKING:
@@ -199,16 +200,16 @@ def watch(patch: Callable[[object, str, Any], None]) -> list[Proposal]:
     seen: list[Proposal] = []
     propose = Eagle3Proposer.propose
 
-    def noting(
-        self: Any, states: Any, slots: Tensor, lengths: Tensor, ends: Tensor,
-        requests: RequestState, num_tokens: int,
-    ) -> Tensor:  # fmt: skip
-        drafts = propose(self, states, slots, lengths, ends, requests, num_tokens)
-        for slot, length, row in zip(slots.tolist(), lengths.tolist(), drafts, strict=True):
+    def record(
+        self: Any, states: Any, rows: DraftRows, requests: RequestState, num_tokens: int
+    ) -> Tensor:
+        drafts = propose(self, states, rows, requests, num_tokens)
+        columns = rows.slots.tolist(), rows.lengths.tolist(), drafts
+        for slot, length, row in zip(*columns, strict=True):
             seen.append((requests.tokens[slot, :length].tolist(), row.tolist()))
         return drafts
 
-    patch(Eagle3Proposer, "propose", noting)
+    patch(Eagle3Proposer, "propose", record)
     return seen
 
 

@@ -19,7 +19,7 @@ from negamax.layers.attention import KvCaches
 from negamax.worker.batch import BatchLayout, StepColumns, sample_inputs
 from negamax.worker.config import WorkerConfig
 from negamax.worker.device import indices
-from negamax.worker.proposer import TokenStates
+from negamax.worker.proposer import DraftRows, TokenStates
 from negamax.worker.step_shapes import TOKENS, capture_sizes
 from negamax.worker.token_shares import share_tokens
 from negamax.worker.warmup import cut, warming_up, warmup_layers
@@ -107,5 +107,5 @@ def _launch(
     states = TokenStates(share.describe_all(metadata), [share.gather(one) for one in streams])
     ends = indices(last[:most_rows], token_ids.device)
     rows = indices(slots[:most_rows], token_ids.device)
-    lengths = states.positions[ends] + 2
-    proposer.propose(states, rows, lengths, ends, requests, proposer.num_draft_tokens)
+    drafted = DraftRows(rows, states.positions[ends] + 2, ends)
+    proposer.propose(states, drafted, requests, proposer.num_draft_tokens)

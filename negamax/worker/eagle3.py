@@ -37,7 +37,7 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import WeightFormat
 from negamax.worker.config import WorkerConfig
-from negamax.worker.proposer import Proposer, TokenStates, hand_down_embedding
+from negamax.worker.proposer import DraftRows, Proposer, TokenStates, hand_down_embedding
 from negamax.worker.request_state import FILTERS, RequestState
 
 
@@ -98,14 +98,9 @@ class Eagle3Proposer(Proposer):
         self._kv = caches
 
     def propose(
-        self,
-        states: TokenStates,
-        slots: Tensor,
-        lengths: Tensor,
-        ends: Tensor,
-        requests: RequestState,
-        num_tokens: int,
+        self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
+        slots, lengths, ends = rows
         model, kv = self._model, self._kv
         following = requests.tokens[states.slots, states.positions + 1]
         combined = model.combine(states.residuals)

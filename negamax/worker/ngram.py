@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from negamax.options.speculation import SpeculationConfig
-from negamax.worker.proposer import Proposer, TokenStates
+from negamax.worker.proposer import DraftRows, Proposer, TokenStates
 from negamax.worker.request_state import RequestState
 
 SEARCHED_TOKENS = 32768
@@ -28,15 +28,10 @@ class NgramProposer(Proposer):
         self._num_searched = min(SEARCHED_TOKENS, max_model_len)
 
     def propose(
-        self,
-        states: TokenStates,
-        slots: Tensor,
-        lengths: Tensor,
-        ends: Tensor,
-        requests: RequestState,
-        num_tokens: int,
+        self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
         """About 3 passes over the searched tokens per token compared."""
+        slots, lengths, _ = rows
         tokens, width = requests.tokens, self._num_searched
         if not num_tokens:
             return lengths.new_empty(len(lengths), 0)

@@ -12,7 +12,7 @@ from negamax.base.log import get_logger
 from negamax.kernels.attention.metadata import attention_metadata
 from negamax.layers.attention import KvCaches
 from negamax.worker.kv_cache import allocate
-from negamax.worker.proposer import TokenStates
+from negamax.worker.proposer import DraftRows, TokenStates
 from negamax.worker.warmup import cut, warming_up, warmup_layers
 
 if TYPE_CHECKING:
@@ -70,10 +70,9 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
             at = replace(metadata, token_slots=metadata.token_slots % most)
             ends = metadata.query_starts[1:].long()[:most] - 1
             proposer.use_caches(kv[len(model.layers) :])
-            proposer.propose(
-                TokenStates(at, residuals), at.token_slots[ends], at.positions[ends] + 2, ends,
-                requests, proposer.num_draft_tokens,
-            )  # fmt: skip
+            rows = DraftRows(at.token_slots[ends], at.positions[ends] + 2, ends)
+            states = TokenStates(at, residuals)
+            proposer.propose(states, rows, requests, proposer.num_draft_tokens)
             proposer.use_caches(())
 
     with warming_up(runner.context):

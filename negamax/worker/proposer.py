@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,14 @@ class TokenStates:
         return self.metadata.positions
 
 
+class DraftRows(NamedTuple):
+    """R rows to propose for. Their first `lengths` tokens are known; all but the last have run."""
+
+    slots: Tensor  # [R] int64
+    lengths: Tensor  # [R] int64
+    ends: Tensor  # [R] int64, index in the step of the last token that has run
+
+
 class Proposer:
     """Proposes draft tokens. All ranks must propose the same."""
 
@@ -55,23 +64,15 @@ class Proposer:
         return
 
     def propose(
-        self,
-        states: TokenStates,
-        slots: Tensor,
-        lengths: Tensor,
-        ends: Tensor,
-        requests: RequestState,
-        num_tokens: int,
+        self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
-        """Propose draft tokens to follow the first lengths[i] tokens of slots[i].
+        """Propose draft tokens for R `rows` -> [R, num_tokens] int64, -1 from a missing token on.
 
-        All of these tokens are known and all but the last have run; the last that has run is token
-        ends[i] of `states`. Runs after every step with its sampled rows, even without rows or with
-        `num_tokens` 0, so that the proposer's caches receive every token. `states` is valid until
-        it returns. It must not wait for the device, so that it can be captured; in a capture the
-        host has no lengths (`AttentionMetadata.is_captured`). slots, lengths, ends [R] int64 -> [R,
-        num_tokens] int64, -1 from the first missing token on. A padding row has slot
-        `requests.padding_slot`. After a slot's own blocks, its table refers to the padding block.
+        Runs after every step with its sampled rows, even without rows or with `num_tokens` 0, so
+        that the proposer's caches receive every token. `states` is valid until it returns. It must
+        not wait for the device, so that it can be captured; in a capture the host has no lengths
+        (`AttentionMetadata.is_captured`). A padding row has slot `requests.padding_slot`. After a
+        slot's own blocks, its table refers to the padding block.
         """
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ from negamax.kernels.drafts import op as drafts_ops
 from negamax.scheduler.step import StepPlan
 from negamax.worker.batch import Column
 from negamax.worker.device import HostTensor
-from negamax.worker.proposer import Proposer, TokenStates
+from negamax.worker.proposer import DraftRows, Proposer, TokenStates
 from negamax.worker.request_state import RequestState
 
 
@@ -68,7 +68,7 @@ class Verifier:
                 num_computed=self.requests.num_computed, lengths=lengths, ends=ends,
             )  # fmt: skip
         self.requests.drafts[rows.slots, :num_proposed] = self.proposer.propose(
-            states, rows.slots, lengths, ends, self.requests, num_proposed
+            states, DraftRows(rows.slots, lengths, ends), self.requests, num_proposed
         )
 
     def _count(self, rows: VerifiedRows, sampled: Tensor, drafts: Tensor, out: Tensor) -> None:

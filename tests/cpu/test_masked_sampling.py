@@ -1,17 +1,11 @@
-from collections.abc import Callable
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
-from sampling_support import CPU, REFERENCES, VOCAB, rows_of
+from sampling_support import CPU, VOCAB, random_logits, rows_of, sample
 
-from negamax.parallel.collectives import SingleRank
 from negamax.scheduler.step import GrammarBitmask, StepPlan
-from negamax.worker.batch import sample_inputs
 from negamax.worker.grammar_bitmask import PendingBitmask, RowBitmasks
-from negamax.worker.request_state import RequestState
-from negamax.worker.sampler import BROKEN, Sampled, Sampler
+from negamax.worker.sampler import BROKEN
 from negamax.worker.separate_rows import _single_row
 
 KINDS: tuple[dict[str, object], ...] = (
@@ -26,6 +20,7 @@ KINDS: tuple[dict[str, object], ...] = (
     {"temperature": 0.0, "min_tokens": 4, "stop_token_ids": (300,)},
 )
 ALLOWED = (40, 41, 299, 300, 499)
+EVERY = list(range(len(KINDS)))
 
 
 def packed(*token_ids: int) -> bytes:
@@ -34,51 +29,40 @@ def packed(*token_ids: int) -> bytes:
     return np.packbits(bits, bitorder="little").tobytes()
 
 
-def some_logits(num_rows: int, seed: int) -> torch.Tensor:
-    return 3 * torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed))
-
-
 def masks_for(members: list[int], *token_ids: int) -> RowBitmasks:
     one = torch.frombuffer(bytearray(packed(*token_ids)), dtype=torch.uint8)
     return RowBitmasks(members, one.repeat(len(members), 1))
 
 
-def sampled(
-    logits: torch.Tensor, rows: RequestState, masks: RowBitmasks | None, *, on_shards: bool
-) -> Sampled:
-    inputs = sample_inputs(list(range(len(logits))), [4] * len(logits), rows)
-    sampler = Sampler(rows, kernels=REFERENCES, group=SingleRank(), on_shards=on_shards)
-    return sampler(logits.clone(), inputs, masks=masks)
+both_ways = pytest.mark.parametrize("on_shards", [False, True])
 
 
-sampled_whole, sampled_sharded = (partial(sampled, on_shards=way) for way in (False, True))
-
-
-@pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
+@both_ways
 @pytest.mark.parametrize("seed", range(5))
-def test_every_kind_of_row_obeys_its_mask(draw: Callable[..., Sampled], seed: int) -> None:
-    rows = rows_of(KINDS)
-    drawn = draw(some_logits(len(KINDS), seed), rows, masks_for(list(range(len(KINDS))), *ALLOWED))
+def test_every_kind_of_row_obeys_its_mask(on_shards: bool, seed: int) -> None:
+    logits, masks = random_logits(len(KINDS), seed), masks_for(EVERY, *ALLOWED)
+    drawn = sample(logits, rows_of(KINDS), masks, on_shards=on_shards)
     assert set(drawn.token_ids.tolist()) <= set(ALLOWED)
+    logits[:, 41] = -500.0  # the only allowed token, however unlikely it is
+    drawn = sample(logits, rows_of(KINDS), masks_for(EVERY, 41), on_shards=on_shards)
+    assert drawn.token_ids.tolist() == [41] * len(KINDS)
 
 
-@pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
-def test_rows_without_a_mask_choose_as_if_nobody_had_one(draw: Callable[..., Sampled]) -> None:
-    rows, logits = rows_of(KINDS), some_logits(len(KINDS), 7)
-    masked = [0, 2, 5]
-    alone, beside = draw(logits, rows, None), draw(logits, rows, masks_for(masked, *ALLOWED))
-    for row in range(len(KINDS)):
-        if row not in masked:
-            assert beside.token_ids[row] == alone.token_ids[row]
-    assert {beside.token_ids[row].item() for row in masked} <= set(ALLOWED)
+@both_ways
+def test_rows_without_a_mask_are_sampled_as_if_no_row_had_one(on_shards: bool) -> None:
+    rows, logits, masked = rows_of(KINDS), random_logits(len(KINDS), 7), [0, 2, 5]
+    plain, mixed = (
+        sample(logits, rows, masks, on_shards=on_shards).token_ids
+        for masks in (None, masks_for(masked, *ALLOWED))
+    )
+    assert all(mixed[row] == plain[row] for row in EVERY if row not in masked)
+    assert set(mixed[masked].tolist()) <= set(ALLOWED)
 
 
-@pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
-def test_log_probabilities_are_those_of_the_model_and_not_of_the_mask(
-    draw: Callable[..., Sampled],
-) -> None:
-    rows, logits = rows_of(KINDS), some_logits(len(KINDS), 8)
-    drawn = draw(logits, rows, masks_for([4, 5], *ALLOWED))
+@both_ways
+def test_log_probabilities_ignore_the_mask(on_shards: bool) -> None:
+    rows, logits = rows_of(KINDS), random_logits(len(KINDS), 8)
+    drawn = sample(logits, rows, masks_for([4, 5], *ALLOWED), on_shards=on_shards)
     assert drawn.logprobs is not None and drawn.logprob_rows == [4, 5]
     expected = torch.log_softmax(logits, dim=-1)
     for row, entry in zip([4, 5], drawn.logprobs.read(), strict=True):
@@ -87,67 +71,52 @@ def test_log_probabilities_are_those_of_the_model_and_not_of_the_mask(
         assert entry.top_ids[0] == int(expected[row].argmax())
 
 
-@pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
-def test_a_mask_has_the_last_word_over_min_tokens_and_bias(draw: Callable[..., Sampled]) -> None:
-    rows, logits = rows_of(KINDS), some_logits(len(KINDS), 9)
+@both_ways
+def test_a_mask_overrides_min_tokens_and_bias(on_shards: bool) -> None:
+    rows, logits = rows_of(KINDS), random_logits(len(KINDS), 9)
     # min_tokens forbids 300 so far; the bias forces 3
-    drawn = draw(logits, rows, masks_for([6, 8], 300))
+    drawn = sample(logits, rows, masks_for([6, 8], 300), on_shards=on_shards)
     assert drawn.token_ids[[6, 8]].tolist() == [300, 300]
 
 
-def test_one_allowed_token_is_sampled_however_unlikely_it_is() -> None:
-    rows, logits = rows_of(KINDS), some_logits(len(KINDS), 10)
-    logits[:, 41] = -500.0
-    for draw in (sampled_whole, sampled_sharded):
-        assert draw(logits, rows, masks_for(list(range(len(KINDS))), 41)).token_ids.tolist() == [
-            41
-        ] * len(KINDS)
-
-
-@pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
+@both_ways
 @pytest.mark.parametrize("seed", range(3))
-def test_every_kind_of_row_samples_its_allowed_tokens_only(
-    draw: Callable[..., Sampled], seed: int
-) -> None:
+def test_every_kind_of_row_samples_its_allowed_tokens_only(on_shards: bool, seed: int) -> None:
     rows = rows_of(tuple(kind | {"allowed_token_ids": ALLOWED} for kind in KINDS))
-    drawn = draw(some_logits(len(KINDS), seed), rows, None)
+    drawn = sample(random_logits(len(KINDS), seed), rows, on_shards=on_shards)
     assert set(drawn.token_ids.tolist()) <= set(ALLOWED)
     assert drawn.token_ids[8] != 300  # nor the token forbidden until min_tokens
 
 
-@pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
-def test_allowed_tokens_are_drawn_as_from_logits_without_the_others(
-    draw: Callable[..., Sampled],
-) -> None:
+@both_ways
+def test_allowed_tokens_are_drawn_as_from_logits_without_the_others(on_shards: bool) -> None:
     plain = tuple(kind for kind in KINDS if "logit_bias" not in kind and "min_tokens" not in kind)
-    logits = some_logits(len(plain), 13)
+    allowing = tuple(kind | {"allowed_token_ids": ALLOWED} for kind in plain)
+    logits = random_logits(len(plain), 13)
     alone = torch.full_like(logits, -100.0)
     alone[:, list(ALLOWED)] = logits[:, list(ALLOWED)]
-    expected = draw(alone, rows_of(plain), None)
-    drawn = draw(
-        logits, rows_of(tuple(kind | {"allowed_token_ids": ALLOWED} for kind in plain)), None
-    )
+    expected = sample(alone, rows_of(plain), on_shards=on_shards)
+    drawn = sample(logits, rows_of(allowing), on_shards=on_shards)
     assert drawn.token_ids.tolist() == expected.token_ids.tolist()
 
 
-@pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
-def test_an_end_token_that_alone_is_allowed_comes_before_min_tokens_too(
-    draw: Callable[..., Sampled],
-) -> None:
+@both_ways
+def test_an_end_token_that_alone_is_allowed_overrides_min_tokens(on_shards: bool) -> None:
     rows = rows_of(({"min_tokens": 4, "stop_token_ids": (300,), "allowed_token_ids": (300, 1)},))
-    assert draw(some_logits(1, 14), rows, None).token_ids.tolist()[0] in (1, 300)
+    assert sample(random_logits(1, 14), rows, on_shards=on_shards).token_ids.item() in (1, 300)
 
 
-def test_numbers_that_break_are_reported_under_a_mask_too() -> None:
-    rows, logits = rows_of(KINDS[:2]), some_logits(2, 11)
+@both_ways
+def test_broken_logits_are_reported_under_a_mask_too(on_shards: bool) -> None:
+    rows, logits = rows_of(KINDS[:2]), random_logits(2, 11)
     logits[:, list(ALLOWED)] = float("nan")
-    for draw in (sampled_whole, sampled_sharded):
-        assert draw(logits, rows, masks_for([0, 1], *ALLOWED)).token_ids.tolist() == [BROKEN] * 2
+    drawn = sample(logits, rows, masks_for([0, 1], *ALLOWED), on_shards=on_shards)
+    assert drawn.token_ids.tolist() == [BROKEN] * 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
-def test_each_rank_masks_its_own_share_of_the_vocabulary(ranks: int) -> None:
-    logits = some_logits(40, 12)
+def test_each_rank_masks_its_own_shard_of_the_vocabulary(ranks: int) -> None:
+    logits = random_logits(40, 12)
     members = [0, 3, 4, 39, *range(10, 38)]  # more than one tile, in pieces
     masks = masks_for(members, *ALLOWED)
     whole = logits.clone()
@@ -174,7 +143,7 @@ def test_masks_are_waited_for_once_and_only_where_a_plan_has_masked_rows() -> No
     assert waits == []
     masks = late.of([0, 2], device=CPU)  # the sampled rows of the plan
     assert masks is not None and masks.members == [0, 1]
-    logits = some_logits(2, 1)
+    logits = random_logits(2, 1)
     masks.apply(logits, first_id=0)
     assert [row.argmax().item() for row in logits] == [8, 7]
     single = late.single(2).of([0], device=CPU)
@@ -183,10 +152,8 @@ def test_masks_are_waited_for_once_and_only_where_a_plan_has_masked_rows() -> No
     assert late.postponed == [1]
     assert len(waits) == 1
     unmasked = StepPlan(6, [], [], [], [4], [1], [0], [True])
-    assert (
-        PendingBitmask.of_plan(unmasked, wait, vocab_size=VOCAB, requests=rows).of([0], device=CPU)
-        is None
-    )
+    none = PendingBitmask.of_plan(unmasked, wait, vocab_size=VOCAB, requests=rows)
+    assert none.of([0], device=CPU) is None
     assert len(waits) == 1
 
 

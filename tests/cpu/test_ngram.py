@@ -12,6 +12,7 @@ from negamax import LLM, SamplingParams
 from negamax.options.speculation import SpeculationConfig
 from negamax.worker import ngram
 from negamax.worker.ngram import NgramProposer
+from negamax.worker.proposer import DraftRows
 from negamax.worker.request_state import RequestState
 from tests.speed import is_quick
 
@@ -47,12 +48,12 @@ def test_the_search_equals_plain_python(
     slots = rng.sample(range(num_slots), 30)
     lengths = [rng.randint(1, WINDOW + 1) for _ in slots]
     lengths[:3] = 1, 2, WINDOW + 1
-    columns = torch.tensor(slots), torch.tensor(lengths)
+    rows = DraftRows(torch.tensor(slots), torch.tensor(lengths), torch.tensor(lengths))
     states: Any = None  # a proposer that reads no residual streams
-    found = proposer.propose(states, *columns, columns[1], state, 3)
-    fewer = proposer.propose(states, *columns, columns[1], state, 1)
+    found = proposer.propose(states, rows, state, 3)
+    fewer = proposer.propose(states, rows, state, 1)
     assert torch.equal(fewer, found[:, :1])
-    assert proposer.propose(states, *columns, columns[1], state, 0).shape == (len(slots), 0)
+    assert proposer.propose(states, rows, state, 0).shape == (len(slots), 0)
     expected = [
         searched(state.tokens[slot, :length].tolist(), least, most, 3, width)
         for slot, length in zip(slots, lengths, strict=True)
@@ -66,13 +67,14 @@ def test_short_sequences_are_searched_quickly_at_any_context_length() -> None:
     proposer = NgramProposer(config, max_model_len=window)
     state = RequestState(64, window, max_blocks=1, eos_token_ids=(), device=torch.device("cpu"))
     slots, lengths, states = torch.arange(64), torch.full((64,), 200), cast(Any, None)
-    propose = partial(proposer.propose, states, slots, lengths, lengths, state, 3)
+    propose = partial(proposer.propose, states, DraftRows(slots, lengths, lengths), state, 3)
     assert propose().tolist() == [[0, 0, 0]] * 64
     assert is_quick(propose, 0.005)
     none = torch.empty(0, dtype=torch.int64)
-    assert proposer.propose(states, none, none, none, state, 3).shape == (0, 3)
+    assert proposer.propose(states, DraftRows(none, none, none), state, 3).shape == (0, 3)
     padding = torch.zeros(1, dtype=torch.int64)  # its length is arbitrary
-    assert proposer.propose(states, padding, padding, padding, state, 3).tolist() == [[-1] * 3]
+    rows = DraftRows(padding, padding, padding)
+    assert proposer.propose(states, rows, state, 3).tolist() == [[-1] * 3]
 
 
 def texts(**options: Any) -> tuple[list[list[int]], float]:

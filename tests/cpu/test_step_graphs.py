@@ -107,7 +107,7 @@ def test_steps_before_the_first_request_change_nothing(
             patch.setattr(
                 Eagle3Proposer,
                 "propose",
-                lambda *those: (counts.append(len(those[2])), propose(*those))[1],
+                lambda *those: (counts.append(len(those[2].slots)), propose(*those))[1],
             )
             eager_steps.compile_eager_steps(*args, **named)
 

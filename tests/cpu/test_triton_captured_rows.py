@@ -38,7 +38,7 @@ from negamax.worker import batch, kv_cache
 from negamax.worker.batch import StepColumns
 from negamax.worker.eagle3 import Eagle3Proposer
 from negamax.worker.graphs import StepGraphs
-from negamax.worker.proposer import Proposer, TokenStates
+from negamax.worker.proposer import DraftRows, Proposer, TokenStates
 from negamax.worker.request_state import RequestState
 from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, StepShape
 
@@ -94,15 +94,9 @@ class Unchanging(Proposer):
     num_draft_tokens = NUM_DRAFTS
 
     def propose(
-        self,
-        states: TokenStates,
-        slots: Tensor,
-        lengths: Tensor,
-        ends: Tensor,
-        requests: RequestState,
-        num_tokens: int,
+        self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
-        return requests.drafts[slots, :num_tokens]
+        return requests.drafts[rows.slots, :num_tokens]
 
 
 def rows(spec: ModelSpec) -> RequestState:
@@ -319,7 +313,7 @@ def draft_of(target: Decoder, kernels: KernelTable) -> Eagle3Proposer:
 
 
 @torch.inference_mode()
-def test_a_draft_model_proposes_after_captured_rows_what_it_proposes_by_definition(
+def test_a_draft_model_proposes_by_definition_after_captured_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first draft of two rows is accepted."""
@@ -340,7 +334,8 @@ def test_a_draft_model_proposes_after_captured_rows_what_it_proposes_by_definiti
     assert accepted.tolist() == [0, 1, 1, 0, 0]
     requests.tokens[states.slots, states.positions + 1] = sampled
     lengths = requests.num_computed[slots] + accepted + 2
-    proposed = proposer.propose(states, slots, lengths, firsts + accepted, requests, NUM_DRAFTS)
+    drafted = DraftRows(slots, lengths, firsts + accepted)
+    proposed = proposer.propose(states, drafted, requests, NUM_DRAFTS)
 
     model = gpu_model(weights, keep_quantized=False, spec=M3)
     requests, pool = rows(M3), RepeatedSteps(runs_captured=False)

@@ -16,7 +16,7 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.worker import kv_cache
 from negamax.worker.config import WorkerConfig
 from negamax.worker.eagle3 import Eagle3Proposer
-from negamax.worker.proposer import TokenStates
+from negamax.worker.proposer import DraftRows, TokenStates
 from negamax.worker.request_state import RequestState
 from tests import tiny_draft
 from tests.kernel_cases.attention import run_metadata
@@ -77,7 +77,9 @@ class DraftRun:
         states = TokenStates(metadata, list(self.residuals))
         lengths = torch.tensor(LENGTHS) + 1
         with torch.inference_mode():
-            return self.proposer.propose(states, slots, lengths, ends, self.requests, num_tokens)
+            return self.proposer.propose(
+                states, DraftRows(slots, lengths, ends), self.requests, num_tokens
+            )
 
 
 @pytest.mark.parametrize(

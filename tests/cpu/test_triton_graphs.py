@@ -19,7 +19,7 @@ from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker import batch, kv_cache
 from negamax.worker.batch import StepColumns
 from negamax.worker.graphs import StepGraphs
-from negamax.worker.proposer import Proposer, TokenStates
+from negamax.worker.proposer import DraftRows, Proposer, TokenStates
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import Sampler
 from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, StepShape
@@ -44,14 +44,9 @@ class Counting(Proposer):
     num_draft_tokens = 2
 
     def propose(
-        self,
-        states: TokenStates,
-        slots: Tensor,
-        lengths: Tensor,
-        ends: Tensor,
-        requests: RequestState,
-        num_tokens: int,
+        self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
+        slots, lengths, ends = rows
         assert torch.equal(states.slots[ends], slots)
         assert torch.equal(states.positions[ends], (lengths - 2).clamp_min(0))
         return lengths.unsqueeze(1) + torch.arange(num_tokens)
