@@ -22,14 +22,9 @@ class Injected(Exception):
 def asking(fault: str, *, only_rank: int = -1, **params: Any) -> SamplingParams:
     """Return parameters of a request that triggers `fault`, on every rank or on one."""
     asks_for_prompt = {"prompt_logprobs": 1} if fault == "prompt logprobs" else {}
-    return SamplingParams(
-        logit_bias={FAULTS.index(fault): 1.0 + only_rank / 10},
-        temperature=0.0,
-        max_tokens=12,
-        ignore_eos=True,
-        **asks_for_prompt,
-        **params,
-    )
+    bias = {FAULTS.index(fault): 1.0 + only_rank / 10}
+    fixed = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    return SamplingParams(logit_bias=bias, **fixed | asks_for_prompt | params)
 
 
 def install(rank: int, patch: Patch) -> None:

@@ -43,14 +43,9 @@ def oracle() -> Any:
 
 def config(**sizes: int) -> MiniMaxM3VLTextConfig:
     return MiniMaxM3VLTextConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=WIDTH,
-        dense_intermediate_size=DENSE,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        routed_scaling_factor=2.0,
-        **sizes,
-    )
+        hidden_size=HIDDEN, intermediate_size=WIDTH, dense_intermediate_size=DENSE,
+        num_local_experts=EXPERTS, num_experts_per_tok=TOP_K, routed_scaling_factor=2.0, **sizes,
+    )  # fmt: skip
 
 
 def randomize(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -98,18 +93,10 @@ def test_a_mixture_of_experts(shared_width: int) -> None:
             its.expert(number), t["experts.gate_up_proj"][number], t["experts.down_proj"][number]
         )
     moe = SparseMoe(
-        its,
-        layer=0,
-        hidden_size=HIDDEN,
-        width=WIDTH,
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        activation=ACTIVATION,
-        routed_scaling=2.0,
-        shared_width=shared_width,
-        context=ParallelContext.single(),
-        **SHARED,
-    )
+        its, layer=0, hidden_size=HIDDEN, width=WIDTH, num_experts=EXPERTS, top_k=TOP_K,
+        activation=ACTIVATION, routed_scaling=2.0, shared_width=shared_width,
+        context=ParallelContext.single(), **SHARED,
+    )  # fmt: skip
     write(moe, tensors)
     x = tokens()
     for some in (x, x[:1]):
@@ -121,13 +108,9 @@ def test_a_dense_mlp() -> None:
     module = oracle().MiniMaxM3VLDenseMLP(config())
     t, own = randomize(module), names.mlp(0)
     mlp = Mlp(
-        own,
-        hidden_size=HIDDEN,
-        width=DENSE,
-        activation=ACTIVATION,
-        context=ParallelContext.single(),
-        **SHARED,
-    )
+        own, hidden_size=HIDDEN, width=DENSE, activation=ACTIVATION,
+        context=ParallelContext.single(), **SHARED,
+    )  # fmt: skip
     write(mlp, mlp_tensors(own, t["gate_up_proj.weight"], t["down_proj.weight"]))
     x = tokens()
     gate, up = (x @ t["gate_up_proj.weight"].t()).chunk(2, dim=1)

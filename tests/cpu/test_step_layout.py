@@ -23,19 +23,18 @@ def test_tiles_counted_on_the_device_are_those_of_the_host(
     sequences: list[tuple[int, int]], padding: int
 ) -> None:
     sequences = [(cached, count) for cached, count in sequences if count] or [(0, 1)]
-    lengths, counts = (
-        [cached + count for cached, count in sequences],
-        [count for _, count in sequences],
-    )
+    counts = [count for _, count in sequences]
+    lengths = [cached + count for cached, count in sequences]
     tables = torch.zeros(len(sequences) + padding, 40, dtype=torch.int32)
     known = attention_metadata(tables, lengths, counts)
     host = attention.plan_prefill(known, SHAPE, dtype=torch.bfloat16)
     bounds = replace(known, host_seq_lens=tuple(end + 3 for end in lengths), is_exact=False)
     num_tokens = -(-sum(counts) // 128) * 128
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    zeros = torch.zeros(num_tokens, dtype=torch.int64)
     queries = AttentionMetadata(
-        positions=torch.zeros(num_tokens, dtype=torch.int64),
-        token_slots=torch.zeros(num_tokens, dtype=torch.int64),
+        positions=zeros,
+        token_slots=zeros,
         block_tables=tables,
         block_table_indices=torch.arange(len(sequences) + padding),
         seq_lens=torch.tensor(lengths + [0] * padding, dtype=torch.int32),
@@ -53,32 +52,28 @@ def test_tiles_counted_on_the_device_are_those_of_the_host(
         assert all(tile[2] >= 0 for tile in device.tiles.tolist())
 
 
-@pytest.mark.parametrize("largest", [1, 2, 16, 17, 100, 256, 300])
-def test_decode_sizes_waste_little(largest: int) -> None:
-    sizes = step_shapes.capture_sizes(step_shapes.ROWS, largest)
+@pytest.mark.parametrize(
+    ("kind", "largest", "first", "step", "part"),
+    [
+        *((step_shapes.ROWS, largest, 1, 1, 8) for largest in (1, 2, 16, 17, 100, 256, 300)),
+        *((step_shapes.TOKENS, largest, 640, 37, 5) for largest in (64, 128, 2048, 8192, 10000)),
+    ],
+)
+def test_captured_sizes_waste_little(
+    kind: str, largest: int, first: int, step: int, part: int
+) -> None:
+    sizes = step_shapes.capture_sizes(kind, largest)
     assert sizes[-1] == largest and sizes == sorted(set(sizes))
-    for rows in range(1, largest + 1):
-        size = next(size for size in sizes if size >= rows)
-        assert size - rows < max(1, -(-size // 8)) or size == largest or size <= 24
-
-
-@pytest.mark.parametrize("largest", [64, 128, 2048, 8192, 10000])
-def test_prefill_sizes_waste_little(largest: int) -> None:
-    sizes = step_shapes.capture_sizes(step_shapes.TOKENS, largest)
-    assert sizes[-1] == largest and sizes == sorted(set(sizes))
-    for tokens in range(640, largest + 1, 37):
-        size = next(size for size in sizes if size >= tokens)
-        assert size - tokens <= size // 5 or size == largest
+    for count in range(first, largest + 1, step):
+        size = next(size for size in sizes if size >= count)
+        assert size - count <= size // part or size == largest or size <= 24
 
 
 def test_steps_with_drafts_take_no_more_tokens_than_others() -> None:
-    shapes = step_shapes.capture_shapes(
-        max_rows=48, max_tokens=64, max_num_seqs=48, draft_lengths=(1, 3, 99)
-    )[step_shapes.DRAFTS]
-    rows = {
-        length: [shape.num_seqs for shape in shapes if shape.num_drafts == length]
-        for length in (1, 3, 99)
-    }
+    lengths = 1, 3, 99
+    sizes = {"max_rows": 48, "max_tokens": 64, "max_num_seqs": 48, "draft_lengths": lengths}
+    shapes = step_shapes.capture_shapes(**sizes)[step_shapes.DRAFTS]
+    rows = {n: [shape.num_seqs for shape in shapes if shape.num_drafts == n] for n in lengths}
     assert rows == {1: [1, 2, 4, 8, 16, 32], 3: [1, 2, 4, 8, 16], 99: []}
     assert all(shape.num_tokens == shape.num_seqs * (shape.num_drafts + 1) for shape in shapes)
 
@@ -88,7 +83,7 @@ SAMPLING = SamplingParams(
 )
 
 
-def test_results_that_come_late_correct_no_bound_of_a_slot_that_has_a_new_owner() -> None:
+def test_late_results_leave_bounds_of_reassigned_slots_alone() -> None:
     requests = RequestState(2, 64, max_blocks=8, eos_token_ids=(1,), device=torch.device("cpu"))
     for slot in (0, 1):
         requests._assign(NewRow(slot, [5] * 9, 6, 8, [slot], SAMPLING))
@@ -103,20 +98,11 @@ def test_results_that_come_late_correct_no_bound_of_a_slot_that_has_a_new_owner(
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_a_resumed_sequence_runs_token_by_token_only_where_bits_count(apart: bool) -> None:
+def test_a_resumed_sequence_runs_token_by_token_only_for_invariance(apart: bool) -> None:
     rows = RequestState(4, 64, max_blocks=8, eos_token_ids=(1,), device=torch.device("cpu"))
     for slot, (known, prompt_len, num_computed) in enumerate(((10, 6, 2), (5, 5, 4), (9, 3, 8))):
         rows._assign(NewRow(slot, list(range(known)), prompt_len, num_computed, [slot], SAMPLING))
-    plan = StepPlan(
-        0,
-        [],
-        [],
-        [],
-        slots=[2, 0, 1],
-        num_scheduled=[1, 8, 1],
-        num_draft_tokens=[0, 0, 0],
-        needs_sampling=[True, True, True],
-    )
+    plan = StepPlan(0, [], [], [], [2, 0, 1], [1, 8, 1], [0, 0, 0], [True] * 3)
     layout = batch.build_batch_layout(plan, rows, generated_apart=apart)
     columns = layout.columns
     token_slots = columns.token_slots.tolist()
@@ -124,12 +110,7 @@ def test_a_resumed_sequence_runs_token_by_token_only_where_bits_count(apart: boo
     assert batch.build(layout, rows)[1].positions.tolist() == positions
     tokens = list(zip(token_slots, positions, strict=True))
     if apart:
-        assert tokens == [
-            (2, 8),
-            *((0, p) for p in range(6, 10)),
-            *((0, p) for p in range(2, 6)),
-            (1, 4),
-        ]
+        assert tokens == [(2, 8), *((0, p) for p in (*range(6, 10), *range(2, 6))), (1, 4)]
         assert layout.num_decodes == 5 and layout.sample_tokens.tolist() == [0, 4, 9]
     else:
         assert tokens == [(2, 8), *((0, p) for p in range(2, 10)), (1, 4)]

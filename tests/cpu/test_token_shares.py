@@ -58,8 +58,7 @@ class Rank:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        raise NotImplementedError
+    reduce_scatter = all_reduce
 
 
 def step(rows: list[tuple[int, int, int]]) -> tuple[BatchLayout, RequestState]:
@@ -120,7 +119,7 @@ def test_every_token_is_computed_once_and_comes_back_in_order(
 
 
 @given(ROWS, st.integers(2, 4), st.booleans())
-def test_shares_beside_those_of_other_data_parallel_ranks(
+def test_shards_with_other_data_parallel_ranks(
     rows: list[tuple[int, int, int]], ranks: int, has_long_run: bool
 ) -> None:
     """All tokens are sharded or none, and no shard exceeds the plan's size."""
@@ -129,14 +128,8 @@ def test_shares_beside_those_of_other_data_parallel_ranks(
     num_tokens = len(all_ids)
     runs = sum(computed < prompt for prompt, computed, _ in rows)
     most = bound_shard(num_tokens, num_runs=runs, num_shares=ranks)
-    size = StepSize(
-        num_tokens=num_tokens + 7,
-        num_rows=len(rows),
-        num_drafts=0,
-        longest_decode=0,
-        is_decode=False,
-        largest_share=most + 2 if has_long_run else 0,
-    )
+    largest = most + 2 if has_long_run else 0
+    size = StepSize(num_tokens + 7, len(rows), 0, 0, is_decode=False, largest_share=largest)
     meeting, lengths = Meeting(ranks), list[int]()
 
     def run(rank: Rank) -> None:
@@ -147,9 +140,9 @@ def test_shares_beside_those_of_other_data_parallel_ranks(
             assert token_ids.equal(all_ids) and own.most_tokens == num_tokens + 7
             return
         assert own.most_tokens == most + 2 and own.shared_tokens is not None
-        is_nobodys = own.num_actual_tokens is not None
-        assert is_nobodys == (token_ids.tolist() == [0] and own.token_slots[0] == len(rows))
-        lengths.append(0 if is_nobodys else len(token_ids))
+        is_padding = own.num_actual_tokens is not None
+        assert is_padding == (token_ids.tolist() == [0] and own.token_slots[0] == len(rows))
+        lengths.append(0 if is_padding else len(token_ids))
         back = share.gather(token_ids[:, None])
         assert meeting.is_first or back[:, 0].equal(all_ids)
 
@@ -191,16 +184,18 @@ def test_caches_of_all_ranks_hold_every_token(dtype: torch.dtype) -> None:
     token_ids, everything = build(layout, requests)
     blocks = requests._padding_block + 1
     shapes = {"k": (2, 16), "index": (1, 8)}
-    slots = slots_of(
-        everything.positions, everything.token_slots, everything.block_tables, block_size=BLOCK
-    )
-    caches = [
-        {
+
+    def empty() -> dict[str, Tensor]:
+        return {
             name: torch.zeros(blocks, heads, BLOCK, width).to(dtype)
             for name, (heads, width) in shapes.items()
         }
-        for _ in range(3)
-    ]
+
+    def place(tokens: AttentionMetadata) -> Tensor:
+        columns = tokens.positions, tokens.token_slots, tokens.block_tables
+        return slots_of(*columns, block_size=BLOCK)
+
+    caches = [empty() for _ in range(3)]
 
     def write(cache: Tensor, ids: Tensor, slots: Tensor) -> None:
         rows = cache_rows(slots, kv_heads=cache.shape[1], block_size=BLOCK)
@@ -213,15 +208,13 @@ def test_caches_of_all_ranks_hold_every_token(dtype: torch.dtype) -> None:
         ids, own = share.build()
         exchange = key_exchange(own, block_size=BLOCK, heads=(1, 2))
         assert exchange is not None
-        mine = slots_of(own.positions, own.token_slots, own.block_tables, block_size=BLOCK)
         for cache in caches[rank.rank].values():
             cache.view(torch.uint8).zero_()
-            write(cache, ids, mine)
+            write(cache, ids, place(own))
         exchange(list(caches[rank.rank].values()))
 
     Meeting(3).of_all(run)
-    for name, (heads, width) in shapes.items():
-        expected = torch.zeros(blocks, heads, BLOCK, width).to(dtype)
-        write(expected, token_ids, slots)
+    for name, expected in empty().items():
+        write(expected, token_ids, place(everything))
         for rank in range(3):
             assert caches[rank][name][:-1].float().equal(expected[:-1].float())

@@ -29,14 +29,10 @@ def test_unknown_suites_and_too_many_problems_are_refused(suite: str, count: int
 @pytest.mark.parametrize(
     ("content", "answer"),
     [
-        ("It is 12.", 12),
-        ("1,234 pens", 1234),
-        ("3 and then 4.00 dollars", 4),
-        ("-7", -7),
-        ("$56.", 56),
-        ("none", None),
+        ("It is 12.", 12), ("1,234 pens", 1234), ("3 and then 4.00 dollars", 4), ("-7", -7),
+        ("$56.", 56), ("none", None),
     ],
-)
+)  # fmt: skip
 def test_the_last_integer_of_the_answer_counts(content: str, answer: int | None) -> None:
     assert extract_answer(content) == answer
 

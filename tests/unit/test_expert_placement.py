@@ -117,7 +117,7 @@ def run(
 SKEWED = [2, 2, 40, 20, 2, 2]
 
 
-def test_a_rebalance_moves_experts_once_and_then_is_content() -> None:
+def test_a_rebalance_moves_experts_once() -> None:
     own = balancer(step_interval=40, window_size=20)
     assert run(own, 42, SKEWED) == [] and own.stats.num_rebalances == 0
     before = own.stats.balancedness
@@ -128,12 +128,12 @@ def test_a_rebalance_moves_experts_once_and_then_is_content() -> None:
     assert {step // 20 for step, _ in moved} == {2}  # nothing is left to gain
 
 
-def test_a_threshold_leaves_ranks_that_do_about_the_same() -> None:
+def test_a_threshold_leaves_balanced_ranks_alone() -> None:
     own = balancer(step_interval=20, window_size=20, min_rebalancing_utilization_threshold=0.5)
     assert run(own, 200, SKEWED) == [] and own.stats.balancedness > 0.5
 
 
-def test_counts_alone_move_nothing_and_are_looked_at_now_and_then() -> None:
+def test_counts_alone_move_nothing_and_are_read_now_and_then() -> None:
     layout = ParallelLayout(tp=2, ep=2)
     own = ExpertBalancer(layout, num_layers=3, num_experts=6, config=None)
     steps = [own.direct() for _ in range(2 * COUNT_STEPS)]
@@ -141,7 +141,7 @@ def test_counts_alone_move_nothing_and_are_looked_at_now_and_then() -> None:
     assert not any(step.moves for step in steps if step)
 
 
-def test_a_record_is_what_lies_between_its_ends() -> None:
+def test_a_record_counts_between_start_and_dump() -> None:
     own = balancer()
     counts = [np.full((3, 6), number, dtype=np.int64).tobytes() for number in (5, 7, 20)]
     with pytest.raises(InvalidRequestError, match="no recording of experts was started"):
@@ -156,7 +156,8 @@ def test_a_record_is_what_lies_between_its_ends() -> None:
     assert third and third.logical_count == [[0] * 6] * 3
 
 
-SPLIT = {"tensor_parallel_size": 4, "enable_expert_parallel": True}
+BALANCED = {"tensor_parallel_size": 4, "enable_expert_parallel": True, "enable_eplb": True}
+THRESHOLD = "min_rebalancing_utilization_threshold"
 
 
 @pytest.mark.parametrize(
@@ -164,23 +165,16 @@ SPLIT = {"tensor_parallel_size": 4, "enable_expert_parallel": True}
     [
         ({"enable_eplb": True}, "a shard of every expert .add --enable-expert-parallel"),
         ({"eplb_config": {"window_size": 3}}, "add --enable-eplb"),
-        ({**SPLIT, "enable_eplb": True, "eplb_config": {"windw_size": 3}}, "mean window_size"),
-        ({**SPLIT, "enable_eplb": True, "eplb_config": {"window_size": 0}}, "1 or more"),
-        ({**SPLIT, "enable_eplb": True, "eplb_config": {"step_interval": True}}, "whole number"),
-        ({**SPLIT, "enable_eplb": True, "eplb_config": {"policy": "flash"}}, "allowed: default"),
-        ({**SPLIT, "enable_eplb": True, "eplb_config": {"log_balancedness": 1}}, "true or false"),
+        ({**BALANCED, "eplb_config": {"windw_size": 3}}, "mean window_size"),
+        ({**BALANCED, "eplb_config": {"window_size": 0}}, "1 or more"),
+        ({**BALANCED, "eplb_config": {"step_interval": True}}, "whole number"),
+        ({**BALANCED, "eplb_config": {"policy": "flash"}}, "allowed: default"),
+        ({**BALANCED, "eplb_config": {"log_balancedness": 1}}, "true or false"),
         ({"expert_distribution_recorder_mode": "per_pass"}, "allowed: off, stat"),
-        (
-            {
-                **SPLIT,
-                "enable_eplb": True,
-                "eplb_config": {"min_rebalancing_utilization_threshold": 0},
-            },
-            "above 0, at most 1",
-        ),
+        ({**BALANCED, "eplb_config": {THRESHOLD: 0}}, "above 0, at most 1"),
     ],
 )
-def test_options_that_ask_for_nothing_are_refused(options: dict[str, object], words: str) -> None:
+def test_refuses_invalid_or_useless_options(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         EngineOptions("nano", **options)  # type: ignore[arg-type]
 

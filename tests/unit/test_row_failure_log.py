@@ -4,23 +4,16 @@ from negamax.scheduler.step import NewRow, RowFailures, StepPlan, StepResult
 
 
 def plan(step_id: int, slots: list[int], *, new: tuple[int, ...] = ()) -> StepPlan:
-    return StepPlan(
-        step_id=step_id,
-        new_rows=[NewRow(slot, [1], 1, 0, [0], SamplingParams()) for slot in new],
-        appended_slots=[],
-        appended_blocks=[],
-        slots=slots,
-        num_scheduled=[1] * len(slots),
-        num_draft_tokens=[0] * len(slots),
-        needs_sampling=[True] * len(slots),
-    )
+    rows = [NewRow(slot, [1], 1, 0, [0], SamplingParams()) for slot in new]
+    count = len(slots)
+    return StepPlan(step_id, rows, [], [], slots, [1] * count, [0] * count, [True] * count)
 
 
 def result(step_id: int, errors: dict[int, str] | None = None) -> StepResult:
     return StepResult(step_id, [7], {}, {}, errors or {})
 
 
-def test_a_failure_stands_in_the_row_of_its_slot() -> None:
+def test_a_failure_is_in_the_row_of_its_slot() -> None:
     log = RowFailureLog()
     log.launched(plan(1, [4, 5], new=(4, 5)))
     log.launched(plan(2, [5, 4]))
@@ -29,14 +22,14 @@ def test_a_failure_stands_in_the_row_of_its_slot() -> None:
     assert log.complete(result(2, {1: "other"})).errors == {0: "broken", 1: "other"}
 
 
-def test_what_rank_0_says_of_a_row_comes_first() -> None:
+def test_errors_of_rank_0_win() -> None:
     log = RowFailureLog()
     log.launched(plan(1, [4], new=(4,)))
     log.add(RowFailures(1, {4: "broken"}))
     assert log.complete(result(1, {0: "not finite"})).errors == {0: "not finite"}
 
 
-def test_the_next_sequence_of_a_slot_is_not_blamed() -> None:
+def test_the_next_sequence_of_a_slot_does_not_fail() -> None:
     log = RowFailureLog()
     log.launched(plan(1, [4], new=(4,)))
     log.add(RowFailures(1, {4: "broken"}))
