@@ -126,7 +126,7 @@ def _section_of(module: str) -> str:
 
 def _route_row(method: str, route: APIRoute) -> str:
     request = _request_of(route)
-    about = _cell(inspect.getdoc(route.endpoint) or "")
+    about = table_cell(inspect.getdoc(route.endpoint) or "")
     return f"| `{method} {route.path}` | {_link(request) if request else ''} | {about} |"
 
 
@@ -148,7 +148,7 @@ def _schema_text(schema: Schema) -> str:
         if schema.unsupported_fields:
             lines += ["| refused, unless the value asks for nothing | because |", "|---|---|"]
             refused = sorted(schema.unsupported_fields.items())
-            lines += [f"| `{name}` | {_cell(reason)} |" for name, reason in refused]
+            lines += [f"| `{name}` | {table_cell(reason)} |" for name, reason in refused]
     return "\n".join(lines)
 
 
@@ -158,19 +158,17 @@ def _rows(schema: Schema) -> Iterator[tuple[str, str, str, str]]:
     remarks = field_comments(schema)
     for name, *cells, about in _answer_fields(schema) if is_answer else _request_fields(schema):
         if not about and name not in remarks:
-            raise ValueError(
-                f"{schema.__module__}.{schema.__name__} has no remark on {name}; add a comment"
-            )
+            where = f"{schema.__module__}.{schema.__name__}"
+            raise ValueError(f"{where} has no remark on {name}; add a comment")
         text = "; ".join(filter(None, (about, remarks.get(name))))
-        yield f"`{name}`", cells[0], cells[1], _cell(text)
+        yield f"`{name}`", cells[0], cells[1], table_cell(text)
 
 
 def _request_fields(model: Any) -> Iterator[tuple[str, str, str, str]]:
     """Required fields come first."""
     properties = model.model_json_schema()["properties"]
-    for name, field in sorted(
-        model.model_fields.items(), key=lambda item: not item[1].is_required()
-    ):
+    fields = sorted(model.model_fields.items(), key=lambda item: not item[1].is_required())
+    for name, field in fields:
         default = field.get_default(call_default_factory=True)
         if field.is_required():
             shown = "*required*"
@@ -324,7 +322,8 @@ def _link(name: str) -> str:
     return f"[{name}](#{name.lower()})"
 
 
-def _cell(text: str) -> str:
+def table_cell(text: str) -> str:
+    """Escape a text for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 

@@ -66,14 +66,9 @@ def start_transformers(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any
         ids = torch.tensor(prompts)
         with torch.inference_mode():
             started = time.perf_counter()
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=new_tokens,
-                min_new_tokens=new_tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
+            lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+            greedy = {"do_sample": False, "pad_token_id": 0}
+            model.generate(ids, attention_mask=torch.ones_like(ids), **lengths, **greedy)
             return time.perf_counter() - started
 
     facts = {
@@ -171,10 +166,8 @@ def compare(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     return {
         "cores": usable_cores(),
         "engines": {name: engine.facts for name, engine in engines.items()},
-        "dtype": args.dtype,
+        **{name: getattr(args, name) for name in ("dtype", "new_tokens", "rounds")},
         "prompt_tokens": PROMPT_TOKENS,
-        "new_tokens": args.new_tokens,
-        "rounds": args.rounds,
         "tokens_per_second": rates,
         "median": median,
         "ratio, 1 request": median["negamax, batch 1"] / median["transformers, batch 1"],

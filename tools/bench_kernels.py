@@ -53,9 +53,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Timing:
-    """One kernel on one case. `percent_of_roofline` is 100 where no kernel can be faster on this
-    machine.
-    """
+    """One kernel on one case; 100 percent of the roofline is the fastest on this machine."""
 
     op: str
     provider: str
@@ -90,12 +88,10 @@ def run(
     ranks: Sequence[int] = (1, 2, 4),
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Time every kernel of `ops` (none: all) that runs on `device`; the document that `--json`
-    writes.
+    """Time every kernel of `ops` (none: all) that runs on `device`, and return the document.
 
     On a GPU the definitions in PyTorch are timed only where `provider` is "reference". `ranks`
-    selects among cases whose label names a TP degree. Errors: `ConfigError` for an unknown op,
-    provider, dtype or device.
+    selects among cases whose label names a TP degree. Errors: `ConfigError` for unknown names.
     """
     unknown = [name for name in ops if name not in OPS]
     if unknown:
@@ -122,18 +118,11 @@ def run(
             if kernel.provider != "reference" and not kernel.reads(case.stored):
                 continue
             try:
-                timing = time_kernel(
-                    op, kernel, case, dtype=kind, platform=platform, ceilings=ceilings
-                )
+                how = {"dtype": kind, "platform": platform, "ceilings": ceilings}
+                timing = time_kernel(op, kernel, case, **how)
             except Exception as error:  # the other kernels are worth knowing all the same
-                failures.append(
-                    {
-                        "op": op,
-                        "provider": kernel.provider,
-                        "case": case.label,
-                        "error": repr(error),
-                    }
-                )
+                names = {"op": op, "provider": kernel.provider, "case": case.label}
+                failures.append(names | {"error": repr(error)})
                 say(f"{op} {kernel.provider}: {case.label}: failed: {error!r}")
                 continue
             timings.append(timing)
@@ -148,9 +137,7 @@ def run(
 
 
 def cases(op: AnyOp, *, platform: str, dtype: torch.dtype, ranks: Sequence[int]) -> Iterator[Case]:
-    """The cases to time: real sizes on a GPU, the op's own with plain weights on the CPU; empty
-    ones are left out.
-    """
+    """The cases to time, without empty ones: real sizes on a GPU, else those with plain weights."""
     generator = torch.Generator(device=platform).manual_seed(0)
     if platform == "cuda":
         made = CASES[op].wide(dtype, generator)
@@ -160,9 +147,8 @@ def cases(op: AnyOp, *, platform: str, dtype: torch.dtype, ranks: Sequence[int])
     while made:
         case = made.pop()  # and let go of it afterwards: its weights may be large
         degree = _RANKS.search(case.label)
-        is_empty = any(
-            isinstance(value, Tensor) and value.numel() == 0 for value in case.tensors.values()
-        )
+        tensors = (value for value in case.tensors.values() if isinstance(value, Tensor))
+        is_empty = any(value.numel() == 0 for value in tensors)
         if not is_empty and (degree is None or int(degree[1]) in ranks):
             yield case
 
@@ -182,9 +168,8 @@ def time_kernel(
     floor = ceilings.seconds(kernel, cost)
     is_cold: bool | None = None
     if platform == "cuda":
-        seconds, is_cold = _time_on_gpu(
-            op, kernel, case, floor=floor, num_bytes=cost.num_bytes, l2_bytes=ceilings.l2_bytes
-        )
+        sizes = {"num_bytes": cost.num_bytes, "l2_bytes": ceilings.l2_bytes}
+        seconds, is_cold = _time_on_gpu(op, kernel, case, floor=floor, **sizes)
     else:
         seconds = _time_on_cpu(bind(kernel, case))
     return Timing(
@@ -226,11 +211,7 @@ def _kernels(
     found = list(table.candidates[name])
     if provider is not None:
         return [kernel for kernel in found if kernel.provider == provider]
-    return (
-        found
-        if platform == "cpu"
-        else [kernel for kernel in found if kernel.provider != "reference"]
-    )
+    return [each for each in found if platform == "cpu" or each.provider != "reference"]
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -272,9 +253,7 @@ def _time_on_gpu(
 
 
 def _graph_seconds(calls: Sequence[Call], *, num_calls: int, between: Call) -> float:
-    """Median seconds of a call when `num_calls` of them are one CUDA graph; `between` runs before
-    each replay, untimed.
-    """
+    """Median seconds of a call in a CUDA graph of `num_calls`; `between` runs before replays."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -6,8 +6,6 @@ cache, beside the speed of `dd` on the same files.
 An existing FOLDER is loaded; a new one is written first and removed in the end without --keep.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -18,6 +16,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,9 @@ def tensors_of(spec: ModelSpec) -> list[tuple[str, str, tuple[int, ...]]]:
                 dtype = "F32" if weight.dtype == "float32" and "norm" not in name else "BF16"
                 found.append((name, dtype, weight.shape))
                 continue
-            rows, columns = weight.shape
-            found += [
-                (f"{module}.{t.name}", SAFETENSORS[t.dtypes[0]], t.shape((rows, columns)))
-                for t in stored.tensors
-            ]
+            for each in stored.tensors:
+                shape = each.shape(tuple(weight.shape))
+                found.append((f"{module}.{each.name}", SAFETENSORS[each.dtypes[0]], shape))
     return sorted(found)
 
 
@@ -140,28 +138,27 @@ def dd_seconds(files: list[Path]) -> float:
     return time.perf_counter() - began
 
 
-class HostMemory:
-    """Peak of this process's anonymous memory inside the context, beyond the start."""
+@contextmanager
+def host_memory() -> Iterator[list[int]]:
+    """Sample this process's anonymous memory beyond the start."""
+    first, found, done = anonymous_bytes(), [0], threading.Event()
 
-    def __enter__(self) -> HostMemory:
-        self._first, self.most, self._done = self._now(), 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
+    def watch() -> None:
+        while not done.wait(0.02):
+            found.append(anonymous_bytes() - first)
 
-    def __exit__(self, *error: object) -> None:
-        self._done.set()
-        self._thread.join()
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
 
-    def _watch(self) -> None:
-        while not self._done.wait(0.02):
-            self.most = max(self.most, self._now() - self._first)
 
-    @staticmethod
-    def _now() -> int:
-        with Path("/proc/self/statm").open() as stream:
-            fields = stream.read().split()
-        return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
+def anonymous_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
 
 
 def load_seconds(
@@ -181,13 +178,13 @@ def load_seconds(
             if slot.target is not None:
                 slot.target.zero_()
     torch.set_num_threads(1)  # as at a start
-    with torch.inference_mode(), HostMemory() as memory:
+    with torch.inference_mode(), host_memory() as memory:
         began = time.perf_counter()
         report = fill(model.weight_slots(), plan)
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
-    return checked, seconds, report.num_bytes, memory.most
+    return checked, seconds, report.num_bytes, max(memory)
 
 
 def main() -> None:
@@ -222,11 +219,8 @@ def main() -> None:
                 forget(files)
             checked, seconds, read, memory = load_seconds(folder, spec, layout, device)
             rate = read / seconds / 1e9
-            print(
-                f"| {cache} | {dd:.2f} | {rate:.2f} | {rate / dd:.0%} | {format_bytes(read)} | "
-                f"{checked:.1f} | {format_bytes(memory)} |",
-                flush=True,
-            )
+            rates = f"{dd:.2f} | {rate:.2f} | {rate / dd:.0%} | {format_bytes(read)}"
+            print(f"| {cache} | {rates} | {checked:.1f} | {format_bytes(memory)} |", flush=True)
     if is_new and not arguments.keep:
         shutil.rmtree(folder)
 

@@ -64,8 +64,7 @@ def workload(text: str) -> offline.OfflineWorkload:
     """Parse INPUTxOUTPUT:REQUESTS,..."""
     lengths, requests = text.split(":")
     input_len, output_len = map(int, lengths.split("x"))
-    concurrency = tuple(map(int, requests.split(",")))
-    return offline.OfflineWorkload(input_len, output_len, concurrency)
+    return offline.OfflineWorkload(tuple(map(int, requests.split(","))), input_len, output_len)
 
 
 def bench(
@@ -83,9 +82,8 @@ def bench(
             for length in draft_lengths:
                 # prompts that are read once are the same with and without drafts
                 seed = 2 * number + (length > 0 and not is_long)
-                seeded = replace(
-                    each, seed=seed, cached_prompts=is_long, no_distinct_experts=bool(length)
-                )
+                how = {"seed": seed, "cached_prompts": is_long, "no_distinct_experts": bool(length)}
+                seeded = replace(each, **how)
                 if len(draft_lengths) > 1:
                     rank._draft_length = FixedDraftLength(length)
                 print(f"{each.input_len} + {each.output_len} tokens, {length} drafts", flush=True)
@@ -125,9 +123,8 @@ def main() -> None:
     longest = max(each.input_len + each.output_len for each in workloads)
     most = max(max(each.concurrency) for each in workloads)
     become_share(ranks)
-    options = EngineOptions(
-        load_format="synthetic", max_model_len=longest, max_num_seqs=most, **words
-    )
+    words |= {"load_format": "synthetic", "max_model_len": longest, "max_num_seqs": most}
+    options = EngineOptions(**words)
     runs = bench(options, workloads, draft_lengths)
     if file:
         file.write_text(json.dumps({"ranks": ranks, "options": asdict(options), "runs": runs}))

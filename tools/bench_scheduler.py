@@ -46,9 +46,7 @@ def make_request(
 ) -> GenerateRequest:
     body = [rng.randrange(1, VOCAB_SIZE) for _ in range(prompt_len - len(prefix))]
     sampling = SamplingParams(max_tokens=max_tokens)
-    return GenerateRequest(
-        request_id=f"request {index}", prompt_token_ids=(*prefix, *body), sampling=sampling
-    )
+    return GenerateRequest(f"request {index}", (*prefix, *body), sampling)
 
 
 class Loop:
@@ -123,18 +121,16 @@ def report(name: str, loop: Loop) -> None:
     ordered = sorted(loop.microseconds)
     median, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
     mean_tokens = sum(loop.tokens) / len(loop.tokens)
-    print(
-        f"{name:<24}{len(ordered):>8}{mean_tokens:>13.1f}{median:>11.1f}{p99:>11.1f}{ordered[-1]:>11.1f}"
-    )
+    times = "".join(f"{each:>11.1f}" for each in (median, p99, ordered[-1]))
+    print(f"{name:<24}{len(ordered):>8}{mean_tokens:>13.1f}{times}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Microseconds per scheduler step (plan + commit).")
     parser.add_argument("--steps", type=int, default=2000, help="timed steps per case")
     steps = parser.parse_args().steps
-    print(
-        f"{'case':<24}{'steps':>8}{'tokens/step':>13}{'median us':>11}{'p99 us':>11}{'max us':>11}"
-    )
+    times = "".join(f"{name:>11}" for name in ("median us", "p99 us", "max us"))
+    print(f"{'case':<24}{'steps':>8}{'tokens/step':>13}{times}")
     for num_running in (1, 16, 100, 256):
         gc.collect()
         report(f"decode, {num_running} running", bench_decode(num_running, steps=steps))

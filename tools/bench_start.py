@@ -17,12 +17,8 @@ import httpx
 from negamax.base.env import usable_cores
 
 TIMEOUT_SECONDS = 120.0
-BODY = {
-    "model": "nano",
-    "messages": [{"role": "user", "content": "Hello!"}],
-    "stream": True,
-    "max_tokens": 16,
-}
+MESSAGES = [{"role": "user", "content": "Hello!"}]
+BODY = {"model": "nano", "messages": MESSAGES, "stream": True, "max_tokens": 16}
 
 
 def free_port() -> int:
@@ -35,28 +31,16 @@ def free_port() -> int:
 def first_token_seconds(port: int) -> float:
     """Start a server, send a request as soon as it listens, and stop it."""
     started = time.perf_counter()
-    command = [
-        sys.executable,
-        "-m",
-        "negamax",
-        "serve",
-        "nano",
-        "--port",
-        str(port),
-        "--log-level",
-        "warning",
-    ]
-    server = subprocess.Popen(command)
+    words = f"-m negamax serve nano --port {port} --log-level warning"
+    server = subprocess.Popen([sys.executable, *words.split()])
     try:
         while time.perf_counter() - started < TIMEOUT_SECONDS:
             try:
                 url = f"http://127.0.0.1:{port}/v1/chat/completions"
                 with httpx.stream("POST", url, json=BODY, timeout=TIMEOUT_SECONDS) as answer:
                     for line in answer.iter_lines():
-                        if (
-                            line.startswith("data: {")
-                            and "reasoning" in json.loads(line[6:])["choices"][0]["delta"]
-                        ):
+                        chunk = json.loads(line[6:]) if line.startswith("data: {") else None
+                        if chunk and "reasoning" in chunk["choices"][0]["delta"]:
                             return time.perf_counter() - started
             except httpx.ConnectError:
                 time.sleep(0.02)
@@ -72,15 +56,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     seconds = [first_token_seconds(free_port()) for _ in range(args.starts)]
-    report = {
-        "cores": usable_cores(),
-        "seconds_to_first_token": seconds,
-        "median": statistics.median(seconds),
-    }
-    print(
-        f"first token after {report['median']:.2f} s (median of {args.starts}: "
-        f"{', '.join(f'{s:.2f}' for s in seconds)})"
-    )
+    report = {"cores": usable_cores(), "seconds_to_first_token": seconds}
+    report["median"] = statistics.median(seconds)
+    shown = ", ".join(f"{each:.2f}" for each in seconds)
+    print(f"first token after {report['median']:.2f} s (median of {args.starts}: {shown})")
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
 

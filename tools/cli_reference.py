@@ -17,6 +17,7 @@ from negamax.cli.resolve import options_of
 from negamax.cli.words import Option
 from negamax.options.flags import Kind
 from negamax.options.foreign import Foreign, foreign_options
+from tools.api_reference import table_cell
 
 PAGE = "cli.md"  # in docs/, when rendered
 INTRODUCTION = """# Command line
@@ -56,7 +57,7 @@ def render() -> str:
     parts = [INTRODUCTION]
     seen: set[str] = set()
     for name, command in _commands(typer.main.get_command(app)):
-        parts.append(f"## negamax {name}\n\n{_cell(command.help or '')}\n\n{_examples(name)}")
+        parts.append(f"## negamax {name}\n\n{table_cell(command.help or '')}\n\n{_examples(name)}")
         parts += _panels(command, seen)
     return "\n".join([*parts, FOREIGN, *_foreign()])
 
@@ -74,29 +75,22 @@ def _examples(name: str) -> str:
 
 
 def _panels(command: Any, seen: set[str]) -> Iterator[str]:
-    """Make a table per panel of the help. Rows equal to an earlier command's are only named; adds
-    to `seen`.
-    """
+    """Make a table per panel; rows of earlier commands, in `seen`, are only named."""
     options = {option.name: option for option in options_of(command)}
     panels: dict[str, list[str]] = {}
     known = []
     for parameter in command.params:
         row = _row(parameter, options.get(parameter.name))
         if row in seen:
-            known.append(
-                f"`{options[parameter.name].flag}`"
-                if parameter.name in options
-                else f"`{parameter.metavar}`"
-            )
+            option = options.get(parameter.name)
+            known.append(f"`{option.flag if option else parameter.metavar}`")
         elif not getattr(parameter, "hidden", False):
             seen.add(row)
-            panels.setdefault(getattr(parameter, "rich_help_panel", None) or "General", []).append(
-                row
-            )
+            panel = getattr(parameter, "rich_help_panel", None) or "General"
+            panels.setdefault(panel, []).append(row)
+    head = ["", "| option | also | default | |", "|---|---|---|---|"]
     for panel, rows in panels.items():
-        yield "\n".join(
-            [f"**{panel}**", "", "| option | also | default | |", "|---|---|---|---|", *rows, ""]
-        )
+        yield "\n".join([f"**{panel}**", *head, *rows, ""])
     if known:
         yield f"As above: {', '.join(known)}.\n"
 
@@ -104,12 +98,12 @@ def _panels(command: Any, seen: set[str]) -> Iterator[str]:
 def _row(parameter: Any, option: Option | None) -> str:
     help_text = (parameter.help or "").partition(" [also: ")[0]
     if option is None:
-        return f"| `{parameter.metavar}` | | | {_cell(help_text)} |"
+        return f"| `{parameter.metavar}` | | | {table_cell(help_text)} |"
     listed = " ".join(f"`{name}`" for name in parameter.opts)
     also = " ".join(f"`{name}`" for name in option.names if name not in parameter.opts)
     hidden = option.kind is Kind.SWITCH or parameter.default in (None, ())
     default = "" if hidden else f"`{parameter.default}`"
-    return f"| {listed} | {also} | {default} | {_cell(help_text)} |"
+    return f"| {listed} | {also} | {default} | {table_cell(help_text)} |"
 
 
 def _foreign() -> Iterator[str]:
@@ -121,18 +115,12 @@ def _foreign() -> Iterator[str]:
     for treatment, title in titles.items():
         yield f"### {title}\n"
         refused = treatment == "refused"
-        yield (
-            "| because | instead | options |\n|---|---|---|"
-            if refused
-            else "| | options |\n|---|---|"
-        )
+        full, short = "| because | instead | options |\n|---|---|---|", "| | options |\n|---|---|"
+        yield full if refused else short
         for (reason, remedy), names in rows[treatment].items():
-            cells = [
-                reason,
-                *([remedy or ""] if refused else []),
-                " ".join(f"`{name}`" for name in names),
-            ]
-            yield f"| {' | '.join(map(_cell, cells))} |"
+            options = " ".join(f"`{name}`" for name in names)
+            cells = [reason, *([remedy or ""] if refused else []), options]
+            yield f"| {' | '.join(map(table_cell, cells))} |"
         yield ""
 
 
@@ -144,10 +132,6 @@ def _treatment(entry: Foreign) -> str:
 
 def _reason(entry: Foreign) -> tuple[str, str | None]:
     return (entry.reason if entry.rule is None else entry.about), entry.remedy
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 if __name__ == "__main__":

@@ -39,45 +39,31 @@ def run_soak(args: argparse.Namespace) -> Report:
     """Send mixed requests from 64 clients for 10 minutes, 5 % of which hang up."""
     seconds = args.seconds or (4 if args.small else 600)
     # one step of the heap is 2 MiB: too much for the half of a short run
-    return asyncio.run(
-        soak(
-            clients=args.clients or 64,
-            seconds=seconds,
-            abort_share=0.05,
-            max_slope=None if seconds < 300 else 1.0,
-            model=args.model,
-            seed=args.seed,
-            num_servers=args.api_server_count,
-        )
-    )
+    max_slope = None if seconds < 300 else 1.0
+    sizes = {"clients": args.clients or 64, "seconds": seconds, "abort_share": 0.05}
+    return asyncio.run(soak(**sizes, max_slope=max_slope, model=args.model, **_common(args)))
 
 
 def run_overload(args: argparse.Namespace) -> Report:
     """Send 10 times the requests that the server can answer."""
-    seconds = args.seconds or (1.5 if args.small else 30)
-    max_ratio = None if args.small else 2.0
-    servers = args.api_server_count
-    return asyncio.run(
-        overload(
-            factor=10, seconds=seconds, max_ratio=max_ratio, seed=args.seed, num_servers=servers
-        )
-    )
+    seconds, max_ratio = args.seconds or (1.5 if args.small else 30), None if args.small else 2.0
+    return asyncio.run(overload(factor=10, seconds=seconds, max_ratio=max_ratio, **_common(args)))
 
 
 def run_aborts(args: argparse.Namespace) -> Report:
     """Hang up on 10,000 requests at random moments."""
     count, clients = args.count or (300 if args.small else 10_000), args.clients or 32
-    return asyncio.run(
-        aborts(count=count, clients=clients, seed=args.seed, num_servers=args.api_server_count)
-    )
+    return asyncio.run(aborts(count=count, clients=clients, **_common(args)))
 
 
 def run_fuzz(args: argparse.Namespace) -> Report:
     """Send 100,000 bodies, most of which are invalid."""
     count, clients = args.count or (1000 if args.small else 100_000), args.clients or 8
-    return asyncio.run(
-        fuzz(count=count, clients=clients, seed=args.seed, num_servers=args.api_server_count)
-    )
+    return asyncio.run(fuzz(count=count, clients=clients, **_common(args)))
+
+
+def _common(args: argparse.Namespace) -> dict[str, Any]:
+    return {"seed": args.seed, "num_servers": args.api_server_count}
 
 
 def run_frontend(args: argparse.Namespace) -> Report:
@@ -112,13 +98,8 @@ def run_live(args: argparse.Namespace) -> Report:
 
 
 SCENARIOS: dict[str, Callable[[argparse.Namespace], Report]] = {
-    "soak": run_soak,
-    "overload": run_overload,
-    "aborts": run_aborts,
-    "fuzz": run_fuzz,
-    "frontend": run_frontend,
-    "scripted": run_scripted,
-    "live": run_live,
+    run.__name__.removeprefix("run_"): run
+    for run in (run_soak, run_overload, run_aborts, run_fuzz, run_frontend, run_scripted, run_live)
 }
 
 

@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,8 @@ def hash_of(generations: Iterable[Generation]) -> str:
     for generation in generations:
         for output in generation.outputs:
             found.append(output.token_ids)
-            found += [
-                (entry.logprob, entry.top_ids, entry.top_logprobs)
-                for entry in output.logprobs or []
-            ]
+            entries = output.logprobs or []
+            found += [(each.logprob, each.top_ids, each.top_logprobs) for each in entries]
         found.append([entry.logprob for entry in generation.prompt_logprobs or []])
     # JSON writes floats exactly
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:20]
@@ -70,10 +69,8 @@ def tiny_hashes(seed: int) -> Iterator[tuple[str, str]]:
     sizes = tiny.random_sizes(seed)
     generator = torch.Generator().manual_seed(1000 + seed)
     model = tiny.make_model(seed, **sizes)
-    prompts = [
-        torch.randint(3, sizes["vocab_size"], (length,), generator=generator).tolist()
-        for length in (1, 5, 23, 58)
-    ]
+    draw, vocab_size = partial(torch.randint, 3, generator=generator), sizes["vocab_size"]
+    prompts = [draw(vocab_size, (length,)).tolist() for length in (1, 5, 23, 58)]
     limits = {"block_size": 8, "max_num_batched_tokens": 11, "max_num_seqs": 3, "num_threads": 1}
     with tempfile.TemporaryDirectory() as folder:
         tiny.save(model, Path(folder))

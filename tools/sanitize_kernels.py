@@ -42,18 +42,13 @@ def main() -> int:
             for case in CASES[op].small(dtype, torch.Generator().manual_seed(0)):
                 if not kernel.reads(case.stored):
                     continue
-                on_gpu = replace(
-                    case, tensors=map_tensors(case.tensors, lambda tensor: tensor.cuda())
-                )
+                on_gpu = replace(case, tensors=map_tensors(case.tensors, torch.Tensor.cuda))
                 with torch.inference_mode():
                     CASES[op].apply(kernel, on_gpu)
                 torch.cuda.synchronize()
                 count += 1
-                print(
-                    f"{kernel.op} {kernel.provider} {str(dtype).removeprefix('torch.')}: "
-                    f"{case.label}",
-                    flush=True,
-                )
+                name = f"{kernel.op} {kernel.provider} {str(dtype).removeprefix('torch.')}"
+                print(f"{name}: {case.label}", flush=True)
     print(f"{count} runs")
     return 0 if count else 1
 

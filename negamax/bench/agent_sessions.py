@@ -23,13 +23,13 @@ STEPS_PER_TASK = (3, 9)  # turns until the next user message
 RESULT_SPREAD = (0.3, 1.7)  # of a tool result's length
 TWO_CALLS_SHARE = 0.25
 
-_NOUNS = (
+NOUNS = (
     "cache parser request session buffer token index worker queue schema client header record "
     "stream config router model batch "
     "handler payload cursor registry adapter snapshot bucket channel ledger digest segment "
     "fragment policy quota"
 ).split()
-_VERBS = (
+VERBS = (
     "load merge check split flush open close update build find count apply store remove "
     "render resolve collect encode"
 ).split()
@@ -186,7 +186,7 @@ def _call(rng: random.Random, call_id: str, tools: list[dict[str, Any]]) -> dict
         elif kind == "boolean":
             values[field] = rng.random() < 0.5
         elif kind == "array":
-            values[field] = [f"{rng.choice(_VERBS)} the {rng.choice(_NOUNS)}" for _ in range(2)]
+            values[field] = [f"{rng.choice(VERBS)} the {rng.choice(NOUNS)}" for _ in range(2)]
         else:
             values[field] = _path(rng) if field in ("path", "folder") else _sentence(rng)
     called = {"name": function["name"], "arguments": json.dumps(values)}
@@ -194,20 +194,20 @@ def _call(rng: random.Random, call_id: str, tools: list[dict[str, Any]]) -> dict
 
 
 def _path(rng: random.Random) -> str:
-    return f"/src/{rng.choice(_NOUNS)}/{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}.py"
+    return f"/src/{rng.choice(NOUNS)}/{rng.choice(VERBS)}_{rng.choice(NOUNS)}.py"
 
 
 def _sentence(rng: random.Random) -> str:
     return (
-        f"I {rng.choice(_VERBS)} the {rng.choice(_NOUNS)} of the {rng.choice(_NOUNS)} first, "
-        f"because {_path(rng)} does not {rng.choice(_VERBS)} it."
+        f"I {rng.choice(VERBS)} the {rng.choice(NOUNS)} of the {rng.choice(NOUNS)} first, "
+        f"because {_path(rng)} does not {rng.choice(VERBS)} it."
     )
 
 
 def _task(rng: random.Random) -> str:
     return (
-        f"In {_path(rng)}, `{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}` loses a "
-        f"{rng.choice(_NOUNS)} when the {rng.choice(_NOUNS)} is empty (report "
+        f"In {_path(rng)}, `{rng.choice(VERBS)}_{rng.choice(NOUNS)}` loses a "
+        f"{rng.choice(NOUNS)} when the {rng.choice(NOUNS)} is empty (report "
         f"{rng.randint(1000, 9999)}). Find out why, repair it and add a test."
     )
 
@@ -224,7 +224,7 @@ def _system_prompt(rng: random.Random, num_chars: int) -> str:
     lines = [f"You are a coding agent. {work}\n", *(f"- {rule}" for rule in _RULES)]
     size = sum(map(len, lines)) + len(lines)
     while size < num_chars:
-        lines.append(f"- When you {rng.choice(_VERBS)} a {rng.choice(_NOUNS)}: {_sentence(rng)}")
+        lines.append(f"- When you {rng.choice(VERBS)} a {rng.choice(NOUNS)}: {_sentence(rng)}")
         size += len(lines[-1]) + 1
     return "\n".join(lines)[:num_chars]
 
@@ -234,15 +234,15 @@ def source_code(rng: random.Random, num_chars: int) -> str:
     lines: list[str] = []
     size, number = 0, rng.randint(1, 400)
     while size <= num_chars:
-        verb, noun, other = rng.choice(_VERBS), rng.choice(_NOUNS), rng.choice(_NOUNS)
+        verb, noun, other = rng.choice(VERBS), rng.choice(NOUNS), rng.choice(NOUNS)
         for line in (
             f"def {verb}_{noun}({other}: {other.title()}, *, limit: int = {rng.randint(1, 512)}) "
             f"-> {noun.title()}:",
             f'    """{verb.title()} the {noun} of `{other}`."""',
             f"    found = [item for item in {other}.{noun}s if item.size <= limit]",
-            f"    if not found or {other}.is_{rng.choice(_NOUNS)}:",
+            f"    if not found or {other}.is_{rng.choice(NOUNS)}:",
             f'        raise {noun.title()}Error(f"no {noun} in {{{other}!r}}")',
-            f"    return {other}.{rng.choice(_VERBS)}(found[0], {rng.random():.4f})",
+            f"    return {other}.{rng.choice(VERBS)}(found[0], {rng.random():.4f})",
             "",
         ):
             number += 1

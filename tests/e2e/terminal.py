@@ -37,6 +37,11 @@ class Terminal:
             assert self._read(left), f"the command ended before {words!r}:\n{self.text}"
         return self.text
 
+    def say(self, line: str, words: str, *, count: int = 1) -> str:
+        """Type a line and wait for `words`."""
+        self.type(f"{line}\n")
+        return self.wait_for(words, count=count)
+
     def interrupt(self, words: str) -> None:
         """Press Ctrl-C until `words` are shown.
 

@@ -2,8 +2,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,8 +29,7 @@ def stage() -> Iterator[tuple[str, Script]]:
 
 @pytest.fixture
 def script(stage: tuple[str, Script]) -> Script:
-    fresh = Script()
-    stage[1].__dict__.update(fresh.__dict__)
+    stage[1].__dict__.update(Script().__dict__)
     return stage[1]
 
 
@@ -44,15 +43,16 @@ def home(tmp_path: Path) -> dict[str, str]:
     return {"XDG_STATE_HOME": str(tmp_path / "state"), "NEGAMAX_API_KEY": ""}
 
 
+@contextmanager
+def chatting(url: str, home: dict[str, str], *options: str, **size: int) -> Iterator[Terminal]:
+    with in_terminal("chat", "--url", url, *options, env=home, **size) as terminal:
+        terminal.wait_for("Chatting")
+        yield terminal
+
+
 def ask(terminal: Terminal, text: str, *, count: int) -> str:
     terminal.wait_for_prompt()
-    terminal.type(f"{text}\n")
-    return terminal.wait_for("s to the first token", count=count)
-
-
-def last_message(script: Script) -> dict[str, Any]:
-    message: dict[str, Any] = script.bodies[-1]["messages"][-1]
-    return message
+    return terminal.say(text, "s to the first token", count=count)
 
 
 def test_conversation_with_a_server_in_a_terminal(
@@ -66,12 +66,9 @@ def test_conversation_with_a_server_in_a_terminal(
         assert "85" in shown and "<think>" not in shown
         assert "\x1b[2m" in terminal.raw  # thinking is dimmed
         assert "tokens/s" in shown and "tokens in" in shown
-        terminal.type("/nonsense now\n")
-        terminal.wait_for("unknown command /nonsense; /help lists them")
-        terminal.type("/help\n")
-        terminal.wait_for("/system TEXT")
-        terminal.type(f"/save {kept}\n")
-        terminal.wait_for("(2 messages)")
+        terminal.say("/nonsense now", "unknown command /nonsense; /help lists them")
+        terminal.say("/help", "/system TEXT")
+        terminal.say(f"/save {kept}", "(2 messages)")
         terminal.type("/exit\n")
         assert terminal.end() == 0
     saved = json.loads(kept.read_text())
@@ -86,34 +83,26 @@ def test_saved_conversation_continues_and_lines_are_kept(
 ) -> None:
     script.steps = [{"content": "Four."}]
     kept = tmp_path / "kept.json"
-    with in_terminal("chat", "--url", url, "--system", "Be brief.", env=home) as terminal:
-        terminal.wait_for("Chatting with scripted")
+    with chatting(url, home, "--system", "Be brief.") as terminal:
         ask(terminal, "Two and two?", count=1)
-        terminal.type(f"/save {kept}\n")
-        terminal.wait_for("(2 messages)")
+        terminal.say(f"/save {kept}", "(2 messages)")
         terminal.wait_for_prompt()
         terminal.type("\x04")  # Ctrl-D
         assert terminal.end() == 0
-    with in_terminal("chat", "--url", url, env=home) as terminal:
+    with chatting(url, home) as terminal:
         terminal.wait_for("Chatting with scripted")
-        terminal.type(f"/load {tmp_path}/nowhere\n")
-        terminal.wait_for("cannot be loaded")
-        terminal.type(f"/load {__file__}\n")
-        terminal.wait_for("holds no conversation")
-        terminal.type(f"/load {kept}\n")
-        terminal.wait_for("loaded")
+        terminal.say(f"/load {tmp_path}/nowhere", "cannot be loaded")
+        terminal.say(f"/load {__file__}", "holds no conversation")
+        terminal.say(f"/load {kept}", f"loaded {kept}")
         ask(terminal, "And three?", count=1)
         roles = [message["role"] for message in script.bodies[-1]["messages"]]
         assert roles == ["system", "user", "assistant", "user"]
-        terminal.type("/clear\n")
-        terminal.wait_for("is cleared")
-        terminal.type("/system Shout.\n")
-        terminal.wait_for("system message: Shout.")
+        terminal.say("/clear", "is cleared")
+        terminal.say("/system Shout.", "system message: Shout.")
         terminal.wait_for_prompt()
         terminal.type("\x1b[A\x1b[A\x1b[A")  # three lines back
         terminal.wait_for("And three?", count=2)
-        terminal.type("\n")
-        terminal.wait_for("s to the first token", count=2)
+        terminal.say("", "s to the first token", count=2)
         assert script.bodies[-1]["messages"] == [
             {"role": "system", "content": "Shout."},
             {"role": "user", "content": "And three?"},
@@ -125,8 +114,7 @@ def test_markdown_is_rendered_while_it_arrives(
 ) -> None:
     pieces = [MARKDOWN[start : start + 3] for start in range(0, len(MARKDOWN), 3)]
     script.steps = [step for piece in pieces for step in ({"content": piece}, 0.005)]
-    with in_terminal("chat", "--url", url, env=home, rows=12, columns=60) as terminal:
-        terminal.wait_for("Chatting")
+    with chatting(url, home, rows=12, columns=60) as terminal:
         shown = ask(terminal, "Show", count=1)
     final = [line.strip() for line in shown.splitlines()]
     assert "Some bold words, x < y and <b>tags</b>." in shown
@@ -136,26 +124,23 @@ def test_markdown_is_rendered_while_it_arrives(
     assert "\x1b[2J" not in terminal.raw and "\x1b]8" not in terminal.raw  # no redraw of the screen
 
 
+@pytest.mark.parametrize("options", [(), pytest.param(("--plain",), marks=pytest.mark.full)])
 def test_control_codes_of_the_model_do_not_reach_the_terminal(
-    url: str, script: Script, home: dict[str, str]
+    url: str, script: Script, home: dict[str, str], options: tuple[str, ...]
 ) -> None:
     script.steps = [{"reasoning_content": "\x1b]0;owned\x07"}, {"content": "a\x1b[2Jb\x9b31mc"}]
-    for option in ((), ("--plain",)):
-        with in_terminal("chat", "--url", url, *option, env=home) as terminal:
-            terminal.wait_for("Chatting")
-            ask(terminal, "x", count=1)
-            assert "\x1b]0" not in terminal.raw and "\x1b[2J" not in terminal.raw
-            assert "\x9b" not in terminal.raw and "a[2Jb31mc" in terminal.text
+    with chatting(url, home, *options) as terminal:
+        ask(terminal, "x", count=1)
+        assert "\x1b]0" not in terminal.raw and "\x1b[2J" not in terminal.raw
+        assert "\x9b" not in terminal.raw and "a[2Jb31mc" in terminal.text
 
 
 def test_ctrl_c_stops_the_answer_and_nothing_else(
     url: str, script: Script, home: dict[str, str]
 ) -> None:
     script.steps = [{"content": "The beginning "}, 600.0, {"content": "never"}]
-    with in_terminal("chat", "--url", url, "--plain", env=home) as terminal:
-        terminal.wait_for("Chatting")
-        terminal.type("Tell me\n")
-        terminal.wait_for("The beginning")
+    with chatting(url, home, "--plain") as terminal:
+        terminal.say("Tell me", "The beginning")
         terminal.interrupt("(stopped)")
         terminal.wait_for_prompt()
         terminal.interrupt("Ctrl-D ends the chat")  # does not end the chat at the prompt
@@ -182,14 +167,12 @@ def test_tools_are_called_and_their_results_typed(
         *call("weather", '{"city":', ' "Oslo"}'),
         *call("weather", '{"city": "Rome"}', index=1),
     ]
-    with in_terminal("chat", "--url", url, "--tools", str(tools), env=home) as terminal:
-        terminal.wait_for("Chatting")
-        terminal.type("Weather?\n")
-        terminal.wait_for("result of weather> ")
+    with chatting(url, home, "--tools", str(tools)) as terminal:
+        terminal.say("Weather?", "result of weather> ")
         assert '[call] weather({"city": "Oslo"})' in terminal.text
         script.steps, script.finish_reason = [{"content": "Cold."}], "stop"
-        terminal.type("/etc is what it says\n")  # a tool's result may look like a command
-        terminal.wait_for("result of weather> ", count=2)
+        # a tool's result may look like a command
+        terminal.say("/etc is what it says", "result of weather> ", count=2)
         ask(terminal, "warm", count=2)
     results = [m["content"] for m in script.bodies[-1]["messages"] if m["role"] == "tool"]
     assert results == ["/etc is what it says", "warm"]
@@ -200,8 +183,7 @@ def test_truncated_call_is_shown_and_not_kept(
 ) -> None:
     script.finish_reason = "length"
     script.steps = call("write", '{"text": "abc')
-    with in_terminal("chat", "--url", url, env=home) as terminal:
-        terminal.wait_for("Chatting")
+    with chatting(url, home) as terminal:
         ask(terminal, "Write", count=1)
         assert '[call cut off] write({"text": "abc' in terminal.text
         script.steps = [{"content": "Well."}]
@@ -213,14 +195,11 @@ def test_errors_of_the_server_leave_the_chat_alive(
     url: str, script: Script, home: dict[str, str]
 ) -> None:
     script.refusal = (400, {"message": "the prompt is too long", "code": "x"}, {})
-    with in_terminal("chat", "--url", url, env=home) as terminal:
-        terminal.wait_for("Chatting")
-        terminal.type("First\n")
-        terminal.wait_for("the prompt is too long (status 400)")
+    with chatting(url, home) as terminal:
+        terminal.say("First", "the prompt is too long (status 400)")
         script.refusal = None
         script.steps = [{"content": "Half "}, {"error": {"message": "the engine died"}}]
-        terminal.type("Second\n")
-        terminal.wait_for("the engine died")
+        terminal.say("Second", "the engine died")
         script.steps = [{"content": "Whole."}]
         ask(terminal, "Third", count=1)
     assert [message["content"] for message in script.bodies[-1]["messages"]] == ["Third"]
@@ -232,8 +211,7 @@ def test_key_is_sent_and_required(
     script.key, script.steps = "secret", [{"content": "Open."}]
     assert main(["chat", "--url", url]) == 2
     assert "give --api-key, or set NEGAMAX_API_KEY" in capsys.readouterr().err
-    with in_terminal("chat", "--url", f"{url}/v1/", "--api-key", "secret", env=home) as terminal:
-        terminal.wait_for("Chatting")
+    with chatting(f"{url}/v1/", home, "--api-key", "secret") as terminal:
         assert "Open." in ask(terminal, "Hello", count=1)
 
 
@@ -267,6 +245,7 @@ def test_refusals_come_before_anything_is_loaded(
     assert words in line
 
 
+@pytest.mark.full
 def test_embedded_engine_in_a_terminal(home: dict[str, str]) -> None:
     options = ("chat", MODEL, "--temperature", "0", "--num-threads", "1")
     with in_terminal(*options, env=home) as terminal:

@@ -99,12 +99,8 @@ def measure(*, streams: int, tokens: int, step_ms: float, num_servers: int) -> d
     """Measure one round after a warm-up. `step_ms` 0: as fast as the stub can."""
     with tempfile.NamedTemporaryFile(suffix=".steps") as log:
         environment = {"STUB_STEP_MS": str(step_ms), "STUB_LOG": log.name}
-        with (
-            serving(
-                num_servers=num_servers, module="tests.stub_server", environment=environment
-            ) as server,
-            _apart(server),
-        ):
+        how = {"num_servers": num_servers, "module": "tests.stub_server"}
+        with serving(environment=environment, **how) as server, _apart(server):
             _read_all(server, streams=streams, tokens=max(tokens // 3, 100))
             cpu, started = server.cpu_seconds(), time.monotonic()
             arrivals = _read_all(server, streams=streams, tokens=tokens)
@@ -122,9 +118,8 @@ def measure(*, streams: int, tokens: int, step_ms: float, num_servers: int) -> d
         "server CPU us per token": 1e6 * cpu / (streams * tokens),
     }
     if step_ms:
-        result["latency ms"] = {
-            f"p{share:g}": percentile(latencies, share / 100) for share in (50, 90, 99)
-        }
+        shares = (50, 90, 99)
+        result["latency ms"] = {f"p{each}": percentile(latencies, each / 100) for each in shares}
     return result
 
 

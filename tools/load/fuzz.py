@@ -14,9 +14,8 @@ from tools.load.http import Answer, Connection, request_bytes
 from tools.load.server import Server, serving
 
 # Valid bodies by route; routes that the server does not have are left out.
-SEEDS: dict[str, list[dict[str, Any]]] = json.loads(
-    Path(__file__).with_name("bodies.json").read_text(encoding="utf-8")
-)
+_BODIES = Path(__file__).with_name("bodies.json")
+SEEDS: dict[str, list[dict[str, Any]]] = json.loads(_BODIES.read_text(encoding="utf-8"))
 ODD_VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 10**6, 2**31, 2**63, -(2**63), 10**40, 0.0, -0.0, 0.5, 1e308,
     -1e308, float("nan"),
@@ -102,9 +101,9 @@ def request(rng: random.Random, seeds: dict[str, list[dict[str, Any]]]) -> tuple
     content = text.encode("utf-8", errors="surrogatepass")
     if rng.random() < 0.15:
         content = _damage(content, rng)
-    content_type = "application/json"
-    if rng.random() >= 0.97:
-        content_type = rng.choice(("", "text/plain", "application/json; charset=x"))
+    if rng.random() < 0.97:
+        return path, request_bytes(path, content)
+    content_type = rng.choice(("", "text/plain", "application/json; charset=x"))
     return path, request_bytes(path, content, content_type=content_type)
 
 
@@ -158,11 +157,9 @@ async def fuzz(*, count: int, clients: int, seed: int, num_servers: int) -> dict
         problems: list[str] = []
         numbers = iter(range(count))
         started = time.monotonic()
-        workers = (
-            _worker(server, seeds, numbers, seed, statuses=statuses, problems=problems)
-            for _ in range(clients)
-        )
-        await asyncio.gather(*workers)
+        found = {"statuses": statuses, "problems": problems}
+        work = (_worker(server, seeds, numbers, seed, **found) for _ in range(clients))
+        await asyncio.gather(*work)
         seconds = time.monotonic() - started
         problems += await server.final_problems(processes)
         return {

@@ -10,6 +10,8 @@ from typing import Any
 
 _LIMIT = 1 << 24  # bytes of one line or chunk
 DONE = b"[DONE]"
+# errors of a client that hangs up in the middle of an answer
+INTERRUPTED = (ConnectionError, asyncio.IncompleteReadError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,7 @@ class Connection:
         return b"".join([part async for part in self._parts(headers)])
 
     async def stream(self, path: str, body: Any) -> AsyncIterator[bytes]:
-        """Yield the payloads of a stream's events, `[DONE]` included.
-
-        Errors: `UnexpectedStatusError` for a status other than 200.
-        """
+        """Yield the payloads of events, `[DONE]` included. Errors: `UnexpectedStatusError`."""
         status, headers = await self.start(request_bytes(path, json.dumps(body).encode()))
         if status != 200:
             answer = await self.body(headers)
@@ -119,8 +118,5 @@ class UnexpectedStatusError(ConnectionError):
 
 def request_bytes(path: str, content: bytes, *, content_type: str = "application/json") -> bytes:
     """A POST request."""
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
-        f"{content_type}\r\ncontent-length: {len(content)}\r\n\r\n"
-    )
-    return head.encode() + content
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {content_type}\r\n"
+    return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content

@@ -84,9 +84,7 @@ async def _flood(
 async def overload(
     *, factor: float, seconds: float, seed: int, num_servers: int, max_ratio: float | None
 ) -> dict[str, Any]:
-    """Run the scenario. `max_ratio` limits the p99 of accepted requests, relative to that of a
-    full batch without overload.
-    """
+    """Run the scenario; `max_ratio` limits the p99 relative to a full batch without overload."""
     rng = random.Random(seed)
     options = ("--max-num-seqs", str(BATCH), "--max-queued-requests", str(QUEUE))
     with serving(*options, num_servers=num_servers) as server:
@@ -101,18 +99,13 @@ async def overload(
         ratio = percentile(accepted, 0.99) / percentile(calm, 0.99)
         if max_ratio is not None and not ratio <= max_ratio:
             problems.append(f"the p99 is {ratio:.2f} times the usual; allowed: {max_ratio}")
+        times, loaded = (
+            {f"p{share} s": percentile(seconds, share / 100) for share in (50, 99)}
+            for seconds in (calm, accepted)
+        )
+        sent = {"requests/s": factor * rate, "statuses": dict(statuses)}
         return {
-            "full batch": {
-                "answers/s": rate,
-                "p50 s": percentile(calm, 0.5),
-                "p99 s": percentile(calm, 0.99),
-            },
-            "overload": {
-                "requests/s": factor * rate,
-                "statuses": dict(statuses),
-                "p50 s": percentile(accepted, 0.5),
-                "p99 s": percentile(accepted, 0.99),
-                "p99 ratio": ratio,
-            },
+            "full batch": {"answers/s": rate} | times,
+            "overload": sent | loaded | {"p99 ratio": ratio},
             "problems": problems,
         }

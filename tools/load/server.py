@@ -54,9 +54,7 @@ class Server:
 
     def _children(self) -> list[int]:
         pid = self.process.pid
-        return [
-            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        ]
+        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
     def rss(self, *pids: int) -> float:
         """Resident memory of processes in MiB; 0 for those that ended."""
@@ -101,9 +99,7 @@ class Server:
         return [self.engine_pid(), *self.server_pids()]
 
     async def final_problems(self, processes: list[int] | None = None) -> list[str]:
-        """Problems after a scenario: anything still held, errors in the log, and other processes
-        than `processes`.
-        """
+        """Problems after a scenario: what is held, errors in the log, other processes."""
         held = await self.leftovers()
         problems = [f"held at the end: {held}"] if held else []
         if self.process.poll() is not None or processes not in (None, self.processes()):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from negamax.text.encoding_cache import CACHE_BYTES
-from tools.load.http import DONE
+from tools.load.http import DONE, INTERRUPTED
 from tools.load.server import Server, serving
 
 # small enough to be filled within the first minute: after that the cache's memory does not grow
@@ -87,16 +87,12 @@ class _Client:
 
     def _chat(self) -> dict[str, Any]:
         rng = self._rng
-        messages: list[dict[str, Any]] = [
-            {"role": "system", "content": "You are a helpful assistant. " * rng.choice((1, 20))}
-        ]
+        said = [("system", "You are a helpful assistant. " * rng.choice((1, 20)))]
         for _ in range(rng.randint(0, 2)):
-            messages += [
-                {"role": "user", "content": self._words(20)},
-                {"role": "assistant", "content": self._words(20)},
-            ]
-        messages.append({"role": "user", "content": self._words(rng.randint(1, 60))})
-        body = {"messages": messages, "max_tokens": rng.randint(1, 48)}
+            said += [("user", self._words(20)), ("assistant", self._words(20))]
+        said.append(("user", self._words(rng.randint(1, 60))))
+        messages = [{"role": role, "content": content} for role, content in said]
+        body: dict[str, Any] = {"messages": messages, "max_tokens": rng.randint(1, 48)}
         body["n"] = rng.choice((1, 1, 1, 2))
         if rng.random() < 0.3:
             body["tools"] = [TOOL]
@@ -148,9 +144,7 @@ class _Client:
         await asyncio.wait({work}, timeout=self._rng.random() ** 2)
         connection.hang_up(reset=self._rng.random() < 0.5)
         work.cancel()
-        with contextlib.suppress(
-            asyncio.CancelledError, ConnectionError, asyncio.IncompleteReadError, ValueError
-        ):
+        with contextlib.suppress(asyncio.CancelledError, *INTERRUPTED):
             await work
         self._tally.answers["hung up"] += 1
 
@@ -161,9 +155,7 @@ def _expect(answer: Any, status: int) -> None:
 
 
 async def _visit_batch_sizes(server: Server) -> None:
-    """Run each batch size once: the engine compiles a kernel for each when it first occurs, which
-    would look like a leak.
-    """
+    """Run each batch size once: a kernel that is compiled later would look like a leak."""
 
     async def ask(max_tokens: int) -> None:
         connection = server.connection()
@@ -203,9 +195,7 @@ async def soak(
     *, clients: int, seconds: float, abort_share: float, seed: int, num_servers: int,
     max_slope: float | None, model: str = "nano",
 ) -> dict[str, Any]:  # fmt: skip
-    """Run the scenario. `max_slope` limits the memory growth of each process over the second half
-    of the run, in MiB per minute; None for short runs.
-    """
+    """Run the scenario; `max_slope` limits late memory growth in MiB per minute, if given."""
     options = ("--num-kv-blocks", str(KV_BLOCKS[model]), "--max-queued-requests", str(4 * clients))
     with serving(*options, num_servers=num_servers, model=model) as server:
         processes = server.processes()
@@ -215,10 +205,8 @@ async def soak(
             await _fill_encodings(server, random.Random(seed))
         watcher = asyncio.ensure_future(_watch_memory(server, tally))
         end = time.monotonic() + seconds
-        workers = [
-            _Client(server, tally, random.Random(seed + index), abort_share).run(end)
-            for index in range(clients)
-        ]
+        rngs = (random.Random(seed + index) for index in range(clients))
+        workers = (_Client(server, tally, rng, abort_share).run(end) for rng in rngs)
         await asyncio.gather(*workers)
         problems = tally.errors[:10] + await server.final_problems(processes)
         watcher.cancel()
@@ -230,11 +218,8 @@ async def soak(
         }
         if max_slope is not None:
             allowed = {"server": max_slope * num_servers, "engine": max_slope}
-            problems += [
-                f"the {name} grows by {rise:.2f} MiB/min"
-                for name, rise in slopes.items()
-                if rise > allowed[name]
-            ]
+            leaks = {name: rise for name, rise in slopes.items() if rise > allowed[name]}
+            problems += [f"the {name} grows by {rise:.2f} MiB/min" for name, rise in leaks.items()]
         return {
             "clients": clients,
             "seconds": seconds,

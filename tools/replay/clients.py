@@ -22,6 +22,7 @@ from tools.replay.script import TOOLS, Exchange, Session
 MODEL_NAME = "replayed"
 MAX_TOKENS = 200_000
 TIMEOUT_SECONDS = 300
+_CLIENT: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": TIMEOUT_SECONDS}
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,10 @@ class Agent(ABC):
         self._client = self._connect(url)
 
     def _connect(self, url: str) -> Any:
-        return openai.AsyncOpenAI(
-            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_SECONDS
-        )
+        return openai.AsyncOpenAI(base_url=f"{url}/v1", **_CLIENT)
 
     async def ask(self, salt: str, *, hang_up_after: int | None = None) -> Seen:
-        """Ask for the next answer.
-
-        Errors: `HangUp` after `hang_up_after` characters, and those of the package.
-        """
+        """Ask for the next answer. Errors: `HangUp` after `hang_up_after` characters."""
         self._salt = salt
         return await self._ask(hang_up_after)
 
@@ -163,10 +159,8 @@ class ChatAgent(Agent):
         seen = Seen()
         calls: list[tuple[str, str, list[str]]] = []  # id, name, parts of the arguments
         usage, num_chunks = None, 0
-        options = {"include_usage": True}
-        stream = await self._client.chat.completions.create(
-            **body, stream=True, stream_options=options
-        )
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        stream = await self._client.chat.completions.create(**body, **streamed)
         async with contextlib.aclosing(_chunks(stream)) as chunks:
             async for chunk in chunks:
                 num_chunks += 1
@@ -194,13 +188,10 @@ class ChatAgent(Agent):
         self._answer = {"role": "assistant", "content": seen.text or None}
         self._answer[self._rng.choice(("reasoning_content", "reasoning"))] = seen.thinking
         if seen.calls:
+            functions = ({"name": call.name, "arguments": call.arguments} for call in seen.calls)
             self._answer["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in seen.calls
+                {"id": call.id, "type": "function", "function": function}
+                for call, function in zip(seen.calls, functions, strict=True)
             ]
         self._count(seen, usage)
         return seen
@@ -237,9 +228,7 @@ class ChatAgent(Agent):
 
 
 class MessagesAgent(Agent):
-    """The anthropic package, with what Claude Code adds: a changing first line of the system
-    prompt, reminders, cache marks.
-    """
+    """The anthropic package, with Claude Code's billing line, reminders and cache marks."""
 
     ends_with_calls, ends_with_text = "tool_use", "end_turn"
 
@@ -247,20 +236,13 @@ class MessagesAgent(Agent):
         super().__init__(url, session, **common)
         self._is_streamed = is_streamed
         self._messages: list[Any] = [{"role": "user", "content": session.opening}]
-        self._tools = [
-            {
-                "name": tool["name"],
-                "description": tool["description"],
-                "input_schema": tool["parameters"],
-            }
-            for tool in (entry["function"] for entry in TOOLS)
-        ]
+        names = {"name": "name", "description": "description", "input_schema": "parameters"}
+        functions = [tool["function"] for tool in TOOLS]
+        self._tools = [{own: each[name] for own, name in names.items()} for each in functions]
         self._content: Sequence[Any] = ()
 
     def _connect(self, url: str) -> Any:
-        return anthropic.AsyncAnthropic(
-            base_url=url, api_key="none", max_retries=0, timeout=TIMEOUT_SECONDS
-        )
+        return anthropic.AsyncAnthropic(base_url=url, **_CLIENT)
 
     async def _ask(self, hang_up_after: int | None) -> Seen:
         number = f"{self._rng.getrandbits(20):05x}"
@@ -269,10 +251,7 @@ class MessagesAgent(Agent):
         body: dict[str, Any] = {
             "model": MODEL_NAME,
             "max_tokens": MAX_TOKENS,
-            "system": [
-                {"type": "text", "text": billing},
-                {"type": "text", "text": self._session.system, **mark},
-            ],
+            "system": [_text(billing), _text(self._session.system) | mark],
             "messages": self._messages,
             "tools": self._tools,
             "metadata": {"user_id": "somebody"},
@@ -334,21 +313,17 @@ class MessagesAgent(Agent):
         self._messages.append({"role": "assistant", "content": self._content})
         blocks: list[dict[str, Any]] = []
         for call_id, result in self._results(exchange, seen):
-            shown = [{"type": "text", "text": result}] if self._rng.random() < 0.5 else result
+            shown = [_text(result)] if self._rng.random() < 0.5 else result
             blocks.append({"type": "tool_result", "tool_use_id": call_id, "content": shown})
         if exchange.note:
-            note = f"<system-reminder>\n{exchange.note}\n</system-reminder>"
-            blocks.append({"type": "text", "text": note})
+            blocks.append(_text(f"<system-reminder>\n{exchange.note}\n</system-reminder>"))
         if exchange.question:
-            mark = {"cache_control": {"type": "ephemeral"}}
-            blocks.append({"type": "text", "text": exchange.question, **mark})
+            blocks.append(_text(exchange.question) | {"cache_control": {"type": "ephemeral"}})
         self._messages.append({"role": "user", "content": blocks})
 
 
 class ResponsesAgent(Agent):
-    """The openai package with streamed Responses. With `is_stored` the server keeps the
-    conversation, and only new items are sent.
-    """
+    """The openai package with streamed Responses; `is_stored`: the server keeps the history."""
 
     ends_with_calls = ends_with_text = "completed"
 
@@ -485,12 +460,13 @@ def _thought(delta: Any) -> str:
 
 
 def _delta_text(delta: Any) -> str:
-    fields = {
-        "thinking_delta": "thinking",
-        "text_delta": "text",
-        "input_json_delta": "partial_json",
-    }
+    own = {"thinking_delta": "thinking", "input_json_delta": "partial_json"}
+    fields = own | {"text_delta": "text"}
     return str(getattr(delta, fields[delta.type])) if delta.type in fields else ""
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
 def _block_text(block: Any) -> str:

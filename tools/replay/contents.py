@@ -1,20 +1,9 @@
 """Prose and files of a coding agent, with all texts that may confuse an API or a parser."""
 
-# ruff: noqa: SIM905 (word lists read better as text)
-
 import random
 from collections.abc import Sequence
 
-NOUNS = (
-    "cache parser request session buffer token index worker queue schema client header record "
-    "stream config router model batch "
-    "handler payload cursor registry adapter snapshot bucket channel ledger digest segment "
-    "fragment policy quota"
-).split()
-VERBS = (
-    "load merge check split flush open close update build find count apply store remove "
-    "render resolve collect encode"
-).split()
+from negamax.bench.agent_sessions import NOUNS, VERBS
 
 _LINES = (
     'def {verb}_{noun}({other}: "{Noun}", *, limit: int = {number}) -> None:  # it\'s "quoted", '
@@ -73,31 +62,22 @@ class Contents:
         for piece in among:
             place = rng.randrange(len(sentences))
             sentences[place] += f" The text `{piece}` is not one of ours."
-        joints = rng.choices(
-            (" ", "\n", "\n\n", "\n- "), weights=(6, 2, 1, 1), k=len(sentences) - 1
-        )
+        joints = rng.choices((" ", "\n", "\n\n", "\n- "), (6, 2, 1, 1), k=len(sentences) - 1)
         return "".join(a + b for a, b in zip(sentences, [*joints, ""], strict=True))
 
     def file(self, num_chars: int, *, among: Sequence[str] = ()) -> str:
-        """Write about `num_chars` characters of a file with the lines in `among` and varied line
-        ends.
-        """
+        """Write about `num_chars` characters of a file with the lines in `among`."""
         rng = self._rng
         lines: list[str] = []
         size = 0
         while size < num_chars:
-            line = rng.choice(_LINES).format(
-                verb=(verb := rng.choice(VERBS)),
-                noun=(noun := rng.choice(NOUNS)),
-                other=rng.choice(NOUNS),
-                number=rng.randint(1, 512),
-                Verb=verb.title(),
-                Noun=noun.title(),
-            )
+            form, verb, noun = rng.choice(_LINES), rng.choice(VERBS), rng.choice(NOUNS)
+            words = {"verb": verb, "noun": noun, "Verb": verb.title(), "Noun": noun.title()}
+            other = rng.choice(NOUNS)
+            line = form.format(**words, other=other, number=rng.randint(1, 512))
             lines.append(line)
             size += len(line) + 1
         for piece in among:
-            lines.insert(
-                rng.randrange(len(lines) + 1), f"{rng.choice(VERBS)}: {piece} :{rng.choice(NOUNS)}"
-            )
+            place = rng.randrange(len(lines) + 1)
+            lines.insert(place, f"{rng.choice(VERBS)}: {piece} :{rng.choice(NOUNS)}")
         return rng.choices(("\n", "\r\n"), weights=(5, 1))[0].join(lines) + rng.choice(_ENDS)

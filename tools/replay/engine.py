@@ -60,9 +60,8 @@ class ScriptReader:
         self._num_requests += 1
         prompt.tofile(self._folder / f"{number}.u32")
         self._prompts[request.request_id] = number, prompt, cached
-        return Answer(
-            request, tokens, steps=_paces(request.cache_salt, pace), num_cached_tokens=cached
-        )
+        steps = _paces(request.cache_salt, pace)
+        return Answer(request, tokens, steps=steps, num_cached_tokens=cached)
 
     def end(self, answer: Answer) -> None:
         """Remember the computed tokens and note the outcome."""

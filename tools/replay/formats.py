@@ -5,6 +5,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +131,8 @@ class M2(Family):
             parts.append(Part(f'<invoke name="{call.name}">\n', True))
             for key, value in call.arguments.items():
                 written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                parts += [
-                    Part(f'<parameter name="{key}">', True),
-                    Part(written, False),
-                    Part("</parameter>\n", True),
-                ]
+                parts += [Part(f'<parameter name="{key}">', True), Part(written, False)]
+                parts.append(Part("</parameter>\n", True))
             parts.append(Part("</invoke>\n", True))
         return [*parts, Part("</minimax:tool_call>", True)]
 
@@ -179,9 +177,8 @@ class M3(Family):
         parts = [Part(f"{_MARKER}<tool_call>\n", True)]
         for call in calls:
             parts.append(Part(f'{_MARKER}<invoke name="{call.name}">', True))
-            parts += [
-                part for key, value in call.arguments.items() for part in _element(key, value)
-            ]
+            for key, value in call.arguments.items():
+                parts += _element(key, value)
             parts.append(Part(f"{_MARKER}</invoke>\n", True))
         return [*parts, Part(f"{_MARKER}</tool_call>", True)]
 
@@ -209,17 +206,12 @@ def tokens_of(parts: Sequence[Part], tokenizer: Tokenizer, *, in_letters: bool) 
     """Encode an answer; `in_letters`: tags inside its text are spelled out."""
     if not in_letters:
         return tokenizer.encode(text_of(parts))
-    return [
-        token
-        for part in parts
-        for token in tokenizer.encode(part.text, allow_special=part.is_structure)
-    ]
+    encoded = (tokenizer.encode(part.text, allow_special=part.is_structure) for part in parts)
+    return [*chain.from_iterable(encoded)]
 
 
 def m3_folder(template: Path, folder: Path) -> Path:
-    """Make `folder` an M3 model without weights: nano's tokenizer with M3's tags, and a given
-    chat template.
-    """
+    """Make `folder` an M3 model without weights: nano's tokenizer, M3's tags and template."""
     nano = resolve_model("nano")
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         shutil.copy(nano / name, folder / name)

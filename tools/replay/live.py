@@ -4,8 +4,6 @@ Requests force calls in several ways, with strict tools. Each call must follow i
 whole previous prompt must be cached.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -54,11 +52,11 @@ class LiveSize:
     output_len: int
 
     @classmethod
-    def full(cls, sessions: int) -> LiveSize:
+    def full(cls, sessions: int) -> "LiveSize":
         return cls(sessions, 20, 16_384, system_len=1500, result_len=200, output_len=256)
 
     @classmethod
-    def small(cls, sessions: int) -> LiveSize:
+    def small(cls, sessions: int) -> "LiveSize":
         return cls(sessions, 3, 8_192, system_len=100, result_len=60, output_len=160)
 
 
@@ -132,10 +130,8 @@ class _LivePlayer:
             problems += _call_problems(calls, body["tool_choice"], tools)
             ends = "tool_calls" if calls and isinstance(body["tool_choice"], str) else "stop"
             if record.finish_reason != ends:
-                problems.append(
-                    f"finish_reason {record.finish_reason!r} instead of {ends!r} with "
-                    f"{len(calls)} calls"
-                )
+                reasons = f"{record.finish_reason!r} instead of {ends!r}"
+                problems.append(f"finish_reason {reasons} with {len(calls)} calls")
         else:
             problems += [text for call in calls for text in _json_problems(call)]
         if len(calls) > 1 and body.get("parallel_tool_calls") is False:
@@ -143,9 +139,8 @@ class _LivePlayer:
         if self._previous is not None:
             known = (self._previous.prompt_tokens or 0) // BLOCK_SIZE * BLOCK_SIZE
             if (record.cached_tokens or 0) < known:
-                problems.append(
-                    f"{record.cached_tokens} tokens were cached; {known} of the last prompt must be"
-                )
+                cached = f"{record.cached_tokens} tokens were cached"
+                problems.append(f"{cached}; {known} of the last prompt must be")
         return problems
 
     def _count(self, reader: ResponseReader) -> None:
@@ -157,7 +152,7 @@ class _LivePlayer:
                 "turns": 1,
                 self._name: 1,
                 "calls": len(message.get("tool_calls", [])),
-                "cut": record.finish_reason == "length",
+                "truncated": record.finish_reason == "length",
                 "thinking": bool(message.get("reasoning_content")),
                 "prompt tokens": prompt,
                 "cached tokens": record.cached_tokens or 0,
@@ -222,9 +217,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def violations(value: Any, schema: dict[str, Any], *, place: str = "arguments") -> list[str]:
-    """Compare a value with a schema of the keywords that the tools use. U+FFFD, a byte that is no
-    character, has no length, as for a grammar.
-    """
+    """Compare a value with a schema; U+FFFD (an odd byte) has no length, as for a grammar."""
     kind = schema["type"]
     if not isinstance(value, _TYPES[kind]) or isinstance(value, bool) != (kind == "boolean"):
         return [f"{place} is {value!r}, not of type {kind}"]
@@ -264,16 +257,10 @@ def _widened(folder: Path, *, context_length: int) -> Path:
 async def _play_day(
     server: Server, size: LiveSize, *, seed: int
 ) -> tuple[_Tally, dict[str, float]]:
-    options = BenchOptions(
-        dataset_name="agent",
-        seed=seed,
-        agent_history="live",
-        agent_turns=size.turns,
-        agent_tools=8,
-        agent_system_len=size.system_len,
-        agent_result_len=size.result_len,
-        agent_output_len=size.output_len,
-    )
+    names = ("turns", "system_len", "result_len", "output_len")
+    sizes = {f"agent_{name}": getattr(size, name) for name in names}
+    live = {"dataset_name": "agent", "agent_history": "live", "agent_tools": 8}
+    options = BenchOptions(seed=seed, **live, **sizes)
     scale = TextScale(tokens_per_char=0.45, overhead=200)
     sessions = AgentSessions(options, scale=scale, context_length=size.context_length)
     client = ServingClient(f"http://{server.host}:{server.port}", headers={}, timeout=300.0)
@@ -300,15 +287,12 @@ def live_day(*, size: LiveSize, seed: int) -> dict[str, Any]:
     counts = tally.counts
     return {
         "sessions": f"{size.sessions} at once",
-        "turns": counts["turns"],
-        "calls": counts["calls"],
+        **{name: counts[name] for name in ("turns", "calls", "prompt tokens", "output tokens")},
         "answers with thinking": counts["thinking"],
-        "answers cut by their limit": counts["cut"],
+        "truncated answers": counts["truncated"],
         "longest prompt, tokens": tally.longest_prompt,
-        "prompt tokens": counts["prompt tokens"],
-        "of them cached": f"{counts['cached tokens'] / max(1, counts['prompt tokens']):.1%}",
+        "of prompts cached": f"{counts['cached tokens'] / max(1, counts['prompt tokens']):.1%}",
         "prompts found again whole": counts["in loops"],
-        "output tokens": counts["output tokens"],
         "hung up and asked again": counts["hung up"],
         "seconds": time.monotonic() - started,
         "problems": problems,

@@ -1,7 +1,5 @@
 """Seeded scripts of coding-agent sessions: questions, thinking, texts, calls and results."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence
@@ -73,11 +71,11 @@ class DaySize:
     hang_up_share: float  # of the turns
 
     @classmethod
-    def full(cls, sessions: int) -> DaySize:
+    def full(cls, sessions: int) -> "DaySize":
         return cls(sessions, (20, 60), 100_000, session_chars=500_000, hang_up_share=0.06)
 
     @classmethod
-    def small(cls, sessions: int) -> DaySize:
+    def small(cls, sessions: int) -> "DaySize":
         return cls(sessions, (5, 8), 20_000, session_chars=24_000, hang_up_share=0.2)
 
 
@@ -94,10 +92,8 @@ class ScriptWriter:
         """Write session `number`, which depends on the seed only."""
         rng = random.Random(f"{self.seed} {number}")
         contents = Contents(rng)
-        system = (
-            f"You are the coding agent {number}. Work step by step, until the task is done.\n"
-            + contents.prose(1500)
-        )
+        work = "Work step by step, until the task is done."
+        system = f"You are the coding agent {number}. {work}\n{contents.prose(1500)}"
         exchanges: list[Exchange] = []
         num_turns = rng.randint(*self.size.turns)
         left = rng.randint(*STEPS_PER_TASK)
@@ -124,21 +120,17 @@ class ScriptWriter:
         makers = _ValueMaker(rng, contents, values, self.has_null)
         num_calls = 0 if ends else rng.randint(*MANY_CALLS) if rng.random() < PARALLEL_SHARE else 1
         calls = tuple(makers.call() for _ in range(num_calls))
-        text = (
-            contents.prose(rng.choice((40, 200, 1500)), among=words)
-            if ends or rng.random() < 0.4
-            else ""
-        )
+        text, thinking = "", ""
+        if ends or rng.random() < 0.4:
+            text = contents.prose(rng.choice((40, 200, 1500)), among=words)
+        if rng.random() >= NO_THINKING_SHARE:
+            thinking = contents.prose(rng.choice((30, 200, 900)), among=prose)
+        budgets = [budget // (index + 1) for index in range(num_calls)]
         return Exchange(
-            thinking=""
-            if rng.random() < NO_THINKING_SHARE
-            else contents.prose(rng.choice((30, 200, 900)), among=prose),
+            thinking=thinking,
             text=text + rng.choice(("", "", "\n", " \n\n")) if ends else text,
             calls=calls,
-            results=tuple(
-                self._result(rng, contents, budget=budget // (index + 1))
-                for index in range(num_calls)
-            ),
+            results=tuple(self._result(rng, contents, budget=each) for each in budgets),
             note=contents.sentence() if calls and rng.random() < NOTE_SHARE else "",
             question=self._question(rng, contents) if ends else "",
             in_letters=in_letters,
@@ -150,12 +142,10 @@ class ScriptWriter:
         among = _some(rng, self.quotations.in_results) if rng.random() < QUOTE_SHARE else []
         if budget > self.size.file_chars and rng.random() < LONG_FILE_SHARE:
             return contents.file(int(self.size.file_chars * rng.uniform(0.3, 0.98)), among=among)
-        kind = rng.random()
-        if kind < 0.05:
+        if rng.random() < 0.05:
             return ""
-        return contents.file(
-            int(10 ** rng.uniform(1.3, 3.9 if budget > 10_000 else 2.5)), among=among
-        )
+        size = int(10 ** rng.uniform(1.3, 3.9 if budget > 10_000 else 2.5))
+        return contents.file(size, among=among)
 
     def _question(self, rng: random.Random, contents: Contents) -> str:
         among = _some(rng, self.quotations.in_results) if rng.random() < QUOTE_SHARE else []
@@ -207,15 +197,7 @@ class _ValueMaker:
 
     def _bash(self) -> dict[str, Any]:
         rng = self._rng
-        command = rng.choice(
-            (
-                "cd '/test data' && rg -n \"it's\" --glob '*.{ts,py}' | head -20 2>&1",
-                "cat <<'EOF' > x.html\n<p>\"a\" & 'b'</p>\nEOF\n",
-                'python -c "print(\\"\\\\n\\".join(map(str, range(3))))"',
-                "true",
-                "007",
-            )
-        )
+        command = rng.choice(_COMMANDS)
         arguments: dict[str, Any] = {"command": command, "description": self._contents.sentence()}
         if rng.random() < 0.5:
             arguments["timeout"] = rng.choice((0.5, 120000, 3.25))
@@ -226,11 +208,8 @@ class _ValueMaker:
         patterns = r'class\s+"?\w+<T>', "</?div[^>]*>", "null", "true", "]<]", "日本"
         arguments: dict[str, Any] = {"pattern": rng.choice(patterns)}
         arguments["path"] = rng.choice((None, "/src", ".")) if self._has_null else "/src"
-        return arguments | {
-            "-i": rng.random() < 0.5,
-            "-C": rng.randint(0, 9),
-            "output_mode": rng.choice(_MODES),
-        }
+        flags = {"-i": rng.random() < 0.5, "-C": rng.randint(0, 9)}
+        return arguments | flags | {"output_mode": rng.choice(_MODES)}
 
     def _todo(self) -> dict[str, Any]:
         rng, contents = self._rng, self._contents
@@ -250,43 +229,30 @@ class _ValueMaker:
 
     def _task(self) -> dict[str, Any]:
         rng, contents = self._rng, self._contents
-        limits = {
-            "depth": rng.randint(1, 9),
-            "ratio": rng.choice((0.25, 2)),
-            "dry": rng.random() < 0.5,
-        }
-        options: dict[str, Any] = {
-            "model": contents.name(),
-            "limits": limits,
-            "paths": [contents.path() for _ in range(2)],
-        }
+        limits = {"depth": rng.randint(1, 9), "ratio": rng.choice((0.25, 2))}
+        limits["dry"] = rng.random() < 0.5
+        options: dict[str, Any] = {"model": contents.name(), "limits": limits}
+        options["paths"] = [contents.path() for _ in range(2)]
         if self._has_null:
             options |= {"parent": None, "matrix": [[1, 2], [], [None, "null"]]}
-        return {
-            "description": contents.name(),
-            "prompt": contents.prose(300, among=self._among),
-            "options": options,
-        }
-
-    def _nothing(self) -> dict[str, Any]:
-        return {}
+        name, prompt = contents.name(), contents.prose(300, among=self._among)
+        return {"description": name, "prompt": prompt, "options": options}
 
 
+_COMMANDS = (
+    "cd '/test data' && rg -n \"it's\" --glob '*.{ts,py}' | head -20 2>&1",
+    "cat <<'EOF' > x.html\n<p>\"a\" & 'b'</p>\nEOF\n",
+    'python -c "print(\\"\\\\n\\".join(map(str, range(3))))"',
+    "true",
+    "007",
+)
 _MODES = ("content", "files_with_matches", "count")
 _STATES = ("pending", "in_progress", "completed")
 _MAKERS = {
-    "Read": _ValueMaker._read,
-    "Write": _ValueMaker._write,
-    "Edit": _ValueMaker._edit,
-    "MultiEdit": _ValueMaker._multi_edit,
-    "Bash": _ValueMaker._bash,
-    "Grep": _ValueMaker._grep,
-    "TodoWrite": _ValueMaker._todo,
-    "Task": _ValueMaker._task,
-    "ExitPlanMode": _ValueMaker._nothing,
-}
+    "Read": _ValueMaker._read, "Write": _ValueMaker._write, "Edit": _ValueMaker._edit,
+    "MultiEdit": _ValueMaker._multi_edit, "Bash": _ValueMaker._bash, "Grep": _ValueMaker._grep,
+    "TodoWrite": _ValueMaker._todo, "Task": _ValueMaker._task, "ExitPlanMode": lambda _: {},
+}  # fmt: skip
 
-
-TOOLS: list[dict[str, Any]] = json.loads(
-    Path(__file__).with_name("agent_tools.json").read_text(encoding="utf-8")
-)
+_FILE = Path(__file__).with_name("agent_tools.json")
+TOOLS: list[dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))

@@ -6,8 +6,6 @@ drops the thinking before the last user message, so a new question changes the p
 answer of the previous task on; and a tag that an answer spells in letters comes back as its token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -16,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +188,7 @@ class _Role:
     reasoning: list[int]  # tokens
 
     @classmethod
-    def prepare(cls, session: Session, family: Family, *, way: str, tokenizer: Tokenizer) -> _Role:
+    def prepare(cls, session: Session, family: Family, way: str, tokenizer: Tokenizer) -> "_Role":
         """Encode `session` as a model of `family` writes it."""
         assert tokenizer.eos_token_id is not None
         tags = {tokenizer.token_id(tag) for tag in family.tags}
@@ -260,13 +259,11 @@ class _Player:
 
     def _check_answer(self, exchange: Exchange, seen: Seen) -> list[str]:
         problems = []
+        names = (", ".join(call.name for call in each.calls) for each in (seen, exchange))
         texts = {
             "thinking": (seen.thinking, exchange.thinking),
             "text": (seen.text, exchange.text),
-            "calls": (
-                ", ".join(call.name for call in seen.calls),
-                ", ".join(call.name for call in exchange.calls),
-            ),
+            "calls": tuple(names),
         }
         for number, (found, call) in enumerate(zip(seen.calls, exchange.calls, strict=False)):
             # as text: the order counts, and 1 is neither 1.0 nor true
@@ -295,9 +292,10 @@ class _Player:
         }
         if seen.reasoning_tokens is not None:  # one API does not tell
             counts["reasoning"] = seen.reasoning_tokens, reasoning
-        wrong = {name: pair for name, pair in counts.items() if pair[0] != pair[1]}
         return [
-            f"{name} tokens: {told} instead of {right}" for name, (told, right) in wrong.items()
+            f"{name} tokens: {reported} instead of {expected}"
+            for name, (reported, expected) in counts.items()
+            if reported != expected
         ]
 
     def _count(self, exchange: Exchange, seen: Seen) -> None:
@@ -320,13 +318,10 @@ class _Player:
 
 def difference(found: str, written: str) -> str:
     """Show where two texts begin to differ."""
-    pairs = enumerate(zip(found, written, strict=False))
-    shortest = min(len(found), len(written))
-    at = next((index for index, (a, b) in pairs if a != b), shortest)
-    return (
-        f"character {at} of {len(found)}: …{found[max(0, at - 30) : at + 60]!r}, "
-        f"not (of {len(written)}) …{written[max(0, at - 30) : at + 60]!r}"
-    )
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(found, written, strict=False))
+    at = sum(1 for _ in same)
+    one, other = (text[max(0, at - 30) : at + 60] for text in (found, written))
+    return f"character {at} of {len(found)}: …{one!r}, not (of {len(written)}) …{other!r}"
 
 
 async def _play_day(
@@ -334,14 +329,13 @@ async def _play_day(
 ) -> _Tally:
     tally = _Tally()
     agents = [role.agent(f"http://{server.host}:{server.port}") for role in roles]
-    await asyncio.gather(
-        *(
-            _Player(role, agent, record, tally).play(
-                _Conversation(role.family, tokenizer, role.session)
-            )
-            for role, agent in zip(roles, agents, strict=True)
+    plays = (
+        _Player(role, agent, record, tally).play(
+            _Conversation(role.family, tokenizer, role.session)
         )
+        for role, agent in zip(roles, agents, strict=True)
     )
+    await asyncio.gather(*plays)
     for agent in agents:
         await agent.close()
     tally.held = await server.leftovers()
@@ -351,24 +345,18 @@ async def _play_day(
 def scripted_day(
     *, families: Sequence[Family], folder: Path, size: DaySize, seed: int, step_ms: float
 ) -> dict[str, Any]:
-    """Run the scenario. `folder` is the model, whose weights are not read; the sessions take turns
-    with `families`, its modes of thinking.
-    """
+    """Run the scenario with the model in `folder`, without weights; sessions alternate modes."""
     started = time.monotonic()
     tokenizer = Tokenizer.from_folder(folder)
+    first = families[0]
     writer = ScriptWriter(
-        seed=seed, size=size, quotations=families[0].quotations, has_null=families[0].has_null
+        seed=seed, size=size, quotations=first.quotations, has_null=first.has_null
     )
-    ways = list(WAYS)
-    roles = [
-        _Role.prepare(
-            writer.session(number),
-            families[(number + number // len(ways)) % len(families)],
-            way=ways[number % len(ways)],
-            tokenizer=tokenizer,
-        )
-        for number in range(size.sessions)
-    ]
+    ways, roles = list(WAYS), []
+    for number in range(size.sessions):
+        family = families[(number + number // len(ways)) % len(families)]
+        way = ways[number % len(ways)]
+        roles.append(_Role.prepare(writer.session(number), family, way, tokenizer))
     with tempfile.TemporaryDirectory(prefix="replay-") as name:
         script = {
             role.salt(turn): (role.answers[turn], exchange.pace)
@@ -376,13 +364,10 @@ def scripted_day(
             for turn, exchange in enumerate(role.session.exchanges)
         }
         (Path(name) / "script").write_bytes(msgspec.msgpack.encode(script))
-        environment = {
-            "REPLAY_SCRIPT": f"{name}/script",
-            "REPLAY_RECORD": name,
-            "STUB_STEP_MS": str(step_ms),
-        }
+        environment = {"REPLAY_SCRIPT": f"{name}/script", "REPLAY_RECORD": name}
+        environment["STUB_STEP_MS"] = str(step_ms)
         options = ["--model", str(folder), "--served-model-name", MODEL_NAME]
-        options += ["--parser", families[0].parser, "--engine-module", "tools.replay.engine"]
+        options += ["--parser", first.parser, "--engine-module", "tools.replay.engine"]
         record = _Record(Path(name))
         with serving(*options, module="tests.stub_server", environment=environment) as server:
             tally = asyncio.run(_play_day(server, roles, tokenizer=tokenizer, record=record))
@@ -393,16 +378,12 @@ def scripted_day(
         tally.problems.append(f"{counts['turns']} turns were played; {len(script)} were written")
     if tally.held:
         tally.problems.append(f"held at the end: {tally.held}")
+    names = ("turns", "calls", "result bytes", "argument bytes", "prompt tokens", "output tokens")
     return {
         "sessions": f"{len(roles)} at once, in {min(len(roles), len(WAYS))} ways",
-        "turns": counts["turns"],
-        "calls": counts["calls"],
-        "bytes of tool results": counts["result bytes"],
-        "bytes of arguments": counts["argument bytes"],
+        **{name: counts[name] for name in names},
         "longest prompt, tokens": tally.longest_prompt,
-        "prompt tokens": counts["prompt tokens"],
-        "of them cached": f"{counts['cached tokens'] / max(1, counts['prompt tokens']):.1%}",
-        "output tokens": counts["output tokens"],
+        "of prompts cached": f"{counts['cached tokens'] / max(1, counts['prompt tokens']):.1%}",
         "hung up and asked again": counts["hung up"],
         "broken off in the engine": num_broken_off,
         "seconds": time.monotonic() - started,
