@@ -26,6 +26,7 @@ def tiny_config(seed: int, **overrides: int | float) -> dict[str, object]:
     heads = kv_heads * rng.choice([group for group in range(1, 13) if 2 <= kv_heads * group <= 12])
     head_dim = rng.choice((8, 10, 12, 16, 18, 20, 28, 32))
     num_experts = rng.choice((4, 5, 8, 16, 31, 32))
+    rotary_dims = [dim for dim in (2, 4, 6, 8, head_dim // 4 * 2, head_dim) if dim <= head_dim]
     config: dict[str, object] = {
         "architectures": [ARCHITECTURE],
         "model_type": "minimax_m2",
@@ -35,21 +36,13 @@ def tiny_config(seed: int, **overrides: int | float) -> dict[str, object]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "rotary_dim": rng.choice(
-            [dim for dim in (2, 4, 6, 8, head_dim // 4 * 2, head_dim) if dim <= head_dim]
-        ),
+        "rotary_dim": rng.choice(rotary_dims),
         "rope_theta": rng.choice((1e4, 5e6)),
         "max_position_embeddings": 512,
         "intermediate_size": rng.choice((15, 24, 40)),
         "num_local_experts": num_experts,
         "num_experts_per_tok": rng.randint(1, min(8, num_experts)),
         "rms_norm_eps": rng.choice((1e-6, 1e-5)),
-        "hidden_act": "silu",
-        "scoring_func": "sigmoid",
-        "use_routing_bias": True,
-        "use_qk_norm": True,
-        "qk_norm_type": "per_layer",
-        "tie_word_embeddings": False,
         "dtype": "float32",
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -145,51 +138,35 @@ class PagedRun:
         for caches in self.kv:  # previous contents must not matter
             caches["k"].fill_(7.0)
             caches["v"].fill_(-9.0)
-        self.free = torch.randperm(
-            num_blocks, generator=torch.Generator().manual_seed(num_blocks)
-        ).tolist()
+        generator = torch.Generator().manual_seed(num_blocks)
+        self.free = torch.randperm(num_blocks, generator=generator).tolist()
         self.tables: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
         self.capture: tuple[int, ...] = ()  # layers whose residual streams `captured` holds
         self.captured: list[Tensor] = []
 
     def step(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Tensor]:
-        """Run `chunks` (sequence, next tokens; single tokens first) in one forward; return all
-        logits.
-        """
-        token_ids, starts = [], [0]
+        """Run `chunks` (sequence, next tokens; single ones first) at once; return all logits."""
+        token_ids: list[int] = []
         for name, tokens in chunks:
             table, end = self.tables.setdefault(name, []), self.lengths.get(name, 0) + len(tokens)
             while len(table) * self.block_size < end:
                 table.append(self.free.pop())
             token_ids += tokens
-            starts.append(len(token_ids))
             self.lengths[name] = end
         names = [name for name, _ in chunks]
-        num_decodes = next(
-            (i for i, (_, tokens) in enumerate(chunks) if len(tokens) != 1), len(chunks)
-        )
-        metadata = attention_metadata(
-            self._padded_tables(chunks),
-            [self.lengths[name] for name in names],
-            [len(tokens) for _, tokens in chunks],
-            num_decodes=num_decodes,
-        )
+        counts = [len(tokens) for _, tokens in chunks]
+        num_decodes = next((i for i, count in enumerate(counts) if count != 1), len(counts))
+        lengths, tables = [self.lengths[name] for name in names], self._padded_tables(names)
+        metadata = attention_metadata(tables, lengths, counts, num_decodes=num_decodes)
         with torch.inference_mode():
-            hidden, self.captured = self.model.forward(
-                torch.tensor(token_ids, dtype=torch.int64, device=self.device),
-                metadata,
-                self.kv,
-                capture=self.capture,
-            )
+            ids = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
+            hidden, self.captured = self.model.forward(ids, metadata, self.kv, capture=self.capture)
             logits = self.model.logits(hidden)
-        return {
-            name: logits[first:last]
-            for name, first, last in zip(names, starts, starts[1:], strict=False)
-        }
+        return dict(zip(names, logits.split(counts), strict=True))
 
-    def _padded_tables(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> Tensor:
-        tables = [self.tables[name] for name, _ in chunks]
+    def _padded_tables(self, names: Sequence[str]) -> Tensor:
+        tables = [self.tables[name] for name in names]
         width = max(len(table) for table in tables)
         padded = [table + [0] * (width - len(table)) for table in tables]
         return torch.tensor(padded, device=self.device)

@@ -26,7 +26,7 @@ from negamax.worker.request_state import RequestState
 GIB = 2**30
 
 
-def test_stored_fp8_weights_are_counted_by_the_byte_and_dequantised_ones_by_their_dtype() -> None:
+def test_weights_are_counted_as_stored_or_by_the_dtype_of_dequantized_ones() -> None:
     spec = bundled_spec("minimax-m2")
     assert 230.0e9 < weight_bytes(spec, dtype="bfloat16") < 230.3e9  # as the published files
     plain = weight_bytes(spec, dtype="float32", kept=dequantized)
@@ -36,12 +36,11 @@ def test_stored_fp8_weights_are_counted_by_the_byte_and_dequantised_ones_by_thei
 KV = KvCacheSpec("k", heads=2, width=8), KvCacheSpec("v", heads=2, width=8)
 INDEX = KvCacheSpec("index", heads=1, width=5, dtype="float32", block_tokens=12, replicated=True)
 LAYERS = [KV, (*KV, INDEX), (), KV]  # dense, sparse, without attention, dense
+CPU = torch.device("cpu")
 
 
 def test_layers_get_the_caches_they_declare_from_one_allocation_per_kind() -> None:
-    layers = kv_cache.allocate(
-        LAYERS, 7, block_size=12, dtype=torch.bfloat16, ranks=2, device=torch.device("cpu")
-    )
+    layers = kv_cache.allocate(LAYERS, 7, block_size=12, dtype=torch.bfloat16, ranks=2, device=CPU)
     assert [list(caches) for caches in layers] == [["k", "v"], ["k", "v", "index"], [], ["k", "v"]]
     k, index = layers[0]["k"], layers[1]["index"]
     assert (k.shape, k.dtype, k.is_contiguous()) == ((7, 1, 12, 8), torch.bfloat16, True)
@@ -57,21 +56,16 @@ def test_layers_get_the_caches_they_declare_from_one_allocation_per_kind() -> No
             cache.fill_(number + 1)
     for number, caches in enumerate(layers):  # no two caches share memory
         assert all((cache == number + 1).all() for cache in caches.values())
-
-
-def test_layers_that_share_have_one_cache_of_each_kind() -> None:
-    cpu = torch.device("cpu")
-    layers = kv_cache.allocate(
-        LAYERS, 1, block_size=12, dtype=torch.float32, ranks=1, device=cpu, shared=True
+    shared = kv_cache.allocate(
+        LAYERS, 1, block_size=12, dtype=torch.float32, ranks=1, device=CPU, shared=True
     )
-    assert len({caches["v"].data_ptr() for caches in layers if caches}) == 1
+    assert len({caches["v"].data_ptr() for caches in shared if caches}) == 1
 
 
 @pytest.mark.parametrize(("ranks", "heads"), [(1, 2), (2, 1), (4, 1)])
 def test_bytes_of_a_block_are_those_of_its_tensors(ranks: int, heads: int) -> None:
-    cpu = torch.device("cpu")
     layers = kv_cache.allocate(
-        LAYERS, 1, block_size=24, dtype=torch.bfloat16, ranks=ranks, device=cpu
+        LAYERS, 1, block_size=24, dtype=torch.bfloat16, ranks=ranks, device=CPU
     )
     allocated = sum(cache.nbytes for caches in layers for cache in caches.values())
     assert allocated == block_bytes(LAYERS, 24, dtype="bfloat16", ranks=ranks)
@@ -88,7 +82,7 @@ def test_a_block_holds_whole_blocks_of_every_cache() -> None:
     assert "--block-size 24" in str(refusal.value)
 
 
-def test_blocks_are_what_the_budget_holds_and_no_more_than_all_sequences_can_use() -> None:
+def test_blocks_fill_the_budget_up_to_the_need_of_all_sequences() -> None:
     sizes = {"block_bytes": 1000, "block_size": 16, "max_model_len": 160}
     assert kv_cache.choose_num_blocks(**sizes, max_num_seqs=4, budget=25_500) == 25
     assert kv_cache.choose_num_blocks(**sizes, max_num_seqs=2, budget=10**9) == 20
@@ -98,24 +92,25 @@ def test_blocks_are_what_the_budget_holds_and_no_more_than_all_sequences_can_use
     ("budget", "remedy"),
     [(9 * GIB, "lower --max-model-len to 144"), (0, "more GPUs"), (-5 * GIB, "more GPUs")],
 )
-def test_a_window_that_does_not_fit_is_refused_with_the_numbers(budget: int, remedy: str) -> None:
+def test_refuses_a_context_that_does_not_fit(budget: int, remedy: str) -> None:
     with pytest.raises(ResourceError) as refusal:
         kv_cache.choose_num_blocks(
             block_bytes=GIB, block_size=16, max_model_len=160, max_num_seqs=4, budget=budget
         )
-    text = str(refusal.value)
-    assert (
-        "160 tokens needs 10.00 GiB" in text
-        and f"{max(0, budget) / GIB:.2f} GiB are available" in text
-        and remedy in text
+    needed, available = (
+        "160 tokens needs 10.00 GiB",
+        f"{max(0, budget) / GIB:.2f} GiB are available",
     )
+    assert all(words in str(refusal.value) for words in (needed, available, remedy))
 
 
-def test_requests_that_are_short_take_no_memory_of_a_long_window() -> None:
-    window, before = 2**20, resident_bytes()
-    requests = RequestState(
-        256, window, max_blocks=window // 128, eos_token_ids=(), device=torch.device("cpu")
-    )
+def make_requests(count: int, length: int, block_size: int) -> RequestState:
+    max_blocks = -(-length // block_size)
+    return RequestState(count, length, max_blocks=max_blocks, eos_token_ids=(), device=CPU)
+
+
+def test_short_requests_take_no_memory_of_a_long_context() -> None:
+    before, requests = resident_bytes(), make_requests(256, 2**20, 128)
     requests.tokens[:, :1000] += 7
     assert requests.tokens[200, 990:1010].tolist() == [7] * 10 + [0] * 10
     assert requests.tokens.nbytes > 2 * GIB and resident_bytes() - before < GIB
@@ -126,13 +121,12 @@ def resident_bytes() -> int:
 
 
 def test_bytes_of_request_slots_are_those_of_their_tensors() -> None:
-    cpu = torch.device("cpu")
-    state = RequestState(3, 1000, max_blocks=63, eos_token_ids=(), device=cpu)
+    state = make_requests(3, 1000, 16)
     held = state.tokens.nbytes + state.block_tables.nbytes
     assert 4 * slot_bytes(1000, 16, item=state.tokens.itemsize) == held
 
 
-def test_devices_and_dtypes_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_devices_and_dtypes_that_are_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device.choose_device("auto") == "cpu" and device.num_gpus("cpu") is None
     with pytest.raises(ConfigError, match="no CUDA device"):
@@ -160,7 +154,7 @@ def test_devices_and_dtypes_that_cannot_be_are_refused(monkeypatch: pytest.Monke
         kv_cache.check_scales([INT8_CACHE], dtype=torch.float8_e4m3fn)
 
 
-def test_a_start_and_a_refusal_say_what_a_token_of_m3_takes() -> None:
+def test_messages_state_the_bytes_of_a_token_of_m3() -> None:
     config = WorkerConfig(
         bundled_spec("minimax-m3"), (1,), None, ParallelLayout(tp=4), "cpu", "bfloat16", "auto",
         max_model_len=2**20, max_num_seqs=1, max_num_batched_tokens=16, block_size=128,
@@ -171,9 +165,7 @@ def test_a_start_and_a_refusal_say_what_a_token_of_m3_takes() -> None:
     assert said == "KV cache 44.25 GiB per rank in bfloat16, 45,312 bytes per token"
     refusal = r"1048576 tokens needs 44\.25 GiB of KV cache, 40\.00 GiB .*--max-model-len to 947840"
     with pytest.raises(ResourceError, match=refusal):
-        kv_cache.choose_blocks(
-            config, dtype=torch.bfloat16, workspace=0, device=torch.device("cpu")
-        )
+        kv_cache.choose_blocks(config, dtype=torch.bfloat16, workspace=0, device=CPU)
     assert kv_cache.draft_buffers(config) == 0
     drafts = replace(config, speculation=SpeculationConfig("ngram", 3), cudagraph_size=256)
     logits = 256 * 3 * config.spec.vocab_size // 4 * 4

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,32 +16,16 @@ from negamax.options.engine import EngineOptions
 
 # thoughtworks/MiniMax-M2.5-Eagle3, as SpecForge writes it
 M2: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "attention_bias": False,
-    "bos_token_id": 200034,
-    "draft_vocab_size": 32000,
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": 200064,
+    "draft_vocab_size": 32000, "hidden_size": 3072, "num_hidden_layers": 1, "head_dim": 128,
+    "num_attention_heads": 24, "num_key_value_heads": 8, "intermediate_size": 8192,
+    "max_position_embeddings": 196608, "rope_theta": 5000000, "rope_scaling": None,
+    "rms_norm_eps": 1e-06, "hidden_act": "silu", "attention_bias": False,
+    "tie_word_embeddings": False, "pretraining_tp": 1, "torch_dtype": "bfloat16",
+    "bos_token_id": 200034, "eos_token_id": 200020, "initializer_range": 0.02, "use_cache": True,
     "eagle_config": {
         "eagle_aux_hidden_state_layer_ids": [1, 30, 58], "use_aux_hidden_state": True,
     },
-    "eos_token_id": 200020,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 3072,
-    "initializer_range": 0.02,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 196608,
-    "model_type": "llama",
-    "num_attention_heads": 24,
-    "num_hidden_layers": 1,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 5000000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 200064,
 }  # fmt: skip
 # Inferact/MiniMax-M3-EAGLE3, by TorchSpec
 M3 = M2 | {
@@ -70,16 +55,18 @@ def test_published_drafts_are_read() -> None:
     assert sum(one.heads * one.width * 2 for one in caches) == 32_768  # bytes per token
 
 
-@pytest.mark.parametrize(
-    ("ids", "layers"), [([1, 30, 58], (2, 31, 59)), ([2, 31, 59], (2, 31, 59)), (None, (2, 31, 59))]
-)
-def test_layers_are_named_by_what_leaves_them_or_enters_them(
-    ids: list[int] | None, layers: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("ids", [[1, 30, 58], [2, 31, 59], None])
+def test_layers_are_named_by_their_outputs_or_inputs(ids: list[int] | None) -> None:
     config = M2 | {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": ids}
     target = bundled_spec("minimax-m2.5")
-    assert read_spec(config).for_target(target, None).aux_layers == layers
+    assert read_spec(config).for_target(target, None).aux_layers == (2, 31, 59)
     assert read_spec(config).for_target(target, (1, 30, 62)).aux_layers == (1, 30, 62)
+
+
+def refused(read: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read()
+    return caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -104,12 +91,12 @@ def test_layers_are_named_by_what_leaves_them_or_enters_them(
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 58]}}, "a list of layers"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, "a list of layers"),
         ({"rope_theta": None, "rope_parameters": {"partial_rotary_factor": 0.5}}, "head_dim (128)"),
+        ({"target_model_type": [1]}, "target_model_type"),
+        ({"target_num_hidden_layers": [1]}, "target_num_hidden_layers"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_spec(M2 | fields)
-    assert words in caught.value.message
+def test_refuses_unsupported_values_by_name(fields: dict[str, Any], words: str) -> None:
+    assert words in refused(lambda: read_spec(M2 | fields))
 
 
 def test_unknown_fields_are_noted() -> None:
@@ -126,12 +113,11 @@ def test_unknown_fields_are_noted() -> None:
         ({}, (2, 31, 63), "reads layers [2, 31, 63]"),
     ],
 )
-def test_a_draft_of_another_model_is_refused(
+def test_refuses_the_draft_of_another_model(
     fields: dict[str, Any], layers: tuple[int, ...] | None, words: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_spec(M2 | fields).for_target(bundled_spec("minimax-m2.5"), layers)
-    assert words in caught.value.message
+    target = bundled_spec("minimax-m2.5")
+    assert words in refused(lambda: read_spec(M2 | fields).for_target(target, layers))
 
 
 def test_a_shallow_target_has_no_usual_layers() -> None:
@@ -142,9 +128,11 @@ def test_a_shallow_target_has_no_usual_layers() -> None:
     assert spec.aux_layers == (2, 3, 4)
 
 
-def options(draft: str, **own: Any) -> EngineOptions:
-    speculative = {"method": "eagle3", "model": draft}
-    return EngineOptions(model="minimax-m2.5", speculative_config=speculative, **own)
+def options(
+    draft: str, model: str = "minimax-m2.5", own: dict[str, Any] | None = None, **more: Any
+) -> EngineOptions:
+    speculative = {"method": "eagle3", "model": draft, **(own or {})}
+    return EngineOptions(model=model, speculative_config=speculative, **more)
 
 
 def test_a_draft_is_found_by_its_bundled_name_or_its_folder(tmp_path: Path) -> None:
@@ -156,30 +144,23 @@ def test_a_draft_is_found_by_its_bundled_name_or_its_folder(tmp_path: Path) -> N
         assert isinstance(draft.spec, Eagle3Spec) and draft.spec.quantization is None
 
 
-@pytest.mark.parametrize("config", [M2, M3])
-def test_a_draft_is_no_model_to_serve(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="is a draft model: it proposes tokens for another model"):
-        registry.read_spec(config)
+def test_refuses_a_draft_as_the_model_to_serve_or_as_that_of_another_model() -> None:
+    for config in (M2, M3):
+        with pytest.raises(ConfigError, match="is a draft model: it proposes tokens for another"):
+            registry.read_spec(config)
+    with pytest.raises(ConfigError, match="target_hidden_size is 6144; the model's is 3072"):
+        locate(options("minimax-m3-eagle3", load_format="synthetic"))
 
 
 def test_the_head_alone_may_be_fp8() -> None:
-    speculative = {"method": "eagle3", "model": "minimax-m3-eagle3"}
     sizes = []
     for head in (None, "fp8"):
-        given = EngineOptions(
-            model="minimax-m3", load_format="synthetic",
-            speculative_config=speculative | {"draft_lm_head_quantization": head},
-        )  # fmt: skip
+        own = {"draft_lm_head_quantization": head}
+        given = options("minimax-m3-eagle3", "minimax-m3", own, load_format="synthetic")
         draft = locate(given).draft
         assert draft is not None
         sizes.append(draft_bytes(draft.spec, dtype="bfloat16", ranks=4))
-    saved = 200_064 * 6144 / 4
-    assert sizes[0] - sizes[1] == pytest.approx(saved, rel=1e-3)
-
-
-def test_the_draft_of_another_model_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigError, match="target_hidden_size is 6144; the model's is 3072"):
-        locate(options("minimax-m3-eagle3", load_format="synthetic"))
+    assert sizes[0] - sizes[1] == pytest.approx(200_064 * 6144 / 4, rel=1e-3)
 
 
 TYPES = {"minimax-m2.5": ["minimax_m2"], "minimax-m3": ["minimax_m3_vl", "minimax_m3"]}
@@ -202,9 +183,3 @@ def test_a_draft_of_another_model_or_for_shorter_texts_is_doubted() -> None:
     assert doubts(short, length=2048) == []
     (one,) = doubts(short, length=2049)
     assert "made for 2048 tokens (max_position_embeddings), and sequences may have 2049" in one
-
-
-@pytest.mark.parametrize("field", ["target_model_type", "target_num_hidden_layers"])
-def test_what_names_no_target_is_refused(field: str) -> None:
-    with pytest.raises(ConfigError, match=field):
-        read_spec(M2 | {field: [1]})

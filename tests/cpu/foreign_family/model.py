@@ -38,40 +38,22 @@ class SelectedAttention:
         heads, kv_heads = view.heads(spec.num_heads), view.kv_heads(spec.num_kv_heads)
         self._heads, self._kv_heads, self._top_k = len(heads), len(kv_heads), spec.index_top_k
         rows, kv_rows = (range(h.start * dim, h.stop * dim) for h in (heads, kv_heads))
-        totals = spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim
-        self._qkv = ColumnParallel(
-            [
-                ProjectionPart(name, total, part)
-                for name, total, part in zip(
-                    (own.q, own.k, own.v), totals, (rows, kv_rows, kv_rows), strict=True
-                )
-            ],
-            spec.hidden_size,
-            **shared,
+        q_total, kv_total = spec.num_heads * dim, spec.num_kv_heads * dim
+        parts = (
+            ProjectionPart(own.q, q_total, rows),
+            ProjectionPart(own.k, kv_total, kv_rows),
+            ProjectionPart(own.v, kv_total, kv_rows),
         )
+        self._qkv = ColumnParallel(parts, spec.hidden_size, **shared)
         width = spec.index_width
-        self._index = ColumnParallel(
-            [ProjectionPart(name, width, range(width)) for name in names.INDEX],
-            spec.hidden_size,
-            **shared,
-        )
-        self._out = RowParallel(
-            own.out,
-            (spec.hidden_size, totals[0]),
-            columns=rows,
-            group=context.attention_group,
-            **shared,
-        )
-        self._qk_norm = PerHeadNorm(
-            own,
-            heads=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            head_dim=dim,
-            eps=spec.rms_norm_eps,
-            gemma=False,
-            context=context,
-            device=weights.device,
-        )
+        index = [ProjectionPart(name, width, range(width)) for name in names.INDEX]
+        self._index = ColumnParallel(index, spec.hidden_size, **shared)
+        shape, group = (spec.hidden_size, q_total), context.attention_group
+        self._out = RowParallel(own.out, shape, columns=rows, group=group, **shared)
+        sizes = attention_sizes(spec)
+        del sizes["hidden_size"]
+        split = {"context": context, "device": weights.device}
+        self._qk_norm = PerHeadNorm(own, gemma=False, **sizes, **split)
         self.activation, self.gives_quantized = None, False
         parts = (self._qkv, self._index, self._out, self._qk_norm)
         self.slots = [slot for part in parts for slot in part.slots]

@@ -3,7 +3,7 @@ from collections.abc import Iterable, Iterator
 
 from foreign_family.config import ForeignSpec
 from negamax.layers.names import AttentionNames, DecoderNames, MlpNames, MoeNames
-from negamax.models.family import Placement, WeightSpec
+from negamax.models.family import Placement, WeightSpec, mlp_weights
 
 DECODER = DecoderNames("tokens.table", "last.scale", "vocabulary.matrix")
 MLP = MlpNames(*(f"block0.mlp.{part}" for part in ("gate", "up", "down")))
@@ -35,30 +35,24 @@ def layer_of(slot: str) -> int | None:
 
 def weights(spec: ForeignSpec) -> Iterator[WeightSpec]:
     hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
+    q_rows, kv_rows = heads * spec.head_dim, kv_heads * spec.head_dim
     yield WeightSpec(DECODER.embedding, (spec.vocab_size, hidden), is_table=True)
     for layer in range(2):
         names = attention(layer)
-        yield WeightSpec(names.q, (heads * spec.head_dim, hidden), parts=heads)
-        yield WeightSpec(names.k, (kv_heads * spec.head_dim, hidden), parts=kv_heads)
-        yield WeightSpec(names.v, (kv_heads * spec.head_dim, hidden), parts=kv_heads)
-        yield WeightSpec(names.out, (hidden, heads * spec.head_dim), parts=heads)
+        yield WeightSpec(names.q, (q_rows, hidden), parts=heads)
+        yield WeightSpec(names.k, (kv_rows, hidden), parts=kv_heads)
+        yield WeightSpec(names.v, (kv_rows, hidden), parts=kv_heads)
+        yield WeightSpec(names.out, (hidden, q_rows), parts=heads)
         for name in (names.q_norm, names.k_norm):
             yield WeightSpec(name, (spec.head_dim,), parts=1, dtype="float32")
         for name in norms(layer):
             yield WeightSpec(name, (hidden,), parts=1)
     for name in INDEX:
         yield WeightSpec(name, (spec.index_width, hidden), parts=1)
-    mlp = zip((MLP.gate, MLP.up, MLP.down), _shapes(spec.mlp_width, hidden), strict=True)
-    for name, shape in mlp:
-        yield WeightSpec(name, shape)
+    yield from mlp_weights(MLP, hidden, spec.mlp_width)
     yield WeightSpec(MOE.router, (spec.num_experts, hidden), parts=1, dtype="float32")
     yield WeightSpec(MOE.router_bias, (spec.num_experts,), parts=1, dtype="float32")
-    experts = zip((MOE.gate, MOE.up, MOE.down), _shapes(spec.expert_width, hidden), strict=True)
-    for name, shape in experts:
-        yield WeightSpec(name, shape, count=spec.num_experts, used=spec.experts_per_token)
+    experts = {"count": spec.num_experts, "used": spec.experts_per_token}
+    yield from mlp_weights(MOE, hidden, spec.expert_width, **experts)
     yield WeightSpec(DECODER.norm, (hidden,), parts=1)
     yield WeightSpec(DECODER.head, (spec.vocab_size, hidden))
-
-
-def _shapes(width: int, hidden: int) -> tuple[tuple[int, int], ...]:
-    return (width, hidden), (width, hidden), (hidden, width)
