@@ -11,8 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, cast
 
-from negamax.base.errors import ConfigError, EngineError, InvalidRequestError, UnavailableError
-from negamax.engine.client.output import ChoiceStream, RequestOutput, admit
+from negamax.base.errors import ConfigError, EngineError, InvalidRequestError
+from negamax.engine.client.output import ChoiceStream, RequestOutput, admit, check_served
 from negamax.engine.core.planned_sizes import choose_parallel_sizes
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
@@ -320,12 +320,7 @@ class LLM:
                     for sequence in held.pop(update.request_id, ()):
                         start(sequence)
                     position, stream = running[update.request_id]
-                    if update.is_refusal:
-                        raise InvalidRequestError(
-                            update.error or "refused", param="grammar", code="invalid_grammar"
-                        )
-                    if update.is_lost:
-                        raise UnavailableError(update.error or "lost", code="grammar_process_gone")
+                    check_served(update)
                     if update.error is not None:
                         raise EngineError(update.error)
                     output = stream.push(update)

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar
 from negamax.engine.grammar import manager, process, wire
-from negamax.engine.grammar.request_grammar import RequestGrammar
+from negamax.engine.grammar.manager import RequestGrammar
 from negamax.models.registry import CALL_STYLES
 from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.request import GenerateRequest

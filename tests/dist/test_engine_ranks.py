@@ -207,7 +207,7 @@ def test_plans_reach_the_ranks_of_their_replica(
             ranks.launch([plan(step, 10 * step), plan(step, 10 * step + 1)]) for step in (1, 2)
         ]
         for step, handle in enumerate(steps, 1):
-            results = handle.results()
+            results = handle()
             assert [result.step_id for result in results] == [step, step]
             # the first rank of each replica answers with its plan
             assert [result.token_ids for result in results] == [

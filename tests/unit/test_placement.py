@@ -15,7 +15,7 @@ from negamax.engine.client.connection import EngineChannel
 from negamax.engine.client.engine_client import AsyncEngine, SharedQueue
 from negamax.engine.client.open_request import OpenRequest
 from negamax.engine.client.placement import NUM_COLUMNS, PrefixTable, ReplicaLoad, hash_blocks
-from negamax.engine.client.replica_options import check_same_device, make_replica_options
+from negamax.engine.client.supervisor import check_same_device, make_replica_options
 from negamax.engine.wire import AddRequest, EngineStats, RankStats
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import GenerateRequest, SamplingParams

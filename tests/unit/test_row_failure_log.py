@@ -1,4 +1,4 @@
-from negamax.engine.core.row_failures import RowFailureLog
+from negamax.engine.core.executor import RowFailureLog
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, RowFailures, StepPlan, StepResult
 

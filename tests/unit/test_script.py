@@ -133,7 +133,7 @@ def test_a_mask_that_allows_nothing_fails_its_row_alone() -> None:
     plan = StepPlan(7, rows, [], [], [0, 1], counts, [0, 0], [True, True], [0])
     step = loop.executor.launch([plan])
     loop.executor.send_bitmask(GrammarBitmask(7, [0], [0], [bytes(-(-info.vocab_size // 8))]))
-    (result,) = step.results()
+    (result,) = step()
     assert list(result.errors) == [0] and len(result.token_ids) == 2
     loop.shutdown()
 

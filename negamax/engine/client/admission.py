@@ -1,8 +1,4 @@
-"""Limits on requests that wait for the engine: sequences, prompt tokens, shares of tenants.
-Pure.
-"""
-
-from __future__ import annotations
+"""Limits on waiting requests: sequences, prompt tokens, shares of tenants. Pure."""
 
 import math
 import zlib
@@ -46,9 +42,7 @@ class Admission:
         numbers: SharedNumbers | None = None,
         index: int = 0,
     ) -> None:
-        """`pool_tokens`: capacity of the KV cache, for the default of `max_waiting_tokens`;
-        `index`: row of this process.
-        """
+        """`pool_tokens`: tokens that the KV caches hold; `index`: row of this process."""
         self._max_waiting = max_waiting
         self._given_waiting_tokens = max_waiting_tokens
         self.resize(max_running=max_running, pool_tokens=pool_tokens)
@@ -119,9 +113,7 @@ class Admission:
             self._check_share(sharer, num_sequences, num_tokens, now=now)
 
     def _check_share(self, tenant: str, num_sequences: int, num_tokens: int, *, now: float) -> None:
-        """Refuse requests that would give a tenant more of the queue than it leaves free. One place
-        is always allowed.
-        """
+        """Refuse more of the queue than a tenant leaves free. One place is always allowed."""
         group = _hash_tenant(tenant)
         held = int(self._numbers.total(_GROUP_WAITING + group))
         num_open = self.num_open

@@ -5,12 +5,11 @@ The event loop reads a socket in the callback that reports it: no task runs betw
 receiver.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -34,6 +33,7 @@ _LAST_WORDS_SECONDS = 5.0  # for messages sent before the process ended to arriv
 _FRAMES_PER_TURN = 32  # before other events of the loop get their turn
 
 Receive = Callable[[list[wire.StepOutputs]], None]
+T = TypeVar("T")
 
 
 class EngineChannel:
@@ -78,14 +78,11 @@ class EngineChannel:
         """Whether the engine has connected; messages sent before are lost."""
         return bool(self._to_engine.poll(0, zmq.POLLOUT))
 
-    @property
-    def has_frame(self) -> bool:
-        """Whether a frame has arrived; before `start_reading`."""
-        return bool(self._from_engine.poll(0, zmq.POLLIN))
-
-    def next_frame(self) -> bytes:
-        """Receive a frame before `start_reading`."""
-        return self._from_engine.recv()
+    def receive_first(self) -> wire.FromEngine | None:
+        """Receive a message if one has arrived; before `start_reading`."""
+        if not self._from_engine.poll(0, zmq.POLLIN):
+            return None
+        return wire.from_engine_decoder.decode(self._from_engine.recv())
 
     def start_reading(self) -> None:
         """Pass on everything that arrives from here on."""
@@ -102,9 +99,7 @@ class EngineChannel:
                 self._to_engine.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
     def drain(self) -> None:
-        """Pass on everything that has arrived. The socket reports new frames once, so read it until
-        it is empty.
-        """
+        """Pass on everything that has arrived: the socket reports new frames only once."""
         steps: list[wire.StepOutputs] = []
         for _ in range(_FRAMES_PER_TURN):
             if (
@@ -213,8 +208,7 @@ class EngineConnection:
         channel = self.channel
         await self._until(lambda: channel.can_send)
         channel.send(self._start)
-        await self._until(lambda: channel.has_frame)
-        message = wire.from_engine_decoder.decode(channel.next_frame())
+        message = await self._until(channel.receive_first)
         if isinstance(message, wire.EngineFailed):
             error = ConfigError(message.message)
             error.exit_code = message.exit_code
@@ -225,9 +219,7 @@ class EngineConnection:
         return message.info
 
     async def close(self, *, kill: bool) -> None:
-        """End the process with all its descendants and free its resources; `kill`: at once. Later
-        calls have no effect.
-        """
+        """End the process and all its descendants; `kill`: at once. Later calls do nothing."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(kill=kill))
         await asyncio.shield(self._closing)
@@ -246,21 +238,24 @@ class EngineConnection:
         self.channel.close()
         self._folder.remove()
 
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait for a starting process. Errors: `EngineDeadError` if it ends without a message."""
-        while not holds():
+    async def _until(self, look: Callable[[], T]) -> T:
+        """Wait until `look` finds something. Errors: `EngineDeadError` if the process ends."""
+        while not (found := look()):
             await asyncio.sleep(_START_POLL_SECONDS)
             code = self._process.exit_code
-            if code is not None and not await self._hears(holds):
+            if code is not None:
+                if found := await self._find_last(look):
+                    break
                 raise EngineDeadError(
                     f"the engine process ended with exit code {code} while starting"
                 )
+        return found
 
-    async def _hears(self, is_heard: Callable[[], bool]) -> bool:
-        """Whether a message sent before the process ended arrives. A killed process sends none."""
+    async def _find_last(self, look: Callable[[], T]) -> T:
+        """Wait for a message sent before the process ended. A killed process sends none."""
         was_killed = (self._process.exit_code or 0) < 0
         deadline = time.monotonic() + (0.0 if was_killed else _LAST_WORDS_SECONDS)
-        while not (found := is_heard()) and time.monotonic() < deadline:
+        while not (found := look()) and time.monotonic() < deadline:
             await asyncio.sleep(_START_POLL_SECONDS)
         return found
 
@@ -278,7 +273,7 @@ class EngineConnection:
                     channel.drain()
                     return not channel.is_open
 
-                await self._hears(has_failed)
+                await self._find_last(has_failed)
                 channel.fail(f"the engine process ended with exit code {code}")
                 return
             beat_silence = beats.seconds(channel.last_beat)

@@ -178,9 +178,7 @@ class AsyncEngine:
             raise min(reasons, key=lambda reason: reason.retry_after or 0.0)
 
     def check_room(self, tokens: Sequence[int], *, owner: Owner) -> None:
-        """Refuse sequences with `tokens` of their prompts: `InvalidRequestError` if they never fit,
-        `OverloadedError` if they do not fit now.
-        """
+        """Refuse sequences with `tokens` of their prompts. Errors: as of `Admission.check`."""
         sharer = owner.tenant if owner.shares_queue else None
         self.admission.check(len(tokens), sum(tokens), now=time.monotonic(), sharer=sharer)
 
@@ -275,15 +273,11 @@ class AsyncEngine:
         return replica
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
-        """End the open sequences of these owners, with finish_reason "abort". Return their number,
-        without those already aborted.
-        """
+        """End the open sequences of these owners ("abort"). Return the number of new ends."""
         return sum(replica.abort(is_meant) for replica in self.replicas if replica.alive)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix caches, except blocks of running requests. Errors: as of
-        `check_alive`.
-        """
+        """Empty the prefix caches, except used blocks. Errors: as of `check_alive`."""
         self.check_alive()
         for replica in self.replicas:
             replica.send(wire.ResetPrefixCache())
@@ -312,9 +306,7 @@ class AsyncEngine:
         self._resize()
 
     def on_engine_lost(self, replica: int, reason: str, *, ready_in: float) -> None:
-        """End the open requests of a dead engine with `EngineDeadError`; another one is expected in
-        `ready_in` seconds.
-        """
+        """End the engine's open requests; another one is expected in `ready_in` seconds."""
         self.replicas[replica].on_engine_lost(reason, ready_in=ready_in)
         self._resize()
 

@@ -1,6 +1,4 @@
-"""Requests in the engine, as the server sees them. Each output is passed on as soon as it
-arrives.
-"""
+"""Requests in the engine, as the server sees them."""
 
 from __future__ import annotations
 
@@ -12,15 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
 
-from negamax.base.errors import (
-    EngineError,
-    InvalidRequestError,
-    RequestTimeoutError,
-    UnavailableError,
-)
+from negamax.base.errors import EngineError, RequestTimeoutError
 from negamax.base.log import get_logger
 from negamax.engine import wire
-from negamax.engine.client.output import ChoiceStream, RequestOutput, join_outputs
+from negamax.engine.client.output import ChoiceStream, RequestOutput, check_served, join_outputs
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate
 
@@ -35,9 +28,7 @@ Take = Callable[[int, RequestOutput], object]  # index of the prompt, and its ou
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The tenant of a request, its names for the client, and whether other tenants share
-    the queue.
-    """
+    """The tenant of a request, its names for the client, and whether others share the queue."""
 
     tenant: str = ""
     names: frozenset[str] = frozenset()
@@ -68,31 +59,6 @@ class OpenRequest:
     updates are joined to one per choice, so a backlog costs only the memory of its token ids.
     Outputs of fewer than `interval` tokens are joined too, except the first and last of a choice.
     """
-
-    __slots__ = (
-        "_arrival",
-        "_deadline",
-        "_ended",
-        "_engine",
-        "_failure",
-        "_has_started",
-        "_interval",
-        "_is_closed",
-        "_is_paused",
-        "_observer",
-        "_replica",
-        "_streams",
-        "_take",
-        "_timer",
-        "_unsent",
-        "_updates",
-        "_waiting",
-        "is_told_to_end",
-        "owner",
-        "prompt_index",
-        "replica_index",
-        "requests",
-    )
 
     def __init__(
         self,
@@ -146,7 +112,7 @@ class OpenRequest:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
         for update in self._updates.values():
-            _check_end(update)
+            check_served(update)
         if not self._updates and self._failure is not None:
             raise self._failure
 
@@ -222,9 +188,7 @@ class OpenRequest:
             self._end(None)
 
     def fail(self, error: Exception) -> None:
-        """End the request with `error` after the outputs that have arrived. Later calls have no
-        effect.
-        """
+        """End the request with `error` after the arrived outputs. The first error counts."""
         if self._failure is None:
             self._failure = error
         self._announce()
@@ -250,7 +214,7 @@ class OpenRequest:
             self._end(error)
 
     def _hand(self, update: SequenceUpdate) -> None:
-        _check_end(update)
+        check_served(update)
         assert self._replica is not None
         if self._unsent:
             unsent, self._unsent = self._unsent, ()
@@ -289,9 +253,7 @@ class OpenRequest:
                 self._take(self.prompt_index, output)
 
     def _begin(self) -> None:
-        """Send the first choice. The others follow with its first token, to find the prompt in the
-        prefix cache.
-        """
+        """Send the first choice; the others follow its first token and find the prompt cached."""
         if self._has_started:
             return
         self._has_started = True
@@ -366,18 +328,6 @@ def join_updates(earlier: SequenceUpdate, later: SequenceUpdate) -> SequenceUpda
         logprobs=logprobs,
         prompt_logprobs=earlier.prompt_logprobs,
     )
-
-
-def _check_end(update: SequenceUpdate) -> None:
-    """Errors: `InvalidRequestError` for a request that cannot be served, `UnavailableError` for one
-    that lost a process.
-    """
-    if update.is_lost:
-        raise UnavailableError(update.error or "lost", code="grammar_process_gone", retry_after=1.0)
-    if update.is_refusal:
-        raise InvalidRequestError(
-            update.error or "refused", param="grammar", code="invalid_grammar"
-        )
 
 
 async def _cancel(tasks: Sequence[asyncio.Future[None]]) -> None:

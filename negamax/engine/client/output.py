@@ -1,13 +1,11 @@
 """Turn the engine's tokens into text, stop strings and one delta per committed step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
-from negamax.base.errors import ContextLengthError, InvalidRequestError
+from negamax.base.errors import ContextLengthError, InvalidRequestError, UnavailableError
 from negamax.engine.wire import ModelInfo
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
@@ -79,20 +77,6 @@ class ChoiceStream:
     Stop strings count in the whole text, or where the choice's `reader` finds them.
     """
 
-    __slots__ = (
-        "_detokenizer",
-        "_has_stop_strings",
-        "_index",
-        "_keep_stop_token",
-        "_min_tokens",
-        "_num_output_tokens",
-        "_num_prompt_tokens",
-        "_reader",
-        "_request_id",
-        "_stop_ids",
-        "finished",
-    )
-
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -124,9 +108,7 @@ class ChoiceStream:
         self.finished = False
 
     def push(self, update: SequenceUpdate) -> RequestOutput:
-        """Return the output for `update`. If a stop string finishes it before the engine does, the
-        caller must abort the sequence.
-        """
+        """Return the output. The caller aborts a sequence that only a stop string finished."""
         token_ids, logprobs = update.token_ids, update.logprobs
         finish_reason, stop_reason = update.finish_reason, update.stop_reason
         text_ids: Sequence[int] = token_ids
@@ -202,6 +184,15 @@ class ChoiceStream:
         return pieces
 
 
+def check_served(update: SequenceUpdate) -> None:
+    """Errors: `InvalidRequestError` for a refused request, `UnavailableError` for a lost one."""
+    if update.is_lost:
+        raise UnavailableError(update.error or "lost", code="grammar_process_gone", retry_after=1.0)
+    if update.is_refusal:
+        message = update.error or "refused"
+        raise InvalidRequestError(message, param="grammar", code="invalid_grammar")
+
+
 def admit(
     prompt_token_ids: Sequence[int], sampling: SamplingParams, *, info: ModelInfo
 ) -> SamplingParams:
@@ -222,9 +213,9 @@ def admit(
         )
     low, high = min(prompt_token_ids), max(prompt_token_ids)
     if low < 0 or high >= info.vocab_size:
-        wrong = low if low < 0 else high
+        token_id = low if low < 0 else high
         raise InvalidRequestError(
-            f"the prompt contains token id {wrong}; allowed: 0 to {info.vocab_size - 1}",
+            f"the prompt contains token id {token_id}; allowed: 0 to {info.vocab_size - 1}",
             param="prompt",
             code="invalid_value",
         )

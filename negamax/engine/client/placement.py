@@ -4,8 +4,6 @@ It asks no engine. The server processes count their requests in shared numbers, 
 by the block hashes of the engines' prefix caches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from negamax.base.shared_numbers import SharedNumbers
@@ -24,9 +22,7 @@ _TAG_BYTES = 6  # bytes of a block's hash that make an integer exact in a float6
 
 
 class ReplicaLoad:
-    """The load of one replica from all server processes. Single writer of a process's row: its
-    event loop.
-    """
+    """The load of one replica from all servers. Single writer of a row: its event loop."""
 
     def __init__(self, numbers: SharedNumbers, *, replica: int, index: int) -> None:
         """`numbers`: `NUM_COLUMNS` columns for each replica; process `index` writes its row."""
@@ -37,9 +33,7 @@ class ReplicaLoad:
         self._context: dict[str, int] = {}  # by open sequence
 
     def enter(self, sequence_id: str, *, context: int, pending: int) -> None:
-        """Count a sequence sent to the replica: `context` prompt tokens of its own, `pending` of
-        which are to be computed.
-        """
+        """Count a sequence of `context` prompt tokens; `pending` of them are to be computed."""
         self._context[sequence_id] = context
         self._row[_ROWS] += 1
         self._row[_CONTEXT] += context
@@ -96,9 +90,7 @@ class PrefixTable:
         self._tags[replica][:] = [0.0] * MAX_BLOCKS
 
     def matches(self, tags: Sequence[int], replica: int) -> int:
-        """Count the leading blocks of a prompt, given by its `hash_blocks`, that were sent to the
-        replica.
-        """
+        """Count the leading blocks (`hash_blocks`) of a prompt that were sent to the replica."""
         row, num_blocks = self._tags[replica], self._num_blocks[replica]
         for index in range(len(tags) - 1, -1, -1):  # a block's hash covers those before it
             if row[tags[index] % num_blocks] == tags[index]:

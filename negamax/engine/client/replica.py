@@ -1,7 +1,5 @@
 """One engine of a server, as one server process sees it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,9 +20,7 @@ State = Literal["ok", "silent", "restarting", "failed"]
 
 
 class Replica:
-    """An engine and the sequences it runs for this process. Single writer: the event loop. Its
-    supervisor starts the engine and replaces it when it dies.
-    """
+    """One engine and its sequences of this process. Single writer: the event loop."""
 
     def __init__(self, index: int, *, admission: Admission, load: ReplicaLoad) -> None:
         """Start without an engine."""
@@ -81,18 +77,14 @@ class Replica:
 
     @property
     def stats(self) -> wire.EngineStats:
-        """The latest statistics. Gauges are zero while no engine runs; counters continue those of
-        engines that died.
-        """
+        """The latest statistics. Without an engine, gauges are zero and counters stay."""
         latest = None if self._channel is None else self._channel.stats
         if latest is not None and not self.alive:
             latest = wire.drop_gauges(latest)
         return wire.sum_generations([part for part in (self._past, latest) if part is not None])
 
     def enter(self, request: OpenRequest, tokens: Sequence[int], *, pending: int) -> None:
-        """Count the sequences of a request as open, each with its `tokens` of the prompt.
-        `pending`: prompt tokens that the first has to compute.
-        """
+        """Open a request's sequences with `tokens` each; the first has to compute `pending`."""
         for sequence, num_tokens in zip(request.requests, tokens, strict=True):
             self.open[sequence.request_id] = request
             self._admission.enter(sequence.request_id, num_tokens, tenant=request.owner.tenant)
@@ -145,12 +137,6 @@ class Replica:
             raise InvalidRequestError(record.problem, code="no_expert_record")
         return record.dump
 
-    def _take_record(self, record: wire.ExpertRecord) -> None:
-        """Pass on an answer about experts, if its caller still waits."""
-        asked = self._records.get(record.number)
-        if asked is not None and not asked.done():
-            asked.set_result(record)
-
     def send(self, *messages: wire.ToEngine) -> None:
         """Send to the engine; dropped while none runs."""
         if self._channel is not None:
@@ -161,12 +147,16 @@ class Replica:
         self.restart_count += self.info is not None
         self.info = info
         self._channel = channel
-        channel.on_record = self._take_record
+
+        def take_record(record: wire.ExpertRecord) -> None:
+            asked = self._records.get(record.number)
+            if asked is not None and not asked.done():
+                asked.set_result(record)
+
+        channel.on_record = take_record
 
     def on_engine_lost(self, reason: str, *, ready_in: float) -> None:
-        """End every open request with `EngineDeadError`; another engine is expected in `ready_in`
-        seconds.
-        """
+        """End the open requests; another engine is expected in `ready_in` seconds."""
         self._death = reason
         self._next_ready = time.monotonic() + ready_in
         self._past = wire.drop_gauges(self.stats)

@@ -7,24 +7,29 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
+from negamax.base import log
 from negamax.base.crash_dump import CrashDumps
+from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.base.supervision import ParentPulse, RestartPolicy, SupervisionLimits
 from negamax.engine.client.connection import ENGINE_MODULE, EngineConnection
 from negamax.engine.client.engine_client import AsyncEngine
-from negamax.engine.client.replica_options import check_same_device, make_replica_options
 from negamax.engine.wire import AbortServer, EngineAddress, ModelInfo
 from negamax.options.engine import EngineOptions
+from negamax.parallel.layout import ParallelLayout
+from negamax.planner.gpus import visible_devices
 from negamax.scheduler import crash_details
 from negamax.scheduler.request import GenerateRequest
 
 logger = get_logger(__name__)
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class EngineListener(Protocol):
@@ -53,9 +58,7 @@ class _Servers:
 
 
 class EngineSupervisor:
-    """The engine processes of a server, one for each replica, and this process's client of them.
-    Single writer: its event loop.
-    """
+    """The engines of all replicas and this process's client. Single writer: the event loop."""
 
     def __init__(self, options: EngineOptions, servers: _Servers) -> None:
         """Use `start` or `run` instead."""
@@ -158,9 +161,7 @@ class _SupervisedEngine:
             await self._connection.close(kill=False)
 
     async def _connect(self) -> None:
-        """Start a process and wait until it serves. Errors: those of `start`; nothing is left
-        running then.
-        """
+        """Start a process, wait until it serves. Errors: as of `start`; nothing keeps running."""
         servers, started = self._servers, time.monotonic()
         connection = EngineConnection(
             self._options,
@@ -234,3 +235,51 @@ class _SupervisedEngine:
         servers.engine.on_engine_lost(self._replica, reason, ready_in=ready_in)
         if servers.listener is not None:
             servers.listener.on_engine_lost(self._replica, reason, ready_in=ready_in)
+
+
+def make_replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Mapping[str, str]]]:
+    """For each replica its options and environment variables: the number in its log lines, and its
+    share of the GPUs that this process sees. Errors: `ConfigError` for too few GPUs.
+    """
+    count = options.num_replicas
+    if count == 1:
+        return [(options, {})]
+    # one replica's progress is enough
+    quiet = dataclasses.replace(options, show_progress=False)
+    each = [options, *[quiet] * (count - 1)]
+    return [
+        (one, {log.CHILD_VARIABLE: log.settings(replica)} | visible)
+        for replica, (one, visible) in enumerate(zip(each, _divide_gpus(options), strict=True))
+    ]
+
+
+def _divide_gpus(options: EngineOptions) -> list[dict[str, str]]:
+    """The variable that shows each replica its own GPUs, if there are any."""
+    count, num_ranks = options.num_replicas, ParallelLayout.of(options.parallel).world_size
+    devices = [] if options.device == "cpu" or options.script else visible_devices()
+    if devices == []:
+        return [{}] * count
+    needed = num_ranks * count
+    if devices is None:  # missing GPUs are refused later
+        devices = [str(number) for number in range(needed)]
+    if len(devices) < needed:
+        raise ConfigError(
+            f"--num-replicas is {count}, of {num_ranks} GPUs each; {len(devices)} are available",
+            hint=f"use --num-replicas {max(1, len(devices) // num_ranks)}"
+            + (", or --device cpu" if len(devices) < num_ranks else ""),
+        )
+    return [
+        {_VISIBLE: ",".join(devices[first : first + num_ranks])}
+        for first in range(0, needed, num_ranks)
+    ]
+
+
+def check_same_device(infos: Sequence[ModelInfo | None]) -> None:
+    """Refuse replicas of which only some found a GPU. Errors: `ConfigError`."""
+    kinds = [info.device.partition(":")[0] for info in infos if info is not None]
+    if len(set(kinds)) > 1:
+        raise ConfigError(
+            f"--num-replicas is {len(kinds)}, and the replicas run on {', '.join(kinds)}: there "
+            "are too few GPUs",
+            hint="use fewer replicas, or --device",
+        )

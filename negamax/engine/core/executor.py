@@ -1,14 +1,11 @@
-"""Executors run plans: on a thread of this process, or in rank processes on one or more
-machines.
-"""
-
-from __future__ import annotations
+"""Executors run plans: on a thread of this process, or in rank processes."""
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -17,7 +14,6 @@ from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.private_folder import PrivateFolder
 from negamax.engine.core.local_ranks import LocalRanks, RankHost
-from negamax.engine.core.row_failures import RowFailureLog
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.draft_length import StepSeconds
 from negamax.scheduler.step import GrammarBitmask, RowFailures, StepPlan, StepResult
@@ -31,9 +27,6 @@ from negamax.worker.config import (
 from negamax.worker.node_sockets import bind
 from negamax.worker.rank_process import BITMASK, DEBUG_COMMAND, PLAN, RESULT, RankFailed, RankReport
 
-if TYPE_CHECKING:
-    from negamax.worker.step_output import StepOutput
-
 logger = get_logger(__name__)
 
 SHUTDOWN_SECONDS = 5.0  # for ranks that were asked to end
@@ -41,12 +34,8 @@ CONNECT_SECONDS = 60.0  # for a started rank to reach the executor
 _REMINDER_SECONDS = 30.0  # between log lines about ranks that load
 
 
-class StepHandle(Protocol):
-    def results(self) -> list[StepResult]:
-        """Wait for the results, one for each plan. Errors: the error that stopped the whole
-        step.
-        """
-        ...
+# waits for the results, one for each plan; raises the error that stopped the whole step
+Results = Callable[[], list[StepResult]]
 
 
 class Executor(Protocol):
@@ -54,14 +43,12 @@ class Executor(Protocol):
 
     ready: WorkerReady
 
-    def launch(self, plans: Sequence[StepPlan]) -> StepHandle:
+    def launch(self, plans: Sequence[StepPlan]) -> Results:
         """Launch a step: one plan for each data-parallel rank."""
         ...
 
     def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
-        """Send the grammar bitmask of the plan launched last. Every plan with grammar rows needs
-        one before the next launch.
-        """
+        """Send the bitmask of the latest plan; each plan with grammar rows needs one."""
         ...
 
     def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
@@ -92,10 +79,17 @@ class InProcessExecutor:
         self._worker = self._thread.submit(Worker, config).result()
         self.ready = self._worker.ready
 
-    def launch(self, plans: Sequence[StepPlan]) -> StepHandle:
+    def launch(self, plans: Sequence[StepPlan]) -> Results:
         (plan,) = plans
         self._bitmask = Future()
-        return _LocalStep(self._thread.submit(self._worker.launch, plan, self._bitmask.result))
+        launched = self._thread.submit(self._worker.launch, plan, self._bitmask.result)
+
+        def results() -> list[StepResult]:
+            """Let the worker's thread enqueue the step, then wait for the device."""
+            outcome = launched.result()
+            return [outcome if isinstance(outcome, StepResult) else outcome.result()]
+
+        return results
 
     def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
         self._bitmask.set_result(bitmask)
@@ -117,15 +111,34 @@ class InProcessExecutor:
             self._thread.shutdown(wait=True)
 
 
-class _LocalStep:
-    """A step that the worker's thread enqueues; the caller of `results` waits for the device."""
+class RowFailureLog:
+    """Row errors by slot, until the slot goes to another sequence. Single user: the loop."""
 
-    def __init__(self, launched: Future[StepOutput | StepResult]) -> None:
-        self._launched = launched
+    def __init__(self) -> None:
+        self._slots: deque[list[int]] = deque()  # slots of each plan without a result
+        self._assigned: dict[int, int] = {}  # slot -> the step that assigned it
+        self._errors: dict[int, str] = {}  # by slot
 
-    def results(self) -> list[StepResult]:
-        outcome = self._launched.result()
-        return [outcome if isinstance(outcome, StepResult) else outcome.result()]
+    def launched(self, plan: StepPlan) -> None:
+        """Record a launched plan."""
+        self._slots.append(plan.slots)
+        for row in plan.new_rows:
+            self._assigned[row.slot] = plan.step_id
+            self._errors.pop(row.slot, None)
+
+    def add(self, failures: RowFailures) -> None:
+        """Add the errors that a rank reports; those of reassigned slots are dropped."""
+        for slot, error in failures.errors.items():
+            if failures.step_id >= self._assigned.get(slot, 0):
+                self._errors.setdefault(slot, error)
+
+    def complete(self, result: StepResult) -> StepResult:
+        """Return the result of the oldest plan with the errors of its rows."""
+        slots = self._slots.popleft()
+        if not self._errors:
+            return result
+        errors = {row: self._errors[slot] for row, slot in enumerate(slots) if slot in self._errors}
+        return msgspec.structs.replace(result, errors=errors | result.errors)
 
 
 class MultiProcessExecutor:
@@ -187,11 +200,11 @@ class MultiProcessExecutor:
             readies[0], num_kv_blocks=min(blocks), step_seconds=_find_slowest(readies)
         )
 
-    def launch(self, plans: Sequence[StepPlan]) -> StepHandle:
+    def launch(self, plans: Sequence[StepPlan]) -> Results:
         for dp_rank, (plan, failures) in enumerate(zip(plans, self._row_failures, strict=True)):
             self._send(PLAN + msgspec.msgpack.encode(plan), dp_rank)
             failures.launched(plan)
-        return _RemoteStep(self, len(plans))
+        return lambda: [self.receive(dp_rank) for dp_rank in range(len(plans))]
 
     def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
         self._send(BITMASK + msgspec.msgpack.encode(bitmask), dp_rank)
@@ -259,9 +272,7 @@ class MultiProcessExecutor:
             ) from None
 
     def _wait_ready(self, layout: ParallelLayout) -> list[WorkerReady]:
-        """Collect the reports of all ranks. Errors: that of the first failed rank,
-        `EngineDeadError`.
-        """
+        """Collect the reports of all ranks. Errors: that of a failed one, `EngineDeadError`."""
         readies: dict[int, WorkerReady] = {}
         while len(readies) < len(self._sockets):
             awaited = [rank for rank in range(len(self._sockets)) if rank not in readies]
@@ -336,14 +347,6 @@ def _decode_report(frame: bytes) -> WorkerReady:
         error.exit_code = report.exit_code
         raise error
     return report.ready
-
-
-class _RemoteStep:
-    def __init__(self, executor: MultiProcessExecutor, num_plans: int) -> None:
-        self._executor, self._num_plans = executor, num_plans
-
-    def results(self) -> list[StepResult]:
-        return [self._executor.receive(dp_rank) for dp_rank in range(self._num_plans)]
 
 
 def start_executor(config: WorkerConfig) -> Executor:

@@ -6,8 +6,6 @@ first. It computes a layer's placement before one step, then moves experts step 
 here are ahead of the ranks by the steps in flight, which run in order.
 """
 
-from __future__ import annotations
-
 from collections import deque
 
 import msgspec
@@ -92,9 +90,7 @@ class ExpertBalancer:
             self._begin(config)
 
     def record(self, action: str, counts: bytes) -> ExpertDump | None:
-        """Start, stop or return a record; `counts`: since the start. Errors: `InvalidRequestError`
-        without a record.
-        """
+        """Start, stop or return a record of `counts`. Errors: `InvalidRequestError` without one."""
         now = np.frombuffer(counts, dtype=np.int64).reshape(self._shape)
         if action == "start":
             self._record = [now]
@@ -163,9 +159,7 @@ class ExpertBalancer:
         )
 
     def _balancedness(self, loads: NDArray[np.int64]) -> float:
-        """Mean load of the ranks over the load of the busiest one, both summed over the layers.
-        `loads`: [layers, experts].
-        """
+        """Mean over largest load of the ranks, each summed over layers ([layers, experts])."""
         of_ranks = self._rank_loads(loads)
         busiest = float(of_ranks.max(axis=1).sum())
         return float(of_ranks.mean(axis=1).sum()) / busiest if busiest else 1.0

@@ -2,8 +2,6 @@
 its JSON have SGLang's names; a dump of the server's own record is accepted.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -74,7 +72,12 @@ def _read(location: str) -> _Location:
             "(docs/parallelism.md)",
         )
     try:
-        data = _bytes_of(Path(location)) if is_file else location.encode()
+        data = location.encode()
+        if is_file:
+            path = Path(location)
+            if (size := path.stat().st_size) > _MAX_BYTES:
+                raise ConfigError(f"{_FLAG} is {path}, of {size} bytes; allowed: {_MAX_BYTES}")
+            data = path.read_bytes()
         return msgspec.json.decode(data, type=_Location)
     except OSError as error:
         raise ConfigError(
@@ -86,13 +89,6 @@ def _read(location: str) -> _Location:
             f"{_FLAG}: {shown[:200]} is invalid: {error}",
             hint="give lists of whole numbers, one for each layer",
         ) from error
-
-
-def _bytes_of(path: Path) -> bytes:
-    size = path.stat().st_size
-    if size > _MAX_BYTES:
-        raise ConfigError(f"{_FLAG} is {path}, of {size} bytes; allowed: {_MAX_BYTES}")
-    return path.read_bytes()
 
 
 def _check_shape(

@@ -1,7 +1,5 @@
 """The rank processes of one machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 step N-P.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections import deque
@@ -16,10 +14,9 @@ import msgspec
 from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import EngineDeadError, EngineError, InvalidRequestError, NegamaxError
 from negamax.base.log import get_logger
-from negamax.engine.core.executor import Executor, StepHandle
+from negamax.engine.core.executor import Executor, Results
 from negamax.engine.core.expert_balancer import ExpertBalancer
-from negamax.engine.grammar.manager import GrammarManager
-from negamax.engine.grammar.request_grammar import RequestGrammar
+from negamax.engine.grammar.manager import GrammarManager, RequestGrammar
 from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.wire import EngineStats, ExpertDump, RankStats, StepOutputs, sum_fields
 from negamax.scheduler import crash_details
@@ -38,7 +35,7 @@ WAIT_SECONDS = 0.005  # between polls for new requests while all requests wait f
 @dataclass(frozen=True)
 class _InFlight:
     plans: list[StepPlan]  # by data-parallel rank
-    handle: StepHandle
+    results: Results
     started: float  # monotonic seconds
 
 
@@ -320,7 +317,7 @@ class EngineLoop:
 
     def _commit(self, step: _InFlight) -> list[SequenceUpdate]:
         try:
-            results = step.handle.results()
+            results = step.results()
         except EngineDeadError:
             raise
         except Exception as error:

@@ -4,8 +4,6 @@ As in vLLM, throughput also doubles the sequences per step (`options`), and step
 are captured one by one in every mode.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 from negamax.base.errors import ConfigError
@@ -85,9 +83,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
 
 
 def _is_taken(options: EngineOptions, candidate: Candidate) -> bool:
-    """Whether the other options allow a candidate. DCP and sharded index keys need an explicit
-    option.
-    """
+    """Whether options allow a candidate; DCP and sharded index keys must be asked for."""
     if candidate.topology.dcp > 1:
         return False
     if candidate.shards_index and options.index_cache_sharding != "on":

@@ -41,9 +41,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 def main(folder: str) -> int:
-    """Serve until the first server process stops the engine. Return the exit code of the
-    process.
-    """
+    """Serve until the first server process stops the engine. Return the exit code."""
     exit_with_parent()
     log.setup_as_parent()
     address = wire.EngineAddress(folder)
@@ -114,9 +112,7 @@ def listen(requests: zmq.Socket[bytes], address: wire.EngineAddress, *, num_serv
 
 
 class Outbox(AbstractContextManager["Outbox"]):
-    """Sockets to the server processes. Frames for one that is not running wait for it. Single
-    writer: one thread.
-    """
+    """Sockets to the server processes, whose frames wait for them. Single writer: one thread."""
 
     def __init__(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int, linger: int
@@ -174,9 +170,7 @@ def _split_report(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
 
 
 def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, pulse: Pulse) -> None:
-    """Receive requests, step, and send updates until a stop is requested. Block on the socket while
-    there is no work.
-    """
+    """Receive requests, step and send updates until a stop. Block while there is no work."""
     while True:
         while not loop.has_work or requests.poll(0):
             pulse.is_idle = not loop.has_work
@@ -226,9 +220,7 @@ class Pulse:
     def beating(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int
     ) -> Iterator[None]:
-        """Run a thread that sends five heartbeats a second and reports a dead rank once, even while
-        the loop waits.
-        """
+        """Run a thread that sends heartbeats and reports a dead rank even while the loop waits."""
         stop = threading.Event()
 
         def beat() -> None:

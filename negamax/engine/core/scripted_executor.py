@@ -2,18 +2,18 @@
 prefix cache, limits and streams are real.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
+from negamax.engine.core.executor import Results
 from negamax.engine.core.source import ModelSource
 from negamax.models.registry import find_chat_family
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
-from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan, StepResult, TokenLogprobs
+from negamax.scheduler.step import GrammarBitmask, StepPlan, StepResult, TokenLogprobs
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.script import Script, ScriptedAnswers
 from negamax.text.tokenizer import Tokenizer
@@ -52,7 +52,9 @@ class ScriptedExecutor:
         self._step_seconds = 1.0 / script.tokens_per_second
         self._rows: dict[int, _Row] = {}
         self._due = 0.0  # monotonic seconds
-        self._latest: _ScriptedStep | None = None
+        # of the plan launched last: masks by row, and late rows
+        self._masks: dict[int, bytes] = {}
+        self._postponed: list[int] = []
         self.ready = WorkerReady(
             num_kv_blocks=options.num_kv_blocks
             or NUM_WINDOWS * -(-script.context_length // block_size),
@@ -62,16 +64,16 @@ class ScriptedExecutor:
             load_summary=f"{len(script.rules)} rules of the script {options.script} answer",
         )
 
-    def launch(self, plans: Sequence[StepPlan]) -> _ScriptedStep:
+    def launch(self, plans: Sequence[StepPlan]) -> Results:
+        """Run the plan when its result is asked for; its bitmask has arrived by then."""
         (plan,) = plans
-        self._latest = _ScriptedStep(self, plan)
-        return self._latest
+        self._masks, self._postponed = {}, []
+        return partial(self._run, plan, self._masks, self._postponed)
 
     def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
-        assert self._latest is not None
         for row, place in zip(bitmask.rows, bitmask.places, strict=True):
-            self._latest.masks[row] = bitmask.masks[place]
-        self._latest.postponed.extend(bitmask.postponed)
+            self._masks[row] = bitmask.masks[place]
+        self._postponed.extend(bitmask.postponed)
 
     def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
         return [DebugResult()]
@@ -85,10 +87,14 @@ class ScriptedExecutor:
     def shutdown(self, *, restarts: bool = False) -> None:
         self._rows.clear()
 
-    def run(self, plan: StepPlan, masks: dict[int, bytes], postponed: list[int]) -> StepResult:
+    def _run(
+        self, plan: StepPlan, masks: dict[int, bytes], postponed: list[int]
+    ) -> list[StepResult]:
         """Return the next token of every sampled row when the step is due."""
-        for row in plan.new_rows:
-            self._rows[row.slot] = self._new_row(row)
+        for new in plan.new_rows:
+            prompt = new.token_ids[: new.prompt_len]
+            answer = self._answers.answer(prompt)
+            self._rows[new.slot] = _Row(prompt, answer, new.sampling, new.num_computed)
         now = time.monotonic()
         self._due = max(self._due + self._step_seconds, now)
         time.sleep(self._due - now)
@@ -111,11 +117,7 @@ class ScriptedExecutor:
             if row.sampling.logprobs is not None:
                 logprobs[len(token_ids)] = _make_certain(token)
             token_ids.append(token)
-        return StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors)
-
-    def _new_row(self, row: NewRow) -> _Row:
-        prompt = row.token_ids[: row.prompt_len]
-        return _Row(prompt, self._answers.answer(prompt), row.sampling, row.num_computed)
+        return [StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors)]
 
     def _next(self, row: _Row, position: int, mask: bytes | None) -> int | None:
         """The token at `position` of the answer. If the grammar forbids it: EOS if allowed, else
@@ -130,16 +132,3 @@ class ScriptedExecutor:
 
 def _make_certain(token: int) -> TokenLogprobs:
     return TokenLogprobs(token, 0.0, 1, [token], [0.0])
-
-
-@dataclass(frozen=True)
-class _ScriptedStep:
-    """A plan that runs when its result is asked for; its bitmask has arrived by then."""
-
-    executor: ScriptedExecutor
-    plan: StepPlan
-    masks: dict[int, bytes] = field(default_factory=dict)
-    postponed: list[int] = field(default_factory=list)
-
-    def results(self) -> list[StepResult]:
-        return [self.executor.run(self.plan, self.masks, self.postponed)]

@@ -1,17 +1,17 @@
 """From options to a running engine: context length, worker configuration, scheduler limits."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from negamax.base import env
 from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
+from negamax.config.json_file import read_json_object
 from negamax.config.kv_cache import check_index_options, choose_block_size, shards_index
 from negamax.config.model_spec import ModelSpec
-from negamax.engine.core.chunk_length import choose_chunk_length
+from negamax.config.quantization import rotation_file
 from negamax.engine.core.executor import Executor, start_executor
 from negamax.engine.core.expert_balancer import ExpertBalancer
 from negamax.engine.core.expert_location import place_experts
@@ -23,12 +23,18 @@ from negamax.engine.nodes.facts import collect_facts
 from negamax.engine.nodes.group import start_on_nodes
 from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.wire import ModelInfo
+from negamax.models.eagle3.config import DraftModel, name_draft_errors
+from negamax.models.eagle3.names import EMBEDDING, HEAD, respell
 from negamax.models.registry import list_model_types
 from negamax.options.engine import STEP_LIMITS, EngineOptions
 from negamax.options.eplb import FIXED
 from negamax.options.nodes import RAY
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
+from negamax.planner.chunks import plan_even_times
+from negamax.planner.cost import Costs, Model
+from negamax.planner.gpus import MEASURED, GpuModel, visible_gpus
+from negamax.scheduler.chunk_length import ChunkLength, EvenChunks
 from negamax.scheduler.draft_length import AdaptiveDraftLength, for_ranks
 from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.limits import SchedulerLimits
@@ -96,26 +102,26 @@ def _start_loop(options: EngineOptions, started: ExitStack) -> tuple[EngineLoop,
 def _make_worker_config(
     options: EngineOptions, source: ModelSource, script: Script | None
 ) -> WorkerConfig:
-    """The configuration of the ranks. Errors: `ConfigError` if options, model and machine do not
-    fit.
-    """
+    """The configuration of the ranks. Errors: `ConfigError` if options or model do not fit."""
     spec = source.spec
     if script is not None:
         spec = replace(spec, max_position_embeddings=script.context_length)
-    _log_notes(source)
+    for part in (spec, source.speculation, source.draft and source.draft.spec):
+        for note in part.notes if part else ():
+            logger.info("%s", note)
     max_model_len = _choose_context_length(options, spec)
     device, gpus = find_device(options.device)
-    layout = _make_layout(options, spec, gpus=gpus)
+    layout = ParallelLayout.of(options.parallel, nodes=options.nnodes)
+    check_split(layout, spec, gpus=None if gpus is None else gpus * layout.nodes)
+    layout = place_experts(layout, spec, options.init_expert_location)
     draft = source.draft
     if draft is not None:
-        from negamax.engine.core.draft import complete_draft  # imports PyTorch
-
         # a draft's caches are not sharded by DCP
         check_split(replace(layout.within_stage, dcp=1), draft.spec)
         types = list_model_types(spec.architecture)
         for doubt in draft.spec.doubts(spec, target_types=types, max_model_len=max_model_len):
             logger.warning("%s", doubt)
-        draft = complete_draft(draft, spec, source.weights_folder)
+        draft = _complete_draft(draft, spec, source.weights_folder)
     if device == "cpu":
         env.set_batch_invariant_gemms()
     limits, max_num_seqs = STEP_LIMITS[device], options.sequences_per_step(device)
@@ -154,17 +160,38 @@ def _make_worker_config(
     )
 
 
-def _log_notes(source: ModelSource) -> None:
-    for part in (source.spec, source.speculation, source.draft and source.draft.spec):
-        for note in part.notes if part else ():
-            logger.info("%s", note)
+def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
+    """Set which embedding and head `draft` uses: its own, or those of `target` in `folder` (None:
+    synthetic weights). Errors: `CheckpointError`; `ConfigError` if those of the target have another
+    width or a rotated head.
+    """
+    from negamax.checkpoint.reader import read_entries  # imports PyTorch
 
-
-def _make_layout(options: EngineOptions, spec: ModelSpec, *, gpus: int | None) -> ParallelLayout:
-    """The layout of ranks and experts. `gpus`: of this machine; None: none needed."""
-    layout = ParallelLayout.of(options.parallel, nodes=options.nnodes)
-    check_split(layout, spec, gpus=None if gpus is None else gpus * layout.nodes)
-    return place_experts(layout, spec, options.init_expert_location)
+    if draft.folder is None:
+        return draft
+    with name_draft_errors(draft.folder):
+        found = {respell(name) for name in read_entries(Path(draft.folder))}
+    rotation = folder and rotation_file(read_json_object(folder / "config.json"), folder)
+    spec = replace(
+        draft.spec,
+        is_rotated_back=rotation is not None,
+        own_embedding=EMBEDDING in found,
+        own_head=HEAD in found or draft.spec.is_pruned,
+    )
+    borrows = not (spec.own_embedding and spec.own_head)
+    if borrows and spec.hidden_size != target.hidden_size:
+        raise ConfigError(
+            f"the draft's hidden_size is {spec.hidden_size}, and its files lack an embedding or a "
+            f"head; the model's are {target.hidden_size} wide",
+            hint="use a draft with both, or one as wide as the model",
+        )
+    if spec.is_rotated_back and not spec.own_head:
+        raise ConfigError(
+            "the draft's files lack a head, and the model's is rotated together with the scale of "
+            "a norm (QuaRot)",
+            hint="use a draft with a head of its own",
+        )
+    return replace(draft, spec=spec)
 
 
 def _shard_index_keys(
@@ -205,9 +232,8 @@ def _start_executor(
     if config.layout.nodes == 1:
         return start_executor(config)
     facts = collect_facts(options, source, device=config.device)
-    if launcher is None:
-        return start_on_nodes(config, options.nodes, facts=facts)
-    return start_on_nodes(config, options.nodes, facts=facts, check=launcher.check)
+    checks = {} if launcher is None else {"check": launcher.check}
+    return start_on_nodes(config, options.nodes, facts=facts, **checks)
 
 
 def _make_scheduler(
@@ -239,6 +265,44 @@ def _make_scheduler(
     return GroupScheduler(limits, for_ranks(joint, num_ranks))
 
 
+def choose_chunk_length(
+    options: EngineOptions, config: WorkerConfig, *, max_model_len: int
+) -> ChunkLength:
+    """Choose chunk lengths for requests of up to `max_model_len` tokens."""
+    layout, most = config.layout, config.max_num_batched_tokens
+    if layout.pp == 1 or not options.enable_dynamic_chunking or max_model_len <= most:
+        return EvenChunks()
+    gpu = _find_gpu(config.device)
+    model = Model.of(
+        config.spec, gpu, kv_dtype=config.kv_cache_dtype, index_dtype=config.index_cache_dtype
+    )
+    costs = Costs(model, gpu, layout, per_node=layout.ranks_per_node)
+    length = plan_even_times(
+        costs,
+        max_num_batched_tokens=most,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+    )
+    logger.info(
+        "prompts run in chunks of equal time: %d tokens at first, %d at the end of the longest",
+        most,
+        length.fit(max_model_len, most, most)[0],
+    )
+    return length
+
+
+def _find_gpu(device: str) -> GpuModel:
+    """The GPU model to calculate with. Only the ratio of attention to GEMM time matters, so another
+    model stands in for an unknown GPU.
+    """
+    if device == "cpu":
+        return MEASURED
+    try:
+        return next(iter(visible_gpus()), MEASURED)
+    except ConfigError:
+        return MEASURED
+
+
 def _count_dp_ranks(options: EngineOptions, config: WorkerConfig) -> int:
     """Number of data-parallel ranks; a script has one."""
     return 1 if options.script else config.layout.dp
@@ -255,9 +319,7 @@ def _make_balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalanc
 
 
 def find_device(name: str) -> tuple[str, int | None]:
-    """Resolve `--device` to "cpu" or "cuda" and the number of GPUs, as in `worker.device`. "cpu"
-    imports no PyTorch.
-    """
+    """Resolve `--device` to "cpu" or "cuda", and the number of GPUs. Torch-free for "cpu"."""
     if name == "cpu":
         return name, None
     from negamax.worker.device import choose_device, num_gpus
@@ -313,9 +375,7 @@ def default_num_threads(num_ranks: int) -> int:
 
 
 def _limit_context_length(max_model_len: int, pool_tokens: int) -> int:
-    """Limit the context length to the cache: its tokens and a last one that is sampled but never
-    run.
-    """
+    """Limit the context length to the cached tokens and a last one that is never run."""
     if max_model_len > pool_tokens + 1:
         logger.warning(
             "the KV cache holds %d tokens: the context length is %d instead of %d",

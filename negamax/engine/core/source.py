@@ -1,7 +1,5 @@
 """Find the files of a model and its draft. Torch-free: the server needs the tokenizer's folder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,25 +45,20 @@ def locate(options: EngineOptions) -> ModelSource:
     except IsDraft as error:
         if error.verifier is None or options.speculative_config:
             raise
-        options = _make_target_options(options, error.verifier)
+        draft = {"method": EAGLE3, "model": options.model, "revision": options.revision}
+        options = replace(options, model=error.verifier, revision=None, speculative_config=draft)
         with name_draft_errors(options.speculation.model if options.speculation else None):
             source = _locate_target(options)
     speculation = options.speculation
     if speculation is None or speculation.method != EAGLE3:
         return replace(source, speculation=speculation)
     with name_draft_errors(speculation.model):
-        draft = _locate_draft(speculation, options, target=source.spec)
-        speculation = speculation.as_long_as(draft.spec.speculative_tokens)
-    if draft.spec.verifier is not None:
-        note = f"the draft's files name {draft.spec.verifier} as its model; this is {source.name}"
+        found = _locate_draft(speculation, options, target=source.spec)
+        speculation = speculation.as_long_as(found.spec.speculative_tokens)
+    if found.spec.verifier is not None:
+        note = f"the draft's files name {found.spec.verifier} as its model; this is {source.name}"
         speculation = replace(speculation, notes=(*speculation.notes, note))
-    return replace(source, speculation=speculation, draft=draft)
-
-
-def _make_target_options(options: EngineOptions, verifier: str) -> EngineOptions:
-    """Options for the model `verifier` with the draft that `options` name as their model."""
-    draft = {"method": EAGLE3, "model": options.model, "revision": options.revision}
-    return replace(options, model=verifier, revision=None, speculative_config=draft)
+    return replace(source, speculation=speculation, draft=found)
 
 
 def _locate_target(options: EngineOptions) -> ModelSource:
@@ -155,9 +148,7 @@ def _read_spec(folder: Path, *, options: EngineOptions) -> ModelSpec:
 
 
 def _apply_quantization(spec: ModelSpec, options: EngineOptions) -> ModelSpec:
-    """Quantize the model as the options request. Errors: `ConfigError` if it is stored in another
-    format.
-    """
+    """Quantize the model as asked. Errors: `ConfigError` if it has another format."""
     quantization, note = quantized(
         options.quantization, spec.quantization, is_drawn=options.load_format == "synthetic"
     )

@@ -1,7 +1,5 @@
 """The engine's side of a grammar process."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 
@@ -84,11 +82,3 @@ class GrammarClient:
     def _clear_away(self) -> None:
         self._context.destroy(linger=0)
         self._folder.remove()
-
-
-def wait_for_any(clients: list[GrammarClient], *, seconds: float) -> None:
-    """Wait until a process answers, at most `seconds`."""
-    poller = zmq.Poller()
-    for client in clients:
-        poller.register(client.socket, zmq.POLLIN)
-    poller.poll(int(seconds * 1000) + 1)

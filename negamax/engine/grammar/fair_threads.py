@@ -1,7 +1,5 @@
 """A thread pool that replaces threads stuck in a task."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +12,7 @@ class FairThreads:
     """
 
     def __init__(self, size: int, *, patience: float, most: int, name: str) -> None:
-        """`size` threads; one that runs a task for more than `patience` seconds is replaced, up to
-        `most` threads.
-        """
+        """Replace a thread that runs a task for `patience` seconds, up to `most` threads."""
         self._size = size
         self._patience = patience
         self._most = most

@@ -6,12 +6,11 @@ The loop reports committed tokens and asks for the bitmask of a launched step. A
 other requests.
 """
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -22,9 +21,8 @@ from negamax.base import env
 from negamax.base.errors import ResourceError
 from negamax.base.log import get_logger
 from negamax.engine.grammar import wire
-from negamax.engine.grammar.client import GrammarClient, wait_for_any
+from negamax.engine.grammar.client import GrammarClient
 from negamax.engine.grammar.masks import Mask, MaskMaker, allows
-from negamax.engine.grammar.request_grammar import RequestGrammar
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import GrammarBitmask, GrammarRow, SequenceUpdate
 from negamax.text.grammar.reasoning_gate import ReasoningGate, needs_text
@@ -43,6 +41,68 @@ MAX_ATTEMPTS = 2  # attempts to open a grammar whose process dies meanwhile
 MAX_RETIRED = 2
 MAX_REMEMBERED = 256  # grammars that took too long
 _NOTHING: Mapping[str, list[int]] = {}
+
+
+@dataclass(eq=False)
+class RequestGrammar:
+    """The constraints of one output, based on the grammar process's answers so far."""
+
+    request: GenerateRequest
+    key: int  # its key in the grammar process
+    gate: ReasoningGate | None = None
+    client: GrammarClient | None = None
+    is_open: bool = False  # the grammar is compiled, or there is none
+    refusal: str | None = None  # why the request is invalid
+    attempts: int = 0
+    # of the grammar: after all answered parts, then after each draft token
+    masks: list[Mask] = field(default_factory=list)
+    # draft tokens that the next step may verify; -1: none
+    drafts: list[int] = field(default_factory=list)
+    num_asked: int = 0  # advances without an answer
+    asked: float = 0.0  # monotonic seconds, of the latest open or advance
+    kept_back: frozenset[int] = frozenset()  # tokens forbidden during reasoning
+    has_ended: bool = False
+    error: str | None = None
+    is_lost: bool = False  # lost by the end of its process
+    is_late: bool = False  # a step ran without its mask
+
+    @property
+    def problem(self) -> str | None:
+        """Why the request cannot be served."""
+        return self.refusal or self.error
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the next token depends on an outstanding answer."""
+        if self.num_asked == 0 or self.problem is not None or self.has_ended:
+            return False
+        return not self.is_reasoning_at(self.gate) and (self.gate is None or self.gate.due is None)
+
+    def is_reasoning_at(self, gate: ReasoningGate | None) -> bool:
+        """Whether the grammar has not started yet after the tokens that `gate` has read."""
+        reasoning = self.request.sampling.reasoning
+        return (
+            gate is not None
+            and gate.is_open
+            and reasoning is not None
+            and reasoning.state == "open"
+        )
+
+    def push(self, token_id: int) -> int | bytes | None:
+        """Take a committed token. Return the part of it that belongs to the content."""
+        return token_id if self.gate is None else self.gate.push(token_id)
+
+    def take(self, answer: wire.NextMask) -> None:
+        self.num_asked -= 1
+        if answer.error is not None and answer.mask is not None:
+            self.refusal = answer.error
+        elif answer.error is not None:
+            self.error = answer.error
+        elif answer.mask is None:
+            self.has_ended = True
+        else:
+            masks = answer.mask, *answer.after_drafts
+            self.masks = [np.frombuffer(mask, dtype=np.uint8) for mask in masks]
 
 
 class GrammarManager:
@@ -112,9 +172,7 @@ class GrammarManager:
             self._send_open(rule)
 
     def opened(self) -> list[RequestGrammar]:
-        """Return the requests that are ready to schedule or are refused, based on messages that
-        `take_lost` received.
-        """
+        """Return the requests that are ready or refused, by the messages of `take_lost`."""
         if not self._opening:
             return []
         done: list[RequestGrammar] = []
@@ -142,9 +200,7 @@ class GrammarManager:
     def advance(
         self, updates: Sequence[SequenceUpdate], proposed: Mapping[str, list[int]] = _NOTHING
     ) -> list[str]:
-        """Report the committed tokens of a step and its proposed draft tokens, by request. Return
-        the requests that are no longer constrained.
-        """
+        """Report committed and draft tokens. Return the requests no longer constrained."""
         if not self._rules:
             return []
         released: list[str] = []
@@ -173,9 +229,7 @@ class GrammarManager:
         return released
 
     def take_lost(self) -> list[tuple[str, str]]:
-        """Receive from the grammar processes. Return the requests that lost their process since the
-        last call, with reasons.
-        """
+        """Receive answers. Return the requests that lost their process since, with reasons."""
         if self._rules:
             self._receive()
         lost, self._lost = self._lost, []
@@ -186,9 +240,7 @@ class GrammarManager:
         ]
 
     def arrived(self) -> list[str]:
-        """Return postponed requests whose mask has arrived, based on messages that `take_lost`
-        received.
-        """
+        """Return postponed requests whose mask has arrived, by the messages of `take_lost`."""
         found = [rule for rule in self._rules.values() if rule.is_late and not rule.is_awaited]
         for rule in found:
             rule.is_late = False
@@ -237,7 +289,10 @@ class GrammarManager:
         """Wait until a grammar process answers, at most `seconds`."""
         clients = self._clients()
         if clients:
-            wait_for_any(clients, seconds=min(seconds, 1.0))
+            poller = zmq.Poller()
+            for client in clients:
+                poller.register(client.socket, zmq.POLLIN)
+            poller.poll(int(min(seconds, 1.0) * 1000) + 1)
         else:
             time.sleep(min(seconds, 0.001))  # for a tokenizer
         self._receive()
@@ -382,9 +437,7 @@ class GrammarManager:
             self._too_slow.popitem(last=False)
 
     def _retire(self, client: GrammarClient) -> None:
-        """Give a process with a runaway compiler no new work. The next process opens its unopened
-        grammars.
-        """
+        """Give a process with a runaway compiler no new work; the next opens its grammars."""
         if client is not self._client:
             return
         self._client = None
@@ -399,9 +452,7 @@ class GrammarManager:
         self._end_if_free(client)
 
     def _lose(self, client: GrammarClient, message: str) -> None:
-        """Give up a dead or hung process: outputs that it follows fail, grammars that it was
-        opening are opened again.
-        """
+        """Give up a dead or hung process: open outputs fail, its other grammars are reopened."""
         logger.warning("a grammar process is replaced: %s", message)
         if client is self._client:
             self._client = None

@@ -1,7 +1,5 @@
 """Masks over a vocabulary: bit i of byte j allows token 8 j + i."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

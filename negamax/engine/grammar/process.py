@@ -99,9 +99,7 @@ class _FollowedOutput:
 
 
 class GrammarServer:
-    """Answers one engine from a thread that never blocks for long; other threads compile and
-    compute masks.
-    """
+    """Answers one engine from a thread that never blocks for long; others compute."""
 
     def __init__(self, socket: zmq.Socket[bytes], setup: wire.Setup) -> None:
         self._socket = socket
@@ -228,9 +226,7 @@ class GrammarServer:
         self._collect()
 
     def _take_turns(self, turns: deque[tuple[_FollowedOutput, list[wire.Part], list[int]]]) -> None:
-        """Compute several masks, in sequence per thread: waking a thread costs more than a quick
-        mask.
-        """
+        """Compute several masks per thread: waking a thread costs more than a quick mask."""
         total = len(turns)
         over: list[None] = []
         all_over = threading.Event()

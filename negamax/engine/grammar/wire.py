@@ -1,7 +1,5 @@
 """Messages between the engine and its grammar process, as MessagePack. An empty frame ends it."""
 
-from __future__ import annotations
-
 import msgspec
 
 from negamax.config.grammar import Grammar, Reasoning

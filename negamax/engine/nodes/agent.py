@@ -2,8 +2,6 @@
 When it loses node 0, it ends the ranks and joins again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import signal
@@ -85,9 +83,7 @@ class Agent:
         self._is_stopped = False
 
     def run(self) -> None:
-        """Run until node 0 ends for good, or SIGINT or SIGTERM arrives. Errors: `ConfigError` if
-        node 0 refuses this node.
-        """
+        """Run until node 0 ends for good, or a signal. Errors: `ConfigError` if it refuses."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         next_beat = 0.0
@@ -152,9 +148,7 @@ class Agent:
             self._socket = self._datagrams = None
 
     def _check_silence(self, now: float) -> None:
-        """End the ranks when node 0 is silent for too long; then try to reach it from time
-        to time.
-        """
+        """End the ranks when node 0 is silent for too long; then try to reach it again."""
         seconds = self._silence.seconds(self._num_received)
         if self._ranks is not None and seconds > wire.SILENCE_SECONDS:
             logger.error("node 0 sends no heartbeat for %.1f s: the ranks end", seconds)
@@ -307,9 +301,7 @@ class Agent:
         self._session, self._death = "", None
 
     def _end_ranks(self, *, timeout: float = ABORT_SECONDS, death: str | None = None) -> None:
-        """End the ranks; kill those that still run after `timeout` seconds. `death`: the reason to
-        report to node 0.
-        """
+        """End the ranks, after `timeout` seconds by force. `death`: the reason for node 0."""
         if self._ranks is not None:
             if timeout < SHUTDOWN_SECONDS:
                 self._ranks.abort()

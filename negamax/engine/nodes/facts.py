@@ -1,7 +1,5 @@
 """Facts that all nodes must agree on, compared before weights are read."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, fields
@@ -44,9 +42,7 @@ _PACKAGES = ("torch", "triton", "msgspec", "pyzmq")
 
 
 def collect_facts(options: EngineOptions, source: ModelSource, *, device: str) -> dict[str, str]:
-    """Collect facts by name: versions, digests of the code, the model and its tensor list, and the
-    options that shape a step.
-    """
+    """Collect versions, digests of code, model and tensors, and options that shape a step."""
     facts = {"Negamax": negamax.__version__, "code": _code_digest(), "device": device}
     facts |= {name: env.installed_version(name) or "none" for name in _PACKAGES}
     draft = source.draft

@@ -1,7 +1,5 @@
 """Node 0's side of a multi-node engine: meet the agents, start their ranks, watch them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -97,9 +95,7 @@ class NodeGroup:
     def __init__(
         self, options: NodeOptions, layout: ParallelLayout, *, facts: dict[str, str]
     ) -> None:
-        """Listen. Errors: `ConfigError` for an unusable address or interface, `ResourceError` for
-        used ports.
-        """
+        """Listen. Errors: `ConfigError` for an unusable address, `ResourceError` for ports."""
         self.ranks = range(layout.ranks_per_node, layout.world_size)
         self._facts = facts
         self._place = network.find_place_of_node_0(options)
@@ -170,9 +166,7 @@ class NodeGroup:
     # The start
 
     def meet(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until every node has joined. `check` is called repeatedly; it raises if an agent
-        will never come.
-        """
+        """Wait until every node has joined. `check` raises if an agent will never come."""
         logged_at, logged = float("-inf"), ""
         while True:
             self._receive(0.1)
@@ -399,9 +393,7 @@ def start_on_nodes(
     facts: dict[str, str],
     check: Callable[[], None] = lambda: None,
 ) -> MultiProcessExecutor:
-    """Wait for all nodes and start the ranks. `check`: as of `NodeGroup.meet`. Errors: those of
-    `check`, of `NodeGroup` and of the executor.
-    """
+    """Wait for all nodes and start the ranks. Errors: of `meet`, `NodeGroup`, the executor."""
     group = NodeGroup(options, config.layout, facts=facts)
     try:
         group.meet(check)

@@ -1,7 +1,5 @@
 """/livez, /readyz and /health of a node without the API, for Kubernetes probes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -23,14 +21,10 @@ _PATHS = ("/livez", "/readyz", "/health")
 
 
 class NodeHealth:
-    """Answers HTTP in a thread, one answer per connection. No API key is needed: answers hold only
-    this node's state.
-    """
+    """Answers HTTP in a thread, without an API key: answers hold only this node's state."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Listen; port 0: any free port. Errors: `ConfigError` for a host that is not this
-        machine's, `ResourceError` for a used port.
-        """
+        """Listen; port 0: any. Errors: `ConfigError` for a foreign host, `ResourceError`."""
         self._turned_at: float | None = None  # None: the agent still reads the model's files
         self._missing: Callable[[], str] = lambda: "it starts"
         self._listener = _listen(host, port)

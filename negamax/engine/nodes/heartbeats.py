@@ -4,8 +4,6 @@ After packet loss TCP doubles its retry delays: after an outage of 1.6 s, its ne
 after 3 s. Datagrams arrive as soon as the network works.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """Addresses, interfaces and ports by which other nodes reach this machine."""
 
-from __future__ import annotations
-
 import fcntl
 import ipaddress
 import socket
@@ -78,9 +76,7 @@ def find_place_of_node_0(options: NodeOptions) -> Place:
 
 
 def find_place_of_agent(options: NodeOptions, node_0: str) -> Place:
-    """Find the place of another node; `node_0`: node 0's address. Errors: `ConfigError`,
-    `UnreachableError`.
-    """
+    """Find an agent's place on the way to `node_0`. Errors: `ConfigError`, `UnreachableError`."""
     own = _addresses()
     named, reason = _named_interface(options)
     if named is not None:

@@ -1,6 +1,4 @@
-"""Choose how many machines of a Ray cluster run an engine's ranks, or explain why there is no room.
-Does not import Ray.
-"""
+"""Choose the machines of a Ray cluster for an engine's ranks. Does not import Ray."""
 
 from __future__ import annotations
 

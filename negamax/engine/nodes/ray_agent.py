@@ -1,8 +1,4 @@
-"""The actors that Ray starts, one per machine. Ray imports this module on all of them; arguments
-and results are strings.
-"""
-
-from __future__ import annotations
+"""The actors that Ray starts from this module, one per machine; all values are strings."""
 
 import socket
 

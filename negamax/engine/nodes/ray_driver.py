@@ -6,8 +6,6 @@ open file FD. When its standard input ends, it ends the agents, removes the plac
 leaves the cluster.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -89,13 +87,15 @@ class Driver:
 
         placement, count = self._reserve()
         share = placement.share(count)
+        # with it an actor finds this package
+        path = env.get("PYTHONPATH")
         # node 0's actor only holds this machine's GPUs
         self._actors = [
             ray.remote(RayAgent)
             .options(
                 num_cpus=share.cpus,
                 num_gpus=share.gpus,
-                runtime_env=_runtime_env(),
+                runtime_env={} if path is None else {"env_vars": {"PYTHONPATH": path}},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
             )
             .remote()
@@ -178,7 +178,9 @@ class Driver:
             placement = make_placement(self._options, cluster_nodes(), own)
             count = placement.choose()
             if count is not None:
-                bundles = [_bundle(placement.share(count)) for _ in range(count)]
+                share = placement.share(count)
+                bundle = {"CPU": share.cpus} | ({"GPU": share.gpus} if share.gpus else {})
+                bundles = [dict(bundle) for _ in range(count)]
                 bundles[0][f"node:{placement.own.address}"] = _PIN
                 self._group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
                 if self._group.wait(_GROUP_SECONDS):
@@ -276,16 +278,6 @@ def _resources(listed: dict[str, float]) -> Resources:
     return Resources(gpus=listed.get("GPU", 0.0), cpus=listed.get("CPU", 0.0))
 
 
-def _bundle(share: Resources) -> dict[str, float]:
-    return {"CPU": share.cpus} | ({"GPU": share.gpus} if share.gpus else {})
-
-
-def _runtime_env() -> dict[str, Any]:
-    """Runtime environment with which an actor finds this package."""
-    path = env.get("PYTHONPATH")
-    return {} if path is None else {"env_vars": {"PYTHONPATH": path}}
-
-
 def _last_line(error: Exception) -> str:
     """The last line of Ray's message, which names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -293,9 +285,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _ignore_signals() -> None:
-    """Ignore signals that the parent handles. Ray installs its own handlers, so call this
-    after it.
-    """
+    """Ignore signals that the parent handles; call this after Ray installed its handlers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 

@@ -2,8 +2,6 @@
 releases everything when the engine ends for any reason.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import select

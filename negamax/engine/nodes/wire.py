@@ -1,8 +1,4 @@
-"""Messages between node 0 and the agents, as MessagePack. Heartbeats are sent twice, by TCP and by
-UDP, with the same increasing `number`.
-"""
-
-from __future__ import annotations
+"""Messages between node 0 and agents, as MessagePack. Heartbeats go by TCP and by UDP."""
 
 import msgspec
 
