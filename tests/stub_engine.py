@@ -34,14 +34,12 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 1_000_000
 PROSE = (
     "The lighthouse keeper counts the ships that pass at night, writes their names into a long "
-    "grey book and wonders, now and "
-    "then, where the small ones go when the wind turns north. Nobody asks him; nobody has asked "
-    "for years.\n"
+    "grey book and wonders, now and then, where the small ones go when the wind turns north. "
+    "Nobody asks him; nobody has asked for years.\n"
 )
 CALL = (
-    '\n<minimax:tool_call>\n<invoke name="write_file">\n<parameter '
-    'name="path">notes.txt</parameter>\n'
-    '<parameter name="content">'
+    '\n<minimax:tool_call>\n<invoke name="write_file">\n'
+    '<parameter name="path">notes.txt</parameter>\n<parameter name="content">'
 )
 CALL_END = "</parameter>\n</invoke>\n</minimax:tool_call>"
 
@@ -68,13 +66,10 @@ class Answer:
         """Take the tokens of one step."""
         tokens = list(self.tokens[self.position : self.position + next(self._steps)])
         self.position += len(tokens)
-        ended = (
-            None if self.position < len(self.tokens) else "stop" if tokens[-1] == eos else "length"
-        )
-        cached = self._num_cached_tokens
-        return SequenceUpdate(
-            self.request.request_id, tokens, None, None, ended, None, cached, None
-        )
+        is_over = self.position >= len(self.tokens)
+        reason = None if not is_over else "stop" if tokens[-1] == eos else "length"
+        name, cached = self.request.request_id, self._num_cached_tokens
+        return SequenceUpdate(name, tokens, None, None, reason, None, cached, None)
 
 
 class Author(Protocol):
@@ -164,14 +159,12 @@ class StubEngine:
                 answer = self._answers.pop(request_id, None)
                 if answer is not None:
                     self._author.end(answer)
-                    self._aborted.append(
-                        SequenceUpdate(request_id, [], None, None, "abort", None, 0, None)
-                    )
+                    update = SequenceUpdate(request_id, [], None, None, "abort", None, 0, None)
+                    self._aborted.append(update)
         elif isinstance(message, wire.AbortServer):
-            for request_id in [
-                name for name in self._answers if wire.server_of(name) == message.server
-            ]:
-                self._author.end(self._answers.pop(request_id))
+            for name in list(self._answers):
+                if wire.server_of(name) == message.server:
+                    self._author.end(self._answers.pop(name))
         elif isinstance(message, wire.Shutdown):
             return False
         return True
@@ -199,10 +192,8 @@ class StubEngine:
         return wire.Heartbeat(self._steps, True, self._stats())
 
     def _stats(self) -> wire.EngineStats:
-        num_running = len(self._answers)
-        return wire.EngineStats(
-            num_running, 0, NUM_BLOCKS, NUM_BLOCKS, self._steps, 0, 0, 0, self._tokens
-        )
+        counts = (len(self._answers), 0, NUM_BLOCKS, NUM_BLOCKS, self._steps, 0, 0, 0, self._tokens)
+        return wire.EngineStats(*counts)
 
 
 def run(folder: str, *, new_author: Callable[[ModelSource], Author]) -> int:

@@ -1,14 +1,18 @@
 """Questions in the API's dialects, and their answers in one form."""
 
+import contextlib
 import json
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import MODEL
+from tests.e2e.conftest import MODEL, STUB, Server, serving
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 COMPLETIONS, GENERATE = "/v1/completions", "/generate"
@@ -46,6 +50,37 @@ def error_of(response: httpx.Response, status: int, **fields: str) -> dict[str, 
     error: dict[str, Any] = body["error"]
     assert {name: error[name] for name in fields} == fields
     return error
+
+
+@contextlib.contextmanager
+def serving_stub(folder: Path, *options: str) -> Iterator[tuple[Server, httpx.Client]]:
+    """Run a server without a model, with its log in `folder`."""
+    log = folder / "log"
+    with serving(*options, program=STUB, log_file=log) as server, server.http() as http:
+        yield server, http
+        assert "Traceback" not in server.log
+
+
+@contextlib.contextmanager
+def flooding(server: Server, bodies: list[bytes]) -> Iterator[list[int]]:
+    """Post each of `bodies` again and again, and yield the growing list of statuses."""
+    stop, statuses = threading.Event(), list[int]()
+
+    def flood(body: bytes) -> None:
+        with server.http() as http:
+            while not stop.is_set():
+                statuses.append(http.post(CHAT, content=body, headers=JSON).status_code)
+                time.sleep(0.005)
+
+    threads = [threading.Thread(target=flood, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    try:
+        yield statuses
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def post(http: httpx.Client, path: str, **body: Any) -> Any:
@@ -103,28 +138,26 @@ def read_chat(answer: dict[str, Any]) -> Said:
     message = choice["message"]
     assert message["reasoning"] == message["reasoning_content"]
     functions = [call["function"] for call in message.get("tool_calls", ())]
+    num_reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
     return Said(
         message["reasoning"] or "",
         message["content"] or "",
         [(function["name"], function["arguments"]) for function in functions],
         choice["finish_reason"],
         choice["stop_reason"],
-        (
-            usage["prompt_tokens"],
-            usage["completion_tokens"],
-            usage["completion_tokens_details"]["reasoning_tokens"],
-        ),
+        (usage["prompt_tokens"], usage["completion_tokens"], num_reasoning),
         [],
         usage["prompt_tokens_details"]["cached_tokens"],
     )
 
 
 def join_chat(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join a stream with include_usage into an answer as clients do."""
+    """Join a stream with include_usage as clients do; check 02_07 of MiniMax."""
     *events, last = events
     assert last["choices"] == [] and all(event["usage"] is None for event in events)
     deltas = deltas_of(events)
     assert deltas[0]["role"] == "assistant" and not any("role" in delta for delta in deltas[1:])
+    assert not any(delta.get("content") and delta.get("reasoning_content") for delta in deltas)
     calls: list[dict[str, Any]] = []
     for piece in (piece for delta in deltas for piece in delta.get("tool_calls", ())):
         if piece["index"] == len(calls):
@@ -142,24 +175,18 @@ def join_chat(events: list[dict[str, Any]]) -> dict[str, Any]:
 def read_messages(answer: dict[str, Any]) -> Said:
     blocks, usage = answer["content"], answer["usage"]
     calls = [block for block in blocks if block["type"] == "tool_use"]
+    inputs = [call["input"] for call in calls]
+    texts = [given if isinstance(given, str) else json.dumps(given) for given in inputs]
     reasons = {"end_turn": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
+    num_prompt = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    num_reasoning = usage["output_tokens_details"]["thinking_tokens"]
     return Said(
         join(blocks, "thinking"),
         join(blocks, "text"),
-        [
-            (
-                call["name"],
-                call["input"] if isinstance(call["input"], str) else json.dumps(call["input"]),
-            )
-            for call in calls
-        ],
+        [(call["name"], text) for call, text in zip(calls, texts, strict=True)],
         reasons.get(answer["stop_reason"], "stop"),
         answer["stop_sequence"],
-        (
-            usage["input_tokens"] + usage["cache_read_input_tokens"],
-            usage["output_tokens"],
-            usage["output_tokens_details"]["thinking_tokens"],
-        ),
+        (num_prompt, usage["output_tokens"], num_reasoning),
         [{name: block[name] for name in block if name != "id"} for block in blocks],
         usage["cache_read_input_tokens"],
     )
@@ -213,17 +240,14 @@ def read_responses(answer: dict[str, Any]) -> Said:
     is_truncated = answer["status"] == "incomplete"
     if is_truncated:
         assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    num_reasoning = usage["output_tokens_details"]["reasoning_tokens"]
     return Said(
         texts["reasoning"],
         texts["message"],
         [(call["name"], call["arguments"]) for call in calls],
         "length" if is_truncated else "tool_calls" if calls else "stop",
         None,
-        (
-            usage["input_tokens"],
-            usage["output_tokens"],
-            usage["output_tokens_details"]["reasoning_tokens"],
-        ),
+        (usage["input_tokens"], usage["output_tokens"], num_reasoning),
         [{name: item[name] for name in item if name not in ("id", "call_id")} for item in items],
         usage["input_tokens_details"]["cached_tokens"],
     )
@@ -291,38 +315,26 @@ class Dialect:
         return self.read(self.join(stream(http, self.path, **body)))
 
 
+def make_chat_tool(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": function}
+
+
 def make_block_tool(function: dict[str, Any]) -> dict[str, Any]:
     more = {name: function[name] for name in function if name != "parameters"}
     return {**more, "input_schema": function["parameters"]}
 
 
-CHAT_DIALECT = Dialect(
-    CHAT,
-    "messages",
-    "max_tokens",
-    "stop",
-    lambda function: {"type": "function", "function": function},
-    read_chat,
-    join_chat,
-)
-MESSAGES_DIALECT = Dialect(
-    MESSAGES,
-    "messages",
-    "max_tokens",
-    "stop_sequences",
-    make_block_tool,
-    read_messages,
-    join_messages,
-    default_limit=300,
-)
+def make_flat_tool(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "strict": False, **function}
+
+
+CHAT_DIALECT = Dialect(CHAT, "messages", "max_tokens", "stop", make_chat_tool, read_chat, join_chat)
 RESPONSES_DIALECT = Dialect(
-    RESPONSES,
-    "input",
-    "max_output_tokens",
-    "stop",
-    lambda function: {"type": "function", "strict": False, **function},
-    read_responses,
-    join_responses,
+    RESPONSES, "input", "max_output_tokens", "stop", make_flat_tool, read_responses, join_responses
+)
+OWN_NAMES = ("messages", "max_tokens", "stop_sequences")
+MESSAGES_DIALECT = Dialect(
+    MESSAGES, *OWN_NAMES, make_block_tool, read_messages, join_messages, default_limit=300
 )
 DIALECTS = {"chat": CHAT_DIALECT, "messages": MESSAGES_DIALECT, "responses": RESPONSES_DIALECT}
 every_dialect = pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)

@@ -86,16 +86,7 @@ def text_chunk(text: str, finish_reason: str | None = None) -> bytes:
 
 
 def good_stream(tokens: int = 3, *, usage: bool = True) -> bytes:
-    last = (
-        chunk({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 2 * tokens}})
-        if usage
-        else b""
-    )
-    return (
-        STREAM
-        + text_chunk("x") * tokens
-        + text_chunk("", "length")
-        + last
-        + chunk("[DONE]")
-        + b"0\r\n\r\n"
-    )
+    counts = {"prompt_tokens": 8, "completion_tokens": 2 * tokens}
+    last = chunk({"choices": [], "usage": counts}) if usage else b""
+    parts = (text_chunk("x") * tokens, text_chunk("", "length"), last, chunk("[DONE]"))
+    return STREAM + b"".join(parts) + b"0\r\n\r\n"

@@ -20,14 +20,9 @@ def strangers_doors(server: Server) -> tuple[set[str], set[str]]:
     one.
     """
     configured = server.url.removeprefix("http://")
-    addresses = {
-        address for pid in family_of(server.process.pid) for address in _listening(pid)
-    } - {configured}
-    local = {
-        address
-        for address in addresses
-        if ipaddress.ip_address(address.rpartition(":")[0]).is_loopback
-    }
+    addresses = set[str]().union(*map(_listening, family_of(server.process.pid))) - {configured}
+    hosts = {address: ipaddress.ip_address(address.rpartition(":")[0]) for address in addresses}
+    local = {address for address, host in hosts.items() if host.is_loopback}
     return addresses - local, local
 
 

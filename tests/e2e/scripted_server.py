@@ -23,14 +23,9 @@ USAGE = {
     "prompt_tokens_details": {"cached_tokens": 1152},
     "completion_tokens_details": {"reasoning_tokens": 12},
 }
+DEFAULTS = {"temperature": 0.7, "top_p": 0.95, "top_k": 40, "min_p": 0.0}
 INFO = {
-    "sampling_defaults": {
-        "temperature": 0.7,
-        "top_p": 0.95,
-        "top_k": 40,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-    },
+    "sampling_defaults": {**DEFAULTS, "repetition_penalty": 1.0},
     "num_running_reqs": 2,
     "num_queue_reqs": 1,
     "num_used_tokens": 1500,
@@ -53,12 +48,8 @@ class Script:
 
 
 def call(name: str, *arguments: str, index: int = 0) -> list[dict[str, Any]]:
-    first = {
-        "index": index,
-        "id": f"call_{index}",
-        "type": "function",
-        "function": {"name": name, "arguments": ""},
-    }
+    first = {"index": index, "id": f"call_{index}", "type": "function"}
+    first["function"] = {"name": name, "arguments": ""}
     pieces = [{"index": index, "function": {"arguments": piece}} for piece in arguments]
     return [{"tool_calls": [piece]} for piece in (first, *pieces)]
 
@@ -75,16 +66,12 @@ def _app(script: Script) -> FastAPI:
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         body = {"object": "list", "data": [{"id": NAME, "max_model_len": 196_608}]}
-        return refused(request) or Response(
-            msgspec.json.encode(body), media_type="application/json"
-        )
+        return refused(request) or _json(body)
 
     @app.get("/server_info")
     async def server_info(request: Request) -> Response:
         script.num_info_requests += 1
-        return refused(request) or Response(
-            msgspec.json.encode(INFO), media_type="application/json"
-        )
+        return refused(request) or _json(INFO)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -101,12 +88,11 @@ def _app(script: Script) -> FastAPI:
 
 def _error(status: int, error: dict[str, Any], headers: dict[str, str]) -> Response:
     headers = {"x-request-id": "request-refused", **headers}
-    return Response(
-        msgspec.json.encode({"error": error}),
-        status_code=status,
-        headers=headers,
-        media_type="application/json",
-    )
+    return _json({"error": error}, status_code=status, headers=headers)
+
+
+def _json(body: object, **options: Any) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json", **options)
 
 
 async def _events(script: Script) -> AsyncIterator[bytes]:
@@ -121,18 +107,10 @@ async def _events(script: Script) -> AsyncIterator[bytes]:
                 yield _event(step)
                 return
             else:
-                yield _event(
-                    {
-                        "choices": [{"index": 0, "delta": step}],
-                        "usage": USAGE | {"completion_tokens": 1},
-                    }
-                )
-        yield _event(
-            {
-                "choices": [{"index": 0, "delta": {}, "finish_reason": script.finish_reason}],
-                "usage": None,
-            }
-        )
+                usage = USAGE | {"completion_tokens": 1}
+                yield _event({"choices": [{"index": 0, "delta": step}], "usage": usage})
+        last = {"index": 0, "delta": {}, "finish_reason": script.finish_reason}
+        yield _event({"choices": [last], "usage": None})
         yield _event({"choices": [], "usage": USAGE})
         yield b"data: [DONE]\n\n"
     except asyncio.CancelledError:

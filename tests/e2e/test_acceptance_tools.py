@@ -146,11 +146,20 @@ def test_16_named_call_is_the_answer_and_ends_with_stop(http: httpx.Client, thin
     assert (said.calls, said.reason) == ([("now", "{}")], "stop")
 
 
-@pytest.mark.parametrize("tools", [{}, {"tools": []}, {"tools": [WEATHER]}], ids=str)
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        ({}, "there are no tools to call"),
+        ({"tools": []}, "there are no tools to call"),
+        ({"tools": [WEATHER]}, "'other', which is not declared"),
+    ],
+    ids=str,
+)
 def test_16_14_forced_tool_that_is_not_declared_is_refused(
-    http: httpx.Client, tools: dict[str, Any]
+    http: httpx.Client, tools: dict[str, Any], words: str
 ) -> None:
-    assert refused(http, **tools, tool_choice=tool("other"))["param"] == "tool_choice"
+    error = refused(http, **tools, tool_choice=tool("other"))
+    assert error["param"] == "tool_choice" and words in error["message"]
     if not tools.get("tools"):
         assert refused(http, **tools, tool_choice="required")["param"] == "tool_choice"
 

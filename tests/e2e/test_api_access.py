@@ -8,7 +8,7 @@ import pytest
 
 from negamax.cli.main import main
 from tests.certificates import make_certificate
-from tests.e2e.api_support import CHAT, HELLO, error_of
+from tests.e2e.api_support import CHAT, HELLO, error_of, serving_stub
 from tests.e2e.conftest import STUB, Server, eventually, serving
 from tests.e2e.listening import strangers_doors
 
@@ -20,10 +20,7 @@ def test_without_a_key_only_names_of_this_machine_and_listed_ones_are_served(
     tmp_path: Path,
 ) -> None:
     options = ("--allowed-hosts", "models.example", "--allowed-origins", f'["{PAGE}"]')
-    with (
-        serving(*options, program=STUB, log_file=tmp_path / "log") as server,
-        server.http() as http,
-    ):
+    with serving_stub(tmp_path, *options) as (server, http):
         port = httpx.URL(server.url).port
         own = ("localhost", f"127.0.0.1:{port}", f"[::1]:{port}")
         for host in (*own, "Models.Example", f"models.example:{port}"):
@@ -70,10 +67,7 @@ def test_cors_is_closed_and_keys_come_from_file_and_environment(
     monkeypatch.setenv("NEGAMAX_API_KEY", "third-key, fourth-key")
     # a public address requires a key
     options = ("--host", "0.0.0.0", "--api-key-file", str(keys), "--api-key", "fifth-key")
-    with (
-        serving(*options, program=STUB, log_file=tmp_path / "log") as server,
-        server.http() as http,
-    ):
+    with serving_stub(tmp_path, *options) as (server, http):
 
         def status(**headers: str | bytes) -> int:
             names = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -142,6 +136,8 @@ def test_tls_with_a_certificate_and_its_key(
                 renewed = ssl.create_default_context(cafile=other_certificate)
                 for _ in range(8):
                     assert status("/livez", renewed) == 200
+                with pytest.raises(httpx.ConnectError):
+                    status("/livez", context)
                 assert list(lines)[-1] == "data: [DONE]"
         with pytest.raises(httpx.HTTPError):
             httpx.get(server.url.replace("https", "http") + "/readyz", timeout=120)
@@ -154,8 +150,5 @@ def test_tls_with_a_certificate_and_its_key(
 
 def test_public_address_without_a_key_needs_an_option(tmp_path: Path) -> None:
     options = ("--host", "0.0.0.0", "--allow-unauthenticated")
-    with (
-        serving(*options, program=STUB, log_file=tmp_path / "log") as server,
-        server.http() as http,
-    ):
+    with serving_stub(tmp_path, *options) as (_, http):
         assert http.get("/v1/models", headers={"host": "any.example"}).status_code == 200

@@ -1,4 +1,3 @@
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from tests.e2e.api_support import (
     WEATHER_QUESTION,
     deltas_of,
     error_of,
-    join,
     post,
     stream,
     whole_and_streamed,
@@ -169,20 +167,3 @@ def test_server_options_set_parser_template_defaults_and_stream_interval(tmp_pat
         assert len(joined) <= num_full + 3  # the first and the last are not joined
         # retry: a busy server joins fragments that arrive together
         assert any(len(texts(stream_interval=1)) > 20 for _ in range(10))
-
-
-def test_many_clients_at_once_get_their_own_answers(http: httpx.Client) -> None:
-    numbers = range(10, 22)
-    answers: dict[int, str] = {}
-
-    def ask(number: int) -> None:
-        text = f"Tom has {number} apples and buys 2 more. How many apples does he have now?"
-        body = CHAT_DIALECT.body([{"role": "user", "content": text}], limit=300)
-        answers[number] = join(deltas_of(stream(http, CHAT, **body)), "content")
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in numbers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(str(number + 2) in answers[number] for number in numbers) >= 10

@@ -1,6 +1,5 @@
 import json
 import re
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from tests.e2e.api_support import (
     MESSAGES,
     RESPONSES,
     error_of,
+    flooding,
     post,
 )
 from tests.e2e.conftest import MODEL, Server
@@ -250,24 +250,9 @@ def test_server_answers_others_while_it_refuses_a_flood(server: Server, http: ht
         {"messages": [{"role": "user", "content": "word " * 1_000_000}]},
     ]
     bodies = [*(json.dumps(body).encode() for body in wrong), b"[" * 1_000_000]
-    stop = threading.Event()
-    refused: list[int] = []
-
-    def flood(body: bytes) -> None:
-        with server.http() as other:
-            while not stop.is_set():
-                refused.append(other.post(CHAT, content=body, headers=JSON).status_code)
-
-    threads = [threading.Thread(target=flood, args=(body,)) for body in bodies]
-    for thread in threads:
-        thread.start()
-    try:
+    with flooding(server, bodies) as refused:
         num_answers = 0
         while num_answers < 3 or len(refused) < 2 * len(bodies):
             assert post(http, CHAT, messages=HELLO, max_tokens=8)["usage"]
             num_answers += 1
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
     assert set(refused) == {400}

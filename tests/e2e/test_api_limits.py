@@ -1,8 +1,6 @@
 import contextlib
-import errno
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +18,7 @@ from tests.e2e.api_support import (
     RESPONSES_DIALECT,
     Dialect,
     error_of,
+    flooding,
     post,
 )
 from tests.e2e.conftest import Server, eventually, serving, talking
@@ -197,24 +196,15 @@ def test_client_that_does_not_read_is_disconnected(small: Server) -> None:
 
 def exchange(server: Server, sent: bytes) -> bytes:
     """Return everything that the server sends until it closes, even while `sent` is being sent."""
-    parts = []
+    answer = b""
     with send(server, b"") as connection:
-        with unless_it_has_hung_up():
+        with contextlib.suppress(OSError):  # the server has closed
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
-        with unless_it_has_hung_up():
+        with contextlib.suppress(ConnectionError):
             while part := connection.recv(65536):
-                parts.append(part)
-    return b"".join(parts)
-
-
-@contextlib.contextmanager
-def unless_it_has_hung_up() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
-            raise
+                answer += part
+    return answer
 
 
 GET = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
@@ -289,29 +279,13 @@ def test_flood_of_refused_requests_leaves_running_ones_alone(small: Server) -> N
         body = {"messages": HELLO, "temperature": 0, "max_tokens": 30, "ignore_eos": True}
         alone = post(http, CHAT, **body)["choices"]
         stack.enter_context(open_stream(small, LONG))
-        stop = threading.Event()
-        statuses: set[int] = set()
-
-        def flood() -> None:
-            four = body | {"n": 4, "max_tokens": 200}
-            with small.http() as other:
-                while not stop.is_set():
-                    statuses.add(other.post(CHAT, json=four).status_code)
-                    time.sleep(0.005)
-
-        threads = [threading.Thread(target=flood) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        try:
+        four = json.dumps(body | {"n": 4, "max_tokens": 200}).encode()
+        with flooding(small, [four] * 3) as statuses:
             answers: list[Any] = []
             deadline = time.monotonic() + 120
             while (len(answers) < 2 or not statuses) and time.monotonic() < deadline:
                 answer = http.post(CHAT, json=body)
                 if answer.status_code == 200:
                     answers.append(answer.json()["choices"])
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
-        assert 429 in statuses and statuses <= {200, 429}
+        assert 429 in statuses and set(statuses) <= {200, 429}
         assert len(answers) >= 2 and all(answer == alone for answer in answers)

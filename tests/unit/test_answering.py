@@ -3,6 +3,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from request_support import make_output
 
 from negamax.api.common.answer import AnswerWriter, Choice
 from negamax.api.common.choice_reader import PlainReader
@@ -44,20 +45,8 @@ class Writer(AnswerWriter[Choice, Texts]):
 
 
 def output(index: int = 0, *, finish: str | None = None, error: str | None = None) -> RequestOutput:
-    return RequestOutput(
-        request_id="r",
-        index=index,
-        token_ids=[7],
-        pieces=[],
-        logprobs=None,
-        prompt_logprobs=None,
-        finish_reason=finish,
-        stop_reason=None,
-        num_prompt_tokens=5,
-        num_output_tokens=1,
-        num_cached_tokens=0,
-        error=error,
-    )
+    counts = {"num_prompt_tokens": 5, "num_output_tokens": 1}
+    return make_output(index=index, token_ids=[7], finish_reason=finish, error=error, **counts)
 
 
 def choice(index: int, *, prompt: int = 0, is_prompt_only: bool = False) -> Choice:

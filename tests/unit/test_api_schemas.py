@@ -91,11 +91,6 @@ def test_integers_may_be_written_as_floats() -> None:
     assert refused(stream=1.0).param == "stream"
 
 
-def test_counts_in_every_chunk_are_counts_at_the_end_too() -> None:
-    assert chat(stream_options={"continuous_usage_stats": True}).stream_options.reports_usage
-    assert not chat(stream_options={}).stream_options.reports_usage
-
-
 @pytest.mark.parametrize("name", ["thread", "conversation", "previous_response_id"])
 @pytest.mark.parametrize(
     "model", [ChatRequest, MessagesRequest, CountRequest], ids=lambda model: model.__name__
@@ -281,12 +276,6 @@ def test_a_sampling_parameter_is_one_field_for_all_dialects(
     assert {name: getattr(sampling, name) for name in values} == converted
 
 
-def test_max_completion_tokens_wins_over_max_tokens() -> None:
-    assert chat(max_tokens=5, max_completion_tokens=7).token_limit == 7
-    assert chat(max_tokens=5).token_limit == 5
-    assert chat().token_limit is None
-
-
 def test_stop_may_be_one_string_or_a_list() -> None:
     assert chat(stop="END").stop == ["END"]
     assert sampling_of(stop=["a", "b"]).stop == ("a", "b")
@@ -297,22 +286,19 @@ def test_logit_bias_keys_become_token_ids() -> None:
     assert sampling_of(logit_bias={"12": -5}).logit_bias == {12: -5.0}
 
 
-def test_top_logprobs_needs_logprobs() -> None:
+def test_refused_combinations_name_the_remedy() -> None:
     with pytest.raises(InvalidRequestError, match="logprobs=true"):
         _ = chat(top_logprobs=3).num_logprobs
-    assert chat(logprobs=True).num_logprobs == 0
-    assert chat(logprobs=True, top_logprobs=3).num_logprobs == 3
+    with pytest.raises(InvalidRequestError, match="stream=false"):
+        sampling_of(stream=True, prompt_logprobs=1)
+    with pytest.raises(InvalidRequestError, match="echo=true"):
+        _ = CompletionRequest.parse({"prompt": "a", "max_tokens": 0}).scores_only
 
 
 def test_answer_carries_the_id_the_client_chose() -> None:
     assert chat(request_id="a-1").answer_id("chatcmpl") == "chatcmpl-a-1"
     assert chat(rid="a-2").answer_id("chatcmpl") == "chatcmpl-a-2"
     assert len({chat().answer_id("chatcmpl") for _ in range(3)}) == 3
-
-
-def test_prompt_logprobs_are_refused_in_a_stream() -> None:
-    with pytest.raises(InvalidRequestError, match="stream=false"):
-        sampling_of(stream=True, prompt_logprobs=1)
 
 
 @pytest.mark.parametrize(
@@ -335,12 +321,6 @@ def test_every_shape_of_prompt_becomes_a_list(prompt: object, prompts: list[obje
 def test_other_prompts_are_refused(prompt: object) -> None:
     error = refusal(CompletionRequest, {"prompt": prompt})
     assert (error.param or "").startswith("prompt")
-
-
-def test_zero_tokens_only_score_an_echoed_prompt() -> None:
-    assert CompletionRequest.parse({"prompt": "a", "max_tokens": 0, "echo": True}).scores_only
-    with pytest.raises(InvalidRequestError, match="echo=true"):
-        _ = CompletionRequest.parse({"prompt": "a", "max_tokens": 0}).scores_only
 
 
 def test_a_delta_carries_only_what_is_new() -> None:

@@ -5,7 +5,6 @@ import pytest
 from request_support import HELLO, chat
 
 from negamax.api.dialects.completions.schema import CompletionRequest
-from negamax.api.dialects.messages.schema import CountRequest
 from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice
 from negamax.base.errors import InvalidRequestError
 from negamax.text.chat_template import ChatTemplate
@@ -30,22 +29,6 @@ def test_every_shape_of_tool_choice(tool_choice: object, mode: str, name: str | 
     choice = request.call_choice(request.offered_tools)
     assert (choice.mode, choice.name, choice.parallel) == (mode, name, mode != "function")
     assert choice.is_forced == (mode in ("required", "function"))
-
-
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({"tool_choice": "required"}, "there are no tools"),
-        ({"tool_choice": "required", "tools": []}, "there are no tools"),
-        ({"tool_choice": tool("g")}, "there are no tools"),
-        ({"tool_choice": tool("g"), "tools": [{"function": {"name": "f"}}]}, "'g', which"),
-    ],
-)
-def test_a_tool_that_is_not_there_cannot_be_forced(fields: dict[str, Any], problem: str) -> None:
-    request = chat(**fields)
-    with pytest.raises(InvalidRequestError, match=problem) as error:
-        request.call_choice(request.offered_tools)
-    assert error.value.param == "tool_choice"
 
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"type": "integer"}}}
@@ -152,76 +135,11 @@ def test_tools_of_instructions_are_offered_too() -> None:
             _ = chat(messages=[{**messages[0], "tools": wrong}]).offered_tools
 
 
-def _message_tool(name: str, **more: Any) -> dict[str, Any]:
-    return {"name": name, "input_schema": {"type": "object"}, **more}
-
-
-def _change(kind: str, **tool: Any) -> dict[str, Any]:
-    block = {"type": f"tool_{kind}", "tool": {"type": "tool_reference", **tool}}
-    return {"role": "system", "content": [block]}
-
-
-def _defined(tool: object) -> dict[str, Any]:
-    return _change("addition", type="tool_definition", definition=tool)
-
-
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ([_defined(_message_tool("c"))], ["a", "b", "c"]),
-        ([_change("removal", name="a")], ["b"]),
-        ([_change("removal", name="a"), _change("addition", name="a")], ["b", "a"]),
-        ([_defined(_message_tool("c")), _change("removal", name="c")], ["a", "b"]),
-        ([_defined({"type": "web_search_20250305", "name": "web_search"})], ["a", "b"]),
-        ([_change("addition", name="unknown"), _change("removal", name="unknown")], ["a", "b"]),
-        ([_change("removal", type="mcp_toolset_reference", mcp_server_name="home")], ["a", "b"]),
-    ],
-    ids=["added", "removed", "back", "added and removed", "of a server", "unknown", "of MCP"],
-)
-def test_messages_change_tools_between_turns(
-    changes: list[dict[str, Any]], names: list[str]
-) -> None:
-    tools = [_message_tool("a"), _message_tool("b")]
-    body = {"model": "nano", "messages": [*HELLO, *changes], "tools": tools}
-    offered = CountRequest.parse(body).offered_tools or []
-    assert [tool["function"]["name"] for tool in offered] == names
-
-
-def test_a_tool_that_is_defined_again_is_the_latest() -> None:
-    again = _defined(_message_tool("a", description="Newer."))
-    body = {"model": "nano", "messages": [*HELLO, again], "tools": [_message_tool("a")]}
-    (tool,) = CountRequest.parse(body).offered_tools or []
-    assert tool["function"]["description"] == "Newer."
-
-
-@pytest.mark.parametrize(
-    ("tool", "place"),
-    [
-        (None, ""),
-        ({"type": "tool_definition"}, ".definition"),
-        ({"type": "tool_definition", "definition": {"name": "c"}}, ".definition.input_schema"),
-    ],
-    ids=str,
-)
-def test_a_wrong_change_of_tools_is_named_by_its_place(tool: object, place: str) -> None:
-    change = {"role": "system", "content": [{"type": "tool_addition", "tool": tool}]}
-    request = CountRequest.parse({"model": "nano", "messages": [*HELLO, change]})
-    with pytest.raises(InvalidRequestError) as error:
-        _ = request.offered_tools
-    assert error.value.param == f"messages[1].content[0].tool{place}"
-
-
 def test_tool_choice_none_hides_the_tools() -> None:
     tools = [tool("my-tool.v2")]
     assert chat(tools=tools).offered_tools == tools
     assert chat(tools=tools, tool_choice="none").offered_tools is None
     assert chat(tools=[]).offered_tools is None
-
-
-def test_tools_keep_the_key_order_of_the_client() -> None:
-    function = {"name": "f", "zeta": 1, "parameters": {"z": {}, "a": {}}, "alpha": 2}
-    (tool,) = chat(tools=[{"type": "function", "function": function}]).offered_tools or []
-    assert json.dumps(tool["function"]) == json.dumps(function)
 
 
 BUDGET = {"budget_tokens": 5}

@@ -60,12 +60,8 @@ def refused(answer: Callable[..., None], requests: list[tuple[str, dict[str, Any
 def fields_of(request: Any) -> list[tuple[str, dict[str, Any]]]:
     """Yield requests with one field each, including the fields of inner objects."""
     required = ("model", "messages", "input", "max_tokens")
-    alone = [
-        (name, {name: fields[name]})
-        for fields in variants(request)
-        for name in fields
-        if name not in required
-    ]
+    given = [(name, fields) for fields in variants(request) for name in fields]
+    alone = [(name, {name: fields[name]}) for name, fields in given if name not in required]
     inner = [
         (name, {name: value})
         for name, hint in hints_of(request).items()
@@ -109,9 +105,8 @@ def test_input_items_of_openai() -> None:
                 result = {"type": f"{name}_output", "call_id": "call_1", "output": "x"}
                 items.append(result | number)
             name = name if "call_id" in item or name != "function_call_output" else "no call_id"
-            requests.append(
-                (name if "role" in item or "type" in item else "reference", {"input": items})
-            )
+            name = name if "role" in item or "type" in item else "reference"
+            requests.append((name, {"input": items}))
     assert len(requests) > 150
     # references are resolved before; a result must name its call; no summaries
     assert refused(answer_openai, requests) == {
@@ -119,14 +114,15 @@ def test_input_items_of_openai() -> None:
     }  # fmt: skip
 
 
+def tools_in(union: Any) -> list[tuple[str, dict[str, Any]]]:
+    kinds = objects_in(union)
+    return [(kind.__name__, {"tools": [tool]}) for kind in kinds for tool in variants(kind)]
+
+
 def test_tools_of_openai() -> None:
     from openai.types.responses import tool_param
 
-    requests = [
-        (kind.__name__, {"tools": [tool]})
-        for kind in objects_in(tool_param.ToolParam)
-        for tool in variants(kind)
-    ]
+    requests = tools_in(tool_param.ToolParam)
     assert len(requests) > 80
     assert refused(answer_openai, requests) == set()
 
@@ -134,11 +130,7 @@ def test_tools_of_openai() -> None:
 def test_tools_of_anthropic() -> None:
     from anthropic.types.beta import beta_tool_union_param
 
-    requests = [
-        (kind.__name__, {"tools": [tool]})
-        for kind in objects_in(beta_tool_union_param.BetaToolUnionParam)
-        for tool in variants(kind)
-    ]
+    requests = tools_in(beta_tool_union_param.BetaToolUnionParam)
     assert len(requests) > 150
     assert refused(answer_anthropic, requests) == set()
 
@@ -148,12 +140,10 @@ def test_system_messages_of_anthropic() -> None:
 
     effort = {"role": "system", "output_config": {"effort": "low"}}
     messages = [effort, *variants(beta_system_message_param.BetaSystemMessageParam)]
+    names = ["content" if "content" in message else str(message) for message in messages]
     requests = [
-        (
-            "content" if message.keys() & {"content"} else str(message),
-            {"messages": [HELLO, message]},
-        )
-        for message in messages
+        (name, {"messages": [HELLO, message]})
+        for name, message in zip(names, messages, strict=True)
     ]
     assert refused(answer_anthropic, requests) == {
         str({"role": "system", **fields})
@@ -171,10 +161,8 @@ def test_blocks_of_anthropic(role: str) -> None:
     for kind in objects_in(beta_content_block_param.BetaContentBlockParam):
         for block in variants(kind):
             name = block["type"]
-            message = {
-                "role": role,
-                "content": [{**block, "id": "call_1"} if "id" in block else block],
-            }
+            named = {**block, "id": "call_1"} if "id" in block else block
+            message = {"role": role, "content": [named]}
             call = {"type": "tool_use", "id": "call_1", "name": "look", "input": {}}
             result = {"type": "tool_result", "tool_use_id": "call_1", "content": "x"}
             messages = [HELLO, message]

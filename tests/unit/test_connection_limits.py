@@ -2,7 +2,6 @@ import asyncio
 import contextlib
 import logging
 import resource
-import shutil
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -17,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from negamax.api import auth
 from negamax.api.http import listening, protocol
 from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
-from negamax.base.errors import ConfigError, RequestTimeoutError
+from negamax.base.errors import RequestTimeoutError
 from tests.certificates import make_certificate
 
 FREE = ConnectionLimits(in_all=100, per_address=100)
@@ -254,33 +253,6 @@ def test_handshakes_count_as_connections_and_end_in_time(
         assert await is_served(clients.port)
 
     with_server(test, limits=ConnectionLimits(3, 3), tls=TlsFiles(*tls_files))
-
-
-def test_new_tls_files_serve_new_connections(tls_files: tuple[str, str], tmp_path: Path) -> None:
-    certificate, key = str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem")
-    shutil.copy(tls_files[0], certificate)
-    shutil.copy(tls_files[1], key)
-    files = TlsFiles(certificate, key)
-    before = files.context
-    Path(key).write_text("no key")
-    with pytest.raises(ConfigError):
-        files.reload()
-    assert files.context is before
-    make_certificate(certificate, key)
-
-    async def test(clients: Clients) -> None:
-        _, kept = await connect_tls(clients.port, tls_files[0])
-        files.reload()
-        with pytest.raises(ssl.SSLError):
-            await connect_tls(clients.port, tls_files[0])
-        reader, writer = await connect_tls(clients.port, certificate)
-        writer.write(GET)
-        assert (await reader.read(1000)).startswith(OK)
-        writer.close()
-        kept.close()
-
-    files.context = before
-    with_server(test, tls=files)
 
 
 def test_files_that_run_out_cost_a_line_of_the_log_and_no_service(

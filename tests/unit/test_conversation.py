@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 from message_support import ai, user
+from request_support import make_output
 from text_support import make_tokenizer
 
-from negamax.api.common.answer import drop_tokens
 from negamax.api.common.choice_reader import ChoiceReader, ReadingRules, make_call_id
 from negamax.api.common.conversation import ChatPrompt, Conversation, PromptBuilder
 from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice
-from negamax.base.errors import EngineError, InvalidRequestError
+from negamax.base.errors import InvalidRequestError
 from negamax.engine.client.output import RequestOutput
 from negamax.models.chat_format import ChatFormat
 from negamax.text.chat_template import ChatTemplate
@@ -140,22 +140,9 @@ def test_refuses_to_continue_anything_else(last: dict[str, Any]) -> None:
         continued(last)
 
 
-def output(
-    text: str, *, finish: str | None = None, num_tokens: int = 0, **fields: Any
-) -> RequestOutput:
-    fields = {"token_ids": [], "pieces": [TextPiece(text, None)] if text else [], **fields}
-    fields = {"stop_reason": None, "error": None, **fields}
-    return RequestOutput(
-        request_id="r",
-        index=0,
-        logprobs=None,
-        prompt_logprobs=None,
-        finish_reason=finish,
-        num_prompt_tokens=7,
-        num_output_tokens=num_tokens,
-        num_cached_tokens=0,
-        **fields,
-    )
+def output(text: str, *, finish: str | None = None, **fields: Any) -> RequestOutput:
+    pieces = [TextPiece(text, None)] if text else []
+    return make_output(**{"pieces": pieces, "finish_reason": finish, **fields})
 
 
 def reader_of(state: Any = "open", *, has_tags: bool = False, **rules: Any) -> ChoiceReader:
@@ -297,19 +284,7 @@ def test_tokens_of_the_reasoning_are_counted_with_the_tags_that_it_quotes(
     assert reader.num_reasoning_tokens == len(thought)
 
 
-def test_failed_request_is_an_error() -> None:
-    reader = reader_of()
-    with pytest.raises(EngineError, match="no memory"):
-        reader.push(output("", finish="error", error="no memory"))
-
-
 def test_call_ids_have_the_form_of_openai() -> None:
     call_id = make_call_id()
     assert call_id.startswith("call_") and len(call_id) == 29
     int(call_id.removeprefix("call_"), 16)
-
-
-def test_request_that_only_reads_its_prompt_says_nothing() -> None:
-    silent = drop_tokens(output("x", finish="stop", num_tokens=1, token_ids=[5], stop_reason="x"))
-    assert (silent.text, silent.token_ids, silent.num_output_tokens) == ("", [], 0)
-    assert (silent.finish_reason, silent.stop_reason) == ("length", None)

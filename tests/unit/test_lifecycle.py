@@ -12,9 +12,18 @@ from negamax.api.http.lifecycle import Lifecycle
 from negamax.base.shared_numbers import SharedNumbers
 
 
-def drained_while(
-    *, seconds: float, drain_timeout: float, is_cancelled: bool = False
-) -> tuple[bool, int, bool]:
+@pytest.mark.parametrize(
+    ("seconds", "drain_timeout", "is_cancelled", "expected"),
+    [
+        (0.2, 120, False, (True, 0, True)),
+        (120, 0.1, False, (False, 1, False)),
+        (60, 60, True, (True, 0, False)),
+    ],
+    ids=["waits", "no longer than the timeout", "cancelled work is over"],
+)
+def test_draining_waits_for_work_in_the_background(
+    seconds: float, drain_timeout: float, is_cancelled: bool, expected: tuple[bool, int, bool]
+) -> None:
     done: list[bool] = []
 
     async def work() -> None:
@@ -30,20 +39,7 @@ def drained_while(
             task.cancel()
         return await lifecycle.drained(is_idle=lambda: True), lifecycle.num_open
 
-    is_drained, num_open = asyncio.run(scene())
-    return is_drained, num_open, bool(done)
-
-
-def test_draining_waits_for_work_in_the_background() -> None:
-    assert drained_while(seconds=0.2, drain_timeout=120) == (True, 0, True)
-
-
-def test_draining_waits_no_longer_than_its_timeout() -> None:
-    assert drained_while(seconds=120, drain_timeout=0.1) == (False, 1, False)
-
-
-def test_work_that_is_cancelled_before_it_begins_is_over() -> None:
-    assert drained_while(seconds=60, drain_timeout=60, is_cancelled=True) == (True, 0, False)
+    assert (*asyncio.run(scene()), bool(done)) == expected
 
 
 PROGRAM = """

@@ -1,4 +1,7 @@
+"""Anthropic's conversations as messages, and tools whose schema their requests omit."""
+
 import tracemalloc
+import typing
 from typing import Any
 
 import msgspec
@@ -7,6 +10,7 @@ import pytest
 from negamax.api.common.history import History
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.dialects.messages.history import build_history
+from negamax.api.dialects.messages.schema import CountRequest
 from negamax.api.schemas.answers import build_error, build_message_error
 from negamax.base.errors import ContextLengthError, InvalidRequestError
 from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
@@ -101,7 +105,7 @@ def test_reminders_beside_results_stay_with_them_and_other_text_is_the_users() -
     assert [role for role, _ in shown(user(reminder, text("Go")))] == ["user"]
 
 
-def system(words: str | None = None, **fields: Any) -> dict[str, Any]:
+def system(words: Any = None, **fields: Any) -> dict[str, Any]:
     return {"role": "system", **fields} | ({} if words is None else {"content": words})
 
 
@@ -311,3 +315,160 @@ def test_only_thoughts_that_the_prompt_shows_are_unpacked() -> None:
     assert [answer["reasoning_content"] for answer in answers] == ["", "short"]
     with pytest.raises(ContextLengthError):
         history(*earlier, *now, thoughts=thoughts(shows_earlier=True))
+
+
+HELLO = [{"role": "user", "content": "Hi"}]
+NEW_EDITOR = {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}
+RUN_BY_CLIENTS = ("bash_2", "text_editor_2", "memory_2")
+
+
+def declared() -> list[dict[str, str]]:
+    """Return type and name of the package's tools that this server supports."""
+    from anthropic.types import tool_union_param
+    from anthropic.types.beta import beta_tool_union_param
+
+    types = (
+        *typing.get_args(beta_tool_union_param.BetaToolUnionParam),
+        *typing.get_args(tool_union_param.ToolUnionParam),
+    )
+    tools = {}
+    for tool in types:
+        hints = typing.get_type_hints(tool)
+        kinds = typing.get_args(hints.get("type"))
+        if kinds and str(kinds[0]).startswith(RUN_BY_CLIENTS):
+            tools[kinds[0]] = {"type": kinds[0], "name": typing.get_args(hints["name"])[0]}
+    return list(tools.values())
+
+
+def request(*messages: dict[str, Any], **fields: Any) -> CountRequest:
+    return CountRequest.parse({"model": "nano", "messages": [*HELLO, *messages], **fields})
+
+
+def offered(*tools: dict[str, Any]) -> list[dict[str, Any]]:
+    return [tool["function"] for tool in request(tools=list(tools)).offered_tools or []]
+
+
+def test_the_model_is_shown_every_tool_that_clients_run() -> None:
+    tools = declared()
+    assert len(tools) == 7
+    for tool in tools:
+        (function,) = offered(tool)
+        assert function["name"] == tool["name"] and function["description"]
+        schema = function["parameters"]
+        assert set(schema["required"]) <= set(schema["properties"])
+        assert "strict" not in function
+        (strict,) = offered({**tool, "strict": True, "cache_control": {"type": "ephemeral"}})
+        assert strict == {**function, "strict": True}
+
+
+def test_the_memory_tool_has_all_commands_and_their_fields() -> None:
+    from anthropic.types.beta import BetaMemoryTool20250818Command
+
+    (function,) = offered({"type": "memory_20250818", "name": "memory"})
+    properties = function["parameters"]["properties"]
+    commands, fields = set(), set()
+    for model in typing.get_args(typing.get_args(BetaMemoryTool20250818Command)[0]):
+        fields |= set(model.model_fields)
+        commands |= set(typing.get_args(model.model_fields["command"].annotation))
+    assert set(properties["command"]["enum"]) == commands
+    assert set(properties) == fields
+
+
+def test_editors_insert_what_their_version_calls_it() -> None:
+    (old,) = offered({"type": "text_editor_20250124", "name": "str_replace_editor"})
+    (new,) = offered(NEW_EDITOR)
+    before, after = (tool["parameters"]["properties"] for tool in (old, new))
+    assert "insert_text" not in before and "insert_text" in after
+    assert "undo_edit" in before["command"]["enum"]
+    assert "undo_edit" not in after["command"]["enum"]
+    (bounded,) = offered({**NEW_EDITOR, "max_characters": 9000})
+    assert "9000" in bounded["description"]
+
+
+def test_tools_of_anthropics_servers_and_for_the_eyes_are_left_out() -> None:
+    left_out = [
+        {"type": "web_search_20250305", "name": "web_search"},
+        {"type": "code_execution_20250825", "name": "code_execution"},
+        {"type": "computer_toolset_20260801"},
+        {"type": "bash_29990101", "name": "bash"},
+    ]
+    assert offered(*left_out) == []
+
+
+@pytest.mark.parametrize("tool", [{"name": "bash"}, {"type": "custom", "name": "bash"}], ids=str)
+def test_a_tool_of_the_clients_own_needs_its_schema(tool: dict[str, str]) -> None:
+    with pytest.raises(InvalidRequestError, match="input_schema"):
+        offered(tool)
+
+
+def test_the_effort_of_the_last_system_message_that_has_one_counts() -> None:
+    def effort(*messages: dict[str, Any]) -> str | None:
+        low = {"effort": "low"}
+        return request(*messages, output_config=low).thinking_choice.effort
+
+    high, unchanged = (
+        {"role": "system", "content": "x", "output_config": config}
+        for config in ({"effort": "high"}, {})
+    )
+    assert effort() == effort(unchanged) == "low"
+    assert effort(high, *HELLO, unchanged) == "high"
+    for config, place in (({"effort": "huge"}, ".effort"), (3, "")):
+        with pytest.raises(InvalidRequestError) as caught:
+            effort({"role": "system", "content": "x", "output_config": config})
+        assert caught.value.param == f"messages[1].output_config{place}"
+
+
+def message_tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "input_schema": {"type": "object"}, **more}
+
+
+def change(kind: str, **tool: Any) -> dict[str, Any]:
+    block = {"type": f"tool_{kind}", "tool": {"type": "tool_reference", **tool}}
+    return system([block])
+
+
+def defined(tool: object) -> dict[str, Any]:
+    return change("addition", type="tool_definition", definition=tool)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ([defined(message_tool("c"))], ["a", "b", "c"]),
+        ([change("removal", name="a")], ["b"]),
+        ([change("removal", name="a"), change("addition", name="a")], ["b", "a"]),
+        ([defined(message_tool("c")), change("removal", name="c")], ["a", "b"]),
+        ([defined({"type": "web_search_20250305", "name": "web_search"})], ["a", "b"]),
+        ([change("addition", name="unknown"), change("removal", name="unknown")], ["a", "b"]),
+        ([change("removal", type="mcp_toolset_reference", mcp_server_name="home")], ["a", "b"]),
+    ],
+    ids=["added", "removed", "back", "added and removed", "of a server", "unknown", "of MCP"],
+)
+def test_messages_change_tools_between_turns(
+    changes: list[dict[str, Any]], names: list[str]
+) -> None:
+    tools = [message_tool("a"), message_tool("b")]
+    offered_tools = request(*changes, tools=tools).offered_tools or []
+    assert [tool["function"]["name"] for tool in offered_tools] == names
+
+
+def test_a_tool_that_is_defined_again_is_the_latest() -> None:
+    again = defined(message_tool("a", description="Newer."))
+    (tool,) = request(again, tools=[message_tool("a")]).offered_tools or []
+    assert tool["function"]["description"] == "Newer."
+
+
+@pytest.mark.parametrize(
+    ("tool", "place"),
+    [
+        (None, ""),
+        ({"type": "tool_definition"}, ".definition"),
+        ({"type": "tool_definition", "definition": {"name": "c"}}, ".definition.input_schema"),
+    ],
+    ids=str,
+)
+def test_a_wrong_change_of_tools_is_named_by_its_place(tool: object, place: str) -> None:
+    addition = system([{"type": "tool_addition", "tool": tool}])
+    with pytest.raises(InvalidRequestError) as error:
+        _ = request(addition).offered_tools
+    assert error.value.param == f"messages[1].content[0].tool{place}"
