@@ -33,7 +33,7 @@ from tools.load.http import DONE, UnexpectedStatusError  # noqa: E402
 from tools.load.server import Server, serving  # noqa: E402
 
 CHAT = "/v1/chat/completions"
-TOLD_LIMIT, RED_LIMIT = 2.0, 1.0  # seconds
+REPORTED_LIMIT, RED_LIMIT = 2.0, 1.0  # seconds
 NODE_LIMIT = 3.0  # both agents' limits, if another machine does not answer
 CLIENTS = 4
 POLL_SECONDS = 0.05
@@ -94,7 +94,7 @@ class Client:
 
     def outcome(self, since: float) -> str:
         if self.ended is not None:
-            return "told" if self.error else "goes on"
+            return "reported" if self.error else "goes on"
         return "goes on" if self.events and self.events[-1] > since + 0.5 else "waits"
 
 
@@ -102,19 +102,15 @@ class Client:
 class Cell:
     """Effect of a fault, in seconds since it; None: not within the limit."""
 
-    told: float | None = None
+    reported: float | None = None
     goes_on: bool = False  # every client went on
     harms_bystanders: bool = False
     red: float | None = None
     again: float | None = None  # since the fault, or since it was undone
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A fault, and its undoing after all clients noticed it."""
-
-    strike: Callable[[], object]
-    undo: Callable[[], object] | None
+# striking of a fault, and its undoing after all clients noticed it
+Fault = tuple[Callable[[], object], Callable[[], object] | None]
 
 
 class OtherNode:
@@ -131,19 +127,19 @@ class OtherNode:
             return lambda: self.agent.signal(number)
 
         def cut(*ways: tuple[int, int]) -> Fault:
-            return Fault(lambda: self._cut(True, ways), lambda: self._cut(False, ways))
+            return lambda: self._cut(True, ways), lambda: self._cut(False, ways)
 
         def open_gap() -> None:
             self._cut(True, BOTH_WAYS)
             threading.Timer(GAP_SECONDS, self._cut, (False, BOTH_WAYS)).start()
 
         return {
-            "killed": Fault(self.agent.kill, self.start),
-            "stopped": Fault(send(signal.SIGSTOP), send(signal.SIGCONT)),
+            "killed": (self.agent.kill, self.start),
+            "stopped": (send(signal.SIGSTOP), send(signal.SIGCONT)),
             "link down": cut(*BOTH_WAYS),
             "hears nothing": cut((0, 1)),
             "is not heard": cut((1, 0)),
-            GAP: Fault(open_gap, None),
+            GAP: (open_gap, None),
         }
 
     def _cut(self, is_cut: bool, ways: tuple[tuple[int, int], ...]) -> None:
@@ -161,8 +157,8 @@ def faults_of(server: Server, part: str, node: OtherNode | None) -> dict[str, Fa
             os.kill(pid, number)
 
     return {
-        "killed": Fault(lambda: send(signal.SIGKILL), None),
-        "stopped": Fault(lambda: send(signal.SIGSTOP), lambda: send(signal.SIGCONT)),
+        "killed": (lambda: send(signal.SIGKILL), None),
+        "stopped": (lambda: send(signal.SIGSTOP), lambda: send(signal.SIGCONT)),
     }
 
 
@@ -279,29 +275,31 @@ async def measure(
     server: Server, part: str, state: str, *, name: str, node: OtherNode | None, limit: float
 ) -> Cell:
     clients = await enter(server, state, part=part, nonce=time.monotonic_ns() % 10**6)
-    fault = faults_of(server, part, node)[name]
+    strike, undo = faults_of(server, part, node)[name]
     since = time.monotonic()
-    fault.strike()
+    strike()
     if state == "idle":  # a request arrives before the fault is noticed
         clients.append(Client())
         is_constrained = part == "grammar process"
         body = body_for("decode", constrained=is_constrained, nonce=1, replica=replica_of(part))
         clients[-1].task = asyncio.create_task(clients[-1].run(server, body))
-    red = asyncio.create_task(first_red(server, since, STOPPED_SECONDS if fault.undo else limit))
+    red = asyncio.create_task(first_red(server, since, STOPPED_SECONDS if undo else limit))
     cell = Cell()
     back = since
-    if fault.undo is not None:
+    if undo is not None:
         settled = all_settled(clients, since)
         await wait_for(lambda: settled() and red.done(), STOPPED_SECONDS)
-        fault.undo()
+        undo()
         back = time.monotonic()
     cell.again = await first_answer(server, part, back, limit)
     await wait_for(all_settled(clients, back), max(0.0, since + limit - time.monotonic()))
-    told = [client for client in clients if client.outcome(back) == "told"]
+    reported = [client for client in clients if client.outcome(back) == "reported"]
     if all(client.outcome(back) != "waits" for client in clients):
-        cell.goes_on = not told
-        cell.harms_bystanders = any(client.is_bystander for client in told)
-        cell.told = max((client.ended or since) - since for client in told) if told else None
+        cell.goes_on = not reported
+        cell.harms_bystanders = any(client.is_bystander for client in reported)
+        cell.reported = (
+            max((client.ended or since) - since for client in reported) if reported else None
+        )
     if red.done():
         cell.red = red.result()
     red.cancel()
@@ -326,9 +324,9 @@ def text_of(cell: Cell, part: str, *, fault: str, restart: float) -> tuple[str, 
     has_others = is_front or is_replica or part == "grammar process"
     is_harmless = fault == GAP  # clients go on, and /readyz stays green
     is_node = part.startswith("node")
-    told_limit, red_limit = (NODE_LIMIT, NODE_LIMIT) if is_node else (TOLD_LIMIT, RED_LIMIT)
+    reported_limit, red_limit = (NODE_LIMIT, NODE_LIMIT) if is_node else (REPORTED_LIMIT, RED_LIMIT)
     parts = [
-        ("goes on", True) if cell.goes_on else _number(cell.told, told_limit),
+        ("goes on", True) if cell.goes_on else _number(cell.reported, reported_limit),
         _number(cell.red, red_limit, optional=has_others or is_harmless),
         _number(cell.again, restart),
     ]
@@ -379,7 +377,7 @@ def row(setup: str, part: str, *, fault: str, limit: float) -> tuple[list[str], 
             with started(options, num_servers, links=links) as (server, node, start_seconds):
                 measured = measure(server, part, state, name=fault, node=node, limit=limit)
                 cell = asyncio.run(measured)
-                restart = start_seconds + TOLD_LIMIT
+                restart = start_seconds + REPORTED_LIMIT
                 if is_alone and fault == "killed" and server.process.poll() is not None:
                     cell.again = 0.0  # an external supervisor restarts the server
                 text, is_good = text_of(cell, part, fault=fault, restart=restart)

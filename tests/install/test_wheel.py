@@ -32,19 +32,12 @@ class Installation:
     def start(
         self, *arguments: str, program: str = "negamax", **environment: str
     ) -> subprocess.Popen[str]:
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("PYTHON", "HF_"))
-        }
+        kept = {n: v for n, v in os.environ.items() if not n.startswith(("PYTHON", "HF_"))}
         return subprocess.Popen(
             [self.bin / program, *arguments],
-            cwd=self.folder,
+            cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**kept, "HF_HOME": str(self.folder / "hub"), **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        )  # fmt: skip
 
     def run(self, *arguments: str, program: str = "negamax", **environment: str) -> str:
         process = self.start(*arguments, program=program, **environment)
@@ -96,11 +89,11 @@ def test_every_module_finds_what_it_imports(installed: Installation) -> None:
     assert int(installed.run("-c", IMPORT_ALL, program="python")) > 200
 
 
-def test_help_and_generate(installed: Installation) -> None:
+def test_help_generate_and_doctor(installed: Installation) -> None:
+    """The hub's tests generate with the files of nano."""
     assert "serve" in installed.run("--help")
-    for name in ("nano", "nano-m3"):
-        assert "85" in installed.run("generate", name, *PROMPT)
-        assert f"-> negamax serve {name}\n" in installed.run("doctor")
+    assert "85" in installed.run("generate", "nano-m3", *PROMPT)
+    assert "-> negamax serve nano\n" in installed.run("doctor")
 
 
 def test_serve_and_bench_serve(installed: Installation) -> None:
@@ -109,11 +102,7 @@ def test_serve_and_bench_serve(installed: Installation) -> None:
         assert server.stdout is not None
         ready = re.search(r"(http://\S+)/v1", server.stdout.readline())
         assert ready is not None, server.communicate()[1]
-        body = {
-            "model": "nano",
-            "messages": [{"role": "user", "content": PROMPT[1]}],
-            "temperature": 0,
-        }
+        body = {"messages": [{"role": "user", "content": PROMPT[1]}], "temperature": 0}
         request = urllib.request.Request(
             f"{ready[1]}/v1/chat/completions",
             json.dumps(body).encode(),
@@ -124,10 +113,8 @@ def test_serve_and_bench_serve(installed: Installation) -> None:
         with urllib.request.urlopen(ready[1], timeout=120) as page:
             assert "<html" in page.read().decode()
         load = ("--num-prompts", "4", "--random-input-len", "20", "--random-output-len", "8")
-        assert re.search(
-            r"Successful requests:\s+4\b",
-            installed.run("bench", "serve", "--base-url", ready[1], *load),
-        )
+        printed = installed.run("bench", "serve", "--base-url", ready[1], *load)
+        assert re.search(r"Successful requests:\s+4\b", printed)
     finally:
         server.terminate()
         server.communicate(timeout=120)
@@ -141,9 +128,7 @@ def refusal(process: subprocess.Popen[str]) -> str:
     return errors.splitlines()[-1]
 
 
-def test_hub_ids_that_cannot_be_had_are_refused_in_a_line(
-    installed: Installation, hub: TinyHub
-) -> None:
+def test_unavailable_hub_ids_are_refused_in_a_line(installed: Installation, hub: TinyHub) -> None:
     hub.cuts, hub.cut_at = 10**6, 1000
     offline = {**hub.environment, "HF_HUB_OFFLINE": "1"}
     unreachable = {**hub.environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -164,7 +149,7 @@ def test_hub_ids_that_cannot_be_had_are_refused_in_a_line(
         assert line.startswith("negamax: error: model 'lab/") and words in line, line
 
 
-def test_a_hub_id_is_fetched_through_a_cut_and_then_found_offline(
+def test_interrupted_hub_download_resumes_and_serves_offline(
     installed: Installation, hub: TinyHub
 ) -> None:
     hub.cuts, hub.cut_at = 1, 11 * 2**20  # the client writes pieces of 10 MiB

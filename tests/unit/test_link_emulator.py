@@ -8,14 +8,6 @@ from tests.dist.link_emulator import Link, Settings
 PACKET_BYTES = 100
 
 
-@pytest.fixture
-def pipe() -> Iterator[tuple[int, int]]:
-    reader, writer = os.pipe2(os.O_NONBLOCK)
-    yield reader, writer
-    os.close(reader)
-    os.close(writer)
-
-
 def packet(number: int, *, port: int = 80, flags: int = 0x10) -> bytes:
     head = bytes([0x45, *bytes(8), 6, *bytes(10)])
     tcp = bytes(2) + port.to_bytes(2, "big") + bytes(9) + bytes([flags]) + bytes(6)
@@ -23,10 +15,11 @@ def packet(number: int, *, port: int = 80, flags: int = 0x10) -> bytes:
 
 
 class Ends:
-    def __init__(self, pipe: tuple[int, int], **settings: object) -> None:
-        self._reader, writer = pipe
-        self.link = Link(writer, seed=3)
-        self.link.settings = Settings(**settings)  # type: ignore[arg-type]
+    """The two ends of an emulated link."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK)
+        self.link = Link(self._writer, seed=3)
 
     def arrived(self, now: float) -> list[int]:
         self.link.deliver(now)
@@ -34,14 +27,23 @@ class Ends:
             data = os.read(self._reader, 60_000)
         except BlockingIOError:
             return []
-        return [
-            int.from_bytes(data[end - 2 : end], "big")
-            for end in range(PACKET_BYTES, len(data) + 1, PACKET_BYTES)
-        ]
+        ends = range(PACKET_BYTES, len(data) + 1, PACKET_BYTES)
+        return [int.from_bytes(data[end - 2 : end], "big") for end in ends]
+
+    def close(self) -> None:
+        os.close(self._reader)
+        os.close(self._writer)
 
 
-def test_packets_are_late_and_in_order(pipe: tuple[int, int]) -> None:
-    ends = Ends(pipe, delay=0.1, jitter=0.05)
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    found = Ends()
+    yield found
+    found.close()
+
+
+def test_packets_are_late_and_in_order(ends: Ends) -> None:
+    ends.link.settings = Settings(delay=0.1, jitter=0.05)
     for number in range(20):
         ends.link.take(packet(number), now=number / 1000)
     assert ends.arrived(0.049) == []
@@ -50,8 +52,8 @@ def test_packets_are_late_and_in_order(pipe: tuple[int, int]) -> None:
     assert some + ends.arrived(0.17) == list(range(20))
 
 
-def test_the_share_that_is_lost_and_a_cut(pipe: tuple[int, int]) -> None:
-    ends = Ends(pipe, loss=0.25)
+def test_the_share_that_is_lost_and_a_cut(ends: Ends) -> None:
+    ends.link.settings = Settings(loss=0.25)
     for number in range(400):
         ends.link.take(packet(number), now=0.0)
     kept = ends.arrived(0.0)
@@ -61,8 +63,8 @@ def test_the_share_that_is_lost_and_a_cut(pipe: tuple[int, int]) -> None:
     assert ends.arrived(1.0) == []
 
 
-def test_a_limited_rate_delays_and_drops_what_waits_too_long(pipe: tuple[int, int]) -> None:
-    ends = Ends(pipe, rate=8 * PACKET_BYTES * 100, queue=0.1)  # 100 packets a second
+def test_a_limited_rate_delays_and_drops_what_waits_too_long(ends: Ends) -> None:
+    ends.link.settings = Settings(rate=8 * PACKET_BYTES * 100, queue=0.1)  # 100 packets a second
     for number in range(50):
         ends.link.take(packet(number), now=0.0)
     assert ends.link.num_dropped == 40
@@ -70,8 +72,8 @@ def test_a_limited_rate_delays_and_drops_what_waits_too_long(pipe: tuple[int, in
     assert ends.arrived(0.101) == [5, 6, 7, 8, 9]
 
 
-def test_no_connection_is_made_to_closed_ports(pipe: tuple[int, int]) -> None:
-    ends = Ends(pipe, closed_ports=[1000, 2000])
+def test_no_connection_is_made_to_closed_ports(ends: Ends) -> None:
+    ends.link.settings = Settings(closed_ports=[1000, 2000])
     syn, syn_ack, ack = 0x02, 0x12, 0x10
     for number, (port, flags) in enumerate(
         [(1000, syn), (2000, syn), (999, syn), (2001, syn), (1500, ack), (1500, syn_ack)]
