@@ -68,24 +68,6 @@ def test_a_name_of_several_prompts_ends_them_all(http: httpx.Client) -> None:
         assert http.post("/abort_request", json={"rid": "r"}).json() == {"num_aborted": 1}
 
 
-def test_aborts_reach_the_requests_of_the_same_key_alone(keyed: Server) -> None:
-    with (
-        as_holder(keyed, "anna") as anna,
-        as_holder(keyed, "bert") as bert,
-        as_holder(keyed, "root") as root,
-    ):
-        one = begin(anna, rid="mine")
-        next(one)
-        assert bert.post("/abort_request", json={"rid": "mine"}).json() == {"num_aborted": 0}
-        next(one)
-        assert anna.post("/abort_request", json={"rid": "mine"}).json() == {"num_aborted": 1}
-        list(one)
-        other = begin(anna, rid="other")
-        next(other)
-        assert root.post("/abort_request", json={"rid": "other"}).json() == {"num_aborted": 1}
-        list(other)
-
-
 def test_operations_on_all_need_the_admin_key(keyed: Server) -> None:
     with as_holder(keyed, "anna") as anna, as_holder(keyed, "root") as root:
         one = begin(anna)

@@ -94,6 +94,11 @@ def test_aborts_end_what_their_own_key_asked_for(keyed: Server, one: int, other:
         with holder(keyed, "anna", other) as same:
             assert same.post("/abort_request", json={"rid": "mine"}).json() == {"num_aborted": 1}
         assert len(list(running)) < FOREVER["max_tokens"]
+        running = begin(anna, rid="other")
+        next(running)
+        with as_holder(keyed, "root") as root:
+            assert root.post("/abort_request", json={"rid": "other"}).json() == {"num_aborted": 1}
+        list(running)
 
 
 def test_internal_routes_are_closed_to_clients(keyed: Server) -> None:

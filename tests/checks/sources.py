@@ -22,13 +22,26 @@ def nodes(path: Path) -> list[ast.AST]:
 @cache
 def imports(path: Path) -> tuple[str, ...]:
     """Return the modules that `path` imports, and the names that it takes from them."""
-    found: list[str] = []
-    for node in nodes(path):
+    return find_imports(nodes(path))
+
+
+def top_imports(path: Path) -> tuple[str, ...]:
+    """Return those that importing `path` imports: outside of functions."""
+    found = list[ast.AST](tree(path).body)
+    for node in found:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found += ast.iter_child_nodes(node)
+    return find_imports(found)
+
+
+def find_imports(found: list[ast.AST]) -> tuple[str, ...]:
+    names: list[str] = []
+    for node in found:
         if isinstance(node, ast.Import):
-            found += (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
-    return tuple(found)
+            names += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+    return tuple(names)
 
 
 def room(path: Path) -> str:

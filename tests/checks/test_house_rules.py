@@ -1,6 +1,7 @@
 """House rules beyond linters: single entry points, forbidden means, file and function sizes."""
 
 import ast
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ FILE_LINES = 600
 KERNEL_FILE_LINES = 900
 FUNCTION_LINES = 105  # without the signature
 ASSET_BYTES = 41_500_000
+VENDOR_BYTES = 600_000  # of the chat page
 
 
 @cache
@@ -121,3 +123,17 @@ def test_clients_of_tests_are_patient() -> None:
         and "timeout" not in [keyword.arg for keyword in node.keywords]
     ]
     assert hasty == []
+
+
+VENDOR = PACKAGE / "api" / "playground" / "vendor"
+
+
+def test_libraries_of_the_chat_page_comply_with_its_policy_and_are_licensed() -> None:
+    modules = {path.name: path.read_text(encoding="utf-8") for path in VENDOR.glob("*.js")}
+    assert modules.keys() == {"highlight.js", "markdown.js", "temml.js"}
+    assert sum(path.stat().st_size for path in VENDOR.iterdir()) < VENDOR_BYTES
+    assert not [name for name, text in modules.items() if re.search(r"new Function\(|eval\(", text)]
+    licenses = (VENDOR / "LICENSES.txt").read_text(encoding="utf-8")
+    package = ROOT / "tools" / "vendor_playground" / "package.json"
+    for name, version in json.loads(package.read_text(encoding="utf-8"))["dependencies"].items():
+        assert f"\n{name} {version} (" in licenses, name

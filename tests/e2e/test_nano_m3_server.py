@@ -115,32 +115,6 @@ def test_structured_output_follows_the_thinking(http: httpx.Client) -> None:
         assert bool(message["reasoning"]) == (mode == "enabled")
 
 
-def test_responses_and_messages_call_the_tool(m3: Server, client: openai.OpenAI) -> None:
-    import anthropic
-
-    function = WEATHER["function"]
-    made = client.responses.create(
-        **GREEDY,
-        input=WEATHER_QUESTION,
-        tools=[{"type": "function", **function}],  # type: ignore[dict-item, call-overload]
-    )
-    (call,) = [item for item in made.output if item.type == "function_call"]
-    assert json.loads(call.arguments) == {"city": "Paris"}
-    assert any(item.type == "reasoning" for item in made.output)
-    tool = {"name": "get_weather", "input_schema": function["parameters"]}  # type: ignore[index]
-    with anthropic.Anthropic(base_url=m3.url, api_key="unused", max_retries=0) as claude:
-        answer = claude.messages.create(
-            model=MODEL,
-            max_tokens=300,
-            messages=WEATHER_QUESTION,
-            tools=[tool],
-            extra_body={"temperature": 0},
-        )
-    kinds = [block.type for block in answer.content]
-    assert kinds == ["thinking", "tool_use"] and answer.stop_reason == "tool_use"
-    assert answer.content[1].input == {"city": "Paris"}
-
-
 def test_without_tools_what_looks_like_a_call_is_text(http: httpx.Client) -> None:
     opener = "]<]minimax[>[<tool_call>"
     found = chat(http, structured_outputs={"choice": [opener]}, thinking={"type": "disabled"})
@@ -167,9 +141,7 @@ def test_concurrent_long_prompts_find_their_facts_and_their_prefixes(
         return found
 
     with ThreadPoolExecutor(6) as pool:
-        first = list(pool.map(ask, problems))
-    with ThreadPoolExecutor(6) as pool:
-        second = list(pool.map(ask, problems))
+        first, second = list(pool.map(ask, problems)), list(pool.map(ask, problems))
     for problem, once, again in zip(problems, first, second, strict=True):
         assert problem.fact is not None
         content = once["choices"][0]["message"]["content"]
