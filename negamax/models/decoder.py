@@ -90,16 +90,9 @@ class DecoderLayer:
     ) -> None:
         """`norms`: names of the norms before the attention and before the MLP."""
         self.attention, self.mlp = attention, mlp
+        shared: dict[str, Any] = {"gemma": gemma, "kernels": kernels, "weights": weights}
         self.input_norm, self._post_norm = (
-            RmsNorm(
-                name,
-                hidden_size,
-                eps=eps,
-                activation=block.activation,
-                gemma=gemma,
-                kernels=kernels,
-                weights=weights,
-            )
+            RmsNorm(name, hidden_size, eps=eps, activation=block.activation, **shared)
             for name, block in zip(norms, (attention, mlp), strict=True)
         )
         parts = (self.input_norm, attention, self._post_norm, mlp)
@@ -183,15 +176,8 @@ class Decoder:
         self.is_last_stage = context.layout.is_last_stage
         shared |= {"kernels": kernels, "weights": weights}
         # (without weight on other stages: it completes the residual stream)
-        self._norm = RmsNorm(
-            names.norm,
-            spec.hidden_size,
-            eps=eps,
-            activation=None,
-            gemma=gemma,
-            kernels=kernels,
-            weights=weights,
-        )
+        own: dict[str, Any] = {"gemma": gemma, "kernels": kernels, "weights": weights}
+        self._norm = RmsNorm(names.norm, spec.hidden_size, eps=eps, activation=None, **own)
         if self.is_last_stage:
             self._head = VocabHead(names.head, vocab_shape, **shared)
             slots += [*self._norm.slots, *self._head.slots]

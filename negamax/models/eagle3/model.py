@@ -74,9 +74,8 @@ class _Biases:
         self.slots, targets = [], self.qkv.split([len(part.rows) for part in parts])
         for part, target in zip(parts, targets, strict=True):
             name = part.name.removesuffix("weight") + "bias"
-            self.slots.append(
-                WeightSlot(name, (part.total_rows,), target=target, region=(part.rows,))
-            )
+            slot = WeightSlot(name, (part.total_rows,), target=target, region=(part.rows,))
+            self.slots.append(slot)
         name = f"{names.projection(layer, 'o')}.bias"
         target = None if rank else self.out
         self.slots.append(WeightSlot(name, (hidden_size,), target=target, optional=True))
@@ -107,13 +106,8 @@ class _Attention:
         )
         inputs = spec.hidden_size if layer else 2 * spec.hidden_size
         self._qkv = ColumnParallel(parts, inputs, **shared)
-        self._out = RowParallel(
-            out,
-            (spec.hidden_size, q_total),
-            columns=q_rows,
-            group=context.attention_group,
-            **shared,
-        )
+        shape, group = (spec.hidden_size, q_total), context.attention_group
+        self._out = RowParallel(out, shape, columns=q_rows, group=group, **shared)
         self._rope_write = kernels[ROPE_WRITE].run
         self._decode, self._prefill = kernels[DECODE].run, kernels[PREFILL].run
         self._biases = None
@@ -162,14 +156,9 @@ class _Layer:
     ) -> None:
         shared: dict[str, Any] = {"kernels": kernels, "weights": weights}
         self._attention = _Attention(spec, layer, context=context, **shared)
-        self._mlp = Mlp(
-            names.mlp(layer),
-            hidden_size=spec.hidden_size,
-            width=spec.intermediate_size,
-            activation=SILU,
-            context=context,
-            **shared,
-        )
+        hidden, width, own = spec.hidden_size, spec.intermediate_size, names.mlp(layer)
+        sizes: dict[str, Any] = {"hidden_size": hidden, "width": width, "activation": SILU}
+        self._mlp = Mlp(own, context=context, **sizes, **shared)
         norms = [
             RmsNorm(name, spec.hidden_size, eps=spec.rms_norm_eps, activation=None, **shared)
             for name in names.norms(layer)[: 2 if layer else 3]
@@ -272,20 +261,13 @@ class Eagle3Draft:
         if spec.own_head:
             rows = ProjectionPart(names.HEAD, spec.draft_vocab_size, self.vocab_range)
             self._head = ColumnParallel([rows], hidden, **shared)
-            slots += [*self._head.slots, WeightSlot(
-                names.D2T, (spec.draft_vocab_size,), target=self._offsets,
-                stored=StoredPart(_OFFSETS), optional=not spec.is_pruned,
-            )]  # fmt: skip
+            offsets: dict[str, Any] = {"target": self._offsets, "stored": StoredPart(_OFFSETS)}
+            shape, optional = (spec.draft_vocab_size,), not spec.is_pruned
+            own = WeightSlot(names.D2T, shape, optional=optional, **offsets)
+            slots += [*self._head.slots, own]
         self._marks = torch.zeros(spec.vocab_size, dtype=torch.bool, device=weights.device)
-        slots.append(
-            WeightSlot(
-                names.T2D,
-                (spec.vocab_size,),
-                target=self._marks,
-                stored=StoredPart(_MARKS),
-                optional=True,
-            )
-        )
+        marks: dict[str, Any] = {"target": self._marks, "stored": StoredPart(_MARKS)}
+        slots.append(WeightSlot(names.T2D, (spec.vocab_size,), optional=True, **marks))
         view = layout.attention
         kv_heads = len(view.kv_heads(spec.num_kv_heads))
         self._kind = GroupedQueryKind(
@@ -360,19 +342,16 @@ class Eagle3Draft:
         if self._rotation_back is not None:
             streams = [stream @ self._rotation_back for stream in streams]
         if self.spec.fc_norm:
-            streams = [
-                _run_norm(norms[names.fc_norm(number)], stream)
-                for number, stream in enumerate(streams)
-            ]
+            own = (norms[names.fc_norm(number)] for number in range(len(streams)))
+            streams = [_run_norm(norm, stream) for norm, stream in zip(own, streams, strict=True)]
         columns = self._columns
         if self.spec.norm_before_fc:
             joined = _run_norm(norms[names.FC_INPUT_NORM], torch.cat(list(streams), dim=-1))
             return self._fc(joined[:, columns.start : columns.stop].contiguous())
         width, shares = self.spec.target_hidden_size, []
         for number, stream in enumerate(streams):
-            start, stop = (
-                min(max(end - number * width, 0), width) for end in (columns.start, columns.stop)
-            )
+            ends = (end - number * width for end in (columns.start, columns.stop))
+            start, stop = (min(max(end, 0), width) for end in ends)
             shares.append(stream[:, start:stop])
         return self._fc(torch.cat(shares, dim=-1))
 

@@ -181,8 +181,8 @@ class M3Calls(CallStyle):
     forbidden = "spaces, quotes and brackets"
 
     def block(self, calls: Format) -> Format:
-        tags = {"begin": f"{MARKER}<tool_call>\n", "end": f"{MARKER}</tool_call>"}
-        return {"type": "tag", "content": calls, **tags}
+        begin, end = f"{MARKER}<tool_call>\n", f"{MARKER}</tool_call>"
+        return {"type": "tag", "begin": begin, "content": calls, "end": end}
 
     def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
         # readers also accept an opener without its marker

@@ -27,15 +27,9 @@ def build(
     shared: dict[str, Any] = {"context": context, "weights": weights, "kernels": kernels}
     numbers = context.layout.layers(spec.num_layers)
     layers = [_build_layer(spec, layer, **shared) for layer in numbers]
-    return Decoder(
-        spec,
-        layers,
-        _build_kinds(spec, layers, context=context, weights=weights, kernels=kernels),
-        names=minimax_names.DECODER,
-        eps=spec.rms_norm_eps,
-        gemma=True,
-        **shared,
-    )
+    norm: dict[str, Any] = {"eps": spec.rms_norm_eps, "gemma": True}
+    kinds = _build_kinds(spec, layers, **shared)
+    return Decoder(spec, layers, kinds, names=minimax_names.DECODER, **norm, **shared)
 
 
 def _build_layer(
@@ -72,13 +66,8 @@ def _build_attention(
 def _build_mlp(spec: MiniMaxM3Spec, layer: int, **shared: Any) -> SparseMoe | Mlp:
     swiglu = SwiGlu(alpha=spec.swiglu_alpha, limit=spec.swiglu_limit, beta=1.0)
     if not spec.moe_layers[layer]:
-        return Mlp(
-            names.mlp(layer),
-            hidden_size=spec.hidden_size,
-            width=spec.dense_width,
-            activation=swiglu,
-            **shared,
-        )
+        sizes = {"hidden_size": spec.hidden_size, "width": spec.dense_width}
+        return Mlp(names.mlp(layer), activation=swiglu, **sizes, **shared)
     return SparseMoe(
         names.moe(layer),
         layer=layer,

@@ -36,13 +36,8 @@ def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Form
         case "json_object":
             return json_format({"type": "object"})
         case "json_schema":
-            return json_format(
-                prepared(
-                    parse_json(grammar.text, what="JSON schema"),
-                    strict=grammar.strict,
-                    budget=budget,
-                )
-            )
+            schema = parse_json(grammar.text, what="JSON schema")
+            return json_format(prepared(schema, strict=grammar.strict, budget=budget))
         case "regex":
             return {"type": "regex", "pattern": grammar.text}
         case "choice":
@@ -53,9 +48,8 @@ def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Form
             return _read_format(parse_json(grammar.text, what="structural tag"), budget)
         case "tool_calls":
             rules = read_rules(grammar.text)
-            content = (
-                None if rules.content is None else content_format(rules.content, budget, styles)
-            )
+            inner = rules.content
+            content = None if inner is None else content_format(inner, budget, styles)
             return calls_format(rules, styles, content=content, budget=budget)
 
 
@@ -71,10 +65,8 @@ def _prepend_reasoning(reasoning: Reasoning | None, content: Format) -> Format:
     inside: Format = {"type": "any_text", "excludes": [reasoning.closer.text]}
     if reasoning.closer.token_id is not None:
         tags = (reasoning.opener, reasoning.closer, reasoning.call_opener)
-        inside = {
-            "type": "any_tokens",
-            "exclude_tokens": [tag.token_id for tag in tags if tag.token_id is not None],
-        }
+        excluded = [tag.token_id for tag in tags if tag.token_id is not None]
+        inside = {"type": "any_tokens", "exclude_tokens": excluded}
     block = sequence([marker(reasoning.opener), inside, closer])
     return sequence([optional(any_of([block, closer])), content])
 
@@ -85,10 +77,8 @@ def _bound_whitespace(part: Any) -> Any:
         return [_bound_whitespace(item) for item in part]
     if not isinstance(part, dict):
         return part
-    made = {
-        key: value if key == "json_schema" else _bound_whitespace(value)
-        for key, value in part.items()
-    }
+    inner = {key: _bound_whitespace(value) for key, value in part.items() if key != "json_schema"}
+    made = {**part, **inner}
     if made.get("type") == "json_schema" and made.get("max_whitespace_cnt") is None:
         made["max_whitespace_cnt"] = MAX_WHITESPACE
     return made
@@ -104,17 +94,10 @@ def _read_format(value: Any, budget: Budget) -> Format:
         refuse_grammar("the structural tag has neither a 'format' nor 'structures' and 'triggers'")
     tags = []
     for structure in structures:
-        if not isinstance(structure, dict) or not all(
-            isinstance(structure.get(name), str) for name in ("begin", "end")
-        ):
+        given = structure if isinstance(structure, dict) else {}
+        begin, end = given.get("begin"), given.get("end")
+        if not isinstance(begin, str) or not isinstance(end, str):
             refuse_grammar("a structure of the structural tag lacks 'begin' or 'end'")
-        schema = prepared(structure.get("schema", True), strict=False, budget=budget)
-        tags.append(
-            {
-                "type": "tag",
-                "begin": structure["begin"],
-                "content": json_format(schema),
-                "end": structure["end"],
-            }
-        )
+        content = json_format(prepared(given.get("schema", True), strict=False, budget=budget))
+        tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}

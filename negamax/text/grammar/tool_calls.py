@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from negamax.text.schema_walk import TYPES, infer_container, split_pointer
 
 NAME = re.compile(r"[^\"<>\n]+")  # names that a tag can have
 _DEFINITIONS = ("$defs", "definitions")
+_BRANCHES = {"anyOf": inf, "oneOf": inf, "allOf": 1}  # and the most that are followed
 _REFERENCE = re.compile(r'"\$ref": ("(?:[^"\\]|\\.)*")')
 
 # String formats that are enforced in unquoted strings; others are ignored.
@@ -99,15 +101,11 @@ class CallStyle(ABC):
             listed = node.get("properties")
             branches = node.get("anyOf", node.get("oneOf"))
             if isinstance(branches, list) and branches and not listed:
-                return any_of(
-                    [self.arguments(branch, root=root, depth=depth) for branch in branches]
-                )
-            required = node.get("required")
-            required = (
-                {name for name in required if isinstance(name, str)}
-                if isinstance(required, list)
-                else set()
-            )
+                inner = {"root": root, "depth": depth}
+                return any_of([self.arguments(branch, **inner) for branch in branches])
+            names = node.get("required")
+            names = names if isinstance(names, list) else ()
+            required = {name for name in names if isinstance(name, str)}
             parts = []
             for key, schema in listed.items() if isinstance(listed, Mapping) else ():
                 part = self.argument(key, self.value(schema, root=root, depth=depth + 1))
@@ -126,28 +124,18 @@ class CallStyle(ABC):
                 return self.raw()
             listed = [node["const"]] if "const" in node else node.get("enum")
             if isinstance(listed, list) and listed:
-                texts = [
-                    value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                    for value in listed
-                ]
-                return any_of([self._spend_size(const(text)) for text in dict.fromkeys(texts)])
-            for keyword in ("anyOf", "oneOf", "allOf"):
+                texts = dict.fromkeys(map(_spell, listed))
+                return any_of([self._spend_size(const(text)) for text in texts])
+            for keyword, most in _BRANCHES.items():
                 branches = node.get(keyword)
-                if (
-                    isinstance(branches, list)
-                    and branches
-                    and (keyword != "allOf" or len(branches) == 1)
-                ):
-                    return self._one_of(
-                        [self.value(branch, root=root, depth=depth + 1) for branch in branches]
-                    )
+                if isinstance(branches, list) and 0 < len(branches) <= most:
+                    inner = {"root": root, "depth": depth + 1}
+                    return self._one_of([self.value(branch, **inner) for branch in branches])
             declared = node.get("type")
-            if isinstance(declared, list) and (
-                names := [name for name in TYPES if name in declared]
-            ):
-                return self._one_of(
-                    [self.value({**node, "type": name}, root=root, depth=depth) for name in names]
-                )
+            names = [name for name in TYPES if isinstance(declared, list) and name in declared]
+            if names:
+                alike = ({**node, "type": name} for name in names)
+                return self._one_of([self.value(one, root=root, depth=depth) for one in alike])
             if declared is None:
                 declared = infer_container(node) or "string"
             if declared == "string":
@@ -212,14 +200,17 @@ class CallStyle(ABC):
         rest = self.raw(most=None if most is None else max(0, most - (least or 0)))
         if not least:
             return rest
-        return sequence(
-            [{"type": "regex", "pattern": f"[^{re.escape(self.end_of_text[0])}]{{{least}}}"}, rest]
-        )
+        first = f"[^{re.escape(self.end_of_text[0])}]{{{least}}}"
+        return sequence([{"type": "regex", "pattern": first}, rest])
 
     def _one_of(self, branches: list[Format]) -> Format:
         """Return one of `branches`; free text if any branch is free."""
         free = self.raw()
         return free if free in branches else any_of(branches)
+
+
+def _spell(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def count(value: Any) -> int | None:
