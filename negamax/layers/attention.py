@@ -132,13 +132,11 @@ class GroupedQueryKind(PagedKind):
 
 
 class Attention:
-    """q, k, v projection; RMS norm of q and of k; rope; attention; output projection.
-
-    The norms cover all heads together, or each head alone (`norm_per_head`); with `gemma_norm` they
-    scale by 1 + the checkpoint's weights. A rank holds `heads / tp` query heads and `kv_heads / tp`
-    KV heads. With more ranks than KV heads, adjacent ranks hold copies of one KV head and of
-    its slice of the K-norm weight. If these ranks shard its cache by blocks (DCP), each projects
-    the query heads of all of them.
+    """q, k, v projection; RMS norm of q and of k, over all heads or each (`norm_per_head`;
+    `gemma_norm`: by 1 + the weights); rope; attention; output projection. A rank holds `heads / tp`
+    query heads and `kv_heads / tp` KV heads; with more ranks than KV heads, adjacent ranks hold
+    copies of one. If these shard its cache by blocks (DCP), each projects the query heads of all of
+    them.
     """
 
     def __init__(

@@ -26,14 +26,11 @@ _ROWS = 4096  # rows of an embedding changed at a time
 
 
 class RmsNorm:
-    """Completes a sum over the ranks, adds it to the residual stream, then applies RMS norm with a
-    learned weight.
-
-    The residual stream and the norm are replicated on every rank. Large batches on GPUs are the
-    exception: from the first to the last norm of a step, each rank then keeps a shard of the rows
-    (`kernels/collectives/triton.py`). `activation`: the form of the activations that the next layer
-    takes. `gemma`: the weight is stored less 1. `prepared`: the weight for fused kernels that
-    include `norm.add_rms`.
+    """Completes a sum over the ranks, adds it to the residual stream, then applies RMS norm. Every
+    rank has the stream; with large batches on GPUs, each keeps a shard of its rows from the first
+    to the last norm of a step (`kernels/collectives/triton.py`). `activation`: the form that the
+    next layer takes. `gemma`: the weight is stored less 1. `prepared`: the weight for fused
+    kernels.
     """
 
     def __init__(

@@ -82,12 +82,9 @@ class BlockSparseKind(PagedKind):
 
 class BlockSparseAttention:
     """q, k, v, index q and index k projection; RMS norm of each head except v; rope; block
-    selection; attention; output projection.
-
-    A rank holds `heads / tp` query heads, `kv_heads / tp` KV heads and their index heads. With more
-    ranks than KV heads, adjacent ranks hold copies of one. If these ranks shard its cache by
-    blocks (DCP), each projects the query heads of all of them. `gemma_norm`: norms scale by 1 + the
-    checkpoint's weights. With a shard of the index keys, a rank has the index queries of all heads.
+    selection; attention; output projection. Heads are split as in `Attention`, index heads with
+    their KV heads; with a shard of the index keys, a rank has the index queries of all heads.
+    `gemma_norm`: norms scale by 1 + the checkpoint's weights.
     """
 
     def __init__(

@@ -30,12 +30,9 @@ ALL_TOKENS = StepTokens()
 
 
 class SparseMoe:
-    """Router (replicated, fp32) and SwiGLU experts, split by expert and by width as in the layout's
-    expert group.
-
-    The shared expert is one more expert of the same launches, selected for every token. If its
-    format or size differs, or ranks hold different experts, it is a separate `Mlp`, split by width
-    over the ranks with the same tokens.
+    """Router (replicated, fp32) and SwiGLU experts, split by expert and by width. The shared expert
+    is one more expert, selected for every token; if its format or size differs, or ranks hold
+    different experts, a separate `Mlp`, split by width over the ranks with the same tokens.
     """
 
     def __init__(

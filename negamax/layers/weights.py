@@ -35,14 +35,11 @@ class StoredPart:
 
 
 class WeightSlot:
-    """The destination of one checkpoint tensor on this rank. Single writer: the loader.
-
-    `shape` is the tensor's full shape in the checkpoint. `target` is the parameter (or a view of a
-    fused one) that receives the part `region` of the tensor, one range per dimension; None: this
-    rank keeps nothing. `source`: the format of the matrix in the checkpoint. Without `stored`, the
-    slot takes the dequantized matrix; otherwise that tensor of it. `optional`: a checkpoint may
-    lack the tensor. `reason`: why a matrix is dequantized, for the log. The slot drops its target
-    once written, so that a layer can free the plain copy when it packs its weights.
+    """The destination of one checkpoint tensor of `shape` on this rank. Single writer: the loader.
+    `target`: parameter or view that receives the part `region`, one range per dimension; None: this
+    rank keeps nothing. It is dropped once written. `source`: the matrix's format in the checkpoint.
+    Without `stored`, the slot takes the dequantized matrix; otherwise that tensor of it.
+    `optional`: it may be absent. `reason`: why a matrix is dequantized, for the log.
     """
 
     def __init__(
@@ -170,11 +167,9 @@ class WeightSlot:
 
 
 class MatrixWeight:
-    """One rank's matrices in one parameter, in the format that their kernel reads.
-
-    `shape` is [..., rows, columns] on this rank; `slots` fill it from checkpoint tensors. Unfilled
-    entries are zeros; scales per matrix are ones, because some formats divide by them. Padding rows
-    are therefore 0 in every format, so padding columns of the next matrix multiply zeros.
+    """One rank's matrices [..., rows, columns] in one parameter, in the format that their kernel
+    reads. Unfilled entries are zeros, scales per matrix ones: some formats divide by them. So
+    padding rows are 0 in every format.
     """
 
     def __init__(
@@ -209,11 +204,8 @@ class MatrixWeight:
         region: Region | None,
         at: tuple[int, ...] = (0,),
     ) -> list[WeightSlot]:
-        """Return the slots of one matrix, by its plain name `name`. This rank keeps `region` (None:
-        nothing).
-
-        `at`: destination, as leading indices and the first row. The region must not cut a group of
-        the held format, whose groups may be smaller than those of the checkpoint.
+        """Return the slots of the matrix `name`, of which this rank keeps `region` (None: nothing)
+        at leading indices and first row `at`. The region must not cut a group of the held format.
         """
         source = self._weights.stored(name)
         if self.format is PLAIN:
@@ -282,13 +274,10 @@ def choose_kernel(
     columns: int,
     shares: Iterable[tuple[Axis, int]] = (),
 ) -> tuple[Kernel[P, R], TensorFormat, str]:
-    """Choose the kernel for the matrices `names`, which share parameters.
-
-    Returns the kernel, the format of its weights, and for the log why it differs from the
-    checkpoint's. `columns`: of one matrix on this rank (experts: gate and up only; down has whole
-    units); `shares`: rows or columns per rank of one matrix. The checkpoint's format is kept if all
-    matrices have it, a kernel reads it and no shard cuts a group. Otherwise the weights are
-    dequantized at load.
+    """Choose the kernel for the matrices `names`, which share parameters, the format of its
+    weights, and for the log why it differs from the checkpoint's: that is kept if all matrices have
+    it, a kernel reads it and no shard cuts a group. `columns`: of one matrix on this rank;
+    `shares`: rows or columns per rank of one matrix.
     """
     if not weights.keep_quantized:
         return kernels[op], PLAIN, "this dtype is used on every device"

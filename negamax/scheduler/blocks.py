@@ -5,11 +5,9 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """Reference counts over `num_blocks` KV blocks, and an index from content hash to block.
-
-    A block is *held* (count above 0) or free. A free block is *blank* or still *cached*: its
-    content is indexed, and `share` can hold it again. Blank blocks are allocated first, then cached
-    ones, least recently released first. Single writer: the scheduler.
+    """Reference counts over KV blocks, and an index from content hash to block. A block is *held*
+    (count above 0) or free: *blank* or still *cached*, which `share` can hold again. Blank blocks
+    are allocated first, then cached ones, least recently released first.
     """
 
     __slots__ = (

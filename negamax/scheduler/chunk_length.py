@@ -12,10 +12,8 @@ class ChunkLength(Protocol):
     """Chooses the length of each chunk, from the arguments alone."""
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
-        """Return (tokens to run, budget that they use), both at least 1.
-
-        `left`: remaining tokens of the sequence, at least 1; `computed`: tokens before them;
-        `budget`: room in the step, at least 1. The used budget is at least the number of tokens.
+        """Return (tokens to run, budget they use, at least as many), both at least 1. `left`:
+        remaining tokens of the sequence, after `computed` ones; `budget`: room in the step.
         """
 
 

@@ -20,10 +20,8 @@ def rank_loads(loads: Sequence[int], slots: Slots, num_ranks: int) -> list[float
 
 
 def best_placement(loads: Sequence[int], current: Slots, num_ranks: int) -> list[int]:
-    """Return the placement whose busiest rank has the least load.
-
-    The candidates are the packed, the `current` and the ordered placement; `current` wins ties. The
-    packed one keeps as many experts in place as possible.
+    """Return the placement whose busiest rank has the least load: packed with experts in place
+    where possible, `current` (which wins ties) or ordered.
     """
     num_slots = len(current)
     packed = pack(loads, copies_of(loads, num_slots, num_ranks), num_ranks)
@@ -105,10 +103,8 @@ def settle(wanted: Sequence[int], held: Slots) -> list[int]:
 
 
 def next_moves(current: Slots, target: Slots, num_ranks: int) -> list[tuple[int, int]]:
-    """Return simultaneous moves (from slot, to slot) towards `target`, which has every expert.
-
-    A rank sends and receives one expert at most, and no expert is ever without a slot. Each call
-    reduces the number of wrong slots. Empty once each rank has its experts of `target`.
+    """Return simultaneous moves (from slot, to slot) towards `target`; empty once ranks have its
+    experts. A rank sends and receives one expert at most, and no expert is ever without a slot.
     """
     per_rank = len(current) // num_ranks
     goal: list[int] = []

@@ -17,12 +17,9 @@ SEED_LIMIT = 2**63
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters of a request.
-
-    `resolved` replaces a field of None by the model's default (its generation_config.json). Names
-    and meanings are those of vLLM's SamplingParams. `temperature=0` is greedy. `top_k` 0 or -1
-    turns top-k off. Token ids refer to the model's vocabulary. Errors: `InvalidRequestError` from
-    `check`, naming the field, the value and the limit.
+    """Sampling parameters of a request, named as in vLLM. `resolved` replaces None by the model's
+    default (its generation_config.json). `temperature=0` is greedy; `top_k` 0 or -1 is off. Errors:
+    `InvalidRequestError` from `check`, naming the field, the value and the limit.
     """
 
     n: int = 1

@@ -19,11 +19,9 @@ class RequestTable:
         self._last_turns: dict[str, int] = {}  # turn of each tenant's latest request
 
     def add(self, request: GenerateRequest, *, num_waiting: int) -> Sequence:
-        """Make the sequence of a request with resolved sampling; `num_waiting` others wait.
-
-        Errors: ContextLengthError if the prompt leaves no room for output; InvalidRequestError for
-        an empty prompt, an id in use or a request larger than the pool; OverloadedError if the
-        queue is full.
+        """Make the sequence of a resolved request. Errors: ContextLengthError without room for
+        output; InvalidRequestError for an empty prompt, a used id or too large a request;
+        OverloadedError.
         """
         limits, max_tokens = self._limits, request.sampling.max_tokens
         assert max_tokens is not None, "sampling must be resolved before it gets here"

@@ -201,12 +201,8 @@ class Scheduler:
     def commit(
         self, plan: StepPlan, result: StepResult, *, seconds: float = 0.0
     ) -> list[SequenceUpdate]:
-        """Apply the result of the oldest uncommitted plan: one update per sequence that gained
-        tokens or ended.
-
-        Rows of sequences that have ended are dropped. `result.token_ids` has an entry for every row
-        with `needs_sampling`, failed rows included, and one per accepted draft token. `seconds`:
-        duration of the step, 0 if unknown.
+        """Apply the oldest uncommitted plan's result: an update per sequence that gained tokens or
+        ended. Rows of ended sequences are dropped. `seconds`: duration of the step, 0 if unknown.
         """
         step = self._take_in_flight(plan)
         postponed = step.postponed
@@ -293,12 +289,9 @@ class Scheduler:
         return [self._end(sequence, message) for sequence in sequences if not sequence.finished]
 
     def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
-        """Plan one row for each running sequence with one token left to run, with up to
-        `most_drafts` of its proposed draft tokens. Returns the other sequences, in order.
-
-        The budget suffices: a sequence is only admitted to a step in which every running sequence
-        has a row and a token is left over. Drafts use what remains after one token for each running
-        sequence.
+        """Plan a row for each running sequence with one token left, with up to `most_drafts` of its
+        drafts from the budget that remains; return the others, in order. The budget suffices:
+        admission leaves a token for every running sequence.
         """
         prefills: list[Sequence] = []
         sequences, slots, num_postponed = builder.sequences, builder.slots, 0
@@ -401,11 +394,9 @@ class Scheduler:
         insort(self._waiting, sequence, key=by_order)
 
     def _admit(self, sequence: Sequence) -> NewRow | None:
-        """Admit a waiting sequence with blocks for all its tokens; None if not possible now. The
-        caller removes it from the queue.
-
-        While others run, one more block must be free; otherwise the first of them to grow would
-        preempt it. If none runs, every block is free, and `add` has checked that the request fits.
+        """Admit a waiting sequence with blocks for all its tokens; None if not possible now. While
+        others run, one more block must be free, or the first of them to grow would preempt it. If
+        none runs, every block is free: the request fits.
         """
         if sequence.resume_after > self._last_committed:
             return None

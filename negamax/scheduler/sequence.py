@@ -11,12 +11,9 @@ NEVER = 2**63  # larger than any position
 
 
 class Sequence:
-    """State of one request: waiting (no slot, no blocks), running, or finished. Single writer: the
-    scheduler.
-
-    Progress in tokens: `len(tokens)` are known here; `num_total` also counts those sampled by steps
-    in flight; `num_computed`, always fewer, have run or are in a plan. `num_total - num_computed`
-    remain to run. Draft tokens in flight count as accepted.
+    """State of one request: waiting (no slot, no blocks), running, or finished. `len(tokens)` are
+    known here; `num_total` also counts those sampled by steps in flight; `num_computed`, always
+    fewer, have run or are in a plan. Draft tokens in flight count as accepted.
     """
 
     __slots__ = (

@@ -105,11 +105,9 @@ class GrammarRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GrammarBitmask(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Allowed tokens of the grammar rows of step `step_id`; follows the plan. Other rows may sample
-    any token.
-
-    A row is listed once for each of its samples with a mask, in order: the first, then those after
-    its draft tokens. Draft tokens after the last mask count as rejected.
+    """Allowed tokens of a step's grammar rows, sent after the plan. A row is listed once for each
+    of its samples with a mask, in order: the first, then those after its draft tokens. Draft tokens
+    after the last mask are rejected.
     """
 
     step_id: int

@@ -52,11 +52,8 @@ def allocate(
     device: torch.device,
     shared: bool = False,
 ) -> list[KvCaches]:
-    """Allocate zeroed caches of every layer, in `dtype` unless they specify one.
-
-    Each is [num_blocks, heads, block_size, width] on each of `ranks`; a sharded cache has only the
-    rank's blocks. Equal caches of several layers are one allocation, one layer after the other;
-    with `shared`, all layers use one cache.
+    """Allocate zeroed caches of every layer, [num_blocks, heads, block_size, width] each, in
+    `dtype` unless they specify one. Equal caches are one allocation; with `shared`, one cache.
     """
     kinds = Counter(cache for layer in caches for cache in layer)
     pools: dict[KvCacheSpec, Iterator[Tensor]] = {}

@@ -39,11 +39,8 @@ def plan_loading(
 def load_model(
     model: Decoder, config: WorkerConfig, plan: LoadPlan | None, *, device: torch.device
 ) -> str:
-    """Fill the model's weights by `plan` (None: synthetic ones) and pack them. Returns a line for
-    the log.
-
-    Uses one thread, because the tensors are small. On two busy cores, several threads waited 2 to 4
-    s at barriers for the 22 MiB of nano; one thread takes 0.2 s.
+    """Fill the weights by `plan` (None: synthetic) and pack them, in one thread: several wait at
+    barriers for seconds on busy cores. Returns a line for the log.
     """
     torch.set_num_threads(1)
     shown = config.show_progress and config.layout.rank == 0

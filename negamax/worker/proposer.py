@@ -67,12 +67,10 @@ class Proposer:
         self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
         """Propose draft tokens for R `rows` -> [R, num_tokens] int64, -1 from a missing token on.
-
-        Runs after every step with its sampled rows, even without rows or with `num_tokens` 0, so
-        that the proposer's caches receive every token. `states` is valid until it returns. It must
-        not wait for the device, so that it can be captured; in a capture the host has no lengths
-        (`AttentionMetadata.is_captured`). A padding row has slot `requests.padding_slot`. After a
-        slot's own blocks, its table refers to the padding block.
+        Runs after every step, so that the proposer's caches receive every token. It must not wait
+        for the device, so that it can be captured (`AttentionMetadata.is_captured`: the host has no
+        lengths). `states` is valid until it returns. Padding rows have slot
+        `requests.padding_slot`; after a slot's own blocks, its table refers to the padding block.
         """
         raise NotImplementedError
 

@@ -59,14 +59,10 @@ class Sampled:
 
 
 class Sampler:
-    """The stages from logits to tokens, for logits split over the ranks of `group`.
-
-    1. Mask the rows that report no log-probabilities.
-    2. With `on_shards`, sample on the shards. Rows without filters, edits and log-probabilities
-       exchange a value and an index per rank; rows with a small top_k their leading tokens.
-    3. Gather the whole logits of the other rows (without `on_shards`: all) on every rank. Take
-       log-probabilities, then edit and mask the logits.
-    4. Sample from the whole logits, with the same result on every rank.
+    """Samples from logits split over the ranks of `group`. With `on_shards`, masked rows without
+    filters, edits and log-probabilities exchange a value and an index per rank, rows with a small
+    top_k their leading tokens. Whole logits of the others (without `on_shards`: of all) are
+    gathered on every rank; log-probabilities come before edits and masks.
     """
 
     def __init__(
