@@ -57,21 +57,6 @@ class ScriptedProposer(Proposer):
         return token if self._kind == ACCEPTED else other
 
 
-class ResidualProposer(ScriptedProposer):
-    """Keeps the last residual streams of each position, as a draft model's cache would."""
-
-    def __init__(self, capture: tuple[int, ...], kind: str, outputs: dict[Key, list[int]]) -> None:
-        super().__init__(kind, outputs)
-        self.capture = capture
-        self.seen: dict[tuple[int, int], list[Tensor]] = {}  # by slot and position
-
-    def propose(self, states: TokenStates, *args: Any) -> Tensor:
-        places = zip(states.slots.tolist(), states.positions.tolist(), strict=True)
-        for token, place in enumerate(places):
-            self.seen[place] = [residual[token].clone() for residual in states.residuals]
-        return super().propose(states, *args)
-
-
 def install(patch: Callable[[object, str, Any], None], proposer: Proposer) -> None:
     """Let the workers of this process verify the draft tokens of `proposer`."""
     from negamax.worker import runner

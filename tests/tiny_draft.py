@@ -48,24 +48,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def config(*, vocab_size: int, target_hidden_size: int, **fields: Any) -> dict[str, Any]:
     own = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "vocab_size": vocab_size,
-        "draft_vocab_size": vocab_size,
-        "target_hidden_size": target_hidden_size,
-        "hidden_size": target_hidden_size,
-        "intermediate_size": 40,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e4,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-    }
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama",
+        "vocab_size": vocab_size, "draft_vocab_size": vocab_size,
+        "target_hidden_size": target_hidden_size, "hidden_size": target_hidden_size,
+        "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "head_dim": 8, "hidden_act": "silu",
+        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 512,
+        "tie_word_embeddings": False, "torch_dtype": "float32",
+    }  # fmt: skip
     return own | fields
 
 

@@ -15,7 +15,6 @@ from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
 from negamax.layers.names import MlpNames
 from negamax.models.minimax_m3 import names
-from negamax.parallel.collectives import Partial, SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
@@ -126,15 +125,3 @@ def test_an_activation_does_not_depend_on_other_rows(kernel: AnyKernel) -> None:
         for row in range(len(gate_up)):
             alone = kernel.run(gate_up[row : row + 1], activation=ACTIVATION)
             assert torch.equal(alone[0], together[row])
-
-
-def test_a_norm() -> None:
-    module = oracle().MiniMaxM3VLRMSNorm(HIDDEN, eps=1e-6)
-    weight = randomize(module)["weight"]
-    norm = RmsNorm("norm", HIDDEN, eps=1e-6, activation=None, gemma=True, **SHARED)
-    write(norm, {"norm": weight})
-    x, residual = tokens(), tokens().flip(0)
-    expected = module(x + residual).detach()
-    got = norm(Partial(x, SingleRank()), residual)
-    assert isinstance(got, Tensor)
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)

@@ -10,6 +10,7 @@ from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, at
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker import batch, step_shapes
+from negamax.worker.device import pool_bytes
 from negamax.worker.request_state import RequestState
 
 SHAPE = PagedShape(kv_heads=1, group=2, block_size=16)
@@ -120,3 +121,15 @@ def test_a_resumed_sequence_runs_token_by_token_only_for_invariance(apart: bool)
     assert layout.sample_offsets.tolist() == [1, 8, 1]
     inputs = batch.sample_inputs(layout.sample_slots, layout.sample_offsets, rows)
     assert inputs.bounds == inputs.positions_device.tolist() == [9, 10, 5]
+
+
+def test_only_the_segments_of_the_pool_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = [
+        {"segment_pool_id": (0, 0), "total_size": 1 << 30},
+        {"segment_pool_id": (0, 7), "total_size": 3 << 20},
+        {"segment_pool_id": (0, 7), "total_size": 2 << 20},
+        {"segment_pool_id": (0, 8), "total_size": 1 << 20},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert pool_bytes((0, 7)) == 5 << 20
+    assert pool_bytes((0, 9)) == 0

@@ -8,7 +8,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 sys.path.append(str(Path(__file__).parent))
 
-from test_m3_ranks import compare_with_transformers, sizes_of
+from test_m3_ranks import sizes_of
 
 from negamax import LLM, SamplingParams
 from negamax.base import supervision
@@ -19,20 +19,6 @@ TWO: dict[str, Any] = parallel(tp=2, decode_context_parallel_size=2)
 SIZES = tiny.small_sizes(
     num_hidden_layers=5, num_key_value_heads=1, num_local_experts=8, max_position_embeddings=256
 )
-
-
-@pytest.mark.parametrize(
-    ("kv_heads", "ranks"),
-    [
-        (1, {**TWO, "index_cache_sharding": "on"}),
-        full(2, parallel(tp=4, decode_context_parallel_size=2, index_cache_sharding="on", ep=True)),
-        full(1, parallel(tp=4, decode_context_parallel_size=2)),
-    ],
-    ids=str,
-)
-def test_m3_equals_transformers(kv_heads: int, ranks: dict[str, Any], tmp_path: Path) -> None:
-    memory = compare_with_transformers(sizes_of(kv_heads), tmp_path, **ranks)
-    assert "some blocks of each KV head on each rank" in memory
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rank_processes import run_ranks
 
 from negamax import LLM
 from tests import tiny, tiny_m3
-from tests.layouts import full
+from tests.layouts import full, parallel
 
 
 def sizes_of(kv_heads: int) -> dict[str, Any]:
@@ -54,20 +54,29 @@ def test_every_rank_has_the_logits_of_transformers(tp: int, tmp_path: Path) -> N
             assert all(map(torch.equal, of_all, of_shards))
 
 
-@pytest.mark.parametrize(("tp", "sharding"), [(2, "on"), full(4, "on"), full(4, "off")])
+SHARDED, SHARDS = {"index_cache_sharding": "on"}, {"decode_context_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "ranks"),
+    [
+        (1, parallel(tp=2, **SHARDS, **SHARDED)),
+        full(2, parallel(tp=2, **SHARDED)),
+        full(2, parallel(tp=4, **SHARDED)),
+        full(2, parallel(tp=4, index_cache_sharding="off")),
+        full(2, parallel(tp=4, ep=True, **SHARDS, **SHARDED)),
+        full(1, parallel(tp=4, **SHARDS)),
+    ],
+    ids=str,
+)
 def test_the_engine_equals_transformers_on_several_ranks(
-    tp: int, sharding: str, tmp_path: Path
+    kv_heads: int, ranks: dict[str, Any], tmp_path: Path
 ) -> None:
-    ranks = {"tensor_parallel_size": tp, "index_cache_sharding": sharding}
-    memory = compare_with_transformers(sizes_of(2), tmp_path, **ranks)
-    assert ("a shard of the index keys on each rank" in memory) == (sharding == "on")
-
-
-def compare_with_transformers(sizes: dict[str, Any], folder: Path, **ranks: Any) -> str:
-    """Check chunks, preemption and cached prefixes; return the engine's memory summary."""
+    """Cover chunks, preemption and cached prefixes."""
+    sizes = sizes_of(kv_heads)
     model, prompts = tiny_m3.make_model(11, **sizes), prompts_of(11, sizes)
     with LLM(
-        str(tiny.save(model, folder)), dtype="float32", max_num_batched_tokens=37, max_num_seqs=3,
+        str(tiny.save(model, tmp_path)), dtype="float32", max_num_batched_tokens=37, max_num_seqs=3,
         max_model_len=256, num_kv_blocks=16, num_threads=1, **ranks,
     ) as engine:  # fmt: skip
         generations = engine.generate(prompts, PARAMS)
@@ -76,4 +85,7 @@ def compare_with_transformers(sizes: dict[str, Any], folder: Path, **ranks: Any)
         stats, memory = engine.stats(), engine.info.memory
     check(model, prompts, generations)
     assert stats.cached_prompt_tokens > 0 and stats.preemption_count > 0
-    return memory
+    is_sharded = ranks.get("index_cache_sharding") == "on"
+    assert ("a shard of the index keys on each rank" in memory) == is_sharded
+    has_shards = "decode_context_parallel_size" in ranks
+    assert ("some blocks of each KV head on each rank" in memory) == has_shards

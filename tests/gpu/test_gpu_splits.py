@@ -162,20 +162,32 @@ def test_a_seed_gives_the_same_text_on_either_rank() -> None:
         assert same >= 36  # another batch size's rounding may change a token near a tie
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_stage_ends_the_others(victim: int) -> None:
-    skip_without(STAGES[1])
-    llm = LLM("nano", device="cuda", max_num_seqs=8, max_model_len=2048, **STAGES[1])
+@pytest.mark.parametrize(
+    ("options", "victim", "most_seconds"),
+    [
+        (split(tp=2), 1, 3.0),
+        # the survivor may need five seconds more until it is killed
+        (STAGES[1], 0, 8.0),
+        (STAGES[1], 1, 8.0),
+    ],
+    ids=str,
+)
+def test_a_killed_rank_ends_the_others(
+    options: dict[str, Any], victim: int, most_seconds: float
+) -> None:
+    skip_without(options)
+    llm = LLM("nano", device="cuda", max_num_seqs=8, max_model_len=2048, **options)
     executor = llm._loop.executor
     assert isinstance(executor, MultiProcessExecutor)
-    process = executor._processes[victim]
-    threading.Timer(0.5, os.kill, (process.pid, signal.SIGKILL)).start()
+    ranks = executor._processes
+    threading.Timer(0.5, os.kill, (ranks[victim].pid, signal.SIGKILL)).start()
     sampling = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
     with contextlib.suppress(Exception):
         llm.generate([[5, 6, 7]] * 8, sampling)
     began = time.monotonic()
     llm.shutdown()
     seconds = time.monotonic() - began
-    print(f"the ranks ended after {seconds:.2f} s: {[p.exit_code for p in executor._processes]}")
-    assert all(child.exit_code is not None for child in executor._processes)
-    assert seconds < 8  # the survivor may need five more until it is killed
+    print(f"the ranks ended after {seconds:.2f} s: {[each.exit_code for each in ranks]}")
+    assert all(each.exit_code is not None for each in ranks) and seconds < most_seconds
+    if "tensor_parallel_size" in options:
+        assert ranks[1 - victim].exit_code == 1  # it ended without being killed

@@ -259,16 +259,6 @@ def test_untimed_steps_make_no_trials(name: str) -> None:
         assert engine.share_of_best([(rows, 600, CURVES[name])], is_timed=False) > 0.97
 
 
-def test_uplifts_equal_measured_ones() -> None:
-    """2.2 tokens per step and three drafts, with 1, 4, 16, 64, 100 rows of M2 on four H200."""
-    for rows, uplift in ((1, 1.29), (4, 0.99), (16, 1.12), (64, 1.46), (100, 1.36)):
-        found = speeds(rows, CURVES["M2.5"])
-        assert found[3] / found[0] == pytest.approx(uplift, abs=0.02)
-        engine = Engine(informed(0.0), rows, noise=0)
-        engine.run(400, CURVES["M2.5"])
-        assert speeds(rows, CURVES["M2.5"])[engine.chosen[-1]] > 0.98 * max(found)
-
-
 def test_same_calls_give_the_same_choices() -> None:
     times = measured(0.05, random.Random(2))
     runs = [Engine(AdaptiveDraftLength(LENGTHS, times), 8, noise=0.2) for _ in range(2)]

@@ -42,12 +42,6 @@ def test_forgotten_blocks_are_blank_and_held_ones_stay_known() -> None:
     assert pool.find(b"free") == again[0] and pool.num_free == 2
 
 
-def test_of_a_released_prefix_the_tail_is_evicted_first() -> None:
-    pool, block_ids = filled_pool(3, [b"head", b"middle", b"tail"])
-    pool.release(block_ids)
-    assert [pool.allocate() for _ in range(3)] == block_ids[::-1]
-
-
 def test_least_recently_released_prefix_is_evicted_first() -> None:
     pool, (old, new) = filled_pool(2, [b"old", b"new"])
     pool.release([old])
@@ -55,15 +49,6 @@ def test_least_recently_released_prefix_is_evicted_first() -> None:
     pool.share([old])  # used again: it is the younger of the two
     pool.release([old])
     assert [pool.allocate(), pool.allocate()] == [new, old]
-
-
-def test_shared_block_is_freed_by_the_last_holder_only() -> None:
-    pool, block_ids = filled_pool(1, [b"a"])
-    pool.share(block_ids)
-    pool.release(block_ids)
-    assert pool.num_free == 0
-    pool.release(block_ids)
-    assert pool.num_free == 1
 
 
 def test_second_block_with_the_same_content_stays_out_of_the_index() -> None:
@@ -81,14 +66,6 @@ def test_hash_covers_the_salt_and_everything_before_the_block() -> None:
     assert chain([1, 2])[0] != chain([2, 1])[0]
     assert chain([1, 2], salt="a")[0] == chain([1, 2], salt="a")[0]
     assert len({chain([1, 2], salt=salt)[0] for salt in ("", "a", "b", "\ud800")}) == 4
-
-
-def test_chain_follows_its_growing_token_list() -> None:
-    tokens = [1, 2]
-    grown = chain(tokens)
-    grown[0]
-    tokens += [3, 4]
-    assert grown[1] == chain([1, 2, 3, 4])[1]
 
 
 def test_match_stops_at_the_first_gap() -> None:
@@ -124,20 +101,39 @@ def test_same_prompt_takes_its_full_blocks_from_the_cache() -> None:
     assert (scheduler.prompt_tokens, scheduler.cached_prompt_tokens) == (20, 8)
 
 
-@pytest.mark.parametrize(("first", "later", "cached"), [(8, 8, 4), (8, 9, 8), (4, 5, 4)])
-def test_full_blocks_are_cached_and_the_last_token_runs(
-    first: int, later: int, cached: int
-) -> None:
-    scheduler = make_scheduler()
-    admit_start(scheduler, "a", PROMPT[:first])
-    assert admit_start(scheduler, "b", PROMPT[:later]) == cached
+@pytest.mark.parametrize(
+    ("num_blocks", "requests"),
+    [
+        # full blocks are cached, and the last token runs
+        (64, [(PROMPT[:8], {}, 0), (PROMPT[:8], {}, 4), (PROMPT[:9], {}, 8)]),
+        (64, [(PROMPT[:4], {}, 0), (PROMPT[:5], {}, 4)]),
+        # 10 + 8 tokens; the last never runs: 17
+        (64, [(PROMPT, {"max_tokens": 8}, 0), ([*PROMPT, *[7] * 8, 30], {}, 16)]),
+        (
+            64,
+            [
+                (PROMPT, {"cache_salt": "alice"}, 0),
+                (PROMPT, {"cache_salt": "bob"}, 0),
+                (PROMPT, {}, 0),
+                (PROMPT, {"cache_salt": "alice"}, 8),
+                (PROMPT, {"prompt_logprobs": 0}, 0),  # the whole prompt runs
+            ],
+        ),
+        # four cached blocks, of which the second request evicts the tail
+        (4, [(list(range(10, 26)), {}, 0), (list(range(50, 58)), {}, 0),
+             (list(range(10, 25)), {}, 8)]),
+    ],
+    ids=["full blocks", "one block", "generated tokens", "salts and logprobs", "evicted tail"],
+)  # fmt: skip
+def test_tokens_from_the_cache(num_blocks: int, requests: list[Any]) -> None:
+    scheduler = make_scheduler(num_blocks=num_blocks)
+    for number, (prompt, fields, cached) in enumerate(requests):
+        assert admit_start(scheduler, f"r{number}", prompt, **fields) == cached
 
 
-def test_follow_up_turn_hits_the_generated_tokens() -> None:
-    scheduler = make_scheduler()
-    # 10 + 8 tokens; the last never runs: 17
-    admit_start(scheduler, "a", PROMPT, max_tokens=8)
-    assert admit_start(scheduler, "b", [*PROMPT, *[7] * 8, 30]) == 16
+def test_cache_switched_off() -> None:
+    scheduler = make_scheduler(enable_prefix_caching=False)
+    assert [admit_start(scheduler, name, PROMPT) for name in "ab"] == [0, 0]
 
 
 def test_running_sequences_share_blocks_and_free_them_once() -> None:
@@ -178,32 +174,6 @@ def test_blocks_of_a_step_that_went_wrong_never_enter_the_cache(how: str) -> Non
         scheduler.end("a", "abort")
         scheduler.commit(plan)
     assert admit_start(scheduler, "b", PROMPT) == 0
-
-
-def test_other_salt_takes_nothing_from_the_cache() -> None:
-    scheduler = make_scheduler()
-    admit_start(scheduler, "a", PROMPT, cache_salt="alice")
-    assert admit_start(scheduler, "b", PROMPT, cache_salt="bob") == 0
-    assert admit_start(scheduler, "c", PROMPT) == 0
-    assert admit_start(scheduler, "d", PROMPT, cache_salt="alice") == 8
-
-
-@pytest.mark.parametrize(
-    ("enabled", "sampling"), [(True, {"prompt_logprobs": 0}), (False, {})], ids=str
-)
-def test_without_the_cache_or_with_prompt_logprobs_the_whole_prompt_runs(
-    enabled: bool, sampling: dict[str, int]
-) -> None:
-    scheduler = make_scheduler(enable_prefix_caching=enabled)
-    admit_start(scheduler, "a", PROMPT)
-    assert admit_start(scheduler, "b", PROMPT, **sampling) == 0
-
-
-def test_prefix_survives_its_tail_when_the_pool_gets_tight() -> None:
-    scheduler = make_scheduler(num_blocks=4)
-    admit_start(scheduler, "a", list(range(10, 26)))  # four full blocks, all cached
-    admit_start(scheduler, "b", list(range(50, 58)))  # takes two of them
-    assert admit_start(scheduler, "c", list(range(10, 25))) == 8
 
 
 def test_chunks_of_one_prompt_are_indexed_one_after_the_other() -> None:

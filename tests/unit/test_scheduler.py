@@ -124,15 +124,6 @@ def test_new_row_has_the_tokens_and_parameters_of_its_request() -> None:
     assert row.sampling == request.sampling
 
 
-def test_freed_slot_goes_to_the_next_request() -> None:
-    scheduler = make_scheduler(max_num_seqs=2)
-    scheduler.add_all(a=4, b=4, c=4)
-    scheduler.step()
-    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
-    scheduler.end("a", "abort")
-    assert [row.slot for row in scheduler.next_plan().new_rows] == [0]
-
-
 def test_admission_leaves_one_block_free_while_others_run() -> None:
     scheduler = make_scheduler(num_blocks=6)
     scheduler.add("a", 8, max_tokens=2)

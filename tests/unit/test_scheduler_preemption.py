@@ -94,18 +94,6 @@ def test_preempted_request_waits_for_its_tokens_in_flight(prefix_cache: bool) ->
     assert len(row.token_ids) == 13
 
 
-def test_preempted_request_can_end_while_it_waits() -> None:
-    scheduler = make_scheduler(num_blocks=6, enable_prefix_caching=False)
-    scheduler.add("a", 8)
-    scheduler.add("b", 8, max_tokens=5)
-    plans = scheduler.next_plans(6)
-    assert scheduler.num_waiting == 1
-    updates = [update for plan in plans[:5] for update in scheduler.commit(plan)]
-    reasons = [update.finish_reason for update in updates if update.request_id == "b"]
-    assert reasons == [None] * 4 + ["length"]
-    assert scheduler.num_waiting == 0 and scheduler.num_running == 1
-
-
 def test_preempted_request_precedes_later_ones() -> None:
     scheduler = make_tight(6)
     scheduler.add("c", 8)  # too small from the start
@@ -116,14 +104,6 @@ def test_preempted_request_precedes_later_ones() -> None:
         order += list_admitted(plan)
         scheduler.commit(plan)
     assert order == "bc"
-
-
-def test_abort_of_a_preempted_request() -> None:
-    scheduler = make_tight(6)
-    plans = scheduler.next_plans(6)
-    assert scheduler.end("b", "abort") is not None and scheduler.num_waiting == 0
-    for plan in plans:
-        assert [update.request_id for update in scheduler.commit(plan)] == ["a"]
 
 
 def test_resumed_request_uses_its_blocks_in_the_cache() -> None:

@@ -30,7 +30,7 @@ from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.scheduler import Scheduler
-from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult, TokenLogprobs
+from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult
 from tests.unit.plan_support import make_limits
 
 EOS_IDS = frozenset({0, 1})
@@ -75,7 +75,6 @@ class ModelWorker:
             self.rows[slot].blocks.append(block)
         written: set[tuple[int, int]] = set()
         token_ids: list[int] = []
-        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         num_accepted: dict[int, int] = {}
         for index, slot in enumerate(plan.slots):
             row, num_drafts = self.rows[slot], plan.num_draft_tokens[index]
@@ -93,27 +92,8 @@ class ModelWorker:
                     num_accepted[index] = len(sampled) - 1
                 end -= num_drafts - (len(sampled) - 1)
             row.num_computed = end
-            if row.sampling.prompt_logprobs is not None:
-                assert row.sampling.seed is not None
-                last = len(prompt_of(row.sampling.seed)) - 1
-                entries = [
-                    TokenLogprobs(position, 0.0, 1, [], [])
-                    for position in range(start + 1, min(end, last) + 1)
-                ]
-                prompt_logprobs[index] = entries
-        logprobs = {
-            place: TokenLogprobs(token, 0.0, 1, [], [])
-            for place, token in enumerate(token_ids)
-            if token % 2
-        }  # a request asks the worker; the scheduler forwards any result
-        return StepResult(
-            plan.step_id,
-            token_ids,
-            logprobs,
-            prompt_logprobs,
-            dict.fromkeys(bad_rows, "bad row"),
-            num_accepted,
-        )
+        errors = dict.fromkeys(bad_rows, "bad row")
+        return StepResult(plan.step_id, token_ids, {}, {}, errors, num_accepted)
 
     def _drafts(self, row: Row, count: int) -> list[int]:
         seed, position = row.sampling.seed, len(row.tokens)
@@ -393,17 +373,8 @@ class Trace:
                 got = tokens, [last.finish_reason, last.stop_reason]
                 assert got == (expected, reasons)
             with_tokens = [update for update in updates if update.token_ids]
-            prompt_len = len(request.prompt_token_ids)
-            for number, update in enumerate(with_tokens):
-                places = None
-                if update.prompt_logprobs is not None:
-                    places = [entry.token_id for entry in update.prompt_logprobs]
-                wants = request.sampling.prompt_logprobs is not None and number == 0
-                assert places == (list(range(1, prompt_len)) if wants else None)
-                assert len(update.token_ids) <= self.limits.num_draft_tokens + 1
-                assert [entry.token_id for entry in update.logprobs or []] == [
-                    token for token in update.token_ids if token % 2
-                ]
+            prompt_len, most = len(request.prompt_token_ids), self.limits.num_draft_tokens + 1
+            assert all(len(update.token_ids) <= most for update in with_tokens)
             cached = {update.num_cached_tokens for update in with_tokens}
             assert len(cached) <= 1 and all(0 <= number < prompt_len for number in cached)
             assert request.sampling.prompt_logprobs is None or not cached - {0}
