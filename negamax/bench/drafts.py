@@ -55,14 +55,11 @@ class DraftCounts:
             place = sample.labels.get("position", "")
             if name == f"{_PREFIX}accepted_tokens_per_pos" and _POSITION.fullmatch(place):
                 positions[int(place)] = positions.get(int(place), 0.0) + sample.value
-        return DraftCounts(
-            *(
-                int(sums.get(f"{_PREFIX}{name}", 0))
-                for name in ("drafts", "draft_tokens", "accepted_tokens")
-            ),
-            tuple(int(positions.get(place, 0)) for place in range(max(positions, default=-1) + 1)),
-            is_synthetic=SYNTHETIC in sums,
-        )
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        drafts, draft_tokens, accepted = (int(sums.get(f"{_PREFIX}{name}", 0)) for name in names)
+        places = range(max(positions, default=-1) + 1)
+        accepted_at = tuple(int(positions.get(place, 0)) for place in places)
+        return DraftCounts(drafts, draft_tokens, accepted, accepted_at, SYNTHETIC in sums)
 
     def since(self, earlier: "DraftCounts") -> "DraftCounts":
         """Subtract earlier counts."""

@@ -22,7 +22,7 @@ from negamax.base.errors import ConfigError, NegamaxError
 from negamax.bench import serve_workloads as workloads
 from negamax.bench.agent_sessions import AgentSessions, source_code
 from negamax.bench.drafts import NO_DRAFTS, DraftCounts
-from negamax.bench.serve_client import ExchangeError, RequestRecord, ResponseReader, ServingClient
+from negamax.bench.serve_client import ExchangeError, ResponseReader, ResponseRecord, ServingClient
 from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Prompts, Session, TextScale, TurnResponse, random_text
 
@@ -42,7 +42,7 @@ class Measurement:
     """The result of a run. Times of the records are seconds of one clock."""
 
     model: str
-    records: tuple[RequestRecord, ...]  # in the order of sending
+    records: tuple[ResponseRecord, ...]  # in the order of sending
     seconds: float  # from the first request to the end of the last
     notes: tuple[str, ...]
     interrupted: bool = False
@@ -184,11 +184,8 @@ async def _prepare(
     longest = workloads.longest_prompt(options)
     if server.context_length is not None and longest > server.context_length:
         hint = "lower --random-input-len or --random-output-len (or --prefix-repetition-...-len)"
-        raise ConfigError(
-            f"prompt and output have up to {longest} tokens; the model's context length is "
-            f"{server.context_length}",
-            hint=hint,
-        )
+        limit = f"the model's context length is {server.context_length}"
+        raise ConfigError(f"prompt and output have up to {longest} tokens; {limit}", hint=hint)
     if options.prompt_format == "auto":
         options = replace(options, prompt_format="text" if options.is_chat else "ids")
     scale: TextScale | None = None
@@ -274,7 +271,7 @@ class _Load:
     """Sends sessions and keeps their records."""
 
     def __init__(self, options: BenchOptions, server: _Server, progress: RunProgress) -> None:
-        self.records: list[RequestRecord] = []
+        self.records: list[ResponseRecord] = []
         self._options = options
         self._server = server
         self._progress = progress
@@ -314,12 +311,12 @@ class _Load:
             sent += 1
         now = time.perf_counter()
         for _ in range(session.num_turns - sent):
-            self._count(RequestRecord(number, ended=now, error=UNSENT))
+            self._count(ResponseRecord(number, ended=now, error=UNSENT))
 
     async def _turn(
         self, turn: workloads.SessionTurn, number: int, *, collect: bool
     ) -> TurnResponse:
-        record = RequestRecord(number)
+        record = ResponseRecord(number)
         reader = ResponseReader(record, collect=collect, running_usage=self._server.running_usage)
         async with self._room:
             body = msgspec.json.encode({**turn.body, **self._fields})
@@ -336,7 +333,7 @@ class _Load:
         self.records.clear()
         self._progress.done = self._progress.failed = self._progress.output_tokens = 0
 
-    def _count(self, record: RequestRecord) -> None:
+    def _count(self, record: ResponseRecord) -> None:
         self.records.append(record)
         self._progress.done += 1
         self._progress.failed += record.error is not None

@@ -139,7 +139,7 @@ class ClientConnection(asyncio.Protocol):
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class ResponseRecord:
     """The course of one request. Times are seconds of `time.perf_counter`."""
 
     session: int
@@ -210,14 +210,14 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class ResponseReader:
-    """Reads one streamed answer into a `RequestRecord`; `collect` keeps the assistant message.
+    """Reads one streamed answer into a `ResponseRecord`; `collect` keeps the assistant message.
 
     With `running_usage`, output arrives when the reported token count rises. Otherwise, or without
     such a count, it arrives when a chunk has text, reasoning, a tool call or token ids.
     """
 
     def __init__(
-        self, record: RequestRecord, *, collect: bool = False, running_usage: bool = False
+        self, record: ResponseRecord, *, collect: bool = False, running_usage: bool = False
     ) -> None:
         self.record = record
         self._running_usage = running_usage

@@ -214,10 +214,8 @@ class BenchOptions:
         name = DATASET_ALIASES.get(self.dataset_name, self.dataset_name)
         object.__setattr__(self, "dataset_name", name)
         if name not in DATASETS:
-            raise ConfigError(
-                f"--dataset-name is {name[:60]!r}; allowed: {', '.join(DATASETS)}",
-                hint=FOREIGN_DATASETS.get(name),
-            )
+            refusal = f"--dataset-name is {name[:60]!r}; allowed: {', '.join(DATASETS)}"
+            raise ConfigError(refusal, hint=FOREIGN_DATASETS.get(name))
         check_options(self)
         for limit in ("num_prompts", "max_concurrency"):
             if (value := getattr(self, limit)) is not None and value < 1:
@@ -235,15 +233,11 @@ class BenchOptions:
                 f"--dataset-name {self.dataset_name} needs a file", hint="add --dataset-path FILE"
             )
         if self.dataset_name == "agent" and self.endpoint is not None and not self.is_chat:
-            raise ConfigError(
-                f"agent sessions are conversations; --endpoint is {self.endpoint}",
-                hint=f"use --endpoint {CHAT}",
-            )
+            refusal = f"agent sessions are conversations; --endpoint is {self.endpoint}"
+            raise ConfigError(refusal, hint=f"use --endpoint {CHAT}")
         if self.prompt_format == "ids" and self.is_chat:
-            raise ConfigError(
-                "--prompt-format ids needs a route that takes token ids",
-                hint=f"use --endpoint {COMPLETIONS}",
-            )
+            hint = f"use --endpoint {COMPLETIONS}"
+            raise ConfigError("--prompt-format ids needs a route that takes token ids", hint=hint)
         ratio, is_sglang = self.random_range_ratio, self.range_rule == "sglang"
         if not (0.0 <= ratio < 1.0 or (is_sglang and ratio == 1.0)):
             allowed = "0 to 1" if is_sglang else "0 up to, not including, 1"

@@ -12,7 +12,7 @@ from typing import Any
 from negamax import __version__
 from negamax.base import env
 from negamax.bench.serve import Measurement
-from negamax.bench.serve_client import RequestRecord
+from negamax.bench.serve_client import ResponseRecord
 from negamax.bench.serve_options import METRICS, BenchOptions
 
 SCHEMA = "negamax-bench-serve/1"
@@ -77,28 +77,28 @@ def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[
 # One request, in seconds
 
 
-def ttft(record: RequestRecord) -> float:
+def ttft(record: ResponseRecord) -> float:
     """The time from sending to the first chunk with output, or to the end without any."""
     return (record.arrivals[0] if record.arrivals else record.ended) - record.started
 
 
-def e2el(record: RequestRecord) -> float:
+def e2el(record: ResponseRecord) -> float:
     """The time from sending to the last chunk of the answer."""
     return record.ended - record.started
 
 
-def output_tokens(record: RequestRecord) -> int:
+def output_tokens(record: ResponseRecord) -> int:
     """The server's count, else the number of chunks with output."""
     return len(record.arrivals) if record.output_tokens is None else record.output_tokens
 
 
-def tpot(record: RequestRecord) -> float | None:
+def tpot(record: ResponseRecord) -> float | None:
     """The time after the first token per further token; None without further tokens."""
     tokens = output_tokens(record)
     return (e2el(record) - ttft(record)) / (tokens - 1) if tokens > 1 else None
 
 
-def inter_token(record: RequestRecord, *, rule: str) -> list[float]:
+def inter_token(record: ResponseRecord, *, rule: str) -> list[float]:
     """The gaps between chunks with output.
 
     Rule "gap": one value each. Rule "token": a gap before a chunk of n tokens counts as n values of
@@ -117,7 +117,7 @@ def inter_token(record: RequestRecord, *, rule: str) -> list[float]:
 # All requests
 
 
-def first_start(records: Iterable[RequestRecord]) -> float:
+def first_start(records: Iterable[ResponseRecord]) -> float:
     """The time of the first request that was sent; 0 without one."""
     return min((record.started for record in records if record.started), default=0.0)
 
@@ -168,7 +168,7 @@ def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
     return summary
 
 
-def metric_values(records: Sequence[RequestRecord], *, rule: str) -> dict[str, list[float]]:
+def metric_values(records: Sequence[ResponseRecord], *, rule: str) -> dict[str, list[float]]:
     """The values of each metric over `records`, in seconds."""
     return {
         "ttft": [ttft(record) for record in records],
@@ -178,12 +178,12 @@ def metric_values(records: Sequence[RequestRecord], *, rule: str) -> dict[str, l
     }
 
 
-def _total_cached(records: Sequence[RequestRecord]) -> int | None:
+def _total_cached(records: Sequence[ResponseRecord]) -> int | None:
     reported = [record.cached_tokens for record in records if record.cached_tokens is not None]
     return sum(reported) if reported else None
 
 
-def _goodput(records: Sequence[RequestRecord], limits: dict[str, float]) -> int:
+def _goodput(records: Sequence[ResponseRecord], limits: dict[str, float]) -> int:
     """Count requests within all `limits` in ms; without a second token TPOT is met."""
     times = {"ttft": ttft, "tpot": tpot, "e2el": e2el}
     return sum(
@@ -192,12 +192,12 @@ def _goodput(records: Sequence[RequestRecord], limits: dict[str, float]) -> int:
     )
 
 
-def peak_concurrency(records: Sequence[RequestRecord]) -> int:
+def peak_concurrency(records: Sequence[ResponseRecord]) -> int:
     """The largest number of concurrent requests."""
     return max((running for _, running in concurrency_steps(records)), default=0)
 
 
-def concurrency_steps(records: Sequence[RequestRecord]) -> list[tuple[float, int]]:
+def concurrency_steps(records: Sequence[ResponseRecord]) -> list[tuple[float, int]]:
     """Pairs of a time and the number of concurrent requests from then on."""
     sent = [record for record in records if record.started]
     changes = [(record.started, 1) for record in sent] + [(record.ended, -1) for record in sent]
@@ -205,7 +205,7 @@ def concurrency_steps(records: Sequence[RequestRecord]) -> list[tuple[float, int
     return list(zip(times, accumulate(steps), strict=True))
 
 
-def output_per_second(records: Sequence[RequestRecord]) -> list[float]:
+def output_per_second(records: Sequence[ResponseRecord]) -> list[float]:
     """Output tokens in each second; a request's tokens are spread evenly over its chunks."""
     begin = min((record.started for record in records), default=0.0)
     bins: list[float] = []

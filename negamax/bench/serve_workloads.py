@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from negamax.base.errors import ConfigError
-from negamax.bench.serve_client import RequestRecord
+from negamax.bench.serve_client import ResponseRecord
 from negamax.bench.serve_options import CHAT, COMPLETIONS, BenchOptions
 
 COMMON_IDS = range(300, 4000)  # in nearly each vocabulary, and not control tokens
@@ -39,7 +39,7 @@ class SessionTurn:
 class TurnResponse:
     """The answer to a turn. `message` only if the session wants it."""
 
-    record: RequestRecord
+    record: ResponseRecord
     message: dict[str, Any] | None
 
 
@@ -189,23 +189,17 @@ def read_sharegpt(path: str) -> list[tuple[str, str]]:
     try:
         conversations = json.loads(_read(path))
     except ValueError as error:
-        raise ConfigError(
-            f"--dataset-path {path!r} is no JSON: {error}",
-            hint="a ShareGPT file is a list of conversations",
-        ) from None
+        hint = "a ShareGPT file is a list of conversations"
+        raise ConfigError(f"--dataset-path {path!r} is no JSON: {error}", hint=hint) from None
     if not isinstance(conversations, list):
-        raise ConfigError(
-            f"--dataset-path {path!r} holds no list",
-            hint="a ShareGPT file is a list of conversations",
-        )
+        hint = "a ShareGPT file is a list of conversations"
+        raise ConfigError(f"--dataset-path {path!r} holds no list", hint=hint)
     pairs = [pair for pair in map(_first_pair, conversations) if pair is not None]
     if not pairs:
-        raise ConfigError(
-            f"none of the {len(conversations)} conversations in {path!r} has a question and an "
-            f"answer",
-            hint='each is {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", '
-            '"value": ...}]}',
-        )
+        refusal = f"none of the {len(conversations)} conversations in {path!r}"
+        turns = '[{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]'
+        hint = f'each is {{"conversations": {turns}}}'
+        raise ConfigError(f"{refusal} has a question and an answer", hint=hint)
     return pairs
 
 
@@ -214,15 +208,14 @@ def _first_pair(conversation: Any) -> tuple[str, str] | None:
         return None
     names = ("conversations", "conversation", "messages")
     turns = next((found for name in names if (found := conversation.get(name))), None)
-    texts: list[tuple[Any, Any]] = [
-        (turn.get("from", turn.get("role")), turn.get("value", turn.get("content")))
+    texts: list[Any] = [
+        turn.get("value", turn.get("content"))
         for turn in (turns if isinstance(turns, list) else ())
-        if isinstance(turn, dict)
-    ]
-    texts = [(who, text) for who, text in texts if who != "system"][:2]
-    if len(texts) < 2 or not all(isinstance(text, str) and text.strip() for _, text in texts):
+        if isinstance(turn, dict) and turn.get("from", turn.get("role")) != "system"
+    ][:2]
+    if len(texts) < 2 or not all(isinstance(text, str) and text.strip() for text in texts):
         return None
-    return texts[0][1], texts[1][1]
+    return texts[0], texts[1]
 
 
 def sharegpt_workload(
@@ -245,10 +238,8 @@ def sharegpt_workload(
         ):
             turns.append(SessionTurn({**as_prompt(question, options), "max_tokens": output}))
     if not turns:
-        raise ConfigError(
-            f"none of the {len(pairs)} conversations fits {limit} tokens",
-            hint="raise --sharegpt-context-len",
-        )
+        hint = "raise --sharegpt-context-len"
+        raise ConfigError(f"none of the {len(pairs)} conversations fits {limit} tokens", hint=hint)
     random.Random(options.seed).shuffle(turns)
     notes = []
     if left_out := len(pairs) - len(turns):
@@ -278,10 +269,8 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
         needed = "messages" if options.is_chat else "prompt"
         if not isinstance(body, dict) or needed not in body:
             route, other = (CHAT, COMPLETIONS) if options.is_chat else (COMPLETIONS, CHAT)
-            raise ConfigError(
-                f"{where} has no {needed!r}, which {route} needs",
-                hint=f"use --endpoint {other} for the other kind",
-            )
+            hint = f"use --endpoint {other} for the other kind"
+            raise ConfigError(f"{where} has no {needed!r}, which {route} needs", hint=hint)
         delay = entry.get("delay", 0.0) if "body" in entry else 0.0
         if not isinstance(delay, int | float) or not 0 <= delay < 1e6:
             raise ConfigError(f"{where} has delay {delay!r}; allowed: seconds from 0 up")
@@ -302,19 +291,13 @@ def file_workload(
     repeated = sum(session.num_turns for session in sessions)
     notes = [*notes]
     if repeated < options.num_prompts:
-        notes.append(
-            f"the file's {repeated} requests were repeated: later ones may find their prompts "
-            f"cached"
-        )
+        repetition = f"the file's {repeated} requests were repeated"
+        notes.append(f"{repetition}: later ones may find their prompts cached")
     elif repeated == options.num_prompts and options.num_warmups:
-        notes.append(
-            "the file has no requests to spare: those of the warm-up are sent again and may find "
-            "their prompts cached"
-        )
-    warmups = tuple(
-        shortened(session, 1) for session in islice(cycle(reversed(sessions)), options.num_warmups)
-    )
-    return BenchWorkload(timed, warmups, tuple(notes))
+        again = "those of the warm-up are sent again and may find their prompts cached"
+        notes.append(f"the file has no requests to spare: {again}")
+    last = islice(cycle(reversed(sessions)), options.num_warmups)
+    return BenchWorkload(timed, tuple(shortened(each, 1) for each in last), tuple(notes))
 
 
 def take_turns(sessions: Iterator[Session], num_turns: int) -> tuple[Session, ...]:
@@ -347,6 +330,5 @@ def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--dataset-path is {path[:200]!r}, which cannot be read: {error}"
-        ) from None
+        refusal = f"--dataset-path is {path[:200]!r}, which cannot be read: {error}"
+        raise ConfigError(refusal) from None

@@ -47,16 +47,14 @@ class RandomPrompts:
         """Make requests that generate exactly `output_len` tokens. Errors: `ConfigError`."""
         if input_len + output_len > self._info.max_model_len:
             raise ConfigError(
-                f"{input_len} prompt and {output_len} output tokens exceed the window of "
+                f"{input_len} prompt and {output_len} output tokens exceed the context length of "
                 f"{self._info.max_model_len} tokens",
                 hint="shorten them or raise --max-model-len or --kv-cache-memory",
             )
         if num_requests > self._info.max_num_seqs:
-            raise ConfigError(
-                f"a batch of {num_requests} requests does not run together: --max-num-seqs is "
-                f"{self._info.max_num_seqs}",
-                hint=f"add --max-num-seqs {num_requests}",
-            )
+            refusal = f"a batch of {num_requests} requests does not run together"
+            limit = f"--max-num-seqs is {self._info.max_num_seqs}"
+            raise ConfigError(f"{refusal}: {limit}", hint=f"add --max-num-seqs {num_requests}")
         return [self._request(input_len, output_len) for _ in range(num_requests)]
 
     def again(self, requests: list[GenerateRequest], *, output_len: int) -> list[GenerateRequest]:

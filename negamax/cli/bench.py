@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -85,15 +86,17 @@ def accuracy(
                 def show(done: int, total: int, bar: Progress = bar, task: TaskID = task) -> None:
                     bar.update(task, completed=done, total=total)
 
-                how = {"seed": engine.seed, "temperature": temperature, "progress": show}
-                result = run_suite(llm, name, count=count or SUITES[name], **how)
+                how: dict[str, Any] = {"seed": engine.seed, "temperature": temperature}
+                result = run_suite(llm, name, count=count or SUITES[name], progress=show, **how)
             results.append(result)
             rate = result.output_tokens / result.seconds
+            tokens = (
+                f"{result.output_tokens} tokens in {result.seconds:.1f} s ({rate:.0f} tokens/s)"
+            )
             console.print(
                 f"{result.suite}: {result.correct} of {result.problems} exact "
-                f"({result.accuracy:.1%}), "
-                f"{result.output_tokens} tokens in {result.seconds:.1f} s ({rate:.0f} tokens/s), "
-                f"{result.dtype}, temperature {result.temperature:g}, seed {result.seed}"
+                f"({result.accuracy:.1%}), {tokens}, {result.dtype}, temperature "
+                f"{result.temperature:g}, seed {result.seed}"
             )
             drafts = DraftCounts.of_stats(llm.stats(), llm.info.speculation)
             if shown := drafts.since(counted).summary():

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -35,14 +36,8 @@ def command(
     degrees = parse_counts(tp, flag="--tp")
     from negamax.bench import report  # torch
 
-    document = _import_tool().run(
-        ops=op or (),
-        provider=provider,
-        dtype=dtype,
-        device=device,
-        ranks=degrees,
-        say=lambda line: print(line, flush=True),
-    )
+    names = {"ops": op or (), "provider": provider, "dtype": dtype, "device": device}
+    document = _import_tool().run(**names, ranks=degrees, say=partial(print, flush=True))
     if json_file is not None:
         report.write_json(json_file, document)
     if document["failures"]:

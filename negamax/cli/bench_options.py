@@ -46,10 +46,8 @@ def _check_picture(param: typer.CallbackParam, value: Path | None) -> Path | Non
             f"{param.opts[0]} is {str(value)!r}; allowed: names with {', '.join(_PICTURES)}"
         )
     if find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"{param.opts[0]} needs matplotlib, which is not installed",
-            hint="pip install 'negamax[plot]'",
-        )
+        hint = "pip install 'negamax[plot]'"
+        raise ConfigError(f"{param.opts[0]} needs matplotlib, which is not installed", hint=hint)
     return _check_file(param, value)
 
 

@@ -61,9 +61,8 @@ def command(
     disable_tqdm: bool = setting(False, "Hide the progress.", "--disable-tqdm", "--no-progress"),
 ) -> None:
     """Measure, print the result and write the files."""
-    words = _sorted_words(
-        goodput_words or [], goodput=goodput is not None, metadata=metadata is not None
-    )
+    given = {"goodput": goodput is not None, "metadata": metadata is not None}
+    words = _sorted_words(goodput_words or [], **given)
     loads = _loads(max_concurrency, num_prompts)
     options = dataclasses.replace(
         bench,
@@ -74,12 +73,8 @@ def command(
         metadata=_metadata([*(metadata or []), *words[1]]),
     )
     is_saved = save_result or save_detailed or result_filename is not None
-    files = _Files(
-        folder=(result_dir or Path()) if is_saved else None,
-        name=result_filename,
-        detailed=save_detailed,
-        plot=plot,
-    )
+    folder = (result_dir or Path()) if is_saved else None
+    files = _Files(folder, result_filename, detailed=save_detailed, plot=plot)
     if files.folder is not None:
         check_result(files.folder / (files.name or "negamax.json"), flag="--result-dir")
     _run_all(options, loads, files, shows_progress=not disable_tqdm)
@@ -110,9 +105,8 @@ def _run_all(
     for number, (concurrency, count) in enumerate(loads):
         # a new seed for each run: its prompts must not be in the prefix cache
         seed = options.seed + number
-        one = dataclasses.replace(
-            options, max_concurrency=concurrency, num_prompts=count, seed=seed
-        )
+        load: dict[str, Any] = {"max_concurrency": concurrency, "num_prompts": count}
+        one = dataclasses.replace(options, **load, seed=seed)
         measured, summary = _measure(one, shown=shows_progress)
         print(serve_report.block(summary, one))
         document = serve_report.document(measured, one, summary, detailed=files.detailed)
@@ -165,10 +159,8 @@ def _loads(concurrency: str | None, num_prompts: str) -> list[tuple[int | None, 
     else:
         limits = [*parse_counts(concurrency, flag="--max-concurrency")]
     if len(counts) not in (1, len(limits)):
-        raise ConfigError(
-            f"--num-prompts has {len(counts)} numbers and --max-concurrency {len(limits)}",
-            hint="give one number of prompts, or one for each concurrency",
-        )
+        refusal = f"--num-prompts has {len(counts)} numbers and --max-concurrency {len(limits)}"
+        raise ConfigError(refusal, hint="give one number of prompts, or one for each concurrency")
     return list(zip(limits, counts * (len(limits) if len(counts) == 1 else 1), strict=True))
 
 
@@ -186,10 +178,8 @@ def _write(file: Path, text: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"the result cannot be written to {str(file)!r}: {error}",
-            hint="give another --result-dir",
-        ) from None
+        refusal = f"the result cannot be written to {str(file)!r}: {error}"
+        raise ConfigError(refusal, hint="give another --result-dir") from None
     print(f"Result: {file}")
 
 
@@ -207,9 +197,8 @@ def _sorted_words(
         elif metadata and "=" in word:
             found[1].append(word)
         else:
-            raise ConfigError(
-                f"unexpected argument {word[:60]!r}", hint="give the model as --model NAME"
-            )
+            hint = "give the model as --model NAME"
+            raise ConfigError(f"unexpected argument {word[:60]!r}", hint=hint)
     return found
 
 
@@ -221,14 +210,12 @@ def _metadata(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _metrics(text: str | None) -> tuple[str, ...]:
-    names = (
-        METRICS if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
-    )
+    words = METRICS if text is None else text.split(",")
+    names = tuple(word.strip() for word in words if word.strip())
     for name in names:
         if name not in METRICS:
-            raise ConfigError(
-                f"--percentile-metrics has {name[:60]!r}; allowed: {', '.join(METRICS)}"
-            )
+            allowed = ", ".join(METRICS)
+            raise ConfigError(f"--percentile-metrics has {name[:60]!r}; allowed: {allowed}")
     return names
 
 
@@ -238,10 +225,8 @@ def _percentiles(text: str) -> tuple[float, ...]:
     except ValueError:
         found = (-1.0,)
     if not all(0 < value <= 100 for value in found):
-        raise ConfigError(
-            f"--metric-percentiles is {text[:60]!r}; allowed: numbers above 0, up to 100, "
-            f"separated by commas"
-        )
+        allowed = "numbers above 0, up to 100, separated by commas"
+        raise ConfigError(f"--metric-percentiles is {text[:60]!r}; allowed: {allowed}")
     return found
 
 
@@ -291,7 +276,7 @@ def _display(progress: RunProgress, *, shown: bool) -> Iterator[None]:
     task = bars.add_task("connecting", total=None, rates="")
 
     def current() -> rich_progress.Progress:
-        counts = {"total": progress.total or None, "completed": progress.done}
+        counts: dict[str, Any] = {"total": progress.total or None, "completed": progress.done}
         bars.update(task, description=progress.stage, rates=_rates(progress), **counts)
         return bars
 

@@ -63,11 +63,8 @@ def command(
     if url is not None:
         from negamax.cli.chat_server import ServerBackend
 
-        converse(
-            ServerBackend.connect(
-                url, api_key=api_key or env.get(KEY_VARIABLE), model=engine.model or None
-            )
-        )
+        key, model = api_key or env.get(KEY_VARIABLE), engine.model or None
+        converse(ServerBackend.connect(url, api_key=key, model=model))
         return
     from negamax.cli.chat_engine import EngineBackend
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
 from negamax.api.common.conversation import Conversation, PromptBuilder
-from negamax.cli.chat_session import ChatPrompt, Show, TokenCounts
+from negamax.cli.chat_session import ChatInput, Show, TokenCounts
 from negamax.engine.client.output import RequestOutput
 from negamax.engine.client.supervisor import EngineSupervisor
 from negamax.models.chat_format import ChatFormat
@@ -36,7 +36,7 @@ class EngineBackend:
         """Load the model. Errors: those of `EngineSupervisor.start`."""
         return cls(runner.run(EngineSupervisor.start(options)), runner)
 
-    def answer(self, prompt: ChatPrompt, show: Show) -> TokenCounts:
+    def answer(self, prompt: ChatInput, show: Show) -> TokenCounts:
         """Answer, as in `Backend`."""
         return self._runner.run(self._answer(prompt, show))
 
@@ -50,7 +50,7 @@ class EngineBackend:
             await asyncio.wait([self._answering])
         await self._supervisor.shutdown()
 
-    async def _answer(self, given: ChatPrompt, show: Show) -> TokenCounts:
+    async def _answer(self, given: ChatInput, show: Show) -> TokenCounts:
         self._answering = asyncio.current_task()
         conversation = Conversation(messages=given.messages, tools=given.tools)
         prompt = await self._prompts.chat(conversation, num_bytes=0)

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from negamax.base.errors import ConfigError, InvalidRequestError, UnavailableError
-from negamax.cli.chat_session import ChatPrompt, Show, TokenCounts
+from negamax.cli.chat_session import ChatInput, Show, TokenCounts
 from negamax.text.parser.events import (
     ContentDelta,
     ParserEvent,
@@ -45,14 +45,10 @@ class ServerBackend:
             model = _first_model(address, _headers(api_key))
         return cls(address, api_key=api_key, model=model)
 
-    def answer(self, prompt: ChatPrompt, show: Show) -> TokenCounts:
+    def answer(self, prompt: ChatInput, show: Show) -> TokenCounts:
         """Answer, as in `Backend`. Errors also: `UnavailableError` without an answer."""
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": prompt.messages,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        body: dict[str, Any] = {"model": self.model, "messages": prompt.messages}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
         sampling = prompt.sampling
         given = {"max_tokens": sampling.max_tokens, "temperature": sampling.temperature}
         body |= {name: value for name, value in given.items() if value is not None}

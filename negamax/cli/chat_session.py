@@ -38,7 +38,7 @@ class TokenCounts(NamedTuple):
     output: int
 
 
-class ChatPrompt(NamedTuple):
+class ChatInput(NamedTuple):
     """What the next message follows from."""
 
     messages: list[dict[str, Any]]
@@ -54,7 +54,7 @@ class Backend(Protocol):
 
     model: str
 
-    def answer(self, prompt: ChatPrompt, show: Show) -> TokenCounts:
+    def answer(self, prompt: ChatInput, show: Show) -> TokenCounts:
         """Generate the next message; pass its events to `show`. Errors: `NegamaxError`."""
         ...
 
@@ -136,7 +136,7 @@ class ChatSession:
 
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         try:
-            prompt = ChatPrompt([*system, *self._messages], self._tools, self._sampling)
+            prompt = ChatInput([*system, *self._messages], self._tools, self._sampling)
             counts = self._backend.answer(prompt, show)
         except KeyboardInterrupt:
             message = shown.finish()

@@ -168,12 +168,12 @@ class MarkdownStream:
             if self._live is None:
                 # a terminal cannot erase what is taller than itself: the top is not drawn until the
                 # block ends
-                self._live = Live(
-                    console=self._console,
-                    auto_refresh=False,
-                    transient=True,
-                    vertical_overflow="crop",
-                )
+                how: dict[str, Any] = {
+                    "auto_refresh": False,
+                    "transient": True,
+                    "vertical_overflow": "crop",
+                }
+                self._live = Live(console=self._console, **how)
                 self._live.start()
             self._live.update(_tail(self._block, self._console), refresh=True)
 

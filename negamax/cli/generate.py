@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -54,15 +54,9 @@ def command(
     prompts = [*(texts or ()), *(prompt or ())] or [read_text()]
     if not all(prompts):
         raise ConfigError("the prompt is empty", hint="give a PROMPT, or pipe text in")
-    sampling = SamplingParams(
-        n=n,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        max_tokens=max_tokens,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-    )
+    filters: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    limits: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": ignore_eos}
+    sampling = SamplingParams(n=n, stop=tuple(stop or ()), **filters, **limits)
     check_sampling(sampling, engine)
     from negamax import LLM  # torch: seconds of import, not needed for --help
 
@@ -70,12 +64,8 @@ def command(
     with loading(engine.model):
         llm = LLM(**options)
     with llm:
-        if raw:
-            generations = llm.generate(prompts, sampling)
-        else:
-            generations = llm.chat(
-                [[{"role": "user", "content": text}] for text in prompts], sampling
-            )
+        chats = [[{"role": "user", "content": text}] for text in prompts]
+        generations = llm.generate(prompts, sampling) if raw else llm.chat(chats, sampling)
     for text, generation in zip(prompts, generations, strict=True):
         _print(text, generation, as_json=as_json)
 

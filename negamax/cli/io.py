@@ -30,15 +30,9 @@ def print_line(text: str, *, indent: int = 0) -> None:
         print(text)
         return
     width = shutil.get_terminal_size().columns
-    print(
-        textwrap.fill(
-            text,
-            width=width,
-            subsequent_indent=" " * min(indent, width // 3),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    )
+    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    further = " " * min(indent, width // 3)
+    print(textwrap.fill(text, width=width, subsequent_indent=further, **whole))
 
 
 def print_json(answer: Any) -> None:
@@ -57,9 +51,8 @@ def read_text() -> str:
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"standard input is no UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
-        ) from None
+        byte = f"byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise ConfigError(f"standard input is no UTF-8: {byte}") from None
 
 
 def read_tools(path: Path) -> list[dict[str, Any]]:
@@ -76,10 +69,8 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
         return tools
     is_list = isinstance(tools, list)
     found = "a list with other values in it" if is_list else f"a JSON {type(tools).__name__}"
-    raise ConfigError(
-        f"--tools {path} holds {found}; a list of tool objects is needed",
-        hint="as `tools` in a request",
-    )
+    hint = "as `tools` in a request"
+    raise ConfigError(f"--tools {path} holds {found}; a list of tool objects is needed", hint=hint)
 
 
 def check_sampling(sampling: SamplingParams, engine: EngineOptions) -> None:

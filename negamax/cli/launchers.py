@@ -39,14 +39,8 @@ def launched(levels: Sequence[Sequence[Given]]) -> list[Given]:
 
 def _leader_worker_set(get: Read) -> Mapping[str, tuple[str, str]]:
     """Read the variables that a LeaderWorkerSet of Kubernetes sets in every pod."""
-    return _given(
-        get,
-        {
-            "--nnodes": "LWS_GROUP_SIZE",
-            "--node-rank": "LWS_WORKER_INDEX",
-            "--master-addr": "LWS_LEADER_ADDRESS",
-        },
-    )
+    names = {"--nnodes": "LWS_GROUP_SIZE", "--node-rank": "LWS_WORKER_INDEX"}
+    return _given(get, names | {"--master-addr": "LWS_LEADER_ADDRESS"})
 
 
 def _slurm(get: Read) -> Mapping[str, tuple[str, str]]:

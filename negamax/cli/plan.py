@@ -92,15 +92,10 @@ def command(
     """Exit with 0 if a topology fits and runs, else with 1."""
     hardware = _hardware(gpus, nodes, gpu, gpu_memory, gpu_memory_utilization)
     counts = sorted(parse_counts(concurrency, flag="--concurrency"))
-    engine = EngineOptions(
-        model=model,
-        revision=revision,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-        index_cache_dtype=index_cache_dtype,
-        max_model_len=max_model_len,
-        gpu_memory_utilization=gpu_memory_utilization,
-    )
+    dtypes = {"kv_cache_dtype": kv_cache_dtype, "index_cache_dtype": index_cache_dtype}
+    sizes = {"max_model_len": max_model_len, "gpu_memory_utilization": gpu_memory_utilization}
+    names = {"revision": revision, "quantization": quantization}
+    engine = EngineOptions(model, **names, **dtypes, **sizes)  # type: ignore[arg-type]
     spec, ranks = _model(engine)
     lengths = _lengths(input_len, output_len, engine, spec)
     workloads = [Workload(count, *lengths) for count in counts]
@@ -150,16 +145,10 @@ def _lengths(
     prompt = input_len or max(1, min(Workload.input_len, left))
     answer = output_len or max(1, min(Workload.output_len, context_length - prompt))
     if prompt + answer > context_length:
-        limit, hint = (
-            ("--max-model-len", "lower them, or raise --max-model-len")
-            if asked
-            else ("the model's context length", "lower them")
-        )
-        raise ConfigError(
-            f"--input-len and --output-len make requests of {prompt + answer} tokens; {limit} is "
-            f"{context_length}",
-            hint=hint,
-        )
+        limit = "--max-model-len" if asked else "the model's context length"
+        refusal = f"--input-len and --output-len make requests of {prompt + answer} tokens"
+        hint = "lower them, or raise --max-model-len" if asked else "lower them"
+        raise ConfigError(f"{refusal}; {limit} is {context_length}", hint=hint)
     return prompt, answer
 
 

@@ -139,10 +139,8 @@ def _read_file(path: str) -> dict[str, Any]:
         hint = "give a TOML file"
         raise ConfigError(f"--config is {path!r}, which is no UTF-8", hint=hint) from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            f"--config is {path!r}, which is no TOML: {error}",
-            hint="lines such as: max-num-seqs = 64",
-        ) from None
+        refusal = f"--config is {path!r}, which is no TOML: {error}"
+        raise ConfigError(refusal, hint="lines such as: max-num-seqs = 64") from None
 
 
 def _of_key(name: str, kind: Kind, value: Any, *, source: str) -> Given:

@@ -59,11 +59,8 @@ def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, star
     def announce(url: str, engine: AsyncEngine) -> None:
         name = (server_options.served_model_name or (engine.info.served_model_name,))[0]
         seconds = time.monotonic() - started
-        _announce(
-            f"Negamax is ready: {url}/v1 serves {name!r} ({engine.info.max_model_len} tokens, "
-            f"{seconds:.1f} s);"
-            f" chat page: {url}/"
-        )
+        served = f"{name!r} ({engine.info.max_model_len} tokens, {seconds:.1f} s)"
+        _announce(f"Negamax is ready: {url}/v1 serves {served}; chat page: {url}/")
 
     try:
         server.run(engine_options, server_options, listener=listener, announce=announce)

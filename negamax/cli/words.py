@@ -12,6 +12,7 @@ from negamax.options.foreign import Foreign
 
 _TRUTHS = {"true": True, "false": False}
 _SECRETS = ("-key", "-token", "-password")  # ends of names
+_SECRET_FLAGS = ("--api-key", "--admin-api-key")
 _SIMILARITY = 0.8  # of a name that is suggested
 
 
@@ -47,18 +48,10 @@ class Option:
         if kind is Kind.SWITCH:
             opposites = tuple(_opposite(name) for name in names if name.startswith("--"))
             opposites += (_name_of(key),) if flag.turns_off else ()
-        return cls(
-            name=parameter.name,
-            key=key.replace("-", "_"),
-            flag=listed,
-            kind=kind,
-            names=names,
-            opposites=opposites,
-            turns_off=flag.turns_off,
-            adds_up=flag.adds_up,
-            is_secret=listed in ("--api-key", "--admin-api-key"),
-            takes_many=kind is Kind.LIST and has_field,
-        )
+        is_secret, takes_many = listed in _SECRET_FLAGS, kind is Kind.LIST and has_field
+        rules = (flag.turns_off, flag.adds_up, is_secret, takes_many)
+        key = key.replace("-", "_")
+        return cls(parameter.name, key, listed, kind, names, opposites, *rules)
 
     @property
     def variable(self) -> str:

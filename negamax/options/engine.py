@@ -357,19 +357,15 @@ class EngineOptions:
         check_options(self)
         for name, value in vars(self).items():  # other processes and clients receive them
             if isinstance(value, str) and valid_unicode(value) != value:
-                raise ConfigError(
-                    f"{flag_name(name)} is {value!r}, which is no UTF-8",
-                    hint="rename the file or folder, or make a link to it",
-                )
+                hint = "rename the file or folder, or make a link to it"
+                raise ConfigError(f"{flag_name(name)} is {value!r}, which is no UTF-8", hint=hint)
         self._check_weights()
         self._check_parallel()
 
     def _check_weights(self) -> None:
         if self.num_hidden_layers is not None and self.load_format != "synthetic":
-            raise ConfigError(
-                "--num-hidden-layers leaves layers out; it needs synthetic weights",
-                hint="add --load-format synthetic",
-            )
+            refusal = "--num-hidden-layers leaves layers out; it needs synthetic weights"
+            raise ConfigError(refusal, hint="add --load-format synthetic")
         if self.weight_cache is not None and self.load_format == "synthetic":
             raise ConfigError(
                 "--weight-cache keeps a checkpoint's weights; synthetic weights have no checkpoint",
@@ -423,10 +419,8 @@ class EngineOptions:
         if not self.enable_eplb:
             has_location = self.init_expert_location != IN_ORDER
             if set(given) - ({"num_redundant_experts"} if has_location else set()):
-                raise ConfigError(
-                    "--eplb-config is given, and experts stay where they are",
-                    hint="add --enable-eplb",
-                )
+                refusal = "--eplb-config is given, and experts stay where they are"
+                raise ConfigError(refusal, hint="add --enable-eplb")
         return EplbConfig.read(given)
 
     @property
@@ -451,15 +445,9 @@ class EngineOptions:
                 f"on its own machine",
                 hint="start a server with its nodes for each replica",
             )
-        return NodeOptions(
-            nnodes=self.nnodes,
-            node_rank=self.node_rank,
-            master_addr=self.master_addr,
-            master_port=self.master_port,
-            interface=self.interface,
-            allow_cross_node_tp=self.allow_cross_node_tp,
-            launcher=self.distributed_executor_backend,
-        )
+        shared = {one.name for one in fields(NodeOptions)} & vars(self).keys()
+        given = {name: getattr(self, name) for name in shared}
+        return NodeOptions(**given, launcher=self.distributed_executor_backend)
 
     @property
     def speculation(self) -> SpeculationConfig | None:

@@ -26,7 +26,5 @@ def keys_of_file(path: str | None) -> tuple[str, ...]:
 def check_keys(keys: tuple[str, ...]) -> None:
     """Refuse keys that no header can carry. Errors: `ConfigError`."""
     if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in keys):
-        raise ConfigError(
-            "an API key is empty or has characters that no header can carry; allowed: printable "
-            "ASCII"
-        )
+        refusal = "an API key is empty or has characters that no header can carry"
+        raise ConfigError(f"{refusal}; allowed: printable ASCII")

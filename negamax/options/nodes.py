@@ -28,12 +28,12 @@ class NodeOptions:
         if not 1 <= self.nnodes <= MOST_NODES:
             raise ConfigError(f"--nnodes is {self.nnodes}; allowed: 1 to {MOST_NODES}")
         if not 0 <= self.node_rank < self.nnodes:
-            raise ConfigError(
-                f"--node-rank is {self.node_rank}; allowed: 0 to {self.nnodes - 1}",
-                hint=f"with --nnodes {self.nnodes}"
-                if self.nnodes > 1
-                else "say with --nnodes how many there are",
+            several, missing = (
+                f"with --nnodes {self.nnodes}",
+                "say with --nnodes how many there are",
             )
+            refusal = f"--node-rank is {self.node_rank}; allowed: 0 to {self.nnodes - 1}"
+            raise ConfigError(refusal, hint=several if self.nnodes > 1 else missing)
         if not 1 <= self.master_port <= 65535:
             raise ConfigError(f"--master-port is {self.master_port}; allowed: 1 to 65535")
         if self.launcher == RAY and self.node_rank:
@@ -43,10 +43,8 @@ class NodeOptions:
                 hint="leave it out, and serve on one machine of the cluster",
             )
         if self.nnodes > 1 and not self.master_addr and self.launcher == MP:
-            raise ConfigError(
-                "--master-addr is missing; the nodes meet at an address of node 0",
-                hint="give the same one on all nodes",
-            )
+            refusal = "--master-addr is missing; the nodes meet at an address of node 0"
+            raise ConfigError(refusal, hint="give the same one on all nodes")
 
     def check(self, parallel: ParallelOptions) -> None:
         """Refuse ranks that cannot be spread over these nodes. Errors: `ConfigError`."""

@@ -65,10 +65,8 @@ class ParallelOptions:
                 + (f" with --tensor-parallel-size {usual}" if usual != ranks else ""),
             )
         if self.enable_expert_parallel and experts == 1 < ranks * replicas * shares:
-            raise ConfigError(
-                "--enable-expert-parallel splits experts, --expert-parallel-size 1 does not",
-                hint="give one of them",
-            )
+            refusal = "--enable-expert-parallel splits experts, --expert-parallel-size 1 does not"
+            raise ConfigError(refusal, hint="give one of them")
         _ = self.layers_of_stages  # checked
         self._check_cache_ranks()
 
@@ -108,10 +106,8 @@ class ParallelOptions:
             return ()
         words = [word.strip() for word in given.split(",")]
         if not all(word.isdecimal() and int(word) for word in words):
-            raise ConfigError(
-                f"--pp-layer-partition is {given!r}; allowed: a number of layers, 1 or more, for "
-                f"each stage, separated by commas"
-            )
+            allowed = "a number of layers, 1 or more, for each stage, separated by commas"
+            raise ConfigError(f"--pp-layer-partition is {given!r}; allowed: {allowed}")
         if len(words) != stages:
             raise ConfigError(
                 f"--pp-layer-partition has {len(words)} stages, --pipeline-parallel-size is "

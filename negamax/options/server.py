@@ -163,7 +163,5 @@ class ServerOptions:
         keys = self.api_keys if self.admin_api_key is None else (*self.api_keys, self.admin_api_key)
         check_keys(keys)
         if self.admin_api_key is not None and self.admin_api_key in self.api_keys:
-            raise ConfigError(
-                "--admin-api-key is one of the API keys, which are for everybody else",
-                hint="give a key of its own",
-            )
+            refusal = "--admin-api-key is one of the API keys, which are for everybody else"
+            raise ConfigError(refusal, hint="give a key of its own")

@@ -148,10 +148,8 @@ def _method(given: Mapping[str, Any]) -> str:
         _refuse("method", given["method"], ", ".join(METHODS), "leave the option out, or choose "
                 "one of these; the answers are the same")  # fmt: skip
     if method == EAGLE3 and model is None:
-        raise ConfigError(
-            f"{_FLAG} has method eagle3 and no model",
-            hint='give "model": the folder or hub id of the draft model',
-        )
+        refusal = f"{_FLAG} has method eagle3 and no model"
+        raise ConfigError(refusal, hint='give "model": the folder or hub id of the draft model')
     return method
 
 

@@ -27,6 +27,7 @@ from negamax.formats.readable import is_kept
 from negamax.formats.tensor_format import TensorFormat
 from negamax.models.memory import Kept, ModelWeights, WeightKind, hit_share
 from negamax.parallel.layout import ParallelLayout
+from negamax.planner.floor import cached_bytes
 from negamax.planner.gpus import MEASURED, GpuModel
 
 # Fractions of the vendor's figures. Copies, and GEMMs in FP8 blocks or unquantised, reach 4.25 of
@@ -92,6 +93,10 @@ class Model:
             kv_dtype=dtype if kv_dtype == "auto" else kv_dtype,
         )
 
+    def on_rank(self, layout: ParallelLayout) -> Iterable[tuple[WeightKind, int, float]]:
+        """Yield kinds of matrices of a rank with their number and bytes."""
+        return self.weights.on_rank(dtype=self.dtype, kept=self.kept, layout=layout)
+
     @property
     def shards_index(self) -> bool:
         """Whether each rank holds a shard of the index keys."""
@@ -128,9 +133,7 @@ class Costs:
         self._held = [
             [
                 _Held(kind, count, num_bytes, *self._rates(kind, kind.stored(stage)))
-                for kind, count, num_bytes in model.weights.on_rank(
-                    dtype=model.dtype, kept=model.kept, layout=stage
-                )
+                for kind, count, num_bytes in model.on_rank(stage)
             ]
             for stage in self._stages
         ]
@@ -252,12 +255,7 @@ class Costs:
         return read, rate
 
     def _cache_bytes(self, caches: KvCacheSpecs, context: float) -> float:
-        dtype, ranks = self._model.kv_dtype, self._layout.tp
-        return sum(
-            cache.read_tokens(context) * cache.block_bytes(1, dtype=dtype, ranks=ranks)
-            for layer in caches
-            for cache in layer
-        )
+        return cached_bytes(caches, context, dtype=self._model.kv_dtype, ranks=self._layout.tp)
 
     def _exchanges(self, own: int, *, ranks: int) -> float:
         """Return the time of one layer's exchanges between `ranks` with `own` tokens each."""

@@ -1,8 +1,17 @@
 """The physical limit of a decode step: bytes to read divided by memory bandwidth."""
 
-from negamax.config.kv_cache import set_index_dtype
+from negamax.config.kv_cache import KvCacheSpecs, set_index_dtype
 from negamax.config.model_spec import ModelSpec
 from negamax.models.memory import read_bytes
+
+
+def cached_bytes(caches: KvCacheSpecs, context: float, *, dtype: str, ranks: int) -> float:
+    """Return the bytes of caches that a rank reads for a token after `context` others."""
+    return sum(
+        cache.read_tokens(context) * cache.block_bytes(1, dtype=dtype, ranks=ranks)
+        for layer in caches
+        for cache in layer
+    )
 
 
 def step_bytes(
@@ -20,9 +29,6 @@ def step_bytes(
     `context`: mean tokens of the `batch` sequences; `dtype`: of unquantized weights. The KV cache
     is divided by `ranks`, even beyond its number of heads, because ranks may shard its tokens.
     """
-    cached = sum(
-        cache.read_tokens(context) * cache.block_bytes(1, dtype=kv_dtype, ranks=1)
-        for layer in set_index_dtype(spec.kv_caches(), index_dtype)
-        for cache in layer
-    )
+    caches = set_index_dtype(spec.kv_caches(), index_dtype)
+    cached = cached_bytes(caches, context, dtype=kv_dtype, ranks=1)
     return read_bytes(spec, batch, dtype=dtype, ranks=ranks) + batch * cached / ranks

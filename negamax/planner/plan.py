@@ -128,10 +128,8 @@ def make_plan(
     Errors: `ConfigError` if `max_model_len` exceeds the model's.
     """
     if max_model_len is not None and max_model_len > spec.max_position_embeddings:
-        raise ConfigError(
-            f"--max-model-len is {max_model_len}; the model's context length is "
-            f"{spec.max_position_embeddings} tokens"
-        )
+        limit = f"the model's context length is {spec.max_position_embeddings} tokens"
+        raise ConfigError(f"--max-model-len is {max_model_len}; {limit}")
     gpu = hardware.gpu
     plain, sharded = (
         Model.of(each, gpu, kv_dtype=kv_dtype, index_dtype=index_dtype)
@@ -146,10 +144,8 @@ def make_plan(
         topology = replace(topology, replicas=1) if one_engine else topology
         try:
             if split_for and topology.layout not in split_for:
-                raise ConfigError(
-                    f"the checkpoint is split for --tensor-parallel-size {split_for[0].tp}, "
-                    f"--expert-parallel-size {split_for[0].ep}"
-                )
+                sizes = f"{split_for[0].tp}, --expert-parallel-size {split_for[0].ep}"
+                raise ConfigError(f"the checkpoint is split for --tensor-parallel-size {sizes}")
             topology.check(spec, per_node=hardware.per_node)
             gpu.platform.check(fp8_cache=plain.kv_dtype.startswith("fp8"))
             share = -(-workloads[-1].concurrency // (topology.replicas * topology.dp))

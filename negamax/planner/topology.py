@@ -168,8 +168,7 @@ def fit(
     slots = slot_bytes(longest, LIMITS.block_size, item=4) * (max_num_seqs + 1)
     found = []
     for stage in (layout.of_rank(rank) for rank in range(0, layout.world_size, layout.stage_size)):
-        held = model.weights.on_rank(dtype=model.dtype, kept=model.kept, layout=stage)
-        weights = round(sum(num_bytes for _, _, num_bytes in held))
+        weights = round(sum(num_bytes for _, _, num_bytes in model.on_rank(stage)))
         layers = stage.layers(model.weights.spec.num_layers)
         caches = split_over_holders(model.caches[layers.start : layers.stop], layout.dcp)
         token = block_bytes(caches, 1, dtype=model.kv_dtype, ranks=layout.tp)

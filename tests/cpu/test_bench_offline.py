@@ -129,7 +129,7 @@ def test_prompts_fit_the_engine_and_are_all_different(engine: tuple[EngineLoop, 
     again = RandomPrompts(info, seed=1, temperature=1.0).batch(3, **size)
     first, second = ([each.prompt_token_ids for each in batch] for batch in (again, requests[:3]))
     assert first == second
-    with pytest.raises(ConfigError, match="exceed the window"):
+    with pytest.raises(ConfigError, match="exceed the context length"):
         prompts.batch(1, input_len=info.max_model_len, output_len=1)
     with pytest.raises(ConfigError, match="does not run together"):
         prompts.batch(info.max_num_seqs + 1, input_len=1, output_len=1)

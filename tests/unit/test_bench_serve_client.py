@@ -10,8 +10,8 @@ from negamax.base.errors import ConfigError
 from negamax.bench.serve_client import (
     ClientConnection,
     ExchangeError,
-    RequestRecord,
     ResponseReader,
+    ResponseRecord,
     ServingClient,
 )
 from tests.speed import is_quick
@@ -72,7 +72,7 @@ async def exchanging(
 
 
 async def read(pieces: Sequence[bytes], *, closes: bool = False) -> ResponseReader:
-    reader = ResponseReader(RequestRecord(0), collect=True)
+    reader = ResponseReader(ResponseRecord(0), collect=True)
     async with exchanging(reader) as (connection, exchange, other):
         for piece in pieces:
             connection.data_received(piece)
@@ -127,7 +127,7 @@ def test_transport_need_not_be_of_asyncios_class() -> None:
     async def scene() -> bytes:
         connection, transport = ClientConnection(), OtherTransport()
         connection.connection_made(transport)  # type: ignore[arg-type]
-        reader = ResponseReader(RequestRecord(0), collect=True)
+        reader = ResponseReader(ResponseRecord(0), collect=True)
         exchange = asyncio.ensure_future(connection.exchange(b"POST", reader))
         await asyncio.sleep(0)
         connection.data_received(chunked(CHAT))
@@ -213,7 +213,7 @@ def test_a_chunk_costs_less_than_50_microseconds() -> None:
     piece = part[part.index(b"\r\n\r\n") + 4 : part.index(b"0\r\nX-Trailer")]
 
     async def measure() -> bool:
-        reader = ResponseReader(RequestRecord(0))
+        reader = ResponseReader(ResponseRecord(0))
         async with exchanging(reader) as (connection, exchange, _):
             first = chunked(events(delta(content="a")))
             connection.data_received(first.removesuffix(b"0\r\nX-Trailer: 1\r\n\r\n"))

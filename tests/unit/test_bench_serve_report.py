@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from negamax.bench.serve import Measurement
-from negamax.bench.serve_client import RequestRecord
+from negamax.bench.serve_client import ResponseRecord
 from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_report import (
     block,
@@ -33,9 +33,9 @@ def record(
     started: float = 10.0,
     output: int | None = None,
     running: tuple[int, ...] = (),
-) -> RequestRecord:
+) -> ResponseRecord:
     """Make a successful request; `arrivals` count from its start, and the last one ends it."""
-    return RequestRecord(
+    return ResponseRecord(
         0,
         started=started,
         ended=started + arrivals[-1],
@@ -48,11 +48,11 @@ def record(
     )
 
 
-def failed(reason: str, detail: str = "") -> RequestRecord:
-    return RequestRecord(0, started=10.0, ended=10.5, error=reason, detail=detail)
+def failed(reason: str, detail: str = "") -> ResponseRecord:
+    return ResponseRecord(0, started=10.0, ended=10.5, error=reason, detail=detail)
 
 
-def measured(*records: RequestRecord, seconds: float = 2.0) -> Measurement:
+def measured(*records: ResponseRecord, seconds: float = 2.0) -> Measurement:
     return Measurement("nano", records, seconds, notes=())
 
 
@@ -92,7 +92,7 @@ def test_metrics_of_one_request() -> None:
     assert tpot(record(0.5, output=1)) is None
     assert "mean_tpot_ms" not in summarize(measured(record(0.5, output=1)), OPTIONS)
     # an answer without visible text has its first token at its end
-    assert ttft(RequestRecord(0, started=1.0, ended=3.0, output_tokens=5)) == 2.0
+    assert ttft(ResponseRecord(0, started=1.0, ended=3.0, output_tokens=5)) == 2.0
 
 
 def test_totals_count_good_requests_only() -> None:
@@ -117,7 +117,7 @@ def test_concurrency_does_not_count_a_request_that_ends_when_another_begins() ->
     assert peak_concurrency(back_to_back) == 1
     assert peak_concurrency([*back_to_back, record(1.0, started=10.5)]) == 2
     assert [count for _, count in concurrency_steps(back_to_back)] == [1, 0, 1, 0]
-    assert peak_concurrency([RequestRecord(0, ended=12.0, error="not sent")]) == 0
+    assert peak_concurrency([ResponseRecord(0, ended=12.0, error="not sent")]) == 0
 
 
 def test_output_per_second_spreads_tokens_over_the_chunks() -> None:

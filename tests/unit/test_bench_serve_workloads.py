@@ -11,7 +11,7 @@ import pytest
 from negamax.base.errors import ConfigError
 from negamax.bench.agent_sessions import AgentSessions
 from negamax.bench.serve import arrivals, request_fields
-from negamax.bench.serve_client import RequestRecord
+from negamax.bench.serve_client import ResponseRecord
 from negamax.bench.serve_options import CHAT, BenchOptions
 from negamax.bench.serve_workloads import (
     Prompts,
@@ -52,7 +52,7 @@ def turns(
     found = [next(running)]
     while True:
         try:
-            response = TurnResponse(RequestRecord(0, finish_reason=finish_reason), message)
+            response = TurnResponse(ResponseRecord(0, finish_reason=finish_reason), message)
             found.append(running.send(response))
         except StopIteration:
             return found
@@ -248,7 +248,7 @@ def test_live_sessions_send_the_servers_own_answers_back() -> None:
 def test_live_session_ends_with_a_failed_answer() -> None:
     running = agent_sessions(LIVE).session().start()
     next(running)
-    failed = RequestRecord(0, error="HTTP 500")
+    failed = ResponseRecord(0, error="HTTP 500")
     with pytest.raises(StopIteration):
         running.send(TurnResponse(failed, {"role": "assistant", "content": ""}))
 

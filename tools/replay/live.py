@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from negamax.bench.agent_sessions import AgentSessions
-from negamax.bench.serve_client import RequestRecord, ResponseReader, ServingClient
+from negamax.bench.serve_client import ResponseReader, ResponseRecord, ServingClient
 from negamax.bench.serve_options import CHAT, BenchOptions
 from negamax.bench.serve_workloads import Session, TextScale, TurnResponse
 from negamax.checkpoint.hub import resolve_model
@@ -78,7 +78,7 @@ class _LivePlayer:
     _client: ServingClient
     _tally: _Tally
     _rng: random.Random
-    _previous: RequestRecord | None = None  # the last turn, if its prompt must be cached
+    _previous: ResponseRecord | None = None  # the last turn, if its prompt must be cached
 
     async def play(self) -> None:
         """Every turn, up to the first failure."""
@@ -109,12 +109,12 @@ class _LivePlayer:
         common = {"model": "nano", "stream": True, "stream_options": {"include_usage": True}}
         sent = json.dumps(body | common).encode()
         if self._rng.random() < HANG_UP_SHARE:
-            reader = ResponseReader(RequestRecord(0), collect=True)
+            reader = ResponseReader(ResponseRecord(0), collect=True)
             work = asyncio.ensure_future(self._client.stream(CHAT, sent, reader))
             await asyncio.wait({work}, timeout=self._rng.random())
             self._tally.counts["hung up"] += work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-        reader = ResponseReader(RequestRecord(0), collect=True)
+        reader = ResponseReader(ResponseRecord(0), collect=True)
         await self._client.stream(CHAT, sent, reader)
         return reader
 
