@@ -16,7 +16,7 @@ from negamax.kernels.attention.metadata import (
     PagedShape,
 )
 from negamax.kernels.attention.op import DECODE, PREFILL, split_heads
-from negamax.kernels.kvcache.op import LOCATE, KvCache, write
+from negamax.kernels.kvcache.op import LOCATE, KvCache, TokenPlaces, write
 from negamax.kernels.op import Op
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rotary import half_split
@@ -212,7 +212,7 @@ class Attention:
         qkv, cache = self._qkv(x), self.kv_scales.scale(kv)
         if self._fused is not None:  # norm, rope and cache write in one launch
             q = self._fused.run(
-                qkv, self._qk_norm.norm, step.cos, step.sin, cache, step.slot_mapping,
+                qkv, self._qk_norm.norm, TokenPlaces(step.cos, step.sin, step.slot_mapping), cache,
                 group=self._group,
             )  # fmt: skip
         else:

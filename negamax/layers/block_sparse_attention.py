@@ -23,6 +23,7 @@ from negamax.kernels.block_sparse.op import (
 )
 from negamax.kernels.block_sparse.selection import BlockSelection, IndexShard, SparseShape
 from negamax.kernels.cache_shards.op import OWN_ROWS
+from negamax.kernels.kvcache.op import TokenPlaces
 from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import GroupedQueryStep, KvCaches, PagedKind, head_rows
 from negamax.layers.kv_scales import KvScales
@@ -145,8 +146,9 @@ class BlockSparseAttention:
             torch.empty(2, width, dtype=torch.float32, device=weights.device)
             for width in (head_dim, index_dim)
         ]
+        own_norm, index_norm = self._norm_weights
         self._norm = write.prepare(
-            *self._norm_weights, heads=len(queried), kv_heads=len(own_kv), eps=eps, shard=shard
+            own_norm, index_norm, heads=len(queried), kv_heads=len(own_kv), eps=eps, shard=shard
         )
         norms = (names.q_norm, names.k_norm), (index.q_norm, index.k_norm)
         self.kv_scales = KvScales(names)
@@ -176,9 +178,9 @@ class BlockSparseAttention:
         """x [T, hidden] -> [T, hidden], or parts of it. Writes keys, values and index keys."""
         step: BlockSparseStep = metadata.prepared[BlockSparseKind.name]
         cache, index = self.kv_scales.scale(kv), kv["index"]
+        at = TokenPlaces(step.cos, step.sin, step.slot_mapping)
         q, index_q = self._write(
-            self._projection(x), self._norm, step.cos, step.sin, cache, index, step.slot_mapping,
-            index_rows=step.index_rows,
+            self._projection(x), self._norm, at, cache, index, index_rows=step.index_rows
         )  # fmt: skip
         if step.exchange is not None:
             step.exchange((cache.k, cache.v, index))

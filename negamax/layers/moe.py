@@ -12,7 +12,7 @@ from torch import Tensor
 from negamax.formats.tensor_format import TensorFormat
 from negamax.kernels.activations import SILU, QuantizedActivations, SwiGlu
 from negamax.kernels.attention.metadata import StepTokens
-from negamax.kernels.moe.op import EXPERTS, ROUTE, ExpertWeights
+from negamax.kernels.moe.op import EXPERTS, ROUTE, ExpertWeights, SelectedExperts
 from negamax.kernels.norm.op import ADD_RMS
 from negamax.kernels.quantize.op import QUANTIZE
 from negamax.kernels.registry import KernelTable
@@ -223,14 +223,10 @@ class SparseMoe:
         if self._quantize is not None:
             x = self._quantize(x)
         given = self._dispatch.dispatch(x, ids, weights, tokens)
-        out: Tensor = self._experts_kernel.run(
-            given.x,
-            given.ids,
-            given.weights,
-            self.expert_weights,
-            first=self._dispatch.first,
-            count=len(self._dispatch.experts),
+        selected = SelectedExperts(
+            given.ids, given.weights, self._dispatch.first, len(self._dispatch.experts)
         )
+        out: Tensor = self._experts_kernel.run(given.x, selected, self.expert_weights)
         part = self._dispatch.combine(out, given, len(ids))
         if shared is not None:
             (part.x if part.x.dim() == 2 else part.x[:, 0]).add_(shared.x)

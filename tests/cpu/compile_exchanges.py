@@ -30,7 +30,7 @@ from negamax.kernels.cache_shards.triton_merge import merge_partials
 from negamax.kernels.collectives.triton import all_reduce_add_rms
 from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 from negamax.kernels.dispatch.triton import combine, dispatch
-from negamax.kernels.kvcache.op import KvCache
+from negamax.kernels.kvcache.op import KvCache, TokenPlaces
 from negamax.kernels.norm.triton import prepare
 from negamax.kernels.peers import PeerMemory, PeerRegion
 from negamax.kernels.sampling.op import CANDIDATES
@@ -111,7 +111,7 @@ def exchange_sums(group: Any, num_tokens: int) -> None:
     rotation = empty(num_tokens, 64, dtype=torch.float32)
     cache = KvCache(empty(8, kv_heads, 64, 128), empty(8, kv_heads, 64, 128))
     qkv, rows = empty(num_tokens, (heads + 2 * kv_heads) * 128), int64(num_tokens * kv_heads)
-    qk_norm_rope_write(qkv, norm, rotation, rotation, cache, rows, group=group)
+    qk_norm_rope_write(qkv, norm, TokenPlaces(rotation, rotation, rows), cache, group=group)
 
 
 def main() -> None:

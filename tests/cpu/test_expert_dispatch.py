@@ -12,7 +12,7 @@ from negamax.formats.tensor_format import StoredWeight, TensorFormat
 from negamax.kernels.activations import SwiGlu
 from negamax.kernels.attention.metadata import StepTokens
 from negamax.kernels.moe.op import EXPERTS as EXPERTS_OP
-from negamax.kernels.moe.op import PLACE
+from negamax.kernels.moe.op import PLACE, SelectedExperts
 from negamax.kernels.moe.triton import prepare_experts, prepare_packed
 from negamax.kernels.moe.triton_shared import PreparedExperts
 from negamax.kernels.registry import resolve
@@ -228,6 +228,6 @@ def test_experts_of_every_provider_on_the_cpu_can_be_replaced(dtype: torch.dtype
         order = [0, 2, 2]
         other = kernel.prepare(plain(gate_up[order]), plain(down[order]))
         found, expected = (
-            kernel.run(x, ids, weights, each, first=0, count=3) for each in (own, other)
+            kernel.run(x, SelectedExperts(ids, weights, 0, 3), each) for each in (own, other)
         )
         assert torch.equal(found, expected), kernel.provider

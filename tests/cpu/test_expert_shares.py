@@ -13,7 +13,7 @@ from negamax.formats.floats import E4M3_BLOCKS, mxfp4, mxfp8, nvfp4
 from negamax.formats.floats import plain as as_plain
 from negamax.formats.platform import CPU
 from negamax.formats.tensor_format import Axis, StoredWeight, TensorFormat
-from negamax.kernels.moe.op import EXPERTS, ROUTE
+from negamax.kernels.moe.op import EXPERTS, ROUTE, SelectedExperts
 from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.registry import OPS, resolve
 from negamax.layers.moe import SparseMoe
@@ -122,7 +122,7 @@ class Model:
         router = route.prepare(self.gate, torch.zeros(self.num_experts), shared=self.shared)
         ids, weights = route.run(self.x, router, top_k=TOP_K)
         stacked, count = experts.prepare(as_plain(gate_up), as_plain(down)), len(self.experts)
-        return experts.run(self.x, ids, weights, stacked, first=0, count=count)
+        return experts.run(self.x, SelectedExperts(ids, weights, 0, count), stacked)
 
 
 def splits() -> Iterator[Any]:

@@ -12,7 +12,7 @@ from negamax.kernels.attention import triton as kernels
 from negamax.kernels.attention import triton_decode_plan
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, attention_metadata
 from negamax.kernels.attention.triton_decode import has_one_new_key
-from negamax.kernels.kvcache.op import FP8, KvCache, cache_rows
+from negamax.kernels.kvcache.op import FP8, KvCache, TokenPlaces, cache_rows
 from negamax.kernels.peers import PeerMemory, PeerRegion
 from negamax.kernels.rotary import cos_sin, signed_frequencies
 from tests.kernel_cases import attention as cases
@@ -275,15 +275,13 @@ def test_norms_sum_over_ranks_and_keep_broken_rows_finite(
     caches = [torch.zeros(4, kv_heads, block_size, 128, dtype=cache_dtype) for _ in range(4)]
     norm = spec.prepare_qk_norm(weight, heads=heads, kv_heads=kv_heads, eps=1e-6, ranks=2)
     kept = rows >= 0
-    want = spec.qk_norm_rope_write(
-        qkv.float(), norm, cos, sin, KvCache(*caches[:2], scales), rows.clamp(0), group=group
-    )
+    cache, at = KvCache(*caches[:2], scales), TokenPlaces(cos, sin, rows.clamp(0))
+    want = spec.qk_norm_rope_write(qkv.float(), norm, at, cache, group=group)
+    cache, at = KvCache(*caches[2:], scales), TokenPlaces(cos, sin, rows)
     for epoch in range(1, rounds + 1):
         words = others.view(torch.int32).long() & 0xFFFFFFFF | epoch << 32
         copies[0, epoch & 1, :tokens, 1] = words
-        got = kernels.qk_norm_rope_write(
-            qkv.clone(), norm, cos, sin, KvCache(*caches[2:], scales), rows, group=group
-        )
+        got = kernels.qk_norm_rope_write(qkv.clone(), norm, at, cache, group=group)
         assert got.isfinite().all()
         assert relative_error(got[[0, 2]], want[[0, 2]]) < 5e-3
         for stored, defined in zip(caches[2:], caches[:2], strict=True):

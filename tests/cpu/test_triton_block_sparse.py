@@ -25,7 +25,7 @@ from negamax.kernels.block_sparse.triton import sparse_norm_rope_write
 from negamax.kernels.block_sparse.triton_prefill import SparsePrefillPlan
 from negamax.kernels.block_sparse.triton_select_decode import SelectDecodePlan
 from negamax.kernels.block_sparse.triton_select_prefill import SelectPrefillPlan
-from negamax.kernels.kvcache.op import FP8, KvCache, cache_rows
+from negamax.kernels.kvcache.op import FP8, KvCache, TokenPlaces, cache_rows
 from negamax.kernels.rotary import cos_sin, signed_frequencies
 
 FP8_ERROR = 0.03  # of rounding to e4m3
@@ -57,10 +57,10 @@ def test_norms_write_caches_of_two_dtypes_and_keep_broken_rows_finite(
         return [torch.zeros(4, n, block_size, 128, dtype=dtype) for n, dtype in shapes]
 
     scales, want, got = (0.5, 0.25), caches(), caches()
-    own, real = KvCache(*want[:2], scales), (x[:2] for x in angles)
-    expected = spec.norm_rope_write(projected[:2].float(), norm, *real, own, want[2], rows[:4])
+    own, real = KvCache(*want[:2], scales), TokenPlaces(*(x[:2] for x in angles), rows[:4])
+    expected = spec.norm_rope_write(projected[:2].float(), norm, real, own, want[2])
     own = KvCache(*got[:2], scales)
-    actual = sparse_norm_rope_write(projected, norm, *angles, own, got[2], rows)
+    actual = sparse_norm_rope_write(projected, norm, TokenPlaces(*angles, rows), own, got[2])
     for result, defined in zip(actual, expected, strict=True):
         assert result.isfinite().all()
         assert relative_error(result[0], defined[0]) < 5e-3

@@ -21,6 +21,7 @@ from negamax.kernels.collectives import triton as kernels
 from negamax.kernels.gemm import triton as gemm
 from negamax.kernels.launch.tile import Tile
 from negamax.kernels.moe import triton as moe
+from negamax.kernels.moe.op import SelectedExperts
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.op import NormWeight
 from negamax.kernels.quantize.op import quantize_activations
@@ -164,7 +165,8 @@ def test_products_in_fp8_need_no_plain_rows() -> None:
             patch.setattr(moe.tiles.H200MoeTiles, "gemv_max_m", lambda self, width: 0)
             patch.setattr(moe.tiles, "SMALL_M_MAX_M", most_m)
             got, want = (
-                moe.experts(x, ids, weights, experts, first=0, count=EXPERTS) for x in (part, whole)
+                moe.experts(x, SelectedExperts(ids, weights, 0, EXPERTS), experts)
+                for x in (part, whole)
             )
             assert torch.equal(got, want) and got.dtype == torch.float16
 

@@ -12,7 +12,7 @@ from negamax.kernels.gemm import triton_w8a8
 from negamax.kernels.gemm.op import LINEAR
 from negamax.kernels.moe import tiles as moe_tiles
 from negamax.kernels.moe import triton as moe
-from negamax.kernels.moe.op import EXPERTS
+from negamax.kernels.moe.op import EXPERTS, SelectedExperts
 from negamax.kernels.op import W8A8, WEIGHT_ONLY
 from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.registry import resolve
@@ -86,7 +86,7 @@ def test_a_token_that_is_not_finite_stays_so_and_alone(
     with torch.inference_mode():
         for run in (
             lambda x: triton_w8a8.linear(x, dense),
-            lambda x: moe.experts_rounded(x, ids, weights, experts, first=0, count=3).sum(1),
+            lambda x: moe.experts_rounded(x, SelectedExperts(ids, weights, 0, 3), experts).sum(1),
         ):
             found, expected = run(x), run(clean)
             broken = ~found.isfinite().any(1)

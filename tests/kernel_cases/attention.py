@@ -20,7 +20,7 @@ from negamax.kernels.attention.op import (
     QK_NORM_ROPE_WRITE,
     ROPE_WRITE,
 )
-from negamax.kernels.kvcache.op import FP8, KvCache, cache_rows
+from negamax.kernels.kvcache.op import FP8, KvCache, TokenPlaces, cache_rows
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.rotary import cos_sin, signed_frequencies
 from tests.kernel_cases.case import Apply, Case, Cost, OpCases, Rows, both, num_bytes, randn, table
@@ -107,7 +107,7 @@ def apply_norm(
         heads = {"heads": n["heads"], "kv_heads": k_cache.shape[1]}
         norm = (kernel.prepare(t["norm_weight"], eps=1e-6, **heads, **ranks),)
     cache = KvCache(k_cache, v_cache, n.get("kv_scales", (1.0, 1.0)))
-    q = kernel.run(t["qkv"].clone(), *norm, *angles, cache, rows)
+    q = kernel.run(t["qkv"].clone(), *norm, TokenPlaces(*angles, rows), cache)
     return q, k_cache, v_cache
 
 

@@ -27,7 +27,7 @@ from negamax.kernels.block_sparse.selection import (
     choose,
     pages_of,
 )
-from negamax.kernels.kvcache.op import FP8, KvCache, cache_rows
+from negamax.kernels.kvcache.op import FP8, KvCache, TokenPlaces, cache_rows
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.rotary import cos_sin, signed_frequencies
 from tests.kernel_cases.attention import cache_of, describe_lengths, paged_caches, run_metadata
@@ -107,7 +107,9 @@ def apply_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
         eps=1e-6, shard=n["shard"],
     )  # fmt: skip
     cache = KvCache(*caches[:2], n.get("kv_scales", (1.0, 1.0)))
-    q, index_q = kernel.run(t["projected"].clone(), norm, *angles, cache, caches[2], rows)
+    q, index_q = kernel.run(
+        t["projected"].clone(), norm, TokenPlaces(*angles, rows), cache, caches[2]
+    )
     return q, index_q, *caches
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from negamax.formats.floats import E4M3_BLOCKS, mxfp8
 from negamax.formats.tensor_format import TensorFormat
 from negamax.kernels.activations import SILU, SwiGlu
-from negamax.kernels.moe.op import EXPERTS, NORM_ROUTE, PLACE, ROUTE
+from negamax.kernels.moe.op import EXPERTS, NORM_ROUTE, PLACE, ROUTE, SelectedExperts
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.quantize import op as quantize
 from tests.kernel_cases import norm, weight_only
@@ -442,8 +442,8 @@ def apply_experts(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
         activation=case.numbers.get("activation", SILU),
         shared=case.numbers.get("shared", False),
     )
-    first, count = case.numbers["first"], case.numbers["count"]
-    out = kernel.run(x, t["ids"], t["weights"], prepared, first=first, count=count)
+    own = (case.numbers["first"], case.numbers["count"])
+    out = kernel.run(x, SelectedExperts(t["ids"], t["weights"], *own), prepared)
     return (out if out.dim() == 2 else out.float().sum(1).to(out.dtype),)
 
 

@@ -29,7 +29,7 @@ from negamax.kernels.attention.op import (
     qk_norm,
     split_heads,
 )
-from negamax.kernels.kvcache.op import KvCache, write
+from negamax.kernels.kvcache.op import KvCache, TokenPlaces, write
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.peers import Collective
 
@@ -238,23 +238,16 @@ def _prefill_run(q: Tensor, cache: KvCache, run: PrefillRun, out: Tensor) -> Non
 
 
 def qk_norm_rope_write(
-    qkv: Tensor,
-    norm: QkNorm,
-    cos: Tensor,
-    sin: Tensor,
-    cache: KvCache,
-    rows: Tensor,
-    *,
-    group: Collective | None = None,
+    qkv: Tensor, norm: QkNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
     """Compute the op as defined; q and k are rotated in place."""
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = qk_norm(q, k, norm, group=group)
-    rotary_dim = cos.shape[-1]
+    rotary_dim = at.cos.shape[-1]
     for rotated in (q[..., :rotary_dim], k[..., :rotary_dim]):
         swapped = rotated.roll(rotary_dim // 2, -1)
-        torch.addcmul(rotated * cos, swapped, sin, out=rotated)
-    write(k, v, cache, rows)
+        torch.addcmul(rotated * at.cos, swapped, at.sin, out=rotated)
+    write(k, v, cache, at.rows)
     return q.to(qkv.dtype)
 
 

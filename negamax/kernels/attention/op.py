@@ -15,7 +15,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import Hidden
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
-from negamax.kernels.kvcache.op import KvCache, write
+from negamax.kernels.kvcache.op import KvCache, TokenPlaces, write
 from negamax.kernels.op import Prepared, op, rounding_tolerance
 from negamax.kernels.peers import Collective
 from negamax.kernels.rotary import half_split
@@ -88,18 +88,11 @@ class HeadNorm:
     eps: float
 
 
-def prepare_head_norm(weight: Tensor, /, *, heads: int, kv_heads: int, eps: float) -> Prepared:
-    """Wrap the weights, as `HeadNorm` describes them."""
-    return HeadNorm(weight, heads, kv_heads, eps)
-
-
 def head_norm_rope_write(
     qkv: Tensor,
     norm: Prepared,
-    cos: Tensor,
-    sin: Tensor,
+    at: TokenPlaces,
     cache: KvCache,
-    rows: Tensor,
     /,
     *,
     group: Collective | None = None,
@@ -107,31 +100,29 @@ def head_norm_rope_write(
     """Do `qk_norm_rope_write` with `head_norm` of q and k; `group` is not used."""
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = (
-        half_split(head_norm(x, weight, norm.eps), cos, sin)
+        half_split(head_norm(x, weight, norm.eps), at.cos, at.sin)
         for x, weight in zip((q, k), norm.weight, strict=True)
     )
-    write(k, v, cache, rows)
+    write(k, v, cache, at.rows)
     return q.to(qkv.dtype)
 
 
-def rope_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: KvCache, rows: Tensor, /) -> Tensor:
+def rope_write(qkv: Tensor, at: TokenPlaces, cache: KvCache, /) -> Tensor:
     """Do `qk_norm_rope_write` without norms; all dimensions of a head rotate."""
     _, kv_heads, _, head_dim = cache.k.shape
-    assert cos.shape[-1] == head_dim
+    assert at.cos.shape[-1] == head_dim
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q, k, v = split_heads(qkv, heads=heads, kv_heads=kv_heads)
-    q, k = half_split(q, cos, sin), half_split(k, cos, sin)
-    write(k, v, cache, rows)
+    q, k = half_split(q, at.cos, at.sin), half_split(k, at.cos, at.sin)
+    write(k, v, cache, at.rows)
     return q.to(qkv.dtype)
 
 
 def qk_norm_rope_write(
     qkv: Tensor,
     norm: Prepared,
-    cos: Tensor,
-    sin: Tensor,
+    at: TokenPlaces,
     cache: KvCache,
-    rows: Tensor,
     /,
     *,
     group: Collective | None = None,
@@ -139,13 +130,12 @@ def qk_norm_rope_write(
     """Norm and rotate q and k, write k and v to the cache, return q [T, heads, head_dim].
 
     qkv [T, (heads + 2 kv_heads) * head_dim] is this rank's projection; a kernel may overwrite it.
-    cos and sin come from `rotary.cos_sin`, rows from `kvcache.op.cache_rows`. Arithmetic is in fp32
-    and rounded once, at the end.
+    Arithmetic is in fp32 and rounded once, at the end.
     """
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = qk_norm(q, k, norm, group=group)
-    q, k = half_split(q, cos, sin), half_split(k, cos, sin)
-    write(k, v, cache, rows)
+    q, k = half_split(q, at.cos, at.sin), half_split(k, at.cos, at.sin)
+    write(k, v, cache, at.rows)
     return q.to(qkv.dtype)
 
 
@@ -182,9 +172,13 @@ def attend(q: Tensor, cache: KvCache, queries: Prepared, /) -> Hidden:
 
 def rows_of(cache: Tensor, table: Tensor, length: int) -> Tensor:
     """Gather the first `length` tokens of `table`: [length, kv_heads, head_dim] fp32."""
-    used = table[: -(-length // cache.shape[2])]
-    blocks = cache.view(torch.uint8)[used].view(cache.dtype)  # indexing does not take FP8
-    return blocks.transpose(1, 2).flatten(0, 1)[:length].float()
+    return gather_rows(cache, table[: -(-length // cache.shape[2])])[:length]
+
+
+def gather_rows(cache: Tensor, blocks: Tensor) -> Tensor:
+    """Gather the tokens of `blocks`: [tokens, kv_heads, head_dim] fp32."""
+    found = cache.view(torch.uint8)[blocks].view(cache.dtype)  # indexing does not take FP8
+    return found.transpose(1, 2).flatten(0, 1).float()
 
 
 ROPE_TOLERANCE = rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5")
@@ -204,7 +198,7 @@ QK_NORM_ROPE_WRITE = op(
 HEAD_NORM_ROPE_WRITE = op(
     "attention.head_norm_rope_write",
     head_norm_rope_write,
-    prepare_head_norm,
+    HeadNorm,
     summary="RMS norm of each head of q and k, rope, keys and values into the paged cache",
     sequence=("attention.head_norm", "rope.half_split", "kvcache.write"),
     tolerance=ROPE_TOLERANCE,

@@ -25,7 +25,7 @@ from negamax.kernels.attention.triton_heads import (
     split_columns,
     store_heads,
 )
-from negamax.kernels.kvcache.op import KvCache
+from negamax.kernels.kvcache.op import KvCache, TokenPlaces
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.peers import Collective
 
@@ -190,9 +190,8 @@ def launch_norm_rope_write(
     projected: Tensor,
     heads: int,
     norm: tuple[Tensor, float] | None,
-    angles: tuple[Tensor, Tensor],
+    at: TokenPlaces,
     cache: KvCache,
-    slot_mapping: Tensor,
     index: IndexHeads | None = None,
 ) -> Tensor:
     """Launch the kernel -> q [T, heads, head_dim]; `norm`: weight and eps. `projected` stays as it
@@ -205,7 +204,7 @@ def launch_norm_rope_write(
     q = projected.new_empty(num_tokens, heads, head_dim)
     if num_tokens == 0:
         return q
-    half = angles[0].shape[-1] // 2
+    half = at.cos.shape[-1] // 2
     tiles = triton.cdiv(heads + 2 * kv_heads, _BLOCK_H)
     if index is not None:
         tiles += triton.cdiv(index_heads + 1, _BLOCK_H)
@@ -218,31 +217,22 @@ def launch_norm_rope_write(
     weight, eps = norm or (None, 0.0)
     index_weight, index_q, index_cache, rank, _, rows = index or (None, None, None, 0, 1, None)
     _head_norm_rope_write_kernel[(num_tokens, tiles)](
-        projected, weight, index_weight, *angles, q, index_q, cache.k, cache.v, index_cache,
-        slot_mapping, rows, eps, 1.0 / cache.scales[0], 1.0 / cache.scales[1], rank, constants,
+        projected, weight, index_weight, at.cos, at.sin, q, index_q, cache.k, cache.v, index_cache,
+        at.rows, rows, eps, 1.0 / cache.scales[0], 1.0 / cache.scales[1], rank, constants,
         num_warps=4, **launch_options(projected.device),
     )  # fmt: skip
     return q
 
 
 def head_norm_rope_write(
-    qkv: Tensor,
-    norm: HeadNorm,
-    cos: Tensor,
-    sin: Tensor,
-    cache: KvCache,
-    slot_mapping: Tensor,
-    *,
-    group: Collective | None = None,
+    qkv: Tensor, norm: HeadNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
     """Run `attention.head_norm_rope_write`, with the exceptions of `launch_norm_rope_write`."""
     own = (norm.weight, norm.eps)
-    return launch_norm_rope_write(qkv, norm.heads, own, (cos, sin), cache, slot_mapping)
+    return launch_norm_rope_write(qkv, norm.heads, own, at, cache)
 
 
-def rope_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, cache: KvCache, slot_mapping: Tensor
-) -> Tensor:
+def rope_write(qkv: Tensor, at: TokenPlaces, cache: KvCache) -> Tensor:
     """Run `attention.rope_write`, with the exceptions of `launch_norm_rope_write`."""
     heads = qkv.shape[1] // cache.k.shape[3] - 2 * cache.k.shape[1]
-    return launch_norm_rope_write(qkv, heads, None, (cos, sin), cache, slot_mapping)
+    return launch_norm_rope_write(qkv, heads, None, at, cache)

@@ -29,7 +29,7 @@ from negamax.kernels.attention.triton_heads import (
     to_cache_dtype,
 )
 from negamax.kernels.collectives.triton_ll import load_peer_base, poll, push
-from negamax.kernels.kvcache.op import KvCache
+from negamax.kernels.kvcache.op import KvCache, TokenPlaces
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.peers import Collective
 
@@ -182,22 +182,15 @@ def _qk_norm_rope_write_kernel(
 
 
 def qk_norm_rope_write(
-    qkv: Tensor,
-    norm: QkNorm,
-    cos: Tensor,
-    sin: Tensor,
-    cache: KvCache,
-    slot_mapping: Tensor,
-    *,
-    group: Collective | None = None,
+    qkv: Tensor, norm: QkNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
     """Run `attention.qk_norm_rope_write`; `qkv` is kept, and negative slots are not written.
 
     With several ranks: one launch if their memory has a row for every token, else two, with a sum
     over the group in between.
     """
-    assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
-    num_tokens, head_dim, half = qkv.shape[0], cache.k.shape[-1], cos.shape[-1] // 2
+    assert qkv.is_contiguous() and at.cos.is_contiguous() and at.sin.is_contiguous()
+    num_tokens, head_dim, half = qkv.shape[0], cache.k.shape[-1], at.cos.shape[-1] // 2
     heads, kv_heads = norm.heads, norm.kv_heads
     q = qkv.new_empty(num_tokens, heads, head_dim)
     if num_tokens == 0:
@@ -223,7 +216,7 @@ def qk_norm_rope_write(
     )  # fmt: skip
     exchange = (None, None, 0) if region is None else (region.addresses, region.flags, region.rows)
     _qk_norm_rope_write_kernel[(num_tokens,)](
-        qkv, norm.weight, cos, sin, q, cache.k, cache.v, slot_mapping, sums, *exchange, rank,
+        qkv, norm.weight, at.cos, at.sin, q, cache.k, cache.v, at.rows, sums, *exchange, rank,
         norm.q_count, norm.k_count, norm.eps, 1.0 / cache.scales[0], 1.0 / cache.scales[1],
         constants, num_warps=warps, **launch_options(qkv.device),
     )  # fmt: skip

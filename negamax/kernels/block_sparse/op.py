@@ -29,7 +29,7 @@ from negamax.kernels.block_sparse.selection import (
     choose,
     pages_of,
 )
-from negamax.kernels.kvcache.op import KvCache, store, write
+from negamax.kernels.kvcache.op import KvCache, TokenPlaces, store, write
 from negamax.kernels.op import Prepared, op, rounding_tolerance
 from negamax.kernels.peers import Collective
 from negamax.kernels.rotary import half_split
@@ -52,23 +52,6 @@ class SparseHeadNorm:
     def index_heads(self) -> int:
         """This rank's number of KV heads, or that of all ranks."""
         return self.shard.heads or self.kv_heads
-
-
-_WHOLE = IndexShard()
-
-
-def prepare_norms(
-    weight: Tensor,
-    index_weight: Tensor,
-    /,
-    *,
-    heads: int,
-    kv_heads: int,
-    eps: float,
-    shard: IndexShard = _WHOLE,
-) -> Prepared:
-    """Wrap the weights, as `SparseHeadNorm` describes them."""
-    return SparseHeadNorm(weight, index_weight, heads, kv_heads, eps, shard)
 
 
 @dataclass(frozen=True)
@@ -106,11 +89,9 @@ def rows_of_index(rows: Tensor, shard: IndexShard, *, kv_heads: int, block_size:
 def norm_rope_write(
     projected: Tensor,
     norm: Prepared,
-    cos: Tensor,
-    sin: Tensor,
+    at: TokenPlaces,
     cache: KvCache,
     index_cache: Tensor,
-    rows: Tensor,
     /,
     *,
     index_rows: Tensor | None = None,
@@ -118,24 +99,23 @@ def norm_rope_write(
     """Norm and rotate q, k, index_q and index_k, and write k, v and index_k to the caches.
 
     Returns q [T, heads, head_dim] and index_q [T, index_heads, index_dim]. `projected` is as in
-    `SparseHeads`; a kernel may overwrite it. cos and sin come from `rotary.cos_sin`, rows [T *
-    kv_heads] from `kvcache.op.cache_rows`. The rows of index_cache [num_blocks, 1, block_size,
+    `SparseHeads`; a kernel may overwrite it. The rows of index_cache [num_blocks, 1, block_size,
     index_dim] follow from them unless index_rows [T] are given (-1: not written). Arithmetic is in
     fp32 and rounded once, at the end. The index key is not scaled.
     """
     own = split_sparse_heads(projected, norm)
     q, k, index_q, index_k = (
-        half_split(head_norm(x, weight, norm.eps), cos, sin)
+        half_split(head_norm(x, weight, norm.eps), at.cos, at.sin)
         for x, weight in zip(
             (own.q, own.k, own.index_q, own.index_k),
             (*norm.weight, *norm.index_weight),
             strict=True,
         )
     )
-    write(k, own.v, cache, rows)
+    write(k, own.v, cache, at.rows)
     to = index_rows
     if to is None:
-        to = rows_of_index(rows, norm.shard, kv_heads=norm.kv_heads, block_size=cache.k.shape[2])
+        to = rows_of_index(at.rows, norm.shard, kv_heads=norm.kv_heads, block_size=cache.k.shape[2])
     store(index_k[to >= 0], index_cache, to[to >= 0])
     return q.to(projected.dtype), index_q.to(projected.dtype)
 
@@ -259,7 +239,7 @@ _WHOLE_NUMBERS = rounding_tolerance(scale=0.0, reason="whole numbers")
 BLOCK_SPARSE_NORM_ROPE_WRITE = op(
     "block_sparse.norm_rope_write",
     norm_rope_write,
-    prepare_norms,
+    SparseHeadNorm,
     summary="norm and rope of each head and index head; keys, values, index keys into caches",
     sequence=("attention.head_norm", "rope.half_split", "kvcache.write", "kvcache.store"),
     tolerance=ROPE_TOLERANCE,

@@ -33,18 +33,16 @@ from negamax.kernels.block_sparse.triton_select_prefill import (
     select_prefill,
 )
 from negamax.kernels.block_sparse.triton_shard import merge_shards, plan_merge_shards
-from negamax.kernels.kvcache.op import KvCache
+from negamax.kernels.kvcache.op import KvCache, TokenPlaces
 from negamax.kernels.launch.triton import triton_kernel
 
 
 def sparse_norm_rope_write(
     projected: Tensor,
     norm: SparseHeadNorm,
-    cos: Tensor,
-    sin: Tensor,
+    at: TokenPlaces,
     cache: KvCache,
     index_cache: Tensor,
-    slot_mapping: Tensor,
     *,
     index_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -53,8 +51,8 @@ def sparse_norm_rope_write(
     index = IndexHeads(
         norm.index_weight, index_q, index_cache, norm.shard.rank, norm.shard.ranks, index_rows
     )
-    own, angles = (norm.weight, norm.eps), (cos, sin)
-    q = launch_norm_rope_write(projected, norm.heads, own, angles, cache, slot_mapping, index)
+    own = (norm.weight, norm.eps)
+    q = launch_norm_rope_write(projected, norm.heads, own, at, cache, index)
     return q, index_q
 
 

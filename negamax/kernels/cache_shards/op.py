@@ -11,16 +11,15 @@ A rank without a key of a token contributes lse -inf and out 0, which change not
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate
 from math import e, log2
 
 import torch
 from torch import Tensor
 
 from negamax.kernels.activations import Hidden
-from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
-from negamax.kernels.attention.op import ATTENTION_TOLERANCE
+from negamax.kernels.attention.metadata import PagedShape
+from negamax.kernels.attention.op import ATTENTION_TOLERANCE, gather_rows
+from negamax.kernels.block_sparse.op import BlockSparsePlan, plan
 from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
 from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.kvcache.op import KvCache, cache_rows, slots_of
@@ -51,22 +50,6 @@ def own_rows(
     return rows.where((block % ranks == rank).repeat_interleave(heads), -1)
 
 
-@dataclass(frozen=True)
-class PartialPlan:
-    """The plan of the definition: queries and sizes, unchanged."""
-
-    queries: AttentionMetadata
-    shape: PagedShape
-
-
-def plan(
-    queries: AttentionMetadata, shape: PagedShape, /, *, dtype: torch.dtype, quantize: bool = False
-) -> Prepared:
-    """Wrap queries and sizes; partial results are never in FP8."""
-    assert not quantize
-    return PartialPlan(queries, shape)
-
-
 def attend(q: Tensor, cache: KvCache, plan: Prepared, /) -> PartialResults:
     """Attend with q [T, heads, head_dim] to the keys in this rank's blocks."""
     return _attend(q, cache, plan, lambda tokens, keys: keys >= 0)
@@ -89,28 +72,24 @@ def attend_to_blocks(
 def _attend(
     q: Tensor,
     cache: KvCache,
-    plan: PartialPlan,
+    plan: BlockSparsePlan,
     is_chosen: Callable[[slice, Tensor], Tensor],  # of tokens and positions of keys
 ) -> PartialResults:
-    queries, shape = plan.queries, plan.shape
+    shape = plan.shape
     out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
-    tables, counts = queries.used_tables(shape.block_size), queries.host_query_lens
-    for table, length, count, end in zip(
-        tables, queries.host_seq_lens, counts, accumulate(counts), strict=True
-    ):
+    for tokens, table, length, positions in plan.runs():
         keys, blocks = _own_keys(table, length, shape)
         if len(blocks) == 0:
             continue
-        tokens = slice(end - count, end)
         k, v = (
-            (_rows(part, blocks) * scale).repeat_interleave(shape.group, dim=1)
+            (gather_rows(part, blocks) * scale).repeat_interleave(shape.group, dim=1)
             for part, scale in zip((cache.k, cache.v), cache.scales, strict=True)
         )
         scores = torch.einsum("thd,jhd->thj", q[tokens].float(), k)
         scores *= q.shape[-1] ** -0.5 * log2(e)
-        positions = torch.arange(length - count, length, device=q.device).view(-1, 1, 1)
-        is_seen = (is_chosen(tokens, keys) & (keys <= positions)).expand(-1, shape.kv_heads, -1)
+        is_seen = is_chosen(tokens, keys) & (keys <= positions.view(-1, 1, 1))
+        is_seen = is_seen.expand(-1, shape.kv_heads, -1)
         is_seen = is_seen.repeat_interleave(shape.group, dim=1)
         scores = scores.masked_fill(~is_seen, -torch.inf)
         top = scores.amax(-1, keepdim=True)
@@ -129,12 +108,6 @@ def _own_keys(table: Tensor, length: int, shape: PagedShape) -> tuple[Tensor, Te
     numbers = (used % shard.ranks == shard.rank).nonzero()
     keys = numbers * size + torch.arange(size, device=table.device)
     return keys.flatten(), used[numbers.flatten()] // shard.ranks + 1
-
-
-def _rows(cache: Tensor, blocks: Tensor) -> Tensor:
-    """[tokens of `blocks`, kv_heads, head_dim] fp32."""
-    found = cache.view(torch.uint8)[blocks].view(cache.dtype)  # indexing does not take FP8
-    return found.transpose(1, 2).flatten(0, 1).float()
 
 
 def merge(

@@ -39,6 +39,14 @@ class KvCache(NamedTuple):
         return KvCache(k, v, self.scales)
 
 
+class TokenPlaces(NamedTuple):
+    """Rotations and cache rows of a step's tokens (`LOCATE`)."""
+
+    cos: Tensor  # [T, 1, rotary_dim] fp32
+    sin: Tensor
+    rows: Tensor  # [T * kv_heads] int64 of the caches viewed as [-1, head_dim]; negative: none
+
+
 def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
     """Return the rows [T * kv_heads] int64 of slots [T] in the cache viewed as [-1, head_dim].
 

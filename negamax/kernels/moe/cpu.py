@@ -18,7 +18,7 @@ from negamax.formats.floats import plain
 from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
 from negamax.kernels.mlp.cpu import swiglu
-from negamax.kernels.moe.op import EXPERTS, ROUTE, Router, complete
+from negamax.kernels.moe.op import EXPERTS, ROUTE, Router, SelectedExperts, complete
 from negamax.kernels.op import AnyKernel, Kernel, Prepared
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE, apply, padded_rows
 
@@ -85,13 +85,10 @@ def kernel(linear: AnyKernel) -> AnyKernel:
             prepare_weight,
         )
 
-    def run(
-        x: Hidden, ids: Tensor, weights: Tensor, experts: SeparateExperts, *, first: int, count: int
-    ) -> Tensor:
+    def run(x: Hidden, selected: SelectedExperts, experts: SeparateExperts) -> Tensor:
         x = unquantized(x)
-        if x.shape[0] == 1:
-            return _one_token(x, ids, weights, experts, first=first, count=count, product=product)
-        return _many_tokens(x, ids, weights, experts, first=first, count=count, product=product)
+        compute = _run_one_token if x.shape[0] == 1 else _run_many_tokens
+        return compute(x, selected, experts, product)
 
     return Kernel(
         EXPERTS,
@@ -104,19 +101,12 @@ def kernel(linear: AnyKernel) -> AnyKernel:
     )
 
 
-def _one_token(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    experts: SeparateExperts,
-    *,
-    first: int,
-    count: int,
-    product: Callable[..., Tensor],
+def _run_one_token(
+    x: Tensor, selected: SelectedExperts, experts: SeparateExperts, product: Callable[..., Tensor]
 ) -> Tensor:
     """Run the selected experts one after another, without sorting or gathering."""
     gate_up, down, activation = experts.gate_up, experts.down, experts.activation
-    outputs = []
+    (ids, weights, first, count), outputs = selected, []
     for expert in ids[0].tolist():  # host-sync: which experts to run
         if not first <= expert < first + count:
             outputs.append(torch.zeros_like(x))
@@ -126,18 +116,12 @@ def _one_token(
     return _combine(torch.cat(outputs), weights)
 
 
-def _many_tokens(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    experts: SeparateExperts,
-    *,
-    first: int,
-    count: int,
-    product: Callable[..., Tensor],
+def _run_many_tokens(
+    x: Tensor, selected: SelectedExperts, experts: SeparateExperts, product: Callable[..., Tensor]
 ) -> Tensor:
     """Sort (token, selection) pairs by expert, run each expert on its slice, restore the order."""
     gate_up, down, activation = experts.gate_up, experts.down, experts.activation
+    ids, weights, first, count = selected
     num_tokens, top_k = ids.shape
     if num_tokens == 0:
         return torch.zeros_like(x)

@@ -10,7 +10,7 @@ b stands for the model's `SwiGlu`. A shared expert is every token's last selecti
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +120,15 @@ def place(
     return torch.where(is_chosen, slots[expert, turn], -1)
 
 
+class SelectedExperts(NamedTuple):
+    """The experts of T tokens, and those that a rank has: number `first` and the next ones."""
+
+    ids: Tensor  # [T, C] int32; -1, and the experts of other ranks, add nothing
+    weights: Tensor  # [T, C] fp32
+    first: int
+    num_local: int
+
+
 class ExpertWeights(Protocol):
     """What the `prepare` of `EXPERTS` returns.
 
@@ -169,22 +178,18 @@ def _values(weight: StoredWeight) -> Tensor:
     return torch.stack([dequantize(weight.format, tensors) for tensors in experts])
 
 
-def experts(
-    x: Hidden, ids: Tensor, weights: Tensor, stacked: Prepared, /, *, first: int, count: int
-) -> Tensor:
-    """Compute the selected experts of x [T, hidden] -> [T, hidden], or [T, P, hidden] of sum over
-    P.
+def experts(x: Hidden, selected: SelectedExperts, stacked: Prepared, /) -> Tensor:
+    """Compute the selected experts of x [T, hidden] -> [T, hidden], or its parts [T, P, hidden].
 
-    ids [T, top_k] int32, weights [T, top_k] fp32. `stacked` holds experts first .. first + count -
-    1; other ids (and -1) add nothing.
+    `stacked` holds the experts of this rank.
     """
     gate_up, down, activation = stacked.gate_up, stacked.down, stacked.activation
     x = unquantized(x)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in range(count):
-        tokens, choices = torch.where(ids == first + expert)
+    for expert in range(selected.num_local):
+        tokens, choices = torch.where(selected.ids == selected.first + expert)
         y = F.linear(activation(F.linear(x[tokens], gate_up[expert])), down[expert])
-        out = out.index_add(0, tokens, y * weights[tokens, choices, None])
+        out = out.index_add(0, tokens, y * selected.weights[tokens, choices, None])
     return out.to(x.dtype)
 
 

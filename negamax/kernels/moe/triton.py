@@ -37,7 +37,7 @@ from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import GROUP, SILU, QuantizedActivations, SwiGlu, unquantized
 from negamax.kernels.launch.triton import triton_kernel
 from negamax.kernels.moe import tiles, triton_norm_route
-from negamax.kernels.moe.op import EXPERTS, NORM_ROUTE, PLACE, ROUTE
+from negamax.kernels.moe.op import EXPERTS, NORM_ROUTE, PLACE, ROUTE, SelectedExperts
 from negamax.kernels.moe.triton_gemv import experts_gemv
 from negamax.kernels.moe.triton_place import place
 from negamax.kernels.moe.triton_prefill import experts_large_m
@@ -85,22 +85,15 @@ def prepare_packed(
 
 
 def experts(
-    x: Tensor | QuantizedActivations,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    prepared: PreparedExperts,
-    *,
-    first: int,
-    count: int,
+    x: Tensor | QuantizedActivations, selected: SelectedExperts, prepared: PreparedExperts
 ) -> Tensor:
-    """Run experts on x [M, hidden], topk_ids and topk_weights [M, top_k] -> [M, P, hidden]."""
-    M = topk_ids.shape[0]
-    assert topk_ids.is_contiguous() and topk_weights.is_contiguous()
-    assert topk_ids.dtype == torch.int32
+    """Run experts on x [M, hidden] -> [M, P, hidden]."""
+    M = selected.ids.shape[0]
+    assert selected.ids.is_contiguous() and selected.weights.is_contiguous()
+    assert selected.ids.dtype == torch.int32
     if M == 0:
         return unquantized(x).unsqueeze(1)
-    chosen = (topk_ids, topk_weights, prepared)
-    constants, sizes = prepared.constants, tiles.tiles_for(topk_ids.device)
+    constants, sizes = prepared.constants, tiles.tiles_for(selected.ids.device)
     tile = None
     if constants.PACKED:
         gate_up, down = constants.GATE_UP, constants.DOWN
@@ -109,28 +102,20 @@ def experts(
     elif sizes.gemv_max_m(constants.WIDTH) >= M:
         tile = sizes.gemv(constants.WIDTH, hidden=constants.HIDDEN)
     if tile is not None:
-        return experts_gemv(unquantized(x), *chosen, tile, first=first, count=count)
+        return experts_gemv(unquantized(x), selected, prepared, tile)
     run = experts_small_m if M <= tiles.SMALL_M_MAX_M else experts_large_m
-    return run(x, *chosen, first=first, count=count)
+    return run(x, selected, prepared)
 
 
 def experts_rounded(
-    x: Tensor | QuantizedActivations,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    prepared: PreparedExperts,
-    *,
-    first: int,
-    count: int,
+    x: Tensor | QuantizedActivations, selected: SelectedExperts, prepared: PreparedExperts
 ) -> Tensor:
     """Run the experts with weights from `prepare_packed` in a format that `reads_w8a8` accepts.
     With more than tiles.SMALL_M_MAX_M tokens activations are rounded too.
     """
-    if topk_ids.shape[0] <= tiles.SMALL_M_MAX_M:
-        return experts(x, topk_ids, topk_weights, prepared, first=first, count=count)
-    return experts_large_m(
-        x, topk_ids, topk_weights, prepared, first=first, count=count, rounded=True
-    )
+    if selected.ids.shape[0] <= tiles.SMALL_M_MAX_M:
+        return experts(x, selected, prepared)
+    return experts_large_m(x, selected, prepared, rounded=True)
 
 
 KERNELS = (

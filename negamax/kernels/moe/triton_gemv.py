@@ -11,6 +11,7 @@ from torch import Tensor
 from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
 from negamax.kernels.mlp.triton import swiglu
 from negamax.kernels.moe import tiles
+from negamax.kernels.moe.op import SelectedExperts
 from negamax.kernels.moe.triton_shared import BLOCK, PreparedExperts
 from negamax.kernels.weight_only.triton_gemv import (
     load_weight,
@@ -241,16 +242,10 @@ def _down_gemv_kernel(
 
 
 def experts_gemv(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    prepared: PreparedExperts,
-    tile: tiles.ExpertTiles,
-    *,
-    first: int,
-    count: int,
+    x: Tensor, selected: SelectedExperts, prepared: PreparedExperts, tile: tiles.ExpertTiles
 ) -> Tensor:
     """Run the experts -> [M, P, hidden], P = top_k / choices of the tile."""
+    topk_ids, topk_weights, first, count = selected
     (num_tokens, top_k), E = topk_ids.shape, prepared.constants
     assert x.is_contiguous()
     gate_up, down = tile.gate_up, tile.down

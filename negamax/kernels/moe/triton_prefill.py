@@ -34,6 +34,7 @@ from negamax.kernels.activations import Hidden, model_dtype, unquantized
 from negamax.kernels.launch.triton import dot, launch_options, wait_then_launch_dependents
 from negamax.kernels.mlp.triton import swiglu
 from negamax.kernels.moe import tiles
+from negamax.kernels.moe.op import SelectedExperts
 from negamax.kernels.moe.triton_shared import (
     BLOCK,
     PreparedExperts,
@@ -485,19 +486,13 @@ def _down_large_m_kernel(
 
 
 def experts_large_m(
-    x: Hidden,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    prepared: PreparedExperts,
-    *,
-    first: int,
-    count: int,
-    rounded: bool = False,
+    x: Hidden, selected: SelectedExperts, prepared: PreparedExperts, *, rounded: bool = False
 ) -> Tensor:
     """Run the experts -> [M, top_k, hidden]. The next kernel sums the choices as it reads them,
     which saves a launch and 2 x 2 bytes a value. `rounded`: weights of 8 bits meet activations
     rounded to 8 bits.
     """
+    topk_ids, topk_weights, first, count = selected
     (num_tokens, top_k), device, E = topk_ids.shape, topk_ids.device, prepared.constants
     num_pairs, sizes = num_tokens * top_k, tiles.tiles_for(device)
     w1, w2 = prepared.gate_up, prepared.down

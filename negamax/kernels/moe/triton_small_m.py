@@ -11,6 +11,7 @@ from negamax.kernels.activations import Hidden, model_dtype
 from negamax.kernels.launch.triton import dot, launch_options, wait_then_launch_dependents
 from negamax.kernels.mlp.triton import swiglu
 from negamax.kernels.moe import tiles
+from negamax.kernels.moe.op import SelectedExperts
 from negamax.kernels.moe.triton_shared import (
     BLOCK,
     PreparedExperts,
@@ -335,16 +336,9 @@ def _down_small_m_kernel(
         pairs = tl.load(pair_ptrs + begin + offs_m, mask=offs_m < total - begin, other=0)
 
 
-def experts_small_m(
-    x: Hidden,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    prepared: PreparedExperts,
-    *,
-    first: int,
-    count: int,
-) -> Tensor:
+def experts_small_m(x: Hidden, selected: SelectedExperts, prepared: PreparedExperts) -> Tensor:
     """Run the experts -> [M, top_k, hidden]."""
+    topk_ids, topk_weights, first, count = selected
     (num_tokens, top_k), device, E = topk_ids.shape, topk_ids.device, prepared.constants
     q, scale = select_operands(x, prepared)
     num_pairs = num_tokens * top_k

@@ -31,11 +31,11 @@ from negamax.kernels.block_sparse.cpu import (
 )
 from negamax.kernels.block_sparse.op import BLOCK_SPARSE_NORM_ROPE_WRITE, SparseHeadNorm
 from negamax.kernels.block_sparse.selection import SparseShape
-from negamax.kernels.kvcache.op import KvCache
+from negamax.kernels.kvcache.op import KvCache, TokenPlaces
 from negamax.kernels.mlp.op import SWIGLU
 from negamax.kernels.moe import cpu as moe_cpu
 from negamax.kernels.moe.cpu import SeparateExperts
-from negamax.kernels.moe.op import EXPERTS, ROUTE, Router, complete
+from negamax.kernels.moe.op import EXPERTS, ROUTE, Router, SelectedExperts, complete
 from negamax.kernels.native import library
 from negamax.kernels.norm import op as norm_spec
 from negamax.kernels.norm.op import ADD_RMS, NormWeight, sum_parts
@@ -85,54 +85,38 @@ def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor:
 
 
 def qk_norm_rope_write(
-    qkv: Tensor,
-    norm: QkNorm,
-    cos: Tensor,
-    sin: Tensor,
-    cache: KvCache,
-    rows: Tensor,
-    *,
-    group: Collective | None = None,
+    qkv: Tensor, norm: QkNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
     """Compute the op as defined; with several ranks PyTorch ops run around the all-reduce."""
     if (group is not None and group.size > 1) or not cache.is_unscaled(qkv.dtype):
-        return attention_cpu.qk_norm_rope_write(qkv, norm, cos, sin, cache, rows, group=group)
-    assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+        return attention_cpu.qk_norm_rope_write(qkv, norm, at, cache, group=group)
+    assert qkv.is_contiguous() and at.cos.is_contiguous() and at.sin.is_contiguous()
     num_tokens, head_dim = qkv.shape[0], cache.k.shape[-1]
     q = qkv.new_empty(num_tokens, norm.heads, head_dim)
     _function("qk_norm_rope_write", qkv.dtype)(
-        *map(Tensor.data_ptr, (qkv, norm.weight, cos, sin, cache.k, cache.v, rows, q)),
-        num_tokens, norm.heads, norm.kv_heads, head_dim, cos.shape[-1], norm.eps,
+        *map(Tensor.data_ptr, (qkv, norm.weight, at.cos, at.sin, cache.k, cache.v, at.rows, q)),
+        num_tokens, norm.heads, norm.kv_heads, head_dim, at.cos.shape[-1], norm.eps,
     )  # fmt: skip
     return q
 
 
 def head_norm_rope_write(
-    qkv: Tensor,
-    norm: HeadNorm,
-    cos: Tensor,
-    sin: Tensor,
-    cache: KvCache,
-    rows: Tensor,
-    *,
-    group: Collective | None = None,
+    qkv: Tensor, norm: HeadNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
     """Compute the op as defined."""
     if not cache.is_unscaled(qkv.dtype):
-        return attention.head_norm_rope_write(qkv, norm, cos, sin, cache, rows)
+        return attention.head_norm_rope_write(qkv, norm, at, cache)
     q = qkv.new_empty(qkv.shape[0], norm.heads, cache.k.shape[-1])
-    _write_heads(qkv, norm, None, cos, sin, (cache.k, cache.v, None), rows, q, None)
+    _write_heads(qkv, norm, None, at, (cache.k, cache.v, None), q, None)
     return q
 
 
 def sparse_norm_rope_write(
     projected: Tensor,
     norm: SparseHeadNorm,
-    cos: Tensor,
-    sin: Tensor,
+    at: TokenPlaces,
     cache: KvCache,
     index_cache: Tensor,
-    rows: Tensor,
     *,
     index_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -140,13 +124,13 @@ def sparse_norm_rope_write(
     is_plain = cache.is_unscaled(projected.dtype) and index_cache.dtype == projected.dtype
     if not is_plain or index_rows is not None:
         return block_sparse.norm_rope_write(
-            projected, norm, cos, sin, cache, index_cache, rows, index_rows=index_rows
+            projected, norm, at, cache, index_cache, index_rows=index_rows
         )
     q = projected.new_empty(projected.shape[0], norm.heads, cache.k.shape[-1])
     caches = (cache.k, cache.v, index_cache)
     index_q = projected.new_empty(projected.shape[0], norm.index_heads, index_cache.shape[-1])
     _write_heads(
-        projected, norm, norm.index_weight, cos, sin, caches, rows, q, index_q,
+        projected, norm, norm.index_weight, at, caches, q, index_q,
         of_index=(norm.index_heads, norm.shard.rank, norm.shard.ranks),
     )  # fmt: skip
     return q, index_q
@@ -156,20 +140,20 @@ def _write_heads(
     projected: Tensor,
     norm: HeadNorm | SparseHeadNorm,
     index_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    at: TokenPlaces,
     caches: tuple[Tensor, Tensor, Tensor | None],
-    rows: Tensor,
     q: Tensor,
     index_q: Tensor | None,
     of_index: tuple[int, int, int] = (0, 0, 1),  # heads, rank, ranks
 ) -> None:
-    assert projected.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
-    tensors = (projected, norm.weight, index_weight, cos, sin, *caches, rows, q, index_q)
+    assert projected.is_contiguous() and at.cos.is_contiguous() and at.sin.is_contiguous()
+    tensors = (
+        projected, norm.weight, index_weight, at.cos, at.sin, *caches, at.rows, q, index_q
+    )  # fmt: skip
     _function("head_norm_rope_write", projected.dtype)(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         projected.shape[0], norm.heads, norm.kv_heads, norm.weight.shape[-1],
-        0 if index_weight is None else index_weight.shape[-1], cos.shape[-1], caches[0].shape[2],
+        0 if index_weight is None else index_weight.shape[-1], at.cos.shape[-1], caches[0].shape[2],
         norm.eps, *of_index,
     )  # fmt: skip
 
@@ -264,9 +248,8 @@ def experts_kernel(linear: AnyKernel) -> AnyKernel:
     """Make the `moe.experts` kernel over `linear`, a `gemm.linear` kernel; the rest runs in C."""
     product = linear.run
 
-    def run(
-        x: Hidden, ids: Tensor, weights: Tensor, experts: SeparateExperts, *, first: int, count: int
-    ) -> Tensor:
+    def run(x: Hidden, selected: SelectedExperts, experts: SeparateExperts) -> Tensor:
+        ids, weights, first, count = selected
         gate_up, down, activation = experts.gate_up, experts.down, experts.activation
         x = unquantized(x)
         num_tokens, top_k = ids.shape

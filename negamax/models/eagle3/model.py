@@ -22,7 +22,7 @@ from negamax.kernels.activations import SILU, concatenate
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.op import DECODE, PREFILL, ROPE_WRITE
 from negamax.kernels.drafts.op import EMBED_NORMS
-from negamax.kernels.kvcache.op import KvCache
+from negamax.kernels.kvcache.op import KvCache, TokenPlaces
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rotary import signed_frequencies
 from negamax.kernels.steps.op import EMBED_TOKENS
@@ -139,7 +139,7 @@ class _Attention:
         if self._biases:
             qkv = qkv + self._biases.qkv
         cache = KvCache(kv["k"], kv["v"])
-        return self._rope_write(qkv, step.cos, step.sin, cache, step.slot_mapping)
+        return self._rope_write(qkv, TokenPlaces(step.cos, step.sin, step.slot_mapping), cache)
 
 
 class _Layer:
