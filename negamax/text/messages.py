@@ -13,6 +13,7 @@ ROLES = (*INSTRUCTION_ROLES, "user", "assistant", "tool")
 # Tags of reasoning in the content, of all families in the registry.
 THINK_TAGS = (("<think>", "</think>"), ("<mm:think>", "</mm:think>"))
 
+_REASONING = ("reasoning", "reasoning_details")  # become reasoning_content
 _QUOTES = tuple("`'\"“‘«")
 
 # by type of the part
@@ -117,9 +118,8 @@ def split_inline_reasoning(content: str) -> tuple[str | None, str]:
             continue
         if content[:start].strip():
             return "", content
-        return content[start + len(opener) : end].strip("\n"), content[end + len(closer) :].strip(
-            "\n"
-        )
+        reasoning, rest = content[start + len(opener) : end], content[end + len(closer) :]
+        return reasoning.strip("\n"), rest.strip("\n")
     return "" if is_quoted else None, content
 
 
@@ -130,23 +130,17 @@ def _check_message(message: Any, i: int, family: ChatFamily | None) -> dict[str,
     role = message.get("role")
     if role not in ROLES:
         _refuse(i, f"has role {role!r}; use one of {', '.join(ROLES)}")
-    checked = {
-        key: value
-        for key, value in message.items()
-        if key not in ("reasoning", "reasoning_details")
-    }
+    checked = {key: value for key, value in message.items() if key not in _REASONING}
+    given = message.get("content")
     if role != "assistant":
         # Templates show each part of a result separately.
-        checked["content"] = _read_content(
-            message.get("content"), i, family, joins_notes=role != "tool"
-        )
+        checked["content"] = _read_content(given, i, family, joins_notes=role != "tool")
         if checked.pop("tool_calls", None) not in (None, []):
-            _refuse(
-                i, f"is in a {role} message; only assistant messages call tools", field="tool_calls"
-            )
+            problem = f"is in a {role} message; only assistant messages call tools"
+            _refuse(i, problem, field="tool_calls")
         return checked
     thoughts: list[str] = []
-    content = _read_content(message.get("content"), i, family, thoughts=thoughts)
+    content = _read_content(given, i, family, thoughts=thoughts)
     reasoning = _read_reasoning(message, i, thoughts="".join(thoughts))
     inline, rest = split_inline_reasoning(plain_text(content))
     if not reasoning and inline is not None:
@@ -178,11 +172,8 @@ def _read_content(
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        _refuse(
-            i,
-            f"is a {type(content).__name__}; send text, a list of text parts, or null",
-            field="content",
-        )
+        problem = f"is a {type(content).__name__}; send text, a list of text parts, or null"
+        _refuse(i, problem, field="content")
     parts: list[Any] = []
     was_note = False
     for j, part in enumerate(content):
@@ -199,10 +190,8 @@ def _read_content(
             text = part
         else:
             shown = kind if isinstance(part, Mapping) else type(part).__name__
-            allowed = "text, images and files"
-            _refuse(
-                i, f"has type {shown!r}; allowed are parts with {allowed}", field=f"content[{j}]"
-            )
+            problem = f"has type {shown!r}; allowed are parts with text, images and files"
+            _refuse(i, problem, field=f"content[{j}]")
         if joins_notes and parts and (was_note or note is not None):
             text = f"\n{text}"
         parts.append(text if isinstance(part, str) else {"type": "text", "text": text})
@@ -213,11 +202,8 @@ def _read_content(
 def _read_part(part: Mapping[str, Any], field: str, i: int, j: int) -> str:
     text = part.get(field)
     if not isinstance(text, str):
-        _refuse(
-            i,
-            f"is a {part['type']} part without text; set its field {field} to a string",
-            field=f"content[{j}]",
-        )
+        problem = f"is a {part['type']} part without text; set its field {field} to a string"
+        _refuse(i, problem, field=f"content[{j}]")
     return text
 
 
@@ -248,17 +234,10 @@ def _read_tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping):
             _refuse(i, "has no function; send {id, type, function: {name, arguments}}", field=where)
         if not isinstance(function.get("name"), str) or not function["name"]:
-            _refuse(
-                i,
-                f"is {function.get('name')!r}; send the name of the called tool",
-                field=f"{where}.function.name",
-            )
-        checked.append(
-            {
-                **call,
-                "function": {**function, "arguments": _read_arguments(function.get("arguments"))},
-            }
-        )
+            problem = f"is {function.get('name')!r}; send the name of the called tool"
+            _refuse(i, problem, field=f"{where}.function.name")
+        arguments = _read_arguments(function.get("arguments"))
+        checked.append({**call, "function": {**function, "arguments": arguments}})
     ids = [call.get("id") for call in checked]
     if not all(isinstance(call_id, str) for call_id in ids) or len(set(ids)) < len(ids):
         _refuse(i, f"has the ids {ids}; give each call its own id", field="tool_calls")
@@ -286,10 +265,8 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     while i < len(messages):
         message = messages[i]
         if message["role"] == "tool":
-            _refuse(
-                i,
-                "answers no call; a tool message must follow an assistant message with tool_calls",
-            )
+            problem = "a tool message must follow an assistant message with tool_calls"
+            _refuse(i, f"answers no call; {problem}")
         ordered.append(message)
         i += 1
         if "tool_calls" in message and i < len(messages):  # a conversation may end with calls
@@ -297,12 +274,9 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             while end < len(messages) and messages[end]["role"] in ("tool", *INSTRUCTION_ROLES):
                 end += 1
             answered = [messages[j].get("tool_call_id") for j in range(i, end)]
-            calls = [
-                call
-                for call in message["tool_calls"]
-                if not _is_cut(call) or call["id"] in answered
-            ]
-            if len(calls) < len(message["tool_calls"]):
+            made = message["tool_calls"]
+            calls = [call for call in made if not _is_truncated(call) or call["id"] in answered]
+            if len(calls) < len(made):
                 others = {key: value for key, value in message.items() if key != "tool_calls"}
                 ordered[-1] = {**others, "tool_calls": calls} if calls else others
             ordered.extend(_order_results(calls, messages, start=i, end=end))
@@ -311,7 +285,7 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return ordered
 
 
-def _is_cut(call: Mapping[str, Any]) -> bool:
+def _is_truncated(call: Mapping[str, Any]) -> bool:
     """Whether a call's arguments were not a JSON object."""
     return set(call["function"]["arguments"]) == {RAW_ARGUMENTS}
 
@@ -325,22 +299,16 @@ def _order_results(
             continue
         call_id = messages[i].get("tool_call_id")
         if not isinstance(call_id, str) or call_id not in results:
-            _refuse(
-                i, f"is {call_id!r}; the calls before it are {list(results)}", field="tool_call_id"
-            )
+            problem = f"is {call_id!r}; the calls before it are {list(results)}"
+            _refuse(i, problem, field="tool_call_id")
         if results[call_id] is not None:
-            _refuse(
-                i,
-                f"is {call_id!r}, which was answered already; answer each call once",
-                field="tool_call_id",
-            )
+            problem = f"is {call_id!r}, which was answered already; answer each call once"
+            _refuse(i, problem, field="tool_call_id")
         results[call_id] = messages[i]
     missing = [call_id for call_id, result in results.items() if result is None]
     if missing:
-        problem = (
-            f"has calls without a result: {missing}; send a tool message for each, right after it"
-        )
-        _refuse(start - 1, problem, field="tool_calls")
+        remedy = "send a tool message for each, right after it"
+        _refuse(start - 1, f"has calls without a result: {missing}; {remedy}", field="tool_calls")
     return (result for result in results.values() if result is not None)
 
 

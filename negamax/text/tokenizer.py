@@ -17,17 +17,10 @@ from negamax.text.escaping import ESCAPE, TokenEscaper, unescape
 
 # Tokens of an answer's structure. They stay in the text even if a re-saved checkpoint flags them as
 # control tokens: the parser needs them.
-STRUCTURE_TOKENS = frozenset(
-    {
-        "<think>",
-        "</think>",
-        "<minimax:tool_call>",
-        "</minimax:tool_call>",
-        "<mm:think>",
-        "</mm:think>",
-        "]<]minimax[>[",
-    }
-)
+STRUCTURE_TOKENS = frozenset({
+    "<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>", "<mm:think>",
+    "</mm:think>", "]<]minimax[>[",
+})  # fmt: skip
 
 # Parts of a tokenizer that process each piece between added tokens separately.
 _LOCAL_NORMALIZERS = frozenset({"Sequence", "NFC", "NFD", "NFKC", "NFKD"})
@@ -66,19 +59,13 @@ class Tokenizer:
         special: set[int] = set()
         config_flags = _read_special_flags(config)
         for token_id, token in self._backend.get_added_tokens_decoder().items():
-            self._added[token_id] = token.content
-            if (
-                config_flags.get(token.content, token.special)
-                and token.content not in STRUCTURE_TOKENS
-            ):
+            text = self._added[token_id] = token.content
+            if config_flags.get(text, token.special) and text not in STRUCTURE_TOKENS:
                 special.add(token_id)
         self._special = frozenset(special)
-        self._bytes: dict[int, bytes] = {
-            token_id: text.encode() for token_id, text in self._added.items()
-        }
-        self.vocab_size: int = 1 + max(
-            [*parsed["model"]["vocab"].values(), *self._added], default=-1
-        )
+        self._bytes = {token_id: text.encode() for token_id, text in self._added.items()}
+        ids = [*parsed["model"]["vocab"].values(), *self._added]
+        self.vocab_size: int = 1 + max(ids, default=-1)
         self.bos_token_id: int | None = self._find_named(config, "bos_token", source=source)
         self.eos_token_id: int | None = self._find_named(config, "eos_token", source=source)
 
@@ -144,9 +131,8 @@ class Tokenizer:
         """Return the exact bytes of one token, empty for the vocabulary's padding."""
         known = self._bytes.get(token_id)
         if known is None:
-            spelling = (
-                self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
-            )
+            is_token = 0 <= token_id < self.vocab_size
+            spelling = self._backend.id_to_token(token_id) if is_token else None
             known = self._bytes[token_id] = _decode_spelling(spelling or "")
         return known
 
@@ -166,14 +152,9 @@ class Tokenizer:
         """
         # Tokens found after normalization are searched between those found before it, so they are
         # no ends.
-        found_first = [
-            token
-            for token in self._backend.get_added_tokens_decoder().values()
-            if not token.normalized
-        ]
-        looks_beyond = any(
-            token.lstrip or token.rstrip or token.single_word for token in found_first
-        )
+        added = self._backend.get_added_tokens_decoder().values()
+        found_first = [token for token in added if not token.normalized]
+        looks_beyond = any(one.lstrip or one.rstrip or one.single_word for one in found_first)
         # the longest match counts
         texts = sorted({token.content for token in found_first} - {""}, key=len, reverse=True)
         if not texts or looks_beyond or not _works_locally(self._definition):
@@ -181,9 +162,9 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, texts)))
 
     def _encode_plain(self, text: str, max_tokens: int | None) -> list[int]:
-        return (
-            self.encode(unescape(text), allow_special=False, max_tokens=max_tokens) if text else []
-        )
+        if not text:
+            return []
+        return self.encode(unescape(text), allow_special=False, max_tokens=max_tokens)
 
     @functools.cached_property
     def longest_added(self) -> int:
@@ -197,9 +178,8 @@ class Tokenizer:
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
         """Pattern of all added tokens, the longest first; without any it matches nothing."""
-        return re.compile(
-            "|".join(map(re.escape, sorted(self._added_ids, key=len, reverse=True))) or "(?!)"
-        )
+        longest_first = sorted(self._added_ids, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     @functools.cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
@@ -241,9 +221,8 @@ def _make_byte_alphabet() -> dict[str, int]:
     """Map byte-level characters to bytes: printable Latin-1 to itself, others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + i): byte for i, byte in enumerate(others)
-    }
+    moved = {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | moved
 
 
 _BYTE_OF = _make_byte_alphabet()
@@ -271,11 +250,8 @@ def _check_byte_level(definition: Mapping[str, Any], *, source: str) -> None:
 
 def _works_locally(definition: Mapping[str, Any]) -> bool:
     """Whether text on one side of an added token never influences tokens on the other."""
-    if (
-        definition.get("truncation")
-        or definition.get("padding")
-        or definition["model"].get("dropout")
-    ):
+    changes_all = definition.get("truncation") or definition.get("padding")
+    if changes_all or definition["model"].get("dropout"):
         return False
     return (
         _list_kinds(definition.get("normalizer")) <= _LOCAL_NORMALIZERS
@@ -301,9 +277,5 @@ def _read_special_flags(config: Mapping[str, Any]) -> dict[str, bool]:
     entries = config.get("added_tokens_decoder")
     if not isinstance(entries, Mapping):
         return {}
-    tokens = [token for token in entries.values() if isinstance(token, Mapping)]
-    return {
-        str(token.get("content")): token["special"] is True
-        for token in tokens
-        if "special" in token
-    }
+    tokens = [one for one in entries.values() if isinstance(one, Mapping) and "special" in one]
+    return {str(token.get("content")): token["special"] is True for token in tokens}

@@ -86,11 +86,9 @@ class OutputParser:
     ) -> None:
         self._format = format
         self._schemas = ToolSchemas(tools)
+        patterns, beginnings = format.patterns, format.beginnings
         self._lexer = TagLexer(
-            format.literals,
-            patterns=format.patterns,
-            beginnings=format.beginnings,
-            token_ids=tag_ids,
+            format.literals, patterns=patterns, beginnings=beginnings, token_ids=tag_ids
         )
         self._events: list[ParserEvent] = []  # events since the last feed
         emit = self._events.append
@@ -107,9 +105,8 @@ class OutputParser:
         self._emit_content = emit_content
         self._stoppable: StoppableText | None = None
         if stop:
-            self._stoppable = StoppableText(
-                emit_content, StopMatcher(stop), is_included=includes_stop
-            )
+            matcher = StopMatcher(stop)
+            self._stoppable = StoppableText(emit_content, matcher, is_included=includes_stop)
             self._stoppable.begin(is_before_word=not continues)
         self._content = TextChannel(
             self._stop_or_emit if stop else emit_content,
@@ -202,12 +199,8 @@ class OutputParser:
         quoted = "".join(self._opener)
         self._opener = []
         confirming = _AFTER_LOOSE_OPENER if self._opener_is_loose else _AFTER_OPENER
-        is_empty_block = (
-            lexeme.kind is TagKind.BLOCK_CLOSE
-            and self._state is _CONTENT
-            and not self._opener_is_loose
-        )
-        if lexeme.kind in confirming or is_empty_block:
+        may_be_empty = self._state is _CONTENT and not self._opener_is_loose
+        if lexeme.kind in confirming or (may_be_empty and lexeme.kind is TagKind.BLOCK_CLOSE):
             self._open_block(has_opener=True)
         else:
             self._write(quoted)
@@ -222,24 +215,21 @@ class OutputParser:
             self._write(lexeme.text)
             self._enter(_REASONING if is_opener else _CONTENT)
             return
+        may_think = is_opener and self._format.may_think_again
+        thinks_again = may_think and not self._content.ends_in_quote()
         match self._state:
             case _ParserState.REASONING if not is_opener:
                 self._reasoning.drop_space()
                 self._enter(_CONTENT)
             case _ParserState.REASONING if self._reasoning.has_begun:
                 self._write(lexeme.text)
-            case _ParserState.CONTENT if self._content.has_begun and not (
-                is_opener and self._thinks_again()
-            ):
+            case _ParserState.CONTENT if self._content.has_begun and not thinks_again:
                 self._write(lexeme.text)
             case _ParserState.CONTENT if is_opener:
                 self._content.drop_space()
                 self._enter(_REASONING)
             case _:
                 pass  # a repeated opener or closer
-
-    def _thinks_again(self) -> bool:
-        return self._format.may_think_again and not self._content.ends_in_quote()
 
     def _take_bare_invoke(self, lexeme: Lexeme) -> None:
         is_call = self._state is _CONTENT and self._format.new_block.is_bare_call(
@@ -255,9 +245,8 @@ class OutputParser:
         self._reasoning.drop_space()
         self._content.drop_space()
         self._enter(_ParserState.BLOCK)
-        self._block = self._format.new_block(
-            self._calls, schemas=self._schemas, has_opener=has_opener
-        )
+        new_block, schemas = self._format.new_block, self._schemas
+        self._block = new_block(self._calls, schemas=schemas, has_opener=has_opener)
 
     def _enter(self, state: _ParserState) -> None:
         """Change the state. A stop string does not span two stretches of content."""
