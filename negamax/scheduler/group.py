@@ -118,7 +118,7 @@ class GroupScheduler:
             for rank, plan in zip(self.ranks, found, strict=True)
         ]
         sequences = [rank.latest_sequences() for rank in self.ranks]
-        size = _size(plans, sequences, num_shares=self.limits.num_shares)
+        size = _size(plans, sequences, num_shards=self.limits.num_shards)
         return [msgspec.structs.replace(plan, of_all=size) for plan in plans]
 
     def take_admitted(self) -> list[str]:
@@ -165,10 +165,10 @@ class GroupScheduler:
 
 
 def _size(
-    plans: Items[StepPlan], sequences: Items[Items[Sequence]], *, num_shares: int
+    plans: Items[StepPlan], sequences: Items[Items[Sequence]], *, num_shards: int
 ) -> StepSize:
     """Size of the step that these plans form. `sequences`: of their rows, in the state after it."""
-    longest, is_decode, longest_run, largest_share = 0, True, 0, 0
+    longest, is_decode, longest_run, largest_shard = 0, True, 0, 0
     for plan, of_plan in zip(plans, sequences, strict=True):
         columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)
         num_runs = 0
@@ -182,13 +182,13 @@ def _size(
                 num_runs += 1
             is_decode &= is_one and samples
             longest_run = max(longest_run, min(sequence.prompt_len - computed, count))
-        share = bound_shard(plan.num_tokens, num_runs=num_runs, num_shares=num_shares)
-        largest_share = max(largest_share, share)
+        shard = bound_shard(plan.num_tokens, num_runs=num_runs, num_shards=num_shards)
+        largest_shard = max(largest_shard, shard)
     return StepSize(
         num_tokens=max(plan.num_tokens for plan in plans),
         num_rows=max(len(plan.slots) for plan in plans),
         num_drafts=max(max(*plan.num_draft_tokens, plan.num_proposed, 0) for plan in plans),
         longest_decode=longest,
         is_decode=is_decode,
-        largest_share=largest_share if is_sharded(longest_run, num_shares) else 0,
+        largest_shard=largest_shard if is_sharded(longest_run, num_shards) else 0,
     )

@@ -21,6 +21,6 @@ class SchedulerLimits:
     # stages of a pipeline: one plan per stage is in flight, and none needs tokens that another
     # samples
     num_stages: int = 1
-    num_shares: int = 1  # context-parallel ranks, which split the tokens of prompts
+    num_shards: int = 1  # context-parallel ranks, which split the tokens of prompts
     constrained_drafts: bool = True  # whether rows with grammar masks verify drafts
     chunk_length: ChunkLength = field(default_factory=EvenChunks)  # lengths of prompt chunks

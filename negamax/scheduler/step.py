@@ -37,17 +37,17 @@ class StepSize(msgspec.Struct, frozen=True, array_like=True, gc=False):
     longest_decode: int  # tokens of the longest generating sequence
     is_decode: bool  # every row of every rank is a decode, with its drafts, and samples
     # with context parallelism, the most tokens of any shard; 0: the step is not sharded
-    largest_share: int = 0
+    largest_shard: int = 0
 
 
-def is_sharded(longest_run: int, num_shares: int) -> bool:
+def is_sharded(longest_run: int, num_shards: int) -> bool:
     """Whether a step is sharded: each piece of its longest run, two per rank, has a token."""
-    return num_shares > 1 and longest_run >= 2 * num_shares
+    return num_shards > 1 and longest_run >= 2 * num_shards
 
 
-def bound_shard(num_tokens: int, *, num_runs: int, num_shares: int) -> int:
+def bound_shard(num_tokens: int, *, num_runs: int, num_shards: int) -> int:
     """Bound a rank's tokens in a step whose `num_runs` runs are split into two pieces per rank."""
-    return min(num_tokens, -(-num_tokens // num_shares) + 2 * num_runs)
+    return min(num_tokens, -(-num_tokens // num_shards) + 2 * num_runs)
 
 
 class ExpertMove(msgspec.Struct, frozen=True, array_like=True, gc=False):

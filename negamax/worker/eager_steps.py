@@ -21,7 +21,7 @@ from negamax.worker.config import WorkerConfig
 from negamax.worker.device import indices
 from negamax.worker.proposer import DraftRows, TokenStates
 from negamax.worker.step_shapes import TOKENS, capture_sizes
-from negamax.worker.token_shares import share_tokens
+from negamax.worker.token_shards import shard_tokens
 from negamax.worker.warmup import cut, warming_up, warmup_layers
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ def _launch(
     """Launch one step, from its tokens to the proposal after them."""
     model, requests, proposer = runner.model, runner.requests, runner.proposer
     most_rows = runner.config.max_num_seqs
-    share = share_tokens(layout, requests, runner.context.context_group)
-    token_ids, metadata = share.build()
+    shard = shard_tokens(layout, requests, runner.context.context_group)
+    token_ids, metadata = shard.build()
     if entering is not None:
         entering = entering[: len(token_ids)].zero_()
     capture = proposer.capture if proposer else ()
@@ -98,13 +98,13 @@ def _launch(
         return
     columns = layout.columns
     slots, last = columns.slots, columns.query_starts[1:] - 1
-    logits = model.local_logits(share.gather(hidden)[: max(most_rows, _MOST_LOGITS)])
+    logits = model.local_logits(shard.gather(hidden)[: max(most_rows, _MOST_LOGITS)])
     runner.sampler.launch_all(logits[:1], sample_inputs(slots[:1], np.ones(1, np.int64), requests))
     if proposer is None or not capture:
         return
     # the first layers alone leave fewer streams
     streams += [hidden] * (len(capture) - len(streams))
-    states = TokenStates(share.describe_all(metadata), [share.gather(one) for one in streams])
+    states = TokenStates(shard.describe_all(metadata), [shard.gather(one) for one in streams])
     ends = indices(last[:most_rows], token_ids.device)
     rows = indices(slots[:most_rows], token_ids.device)
     drafted = DraftRows(rows, states.positions[ends] + 2, ends)

@@ -32,7 +32,7 @@ from negamax.worker.proposer import TokenStates
 from negamax.worker.sampler import LogprobEntries, Sampled
 from negamax.worker.step_output import StepOutput, StepTimes
 from negamax.worker.step_shapes import LONGEST_DECODE, StepShape
-from negamax.worker.token_shares import share_tokens
+from negamax.worker.token_shards import shard_tokens
 from negamax.worker.verify import SampledRows, Verification, VerifiedRows, Verifier
 
 if TYPE_CHECKING:
@@ -169,8 +169,8 @@ class StepRunner:
             began = self._runtime.record_event()
             hidden = graphs.replay(shape).hidden
         else:
-            share = share_tokens(layout, requests, self._group, size=plan.of_all)
-            token_ids, metadata = share.build()
+            shard = shard_tokens(layout, requests, self._group, size=plan.of_all)
+            token_ids, metadata = shard.build()
             num_tokens = len(token_ids)
             entering = stage.receive(num_tokens, is_padding=is_padding)
             began = self._runtime.record_event()
@@ -187,10 +187,10 @@ class StepRunner:
                 states = TokenStates(build(layout, requests)[1], residuals)
             return Executed(began, hidden, states)
         if len(layout.sample_rows) or requests.prompt_logprob_slots:
-            hidden = share.gather(hidden)
+            hidden = shard.gather(hidden)
         if self._verifier is not None:
-            streams = [share.gather(stream) for stream in (*entering.captured, *residuals)]
-            states = TokenStates(share.describe_all(metadata), streams)
+            streams = [shard.gather(stream) for stream in (*entering.captured, *residuals)]
+            states = TokenStates(shard.describe_all(metadata), streams)
         return Executed(began, hidden, states)
 
     def _sample_inputs(self, batch: Batch) -> SampleInputs:

@@ -100,18 +100,18 @@ def test_ranks_without_requests_have_empty_plans_of_the_same_step() -> None:
 
 
 def test_all_data_parallel_ranks_shard_a_step_or_none_does() -> None:
-    scheduler = group(3, max_num_batched_tokens=32, num_shares=4)
+    scheduler = group(3, max_num_batched_tokens=32, num_shards=4)
     scheduler.add(request("short", [3] * 7))  # of 8 pieces one would be empty
-    assert [plan.of_all.largest_share for plan in step(scheduler) if plan.of_all] == [0] * 3
+    assert [plan.of_all.largest_shard for plan in step(scheduler) if plan.of_all] == [0] * 3
     scheduler.add(request("long", [4] * 48))
     plans = step(scheduler)
     assert sorted(plan.num_tokens for plan in plans) == [0, 1, 32]
     # two pieces of each rank, plus the tokens by which pieces may exceed others
-    assert [plan.of_all.largest_share for plan in plans if plan.of_all] == [8 + 2] * 3
-    assert [plan.of_all.largest_share for plan in step(scheduler) if plan.of_all] == [4 + 2] * 3
+    assert [plan.of_all.largest_shard for plan in plans if plan.of_all] == [8 + 2] * 3
+    assert [plan.of_all.largest_shard for plan in step(scheduler) if plan.of_all] == [4 + 2] * 3
     plans = step(scheduler)
     assert sorted(plan.num_tokens for plan in plans) == [0, 1, 1]
-    assert [plan.of_all.largest_share for plan in plans if plan.of_all] == [0] * 3
+    assert [plan.of_all.largest_shard for plan in plans if plan.of_all] == [0] * 3
 
 
 def test_refuses_a_rank_out_of_range() -> None:

@@ -254,7 +254,7 @@ def _make_scheduler(
         eos_token_ids=frozenset(config.eos_token_ids),
         num_draft_tokens=ready.num_draft_tokens,
         num_stages=config.layout.pp if options.enable_overlap else 1,
-        num_shares=config.layout.cp,
+        num_shards=config.layout.cp,
         # synthetic acceptance ignores the grammar
         constrained_drafts=not speculation or speculation.synthetic_acceptance_rates is None,
         chunk_length=choose_chunk_length(options, config, max_model_len=max_model_len),

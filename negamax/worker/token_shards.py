@@ -24,7 +24,7 @@ from negamax.worker.device import upload
 from negamax.worker.request_state import RequestState
 
 
-class TokenShare(Protocol):
+class TokenShard(Protocol):
     """A rank's shard of the tokens of a step."""
 
     def build(self) -> tuple[Tensor, AttentionMetadata]:
@@ -61,7 +61,7 @@ class AllTokens:
         return metadata
 
 
-class PiecesOfRuns:
+class ShardedRuns:
     def __init__(
         self,
         layout: BatchLayout,
@@ -72,20 +72,20 @@ class PiecesOfRuns:
     ) -> None:
         """`most_tokens`: at least the largest shard of any data-parallel rank; None: of one."""
         self._layout, self._requests, self._group = layout, requests, group
-        shares = [_share_of(layout, rank, group.size) for rank in range(group.size)]
-        self._own, self._num_rows = shares[group.rank], max(len(each.tokens) for each in shares)
+        shards = [_shard_of(layout, rank, group.size) for rank in range(group.size)]
+        self._own, self._num_rows = shards[group.rank], max(len(each.tokens) for each in shards)
         self._most_tokens = most_tokens or self._num_rows
-        assert self._num_rows <= self._most_tokens, "a share is larger than the plan says"
+        assert self._num_rows <= self._most_tokens, "a shard exceeds the size in the plan"
         columns, device = layout.columns, requests.tokens.device
         # tokens of each rank's shard, padded with padding tokens
         slots = np.full((group.size, self._num_rows), requests.padding_slot, dtype=np.int64)
         offsets = np.zeros_like(slots)
         order = np.empty(len(columns.token_slots), dtype=np.int64)
-        for rank, share in enumerate(shares):
-            count = len(share.tokens)
-            slots[rank, :count] = columns.token_slots[share.tokens]
-            offsets[rank, :count] = columns.token_offsets[share.tokens]
-            order[share.tokens] = rank * self._num_rows + np.arange(count)
+        for rank, shard in enumerate(shards):
+            count = len(shard.tokens)
+            slots[rank, :count] = columns.token_slots[shard.tokens]
+            offsets[rank, :count] = columns.token_offsets[shard.tokens]
+            order[shard.tokens] = rank * self._num_rows + np.arange(count)
         all_slots, all_offsets, self._order = upload(
             (slots.ravel(), offsets.ravel(), order), device
         )
@@ -115,24 +115,24 @@ class _ShardTokens:
     layout: BatchLayout  # layout of these tokens alone, without samples
 
 
-def share_tokens(
+def shard_tokens(
     layout: BatchLayout, requests: RequestState, group: Collective, *, size: StepSize | None = None
-) -> TokenShare:
+) -> TokenShard:
     """Return this rank's shard of a step, all of it without a long prompt run. `size` decides for
     several data-parallel ranks.
     """
     if size is not None:
-        most_tokens = size.largest_share or size.num_tokens
-        if not size.largest_share or not layout.num_tokens:
-            return AllTokens(layout, requests, most_tokens, is_share=size.largest_share > 0)
-        return PiecesOfRuns(layout, requests, group, most_tokens=size.largest_share)
+        most_tokens = size.largest_shard or size.num_tokens
+        if not size.largest_shard or not layout.num_tokens:
+            return AllTokens(layout, requests, most_tokens, is_share=size.largest_shard > 0)
+        return ShardedRuns(layout, requests, group, most_tokens=size.largest_shard)
     runs = np.diff(layout.columns.query_starts)[layout.num_decodes :]
     if is_sharded(runs.max(initial=0), group.size):
-        return PiecesOfRuns(layout, requests, group)
+        return ShardedRuns(layout, requests, group)
     return AllTokens(layout, requests)
 
 
-def _share_of(layout: BatchLayout, rank: int, ranks: int) -> _ShardTokens:
+def _shard_of(layout: BatchLayout, rank: int, ranks: int) -> _ShardTokens:
     """Return the pieces of one of `ranks`, in the order of the step's tokens."""
     columns, pieces = layout.columns, 2 * ranks
     starts, counts = columns.query_starts[:-1], np.diff(columns.query_starts)

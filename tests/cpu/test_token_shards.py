@@ -19,7 +19,7 @@ from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan, StepSize, bound_shard
 from negamax.worker.batch import BatchLayout, build, build_batch_layout
 from negamax.worker.request_state import RequestState
-from negamax.worker.token_shares import AllTokens, PiecesOfRuns, TokenShare, share_tokens
+from negamax.worker.token_shards import AllTokens, ShardedRuns, TokenShard, shard_tokens
 
 BLOCK = 4
 PARAMS = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
@@ -100,7 +100,7 @@ def test_every_token_is_computed_once_and_comes_back_in_order(
     meeting, lengths = Meeting(ranks), list[int]()
 
     def run(rank: Rank) -> None:
-        share = share_tokens(layout, requests, rank)
+        share = shard_tokens(layout, requests, rank)
         token_ids, own = share.build()
         if isinstance(share, AllTokens):
             assert own.shared_tokens is None and token_ids.equal(all_ids)
@@ -127,13 +127,13 @@ def test_shards_with_other_data_parallel_ranks(
     all_ids, _ = build(layout, requests)
     num_tokens = len(all_ids)
     runs = sum(computed < prompt for prompt, computed, _ in rows)
-    most = bound_shard(num_tokens, num_runs=runs, num_shares=ranks)
+    most = bound_shard(num_tokens, num_runs=runs, num_shards=ranks)
     largest = most + 2 if has_long_run else 0
-    size = StepSize(num_tokens + 7, len(rows), 0, 0, is_decode=False, largest_share=largest)
+    size = StepSize(num_tokens + 7, len(rows), 0, 0, is_decode=False, largest_shard=largest)
     meeting, lengths = Meeting(ranks), list[int]()
 
     def run(rank: Rank) -> None:
-        share = share_tokens(layout, requests, rank, size=size)
+        share = shard_tokens(layout, requests, rank, size=size)
         token_ids, own = share.build()
         assert own.is_share == has_long_run
         if not has_long_run:
@@ -166,14 +166,14 @@ def test_ranks_attend_to_as_much_as_others(ranks: int, computed: int) -> None:
     layout, requests = step([(9000, computed, 4001), (3, 7, 1), (3, 9, 1)])
     work = []
     for number in range(ranks):
-        share = PiecesOfRuns(layout, requests, Rank(Meeting(ranks), number))
+        share = ShardedRuns(layout, requests, Rank(Meeting(ranks), number))
         work.append(int(share.build()[1].positions.sum()))
     assert max(work) < 1.01 * min(work)
 
 
 def test_one_rank_has_all_tokens() -> None:
     layout, requests = step([(90, 0, 40)])
-    share: TokenShare = share_tokens(layout, requests, Rank(Meeting(1), 0))
+    share: TokenShard = shard_tokens(layout, requests, Rank(Meeting(1), 0))
     assert isinstance(share, AllTokens)
 
 
@@ -204,7 +204,7 @@ def test_caches_of_all_ranks_hold_every_token(dtype: torch.dtype) -> None:
         flat[rows] = values.to(dtype).contiguous().view(torch.uint8)
 
     def run(rank: Rank) -> None:
-        share = share_tokens(layout, requests, rank)
+        share = shard_tokens(layout, requests, rank)
         ids, own = share.build()
         exchange = key_exchange(own, block_size=BLOCK, heads=(1, 2))
         assert exchange is not None
