@@ -1,11 +1,12 @@
 """From a user's MODEL argument to a folder: a local folder, an embedded checkpoint or a hub id."""
 
+import errno
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 from negamax.base import env
-from negamax.base.errors import ConfigError, NegamaxError
+from negamax.base.errors import ConfigError, NegamaxError, ResourceError
 from negamax.base.log import get_logger
 from negamax.checkpoint import huggingface, modelscope
 from negamax.config.embedded import EMBEDDED, EMBEDDED_DRAFTS, QUOTED_NAMES
@@ -75,7 +76,13 @@ def resolve_model(
         raise
     # The exception types of the HTTP library differ between versions of the client.
     except Exception as error:
-        raise client.failure(error, where) from error
+        # ModelScope's client lists failed files; one of them is enough.
+        cause = next(iter(getattr(error, "failed_files", {}).values()), error)
+        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        if is_full or (isinstance(cause, OSError) and cause.filename):
+            hint = "free some space or use --download-dir"
+            raise ResourceError(f"{where} cannot be stored: {cause}", hint=hint) from error
+        raise client.failure(cause, where) from error
 
 
 def _named(folder: Path) -> list[str]:

@@ -1,15 +1,14 @@
 """Downloads from the Hugging Face hub into its cache, by its own client."""
 
-import errno
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from negamax.base.errors import CheckpointError, ConfigError, NegamaxError, ResourceError
+from negamax.base.errors import CheckpointError, ConfigError, NegamaxError
 from negamax.base.progress import Progress, format_bytes
-from negamax.checkpoint.licence import Licence, log_licence
+from negamax.checkpoint.licence import RETRY, Licence, describe_error, log_licence
 from negamax.config.json_file import read_json_object
 
 NAME = "the Hugging Face hub"
@@ -143,26 +142,14 @@ def failure(error: Exception, where: str) -> NegamaxError:
     if isinstance(error, errors.RepositoryNotFoundError):
         hint = "check the name; for a private model run `hf auth login`"
         return ConfigError(f"{where} is not on the hub, or private", hint=hint)
-    if isinstance(error, OSError) and (
-        error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT)
-    ):
-        hint = "free some space or use --download-dir"
-        return ResourceError(f"{where} cannot be stored: {error}", hint=hint)
     not_found = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
     # Why the hub could not answer; None: it was not asked.
     cause = error.__cause__ if not_found else error
-    reason = (
-        ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[:1]])
-        if cause
-        else "offline mode"
-    )
+    reason = describe_error(cause) if cause else "offline mode"
     refused = isinstance(cause, errors.HfHubHTTPError) and cause.response.status_code in (401, 403)
-    hint = "check HF_TOKEN, or run `hf auth login`" if refused else OFFLINE
+    hint = "check HF_TOKEN, or run `hf auth login`" if refused else RETRY
     if not_found:
         return ConfigError(
             f"{where} is not in the local cache and the hub cannot be reached: {reason}", hint=hint
         )
     return ConfigError(f"{where} cannot be fetched: {reason}", hint=hint)
-
-
-OFFLINE = "check the network and run again (finished files are kept), or give a local folder"

@@ -1,4 +1,4 @@
-"""The log line about a model's licence before its weights are downloaded.
+"""Messages about a download: its errors, and the model's licence before the weights.
 
 The limits below were read in the licences; only the licences themselves are binding.
 """
@@ -26,6 +26,14 @@ class Licence:
     name: str | None
     link: str  # of the licence, or of the card
     base_models: Sequence[str] = ()
+
+
+RETRY = "check the network and run again (finished files are kept), or give a local folder"
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type of a client's error and the first line of its message."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def log_licence(model: str, licence: Licence) -> None:

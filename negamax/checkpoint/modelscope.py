@@ -3,7 +3,6 @@
 The client is the package of its hub. The package `modelscope` imports torch and is not used.
 """
 
-import errno
 import fnmatch
 import logging
 import threading
@@ -13,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from negamax.base import env
-from negamax.base.errors import ConfigError, NegamaxError, ResourceError
+from negamax.base.errors import ConfigError, NegamaxError
 from negamax.base.progress import Progress, format_bytes
-from negamax.checkpoint.licence import Licence, log_licence
+from negamax.checkpoint.licence import RETRY, Licence, describe_error, log_licence
 
 NAME = "ModelScope"
 
@@ -149,21 +148,12 @@ def _counting(hub: Any, progress: Progress, total: int) -> type[Any]:
 def failure(error: Exception, where: str) -> NegamaxError:
     """Translate an exception of the client into an error for the user."""
     hub = _client()
-    for cause in getattr(error, "failed_files", {}).values():  # one of them is enough
-        return failure(cause, where)
-    if isinstance(error, OSError) and (
-        error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT)
-    ):
-        hint = "free some space or use --download-dir"
-        return ResourceError(f"{where} cannot be stored: {error}", hint=hint)
     if isinstance(error, hub.NotExistError):
         hint = "check the name and --revision; names differ from those of the Hugging Face hub"
         return ConfigError(f"{where} is not on ModelScope, or private", hint=hint)
     if isinstance(error, hub.AuthenticationError | hub.PermissionDeniedError):
         hint = "check MODELSCOPE_API_TOKEN"
         return ConfigError(f"{where} is closed on ModelScope", hint=hint)
-    reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-    hint = "check the network and run again (finished files are kept), or give a local folder"
     if isinstance(error, hub.CacheNotFound):
-        return ConfigError(f"{where} is not in ModelScope's local cache: offline mode", hint=hint)
-    return ConfigError(f"{where} cannot be fetched: {reason}", hint=hint)
+        return ConfigError(f"{where} is not in ModelScope's local cache: offline mode", hint=RETRY)
+    return ConfigError(f"{where} cannot be fetched: {describe_error(error)}", hint=RETRY)

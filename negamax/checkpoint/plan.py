@@ -94,6 +94,11 @@ class Move:
         return self.slot.stored in (None, self.slot.source.values)
 
     @property
+    def position(self) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
+        source = self.tensors[0][1]
+        return str(source.entry.file), source.entry.offset, source.index, source.start
+
+    @property
     def entries(self) -> tuple[TensorEntry, ...]:
         return tuple(source.entry for _, source in self.tensors)
 
@@ -210,15 +215,10 @@ def plan_tensors(
             problems.missing |= dict.fromkeys(absent)
     problems.unknown = {name: source for name, source in found.items() if name not in used}
     problems.lost_files = describe_lost_files(entry.file for entry in entries.values())
-    problems.check(slots, names, num_layers=num_layers, num_found=len(moves))
-    moves.sort(key=lambda move: (move.layer, *_position(move)))
+    problems.check(slots, names, num_layers=num_layers, is_empty=not moves)
+    moves.sort(key=lambda move: (move.layer, *move.position))
     skips = {reason: tuple(those) for reason, those in skipped.items()}
     return LoadPlan(moves, skips, len(entries) - sum(map(len, skips.values())))
-
-
-def _position(move: Move) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
-    source = move.tensors[0][1]
-    return str(source.entry.file), source.entry.offset, source.index, source.start
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -231,24 +231,22 @@ def _places(slots: Iterable[WeightSlot]) -> Places:
     places: dict[str, tuple[WeightSlot, StoredTensor]] = {}
     for slot in slots:
         if slot.source.made_of is not None:
-            for name, stored in _made_of(slot, slot.source.made_of).items():
+            for name, stored in _tensors_of(slot, slot.source.made_of).items():
                 places.setdefault(name, (slot, stored))
             continue
         if slot.stored is None and slot.source is not PLAIN:
-            module = _module(slot.name)
-            for stored in slot.source.tensors:
-                places[f"{module}.{stored.name}"] = slot, stored
+            for name, stored in _tensors_of(slot, slot.source).items():
+                places[name] = slot, stored
         places.setdefault(slot.name, (slot, slot.stored or PLAIN.values))
     return places
 
 
 def _wanted(slot: WeightSlot, found: Mapping[str, SourceTensor]) -> dict[str, StoredTensor]:
     if slot.source.made_of is not None:
-        return _made_of(slot, slot.source.made_of)
+        return _tensors_of(slot, slot.source.made_of)
     if slot.stored is not None or slot.source is PLAIN:
         return {slot.name: slot.stored or PLAIN.values}
-    module = _module(slot.name)
-    wanted = {f"{module}.{stored.name}": stored for stored in slot.source.tensors}
+    wanted = _tensors_of(slot, slot.source)
     # Some configs do not list a module that is stored plain.
     source = found.get(slot.name)
     is_plain = source is not None and source.entry.dtype in PLAIN_DTYPES
@@ -309,10 +307,7 @@ def _find(
 def _windows(
     entry: TensorEntry, placement: Placement, places: Places
 ) -> Iterator[tuple[str, SourceTensor]]:
-    """Yield the slices of `entry` by place name.
-
-    Errors: `CheckpointError` if its shape is not that of its matrices together.
-    """
+    """Yield the slices of `entry` by place name. Errors: `CheckpointError` for its shape."""
     names, stacked = placement.slots, "*" in placement.slots[0]
     if len(names) == 1 and not stacked:
         yield names[0], SourceTensor(entry, entry.shape)
@@ -366,8 +361,8 @@ def _join(
     return starts, (*shape[:axis], total, *shape[axis + 1 :])
 
 
-def _made_of(slot: WeightSlot, held: TensorFormat) -> dict[str, StoredTensor]:
-    """Return the tensors, in the format `held`, of the matrix that is quantised for `slot`."""
+def _tensors_of(slot: WeightSlot, held: TensorFormat) -> dict[str, StoredTensor]:
+    """Return the tensors, in the format `held`, of the matrix of `slot`."""
     return {f"{_module(slot.name)}.{stored.name}": stored for stored in held.tensors}
 
 
@@ -406,7 +401,7 @@ class _Problems:
         names: WeightNames,
         *,
         num_layers: int,
-        num_found: int,
+        is_empty: bool,
     ) -> None:
         """Raise `CheckpointError` that names all mismatches, at most ten of each kind."""
         texts, hints = [], []
@@ -419,25 +414,20 @@ class _Problems:
         if surplus:
             texts.append(self._layers(surplus, names, num_layers))
             last = max(names.layer_of(name) or 0 for name in surplus) + 1
-            hints.append(
-                f"set num_hidden_layers to {last} or use the config.json that belongs to the "
-                f"weights"
-            )
+            hints.append(f"set num_hidden_layers to {last} or use the weights' own config.json")
         rest = [name for name in self.unknown if name not in set(surplus)]
         if rest:
             unknown = list(dict.fromkeys(self.unknown[name].entry.name for name in rest))
             texts.append(_count(unknown, "are not part of this model"))
-            undeclared = any(_module(name) + ".weight" in slots for name in rest)
-            hints.append(
-                "config.json says that these modules are stored plain" if undeclared else ""
-            )
+            if any(_module(name) + ".weight" in slots for name in rest):
+                hints.append("config.json says that these modules are stored plain")
         if self.missing:
             texts.append(_count(list(self.missing), "are missing from the checkpoint"))
             if not texts[1:] and all(".experts." in name for name in self.missing):
                 hints.append(_LOST_EXPERTS)
         if texts:
-            hint = next(filter(None, hints), _OTHER_MODEL)
-            if not num_found:
+            hint = next(iter(hints), _OTHER_MODEL)
+            if is_empty:
                 hint = "the weights are of another model than config.json"
             if self.lost_files and (self.missing or hint == _INCOMPLETE):
                 hint = f"{self.lost_files}: finish the download"

@@ -220,10 +220,7 @@ def read_entries(
 
 
 def read_header(file: Path) -> list[TensorEntry]:
-    """Return the tensors in the header of `file`.
-
-    Errors: `CheckpointError` if header and file size do not match.
-    """
+    """Return the tensors in the header of `file`. Errors: `CheckpointError` if it is malformed."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -38,30 +38,22 @@ def read_ranks(folder: Path) -> list[ParallelLayout]:
 
 
 def check_split(folder: Path, layout: ParallelLayout) -> None:
-    """Check that the files are split for `layout` and hold this rank's.
-
-    Errors: `CheckpointError`.
-    """
+    """Check that the files are split for `layout` and hold its part. Errors: `CheckpointError`."""
     ranks = read_ranks(folder)
     if layout not in ranks:
-        if layout.redundant_experts:
-            raise CheckpointError(
-                f"{folder} is split for ranks without redundant experts; "
-                f"num_redundant_experts is {layout.redundant_experts}",
-                hint="leave it out of --eplb-config, or use the checkpoint that it was made from",
-            )
-        if layout.expert_placement:
-            raise CheckpointError(
-                f"{folder} is split with experts in index order; --init-expert-location "
-                f"changes the order",
-                hint="leave it out, or use the checkpoint that it was made from",
-            )
-        if layout.dcp > 1:
-            raise CheckpointError(
-                f"{folder} is split for ranks that hold only their own query heads; "
-                f"--decode-context-parallel-size is {layout.dcp}",
-                hint="leave it out, or use the checkpoint that it was made from",
-            )
+        original = "leave it out, or use the checkpoint that it was made from"
+        for value, difference in (
+            (layout.redundant_experts,
+             "ranks without redundant experts; num_redundant_experts of --eplb-config is "
+             f"{layout.redundant_experts}"),
+            (layout.expert_placement,
+             "experts in index order; --init-expert-location changes the order"),
+            (layout.dcp > 1,
+             "ranks that hold only their own query heads; --decode-context-parallel-size is "
+             f"{layout.dcp}"),
+        ):  # fmt: skip
+            if value:
+                raise CheckpointError(f"{folder} is split for {difference}", hint=original)
         tp, ep = ranks[0].tp, ranks[0].ep
         raise CheckpointError(
             f"{folder} is split for --tensor-parallel-size {tp}, --expert-parallel-size {ep}; here "

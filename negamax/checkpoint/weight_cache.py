@@ -242,10 +242,7 @@ class _CacheFile:
         return [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(count)]
 
     def _header(self, absent: Sequence[str], checksums: str) -> bytes:
-        """Build the header, padded so that the data begins on a page.
-
-        Its length does not depend on the checksums.
-        """
+        """Build the header; data begins on a page, so checksums do not change its length."""
         header: dict[str, Any] = {"__metadata__": {
             "key": json.dumps(self.key), "absent": json.dumps(absent), "checksums": checksums,
             "checksum": _checksum(f"{json.dumps(absent)}{checksums}".encode()),

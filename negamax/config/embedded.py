@@ -1,6 +1,4 @@
-"""The embedded checkpoints: small trained models that the tools treat as any other, and a draft
-each.
-"""
+"""The embedded checkpoints: small trained models, and a draft for each."""
 
 from pathlib import Path
 

@@ -35,10 +35,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool = True
 
     def check(self) -> None:
-        """Refuse too large or malformed text; the engine compiles it later.
-
-        Errors: `InvalidRequestError`.
-        """
+        """Refuse too large or malformed text. Errors: `InvalidRequestError`."""
         if (
             len(self.text) > MAX_TEXT_BYTES
             or len(self.text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES

@@ -10,10 +10,7 @@ MAX_BYTES = 256 * 2**20  # the index of the largest checkpoints is below 20 MiB
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read the object in `path`.
-
-    Errors: `CheckpointError` for a missing, unreadable, too long or malformed file.
-    """
+    """Read the object in `path`. Errors: `CheckpointError` for a missing or malformed file."""
     if not path.is_file():
         raise CheckpointError(
             f"{path} is missing", hint="give the folder of a complete Hugging Face checkpoint"

@@ -12,10 +12,7 @@ from negamax.config.quantization import QuantizationSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One model's sizes and constants; families add their own.
-
-    Errors: `ConfigError` for sizes that contradict each other.
-    """
+    """A model's sizes; families add theirs. Errors: `ConfigError` if they contradict others."""
 
     architecture: str
     vocab_size: int
@@ -81,9 +78,7 @@ class ModelSpec:
         ] * self.num_layers
 
     def mlp_widths(self) -> Mapping[str, int]:
-        """Return the widths that tensor parallelism splits, apart from heads, vocabulary and
-        experts, by their names in messages.
-        """
+        """Return other widths that tensor parallelism splits, by their names in messages."""
         return {}
 
     def expert_sizes(self) -> tuple[int, int] | None:

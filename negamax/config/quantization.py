@@ -101,10 +101,7 @@ def _make_neuron_spec(spec: QuantizationSpec, folder: Path) -> QuantizationSpec:
 
 
 def _are_rows(folder: Path) -> bool:
-    """Whether Neuron's experts have a scale per output row: their stack has two dimensions.
-
-    The loader refuses a malformed file.
-    """
+    """Whether Neuron's experts have a scale per row: their stack has two dimensions."""
     try:
         files = json.loads((folder / _INDEX).read_text())["weight_map"]
         name = next((each for each in files if each.endswith(_NEURON_SCALE)), _NEURON_SCALE)

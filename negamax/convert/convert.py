@@ -161,6 +161,16 @@ class _LayerStep:
     def paths(self) -> list[Path]:
         return [path for path, _ in self.files]
 
+    def planned(self, shard: Shard) -> list[Planned]:
+        return [
+            replace(planned, shape=tuple(map(len, held)))
+            for piece in self.pieces
+            for planned, held in shard.held(piece)
+        ]
+
+    def num_bytes(self, shard: Shard) -> int:
+        return sum(planned.num_bytes for planned in self.planned(shard))
+
 
 def _run(
     plan: list[_LayerStep],
@@ -219,23 +229,14 @@ def _plan(source: Source, conversion: Conversion) -> list[_LayerStep]:
     ]
 
 
-def _planned(step: _LayerStep, shard: Shard) -> list[Planned]:
-    return [
-        replace(planned, shape=tuple(map(len, held)))
-        for piece in step.pieces
-        for planned, held in shard.held(piece)
-    ]
-
-
 def _write(step: _LayerStep, source: Source) -> Iterator[Piece]:
     """Write the files of a layer piece by piece; unmap the source's data after each piece."""
     with ExitStack() as stack:
-        files = [
-            stack.enter_context(
-                TensorFile(path, _planned(step, shard), shard.file_metadata(step.pieces))
-            )
+        made_files = (
+            TensorFile(path, step.planned(shard), shard.file_metadata(step.pieces))
             for path, shard in step.files
-        ]
+        )
+        files = [stack.enter_context(file) for file in made_files]
         reader = stack.enter_context(source.reader())
         made = run_in_order(partial(piece.make, piece.read(reader)) for piece in step.pieces)
         for piece, tensors in zip(step.pieces, made, strict=True):
@@ -266,10 +267,7 @@ def check_description(conversion: Conversion) -> None:
 
 
 def _check_path(source: Source, conversion: Conversion) -> None:
-    """Refuse a conversion that loses more than its target requires, or that changes nothing.
-
-    Errors: `ConfigError`.
-    """
+    """Refuse a path that is needlessly lossy or changes nothing. Errors: `ConfigError`."""
     target, hint = conversion.target, "copy the folder, or add --allow-lossy to write it again"
     architecture = source.spec.architecture
     if target is not None and target.is_neuron and architecture != minimax_m2.ARCHITECTURE:
@@ -308,10 +306,7 @@ def _check_path(source: Source, conversion: Conversion) -> None:
 
 
 def _check_rounding(modules: Mapping[str, TensorFormat], conversion: Conversion) -> None:
-    """Refuse to round modules a second time; `modules` maps each to its stored format.
-
-    Errors: `ConfigError`.
-    """
+    """Refuse to round `modules` (module -> stored format) again. Errors: `ConfigError`."""
     target = conversion.target
     scheme = None if target is None else target.scheme()
     if target is None or scheme is None or conversion.allow_lossy:
@@ -359,7 +354,7 @@ def _check_content(destination: Path) -> None:
 
 
 def _check_space(destination: Path, plan: list[_LayerStep]) -> None:
-    needed = sum(_num_bytes(step, shard) for step in plan for _, shard in step.files)
+    needed = sum(step.num_bytes(shard) for step in plan for _, shard in step.files)
     free = shutil.disk_usage(destination).free
     if needed + _SPARE_BYTES > free:
         raise ResourceError(
@@ -367,10 +362,6 @@ def _check_space(destination: Path, plan: list[_LayerStep]) -> None:
             f"{format_bytes(free)} are free",
             hint="free some space or give a DST on another disk; finished files are kept",
         )
-
-
-def _num_bytes(step: _LayerStep, shard: Shard) -> int:
-    return sum(planned.num_bytes for planned in _planned(step, shard))
 
 
 def _other_than_there(destination: Path, identity: Mapping[str, Any]) -> list[str] | None:
@@ -396,7 +387,7 @@ def _write_indices(destination: Path, plan: list[_LayerStep]) -> None:
             for piece in step.pieces
             for planned in piece.tensors
         }
-        size = sum(_num_bytes(step, shard) for step in plan)
+        size = sum(step.num_bytes(shard) for step in plan)
         metadata = {"total_size": size, **shard.metadata}
         write_json(destination / shard.index_name, {"metadata": metadata, "weight_map": table})
 

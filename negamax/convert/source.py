@@ -67,10 +67,7 @@ class Weight:
 
     @property
     def is_as_described(self) -> bool:
-        """Whether its values have a dtype of the format.
-
-        Some files hold FNUZ FP8 although the description says FP8.
-        """
+        """Whether its values have a dtype of the format: some files declare FNUZ FP8 as FP8."""
         stored, source = self.move.tensors[0]
         names = [SAFETENSORS_NAMES[dtype] for dtype in stored.dtypes]
         return stored is PLAIN.values or source.entry.dtype in names
@@ -100,10 +97,7 @@ class Weight:
         return tensors
 
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Dequantise the tensors that `read` returned, to fp32.
-
-        Errors: `CheckpointError` for values that are NaN or infinite.
-        """
+        """Dequantise what `read` returned, to fp32. Errors: `CheckpointError` if not finite."""
         if self.format is PLAIN:
             plain = tensors[PLAIN.values.name].float()
         else:

@@ -60,10 +60,7 @@ class KindSummary:
 def compare(
     source: Source, destination: Path, *, progress: ShowProgress | None = None
 ) -> list[Difference]:
-    """Compare every weight of `source` with the checkpoint in `destination`.
-
-    Errors: those of a load.
-    """
+    """Compare every weight of `source` with that in `destination`. Errors: those of a load."""
     converted = Source(destination)
     theirs = {weight.name: weight for weight in converted.weights}
     found: list[Difference] = []

@@ -108,9 +108,7 @@ CPU = Platform("cpu", "CPU", "cpu", 32, 2, 2**20, frozenset({Feature.CPU}))
 def nvidia(
     capability: tuple[int, int], *, name: str, multiprocessors: int = 132, shared_memory: int = 0
 ) -> Platform:
-    """Describe an NVIDIA GPU of this compute capability; `shared_memory` is bytes per
-    multiprocessor.
-    """
+    """Describe an NVIDIA GPU; `shared_memory` is bytes per multiprocessor."""
     features = {feature for feature, least in _NVIDIA.items() if capability >= least}
     if capability == (9, 0):
         features.add(Feature.CUBLAS_BLOCK_FP8)

@@ -9,18 +9,14 @@ _PACKED_GROUPS = frozenset({16, 32, 64, 128})  # columns that share a scale
 
 
 def reads_e4m3_blocks(stored: TensorFormat) -> bool:
-    """Return whether a matrix is E4M3 values with one fp32 scale per 128 x 128 block, under any
-    names.
-    """
+    """Return whether a matrix is E4M3 with an fp32 scale per 128 x 128 block, in any spelling."""
     return stored.element == E4M3 and [
         (tensor.dtypes[0], tensor.dims) for tensor in stored.tensors if tensor.is_kept
     ] == [(tensor.dtypes[0], tensor.dims) for tensor in E4M3_BLOCKS.tensors]
 
 
 def reads_packed(stored: TensorFormat) -> bool:
-    """Return whether weight-only kernels take a matrix: 4 or 8 bits, with a scale per row, or per
-    row and group of columns.
-    """
+    """Return whether weight-only kernels read it: 4 or 8 bits, scales per row or row and group."""
     scales = [t for t in stored.tensors if t.role is Role.SCALE and t.level == 1]
     groups = {dim.unit for t in scales for dim in t.dims if dim.axis is Axis.COLUMNS}
     return (
@@ -32,9 +28,7 @@ def reads_packed(stored: TensorFormat) -> bool:
 
 
 def reads_w8a8(stored: TensorFormat, *, element: str) -> bool:
-    """Return whether int8 or E4M3 weights and their activations are both rounded to `element`, with
-    a scale per row and per token.
-    """
+    """Return whether weights (per row) and activations (per token) are rounded to `element`."""
     return stored.activation == ActivationFormat(element, 0) and reads_packed(stored)
 
 

@@ -127,9 +127,7 @@ class StoredTensor:
         return all(dim == Dim(Axis.FIXED) for dim in self.dims)
 
     def held(self) -> StoredTensor:
-        """Return its form in a parameter filled from several matrices: a single number once per
-        row.
-        """
+        """Return its form in a fused parameter: a single number is held once per row."""
         return replace(self, dims=(Dim(Axis.ROWS),)) if self.is_number else self
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
@@ -284,9 +282,7 @@ class TensorFormat:
 
 @dataclass(frozen=True)
 class ActivationFormat:
-    """Rounded activations: `element` values with an fp32 scale per token, and per `group` columns
-    unless 0.
-    """
+    """Rounded activations: an fp32 scale per token and, unless 0, per `group` columns."""
 
     element: str
     group: int

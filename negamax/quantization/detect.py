@@ -37,10 +37,7 @@ METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
 
 
 def detect(spec: QuantizationSpec | None) -> Scheme | None:
-    """Return the scheme of a checkpoint, or None for plain weights.
-
-    Errors: `ConfigError` for an unsupported method or field.
-    """
+    """Return a checkpoint's scheme; None: plain. Errors: `ConfigError` if it is not supported."""
     if spec is None:
         return None
     if (stored := spec.fields.get("blocks_of")) and spec.source == online.SOURCE:

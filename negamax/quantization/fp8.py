@@ -68,10 +68,7 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
 def fp8_blocks(
     spec: QuantizationSpec, name: str, *, scale_name: str = "weight_scale", fnuz: bool = False
 ) -> TensorFormat:
-    """Return E4M3 with a scale per block; field `name` holds its rows and columns.
-
-    Errors: `ConfigError`.
-    """
+    """Return E4M3 with a scale per block of the size in field `name`. Errors: `ConfigError`."""
     block: Any = spec.fields.get(name)
     is_block = isinstance(block, list | tuple) and len(block) == 2
     if not is_block or not all(type(size) is int and size > 0 for size in block):

@@ -31,10 +31,7 @@ _BLOCKS = ("fp8", "fp8-per-block")  # also for MXFP8 checkpoints
 
 
 def check_name(name: str | None) -> str | None:
-    """Return the normalised `name`; None if the checkpoint decides.
-
-    Errors: `ConfigError` for an unknown name.
-    """
+    """Return the normalised `name`; None: the checkpoint decides. Errors: `ConfigError`."""
     plain = _plain(name or "")
     if plain in ("", "auto", "none"):
         return None

@@ -90,10 +90,7 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False) -> TensorFormat:
-    """Return the weight format that field `name` describes by `said`.
-
-    `cached`: the KV cache holds the module's outputs.
-    """
+    """Return the format that `said` describes; `cached`: the KV cache holds the outputs."""
     if said is None:
         return PLAIN
     if not isinstance(said, Mapping):
@@ -140,10 +137,7 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
 def _check(
     spec: QuantizationSpec, name: str, said: Any, allowed: Mapping[str, Sequence[object]]
 ) -> None:
-    """Check `said` for the `allowed` values; other fields describe how scales were found.
-
-    Errors: `ConfigError`.
-    """
+    """Check `said` for `allowed` values; other fields do not matter. Errors: `ConfigError`."""
     if not isinstance(said, Mapping):
         refuse(spec, name, said, "an object")
     check_fields(QuantizationSpec(spec.method, dict(said), f"{spec.source}.{name}"), allowed)

@@ -97,10 +97,7 @@ def read_modules(spec: QuantizationSpec, *names: str) -> tuple[str, ...]:
 
 
 def check_kv_cache(spec: QuantizationSpec, name: str) -> None:
-    """Check field `name`, the format of the KV cache: FP8 with a scale per layer, or null.
-
-    Errors: `ConfigError`.
-    """
+    """Check that field `name` is an FP8 KV cache with scales, or null. Errors: `ConfigError`."""
     said = spec.fields.get(name)
     if said is None:
         return
@@ -133,10 +130,7 @@ def is_within(module: str, names: Sequence[str]) -> bool:
 
 
 def matches(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether one of `patterns` names `module`, in any spelling.
-
-    A pattern with "re:" is a regular expression.
-    """
+    """Return whether a name or regular expression ("re:") of `patterns` is `module`."""
     patterns = _unfused(tuple(patterns))
     if canonicalize(module) in _canonical(patterns):
         return True

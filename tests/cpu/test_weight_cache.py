@@ -33,6 +33,7 @@ from negamax.engine.llm import LLM
 from negamax.layers.weights import WeightSlot, slots_by_name
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.request import SamplingParams
+from tests.layouts import full
 
 SPEC = tiny_spec()
 TENSORS = random_tensors(SPEC)
@@ -60,26 +61,26 @@ def start(
     *,
     spec: ModelSpec = SPEC,
     layout: ParallelLayout = ONE,
-) -> tuple[str, dict[str, Tensor]]:
+) -> tuple[bool, dict[str, Tensor]]:
+    """Load with a cache; return whether it was used, and the weights."""
     model = model or SlotModel(spec)
     slots = model.weight_slots()
-    said = load_cached(
-        cache,
-        slots,
-        checkpoint=checkpoint,
-        layout=layout,
+    line = load_cached(
+        cache, slots, checkpoint=checkpoint, layout=layout,
         load=lambda: load_weights(slots, spec, checkpoint).summary(),
-    )
+    )  # fmt: skip
     assert all(slot.written for slot in slots.values() if not slot.optional)
-    return said, model.parameters
-
-
-def is_hit(said: str) -> bool:
-    return said.startswith("loaded weight cache ")
+    return line.startswith("loaded weight cache "), model.parameters
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def assert_loads(is_hit: bool, *arguments: Any, **options: Any) -> None:
+    """Start, and check the weights and whether the cache is used."""
+    found, weights = start(*arguments, **options)
+    assert found is is_hit and same(weights, TENSORS)
 
 
 def the_file(cache: Path) -> Path:
@@ -91,12 +92,10 @@ def test_the_next_start_reads_the_cache_and_writes_nothing(
     tmp_path: Path, checkpoint: Path
 ) -> None:
     cache = tmp_path / "cache"
-    said, _ = start(cache, checkpoint)
-    assert not is_hit(said)
+    assert_loads(False, cache, checkpoint)
     file = the_file(cache)
     before = file.stat().st_mtime_ns, file.stat().st_ino
-    said, weights = start(cache, checkpoint)
-    assert is_hit(said) and str(file) in said and same(weights, TENSORS)
+    assert_loads(True, cache, checkpoint)
     assert the_file(cache) == file
     assert (file.stat().st_mtime_ns, file.stat().st_ino) == before
     # It is a safetensors file in the order of the model.
@@ -132,42 +131,20 @@ def test_fused_parameters_gaps_and_absent_tensors(tmp_path: Path, checkpoint: Pa
     first, second = Fused(SPEC), Fused(SPEC)
     start(tmp_path / "cache", checkpoint, first)
     second.parameters["scale"].fill_(5.0)
-    said, weights = start(tmp_path / "cache", checkpoint, second)
-    assert is_hit(said) and same(weights, first.parameters)
+    is_hit, weights = start(tmp_path / "cache", checkpoint, second)
+    assert is_hit and same(weights, first.parameters)
     assert not second.weight_slots()["model.scale"].written and weights["scale"] == 3.0
     assert second.weight_slots()["model.norm.weight"].written
 
 
-def test_each_rank_has_a_file_of_its_own(tmp_path: Path, checkpoint: Path) -> None:
+def test_each_rank_has_its_own_file(tmp_path: Path, checkpoint: Path) -> None:
     for is_again in (False, True):
         for rank in (0, 1):
-            model = SlotModel(SPEC, rank=rank, size=2)
-            said, weights = start(
-                tmp_path / "cache", checkpoint, model, layout=ParallelLayout(rank=rank, tp=2)
-            )
-            assert is_hit(said) == is_again
+            model, layout = SlotModel(SPEC, rank=rank, size=2), ParallelLayout(rank=rank, tp=2)
+            is_hit, weights = start(tmp_path / "cache", checkpoint, model, layout=layout)
+            assert is_hit is is_again
             halves = {name: tensor.tensor_split(2)[rank] for name, tensor in TENSORS.items()}
             assert same(weights, halves)
-
-
-def touch(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    os.utime(checkpoint / "model.safetensors", ns=(1, 1))
-
-
-def other_config(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (checkpoint / "config.json").write_text('{"a": 1}')
-
-
-def other_description(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (checkpoint / "hf_quant_config.json").write_text("{}")
-
-
-def other_version(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_cache.env, "installed_version", lambda package: "0.0.1")
-
-
-def nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pass
 
 
 def shared_memory() -> SlotModel:
@@ -181,35 +158,47 @@ def shared_memory() -> SlotModel:
     return model
 
 
-@pytest.mark.parametrize(
-    ("change", "model", "words"),
-    [
-        (touch, SlotModel, "checkpoint"),
-        (other_config, SlotModel, "checkpoint"),
-        (other_description, SlotModel, "checkpoint"),
-        (other_version, SlotModel, "version of Negamax"),
-        (nothing, lambda spec: SlotModel(spec, dtype=torch.bfloat16), "dtype, model"),
-        (nothing, lambda spec: shared_memory(), "model"),
-    ],
-)
+Change = Callable[[Path, pytest.MonkeyPatch], object]
+CHANGES: dict[str, tuple[Change, Callable[[ModelSpec], SlotModel], str]] = {
+    "time": (
+        lambda folder, _: os.utime(folder / "model.safetensors", ns=(1, 1)), SlotModel, "checkpoint"
+    ),
+    "config": (
+        lambda folder, _: (folder / "config.json").write_text('{"a": 1}'), SlotModel, "checkpoint"
+    ),
+    "description": (
+        lambda folder, _: (folder / "hf_quant_config.json").write_text("{}"), SlotModel,
+        "checkpoint",
+    ),
+    "version": (
+        lambda _, patch: patch.setattr(weight_cache.env, "installed_version", lambda name: "0.0.1"),
+        SlotModel, "version of Negamax",
+    ),
+    "dtype": (
+        lambda *_: None, lambda spec: SlotModel(spec, dtype=torch.bfloat16), "dtype, model"
+    ),
+    "memory": (lambda *_: None, lambda spec: shared_memory(), "model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
 def test_stale_file_is_replaced(
     tmp_path: Path,
     checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    change: Callable[[Path, pytest.MonkeyPatch], None],
-    model: Callable[[ModelSpec], SlotModel],
-    words: str,
+    name: str,
 ) -> None:
+    change, model, words = CHANGES[name]
     start(tmp_path / "cache", checkpoint)
     change(checkpoint, monkeypatch)
     caplog.clear()
-    said, weights = start(tmp_path / "cache", checkpoint, model(SPEC))
-    assert not is_hit(said)
+    is_hit, weights = start(tmp_path / "cache", checkpoint, model(SPEC))
+    assert not is_hit
     (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert line.endswith(f"it was written for another {words}; the checkpoint is read instead")
-    said, again = start(tmp_path / "cache", checkpoint, model(SPEC))
-    assert is_hit(said) and same(again, weights)
+    is_hit, again = start(tmp_path / "cache", checkpoint, model(SPEC))
+    assert is_hit and same(again, weights)
     the_file(tmp_path / "cache")
 
 
@@ -219,34 +208,34 @@ def test_another_format_or_layout_is_stale(
     start(tmp_path / "cache", checkpoint)
     fp8 = tiny_spec(quantization_config=FP8_CONFIG)
     save_single(checkpoint, to_fp8(TENSORS))
-    assert not is_hit(start(tmp_path / "cache", checkpoint, spec=fp8)[0])
+    assert not start(tmp_path / "cache", checkpoint, spec=fp8)[0]
     assert "it was written for another checkpoint, format, model; the" in caplog.text
     file = the_file(tmp_path / "cache")
     model = SlotModel(fp8, rank=1, size=2)
     file.rename(file.with_name(file.name.replace("rank0-tp1", "rank1-tp2")))
     layout = ParallelLayout(rank=1, tp=2)
-    assert not is_hit(start(tmp_path / "cache", checkpoint, model, spec=fp8, layout=layout)[0])
+    assert not start(tmp_path / "cache", checkpoint, model, spec=fp8, layout=layout)[0]
     assert "it was written for another layout, model; the" in caplog.text
 
 
-def test_a_hub_snapshot_is_known_by_its_commit(tmp_path: Path, checkpoint: Path) -> None:
+def test_hub_snapshot_is_identified_by_its_commit(tmp_path: Path, checkpoint: Path) -> None:
     folder = tmp_path / "models--lab--model" / "snapshots" / ("0123456789" * 4)
     folder.parent.mkdir(parents=True)
     checkpoint.rename(folder)
     start(tmp_path / "cache", folder)
     os.utime(folder / "model.safetensors", ns=(1, 1))
-    assert is_hit(start(tmp_path / "cache", folder)[0])
+    assert start(tmp_path / "cache", folder)[0]
     assert the_file(tmp_path / "cache").parent.name == "lab--model"
     folder = folder.rename(folder.with_name("1234567890" * 4))
-    assert not is_hit(start(tmp_path / "cache", folder)[0])
+    assert not start(tmp_path / "cache", folder)[0]
 
 
 @pytest.mark.parametrize(
     "damage",
-    [*(f"flip {place}" for place in (0, 9, 30, 200, 700, 3000)), "flip data", "flip end",
-     "flip gap", "cut 1", "cut 5000", "keep 0", "keep 7", "keep 100", "longer"],
+    ["flip 0", "flip 9", "flip 200", "flip data", "flip end", "flip gap", "cut 1", "keep 0",
+     "keep 7", "longer", *map(full, ("flip 30", "flip 700", "flip 3000", "cut 5000", "keep 100"))],
 )  # fmt: skip
-def test_a_damaged_file_is_not_used(
+def test_damaged_file_is_not_used(
     tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     start(tmp_path / "cache", checkpoint)
@@ -264,11 +253,9 @@ def test_a_damaged_file_is_not_used(
         case _:
             content += b"x"
     file.write_bytes(content)
-    said, weights = start(tmp_path / "cache", checkpoint)
-    assert not is_hit(said) and same(weights, TENSORS)
+    assert_loads(False, tmp_path / "cache", checkpoint)
     assert re.search("damaged|truncated|are not what was written|for another", caplog.text)
-    said, weights = start(tmp_path / "cache", checkpoint)
-    assert is_hit(said) and same(weights, TENSORS)
+    assert_loads(True, tmp_path / "cache", checkpoint)
 
 
 WRITE_AND_HANG = """
@@ -294,16 +281,16 @@ def test_file_of_a_killed_writer_is_not_used(tmp_path: Path, checkpoint: Path) -
         assert writer.stdout is not None and writer.stdout.readline() == "half\n"
         part = the_file(cache)
         # A second process writes the same file while the first writer lives.
-        assert not is_hit(start(cache, checkpoint)[0])
-        assert part.exists() and is_hit(start(cache, checkpoint)[0])
+        assert not start(cache, checkpoint)[0]
+        assert part.exists() and start(cache, checkpoint)[0]
         writer.send_signal(signal.SIGKILL)
     assert part.name.endswith(".part") and part.exists()
     os.utime(checkpoint / "model.safetensors")
-    assert not is_hit(start(cache, checkpoint)[0])
-    assert not part.exists() and is_hit(start(cache, checkpoint)[0])
+    assert not start(cache, checkpoint)[0]
+    assert not part.exists() and start(cache, checkpoint)[0]
 
 
-def test_writers_at_once_do_not_harm_each_other(tmp_path: Path, checkpoint: Path) -> None:
+def test_concurrent_writers_leave_one_valid_file(tmp_path: Path, checkpoint: Path) -> None:
     barrier, results = threading.Barrier(4), []
 
     def run() -> None:
@@ -318,24 +305,21 @@ def test_writers_at_once_do_not_harm_each_other(tmp_path: Path, checkpoint: Path
         thread.join(120)
     assert len(results) == 4 and all(same(weights, TENSORS) for weights in results)
     the_file(tmp_path / "cache")
-    said, weights = start(tmp_path / "cache", checkpoint)
-    assert is_hit(said) and same(weights, TENSORS)
+    assert_loads(True, tmp_path / "cache", checkpoint)
 
 
 def test_unwritable_disk_costs_a_warning(
     tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
-    said, weights = start(tmp_path / "file", checkpoint)
-    assert not is_hit(said) and same(weights, TENSORS)
+    assert_loads(False, tmp_path / "file", checkpoint)
     assert "is not written: [Errno 20] Not a directory" in caplog.text
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
-        said, weights = start(tmp_path / "cache", checkpoint)
+        assert_loads(False, tmp_path / "cache", checkpoint)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not is_hit(said) and same(weights, TENSORS)
     assert "is not written: [Errno 27] File too large" in caplog.text
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
@@ -348,7 +332,7 @@ def test_free_space_is_checked_before_writing(
 ) -> None:
     usage = weight_cache.shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(weight_cache.shutil, "disk_usage", lambda path: usage)
-    assert not is_hit(start(tmp_path / "cache", checkpoint)[0])
+    assert not start(tmp_path / "cache", checkpoint)[0]
     assert re.search(r"is not written: .* MiB are needed, 0.0 MiB are free", caplog.text)
 
 

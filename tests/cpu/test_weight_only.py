@@ -9,6 +9,7 @@ import triton.language as tl
 import triton_support  # noqa: F401  (the interpreter, before any kernel)
 from kernel_contract import check
 from stored_kernels import unpacked
+from torch import Tensor
 from triton import jit
 
 from negamax.formats.floats import E4M3_BLOCKS, E4M3_GROUPS, e4m3_blocks
@@ -36,6 +37,7 @@ from tests.kernel_cases import weight_only as cases
 from tests.kernel_cases.case import Case
 from tests.kernel_cases.gemm import fp8_weight
 from tests.kernel_cases.moe import fp8_experts
+from tests.layouts import full
 
 _MASK = 0xFFFFFFFF
 
@@ -70,18 +72,16 @@ def test_fp8_blocks_are_read_weight_only_where_nothing_multiplies_fp8(
     kernel = resolve(platform=a100, dtype=torch.bfloat16).choose(LINEAR, E4M3_BLOCKS)
     assert kernel is not None
     values = torch.randn(200, 256, generator=_generator()).to(torch.float8_e4m3fn)
-    scale = torch.rand(2, 2, generator=_generator()) + 0.5
-    weight = e4m3_blocks(values, scale)
+    weight = e4m3_blocks(values, torch.rand(2, 2, generator=_generator()) + 0.5)
     x = torch.randn(3, 256, generator=_generator()).to(torch.bfloat16)
-    expected = x.float() @ dequantize(E4M3_BLOCKS, weight.tensors).t()
     with torch.inference_mode():
-        found = kernel.run(x, kernel.prepare(weight)).float()
-    assert (found - expected).norm() <= 4e-3 * expected.norm()
+        assert_multiplied(kernel.run(x, kernel.prepare(weight)), x, weight)
 
 
-@pytest.mark.parametrize("num_tokens", [3, 40])
-@pytest.mark.parametrize("op", [LINEAR, EXPERTS])
-def test_fp8_blocks_cut_by_the_hidden_size_go_to_a_kernel_that_takes_them(
+@pytest.mark.parametrize(
+    ("op", "num_tokens"), [(LINEAR, 3), (EXPERTS, 40), full(LINEAR, 40), full(EXPERTS, 3)]
+)
+def test_fp8_blocks_split_by_the_hidden_size_use_a_kernel_that_reads_them(
     op: Op[Any, Any], num_tokens: int
 ) -> None:
     """192 columns: FP8 kernels take whole blocks."""
@@ -104,7 +104,9 @@ def test_fp8_blocks_cut_by_the_hidden_size_go_to_a_kernel_that_takes_them(
 
 
 @pytest.mark.parametrize(("hidden", "wanted"), [(192, None), (256, E4M3_GROUPS)])
-def test_layers_choose_by_their_columns(hidden: int, wanted: ActivationFormat | None) -> None:
+def test_layers_select_kernels_by_their_columns(
+    hidden: int, wanted: ActivationFormat | None
+) -> None:
     table = KernelTable.of(gpu_kernels(), platform=platform.CPU, dtype=torch.bfloat16)
     scheme = Scheme((E4M3_BLOCKS,), lambda module: E4M3_BLOCKS)
     weights = WeightFormat(torch.bfloat16, torch.device("cpu"), scheme)
@@ -118,51 +120,41 @@ def test_layers_choose_by_their_columns(hidden: int, wanted: ActivationFormat | 
     assert linear.activation == moe.activation == wanted
 
 
-@pytest.mark.parametrize("stored", cases.SMALL_FORMATS, ids=lambda stored: stored.name)
+def each_with(*variants: Any) -> list[Any]:
+    """Return formats with variants; the gate runs one variant of each format."""
+    return [
+        pytest.param(
+            variant, stored, id=f"{variant}-{stored.name}",
+            marks=() if number % len(variants) == which else pytest.mark.full,
+        )
+        for number, stored in enumerate(cases.SMALL_FORMATS)
+        for which, variant in enumerate(variants)
+    ]  # fmt: skip
+
+
+def assert_multiplied(found: Tensor, x: Tensor, weight: StoredWeight) -> None:
+    expected = x.float() @ dequantize(weight.format, weight.tensors).t()
+    assert (found.float() - expected).norm() <= 4e-3 * expected.norm()
+
+
+# tokens, columns, warps, splits of the columns
 @pytest.mark.parametrize(
-    ("num_tokens", "columns", "num_warps", "split_k"),
-    [(5, 456, 2, 1), (1, 1096, 1, 1), (3, 456, 1, 2), (1, 1096, 1, 4)],
+    ("sizes", "stored"), each_with((5, 456, 2, 1), (1, 1096, 1, 1), (3, 456, 1, 2), (1, 1096, 1, 4))
 )
 def test_few_tokens_are_multiplied_as_the_weight_reads(
-    num_tokens: int, columns: int, num_warps: int, split_k: int, stored: TensorFormat
+    sizes: tuple[int, int, int, int], stored: TensorFormat
 ) -> None:
+    num_tokens, columns, num_warps, split_k = sizes
     weight = _stored(stored, 40, columns)  # rows and columns that no program fills; 9 steps
     x = torch.randn(num_tokens, columns, generator=_generator()).to(torch.bfloat16)
     out = torch.full((num_tokens, split_k, 40), torch.nan, dtype=torch.bfloat16)
     tile = Tile(8, 32, 1, num_warps=num_warps, split_k=split_k)
     with torch.inference_mode():
         gemv(x, layout.pack(weight), out, tile)
-    expected = x.float() @ dequantize(stored, weight.tensors).t()
-    assert (out.float().sum(1) - expected).norm() <= 4e-3 * expected.norm()
+    assert_multiplied(out.float().sum(1), x, weight)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_parts"), [(0, 4), (1, 4), (4, 4), (5, 1)])
-def test_parts_come_where_the_caller_adds_them_up(num_tokens: int, num_parts: int) -> None:
-    prepared = triton_packed.prepare(_stored(cases.INT4, 8, 3584))
-    x = torch.randn(num_tokens, 3584, generator=_generator()).to(torch.bfloat16)
-    whole, out = triton_packed.linear(x, prepared), x.new_empty(num_tokens, 8)
-    parts = triton_packed.linear(x, prepared, in_parts=True)
-    assert triton_packed.linear(x, prepared, out=out, in_parts=True).equal(whole)
-    assert parts.shape == ((num_tokens, num_parts, 8) if num_parts > 1 else whole.shape)
-    added = parts.float().view(num_tokens, num_parts, 8).sum(1)
-    assert (added - whole.float()).norm() <= 6e-3 * whole.float().norm()
-
-
-@pytest.mark.parametrize("stored", cases.SMALL_FORMATS, ids=lambda stored: stored.name)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_dequantised_weight_is_what_its_format_says(
-    dtype: torch.dtype, stored: TensorFormat
-) -> None:
-    weight = _stored(stored, 70, 424)  # rows and columns that no program fills
-    with torch.inference_mode():
-        found = dequantize_packed(layout.pack(weight), dtype)
-    expected = dequantize(stored, weight.tensors)
-    rounding = torch.finfo(dtype).eps  # once, or twice by half of it
-    torch.testing.assert_close(found.float(), expected, rtol=rounding, atol=1e-6)
-
-
-@pytest.mark.parametrize("stored", cases.SMALL_FORMATS, ids=lambda stored: stored.name)
-@pytest.mark.parametrize("min_m", [4, 1 << 30])
+@pytest.mark.parametrize(("min_m", "stored"), each_with(4, 1 << 30))
 def test_many_tokens_are_multiplied_as_the_weight_reads(
     min_m: int, stored: TensorFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,9 +168,29 @@ def test_many_tokens_are_multiplied_as_the_weight_reads(
     weight = _stored(stored, 70, 424)
     x = torch.randn(130, 424, generator=_generator()).to(torch.bfloat16)
     with torch.inference_mode():
-        found = triton_packed.linear(x, triton_packed.prepare(weight)).float()
-    expected = x.float() @ dequantize(stored, weight.tensors).t()
-    assert (found - expected).norm() <= 4e-3 * expected.norm()
+        assert_multiplied(triton_packed.linear(x, triton_packed.prepare(weight)), x, weight)
+
+
+@pytest.mark.parametrize(("dtype", "stored"), each_with(torch.float16, torch.bfloat16))
+def test_dequantized_weight_matches_its_format(dtype: torch.dtype, stored: TensorFormat) -> None:
+    weight = _stored(stored, 70, 424)  # rows and columns that no program fills
+    with torch.inference_mode():
+        found = dequantize_packed(layout.pack(weight), dtype)
+    expected = dequantize(stored, weight.tensors)
+    rounding = torch.finfo(dtype).eps  # once, or twice by half of it
+    torch.testing.assert_close(found.float(), expected, rtol=rounding, atol=1e-6)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_parts"), [(0, 4), (1, 4), (4, 4), (5, 1)])
+def test_returns_parts_for_the_caller_to_add(num_tokens: int, num_parts: int) -> None:
+    prepared = triton_packed.prepare(_stored(cases.INT4, 8, 3584))
+    x = torch.randn(num_tokens, 3584, generator=_generator()).to(torch.bfloat16)
+    whole, out = triton_packed.linear(x, prepared), x.new_empty(num_tokens, 8)
+    parts = triton_packed.linear(x, prepared, in_parts=True)
+    assert triton_packed.linear(x, prepared, out=out, in_parts=True).equal(whole)
+    assert parts.shape == ((num_tokens, num_parts, 8) if num_parts > 1 else whole.shape)
+    added = parts.float().view(num_tokens, num_parts, 8).sum(1)
+    assert (added - whole.float()).norm() <= 6e-3 * whole.float().norm()
 
 
 # --- PTX -----------------------------------------------------------------------------------------
@@ -248,7 +260,7 @@ def _pair(*values: float) -> int:
         ("e4m3", False),
      )] + [("uint4", False, False, True)],
 )  # fmt: skip
-def test_ptx_makes_of_every_byte_what_its_codes_stand_for(
+def test_ptx_decodes_every_byte(
     element: str, zeros: bool, scaled: bool, is_raw: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "_converts_pairs", lambda DTYPE: True)
@@ -299,8 +311,8 @@ def _factors_kernel(scale_ptr, first_ptr, second_ptr, P: tl.constexpr, PART: tl.
 
 
 @pytest.mark.parametrize("kind", ["e8m0", "e5m3", "float"])
-@pytest.mark.parametrize("group", [16, 32, 64, 128])
-@pytest.mark.parametrize(("element", "part"), [("e2m1", 0), ("e4m3", 0), ("e4m3", 1)])
+@pytest.mark.parametrize("group", [16, full(32), full(64), 128])
+@pytest.mark.parametrize(("element", "part"), [("e2m1", 0), full("e4m3", 0), ("e4m3", 1)])
 def test_factors_of_a_word_are_two_in_bf16(
     element: str, part: int, group: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
