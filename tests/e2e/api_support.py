@@ -337,5 +337,18 @@ MESSAGES_DIALECT = Dialect(
     MESSAGES, *OWN_NAMES, make_block_tool, read_messages, join_messages, default_limit=300
 )
 DIALECTS = {"chat": CHAT_DIALECT, "messages": MESSAGES_DIALECT, "responses": RESPONSES_DIALECT}
+
+
+def every_way(*gate: str) -> pytest.MarkDecorator:
+    """Parametrize by dialect and whole or streamed answers; ways other than `gate` are full."""
+    params = []
+    for name, dialect in DIALECTS.items():
+        for mode in ("whole", "stream"):
+            marks = () if f"{name}-{mode}" in gate else (pytest.mark.full,)
+            way = (dialect, mode == "stream")
+            params.append(pytest.param(*way, id=f"{name}-{mode}", marks=marks))
+    return pytest.mark.parametrize(("dialect", "is_streamed"), params)
+
+
 every_dialect = pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
 whole_and_streamed = pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])

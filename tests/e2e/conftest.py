@@ -35,24 +35,19 @@ OF_NANO = {
     "test_04_prompt_of_disabled_thinking_keeps_the_prefix",
     "test_10_04_a_conversation_that_grows_finds_its_prefix_in_the_cache",
     "test_13_13_a_call_is_reported_although_no_tool_is_declared",
-    "test_unmatched_think_closer_is_not_text",
-    "test_call_without_arguments_has_none_in_the_prompt",
+    "test_unmatched_think_closer_is_not_text", "test_call_without_arguments_has_none_in_the_prompt",
     "test_images_truncated_calls_and_lone_surrogates_in_a_history_are_accepted",
     "test_an_invoke_without_its_block_is_text_where_its_tool_is_not_allowed",
-    "test_answer_thinks_signs_and_counts",
-    "test_completions_stop_within_thinking_text",
-    "test_errors_have_anthropics_shape",
-    "test_flushed_cache_holds_no_prefix",
-    "test_last_message_can_be_continued",
-    "test_model_and_server_describe_themselves",
+    "test_answer_thinks_signs_and_counts", "test_completions_stop_within_thinking_text",
+    "test_errors_have_anthropics_shape", "test_flushed_cache_holds_no_prefix",
+    "test_last_message_can_be_continued", "test_model_and_server_describe_themselves",
     "test_prompt_has_notes_raw_arguments_and_replacement_characters",
-    "test_reasoning_is_placed_as_requested",
-    "test_response_has_items_counts_and_echoes",
+    "test_reasoning_is_placed_as_requested", "test_response_has_items_counts_and_echoes",
     "test_session_of_a_coding_agent_keeps_its_prefix_and_never_breaks",
     "test_session_of_codex_replays_its_items",
     "test_the_second_time_the_prompt_comes_from_the_cache",
     "test_without_tools_what_looks_like_a_call_is_text",
-}
+}  # fmt: skip
 STUB = "tests.e2e.stub_serve"  # program of a server without a model
 HELD = "tests.e2e.held_engine"  # ENGINE_MODULE of that program
 START_SECONDS = 240.0

@@ -164,7 +164,7 @@ def test_16_14_forced_tool_that_is_not_declared_is_refused(
         assert refused(http, **tools, tool_choice="required")["param"] == "tool_choice"
 
 
-@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+@pytest.mark.parametrize("tool_choice", [pytest.param("auto", marks=pytest.mark.full), "required"])
 def test_16_without_parallel_calls_there_is_one(http: httpx.Client, tool_choice: str) -> None:
     text = "Get the weather for Berlin, Tokyo and Lima."
     body = {"messages": [{"role": "user", "content": text}], "tools": [WEATHER]}

@@ -25,6 +25,7 @@ from tests.e2e.api_support import (
     Said,
     error_of,
     every_dialect,
+    every_way,
     post,
     whole_and_streamed,
 )
@@ -66,8 +67,15 @@ CASES += [
 ]
 
 
+FULL = ("chat-stop", "messages-length", "responses-stop")
+
+
 @pytest.mark.parametrize(
-    ("dialect", "fields", "reason"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+    ("dialect", "fields", "reason"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.full] if name in FULL else [])
+        for name, *case in CASES
+    ],
 )
 def test_stream_adds_up_to_the_whole_answer(
     http: httpx.Client, dialect: Dialect, fields: dict[str, Any], reason: str
@@ -86,8 +94,7 @@ def plain(server: Any) -> Said:
         return CHAT_DIALECT.ask(http, CHAT_DIALECT.body())
 
 
-@every_dialect
-@whole_and_streamed
+@every_way("chat-stream", "messages-whole", "responses-stream")
 def test_stop_strings_end_content_but_not_thinking(
     http: httpx.Client, plain: Said, dialect: Dialect, is_streamed: bool
 ) -> None:
@@ -132,8 +139,7 @@ def test_completions_stop_within_thinking_text(http: httpx.Client, plain: Said) 
     assert choice["stop_reason"] == THOUGHT_STOP
 
 
-@every_dialect
-@whole_and_streamed
+@every_way("chat-whole", "messages-whole", "messages-stream", "responses-stream")
 def test_call_truncated_by_the_limit_does_not_look_complete(
     http: httpx.Client, dialect: Dialect, is_streamed: bool
 ) -> None:
@@ -172,8 +178,7 @@ def test_response_continues_after_a_truncated_call(http: httpx.Client) -> None:
     assert dialect.ask(http, body | {"previous_response_id": truncated["id"]}).tokens[1] == 4
 
 
-@whole_and_streamed
-@every_dialect
+@every_way("chat-whole", "messages-stream", "responses-stream")
 def test_client_that_hangs_up_frees_its_sequence(
     server: Server, dialect: Dialect, is_streamed: bool
 ) -> None:
@@ -204,8 +209,16 @@ def test_without_tools_what_looks_like_a_call_is_text(http: httpx.Client, dialec
     assert dialect.ask(http, dialect.body(limit=3, logit_bias=bias, **off)).content == opener * 3
 
 
-@pytest.mark.parametrize("dialect", [CHAT_DIALECT, RESPONSES_DIALECT], ids=["chat", "responses"])
-@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize(
+    ("dialect", "mode"),
+    [
+        pytest.param(CHAT_DIALECT, "auto", marks=pytest.mark.full),
+        (CHAT_DIALECT, "required"),
+        (RESPONSES_DIALECT, "auto"),
+        pytest.param(RESPONSES_DIALECT, "required", marks=pytest.mark.full),
+    ],
+    ids=["chat-auto", "chat-required", "responses-auto", "responses-required"],
+)
 def test_model_is_shown_all_tools_and_calls_only_allowed_ones(
     http: httpx.Client, dialect: Dialect, mode: str
 ) -> None:

@@ -97,7 +97,7 @@ def test_sdk_stream_of_a_call_adds_up_and_its_result_is_answered(claude: Any) ->
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("bash_20250124", "bash"),
+        pytest.param("bash_20250124", "bash", marks=pytest.mark.full),
         ("text_editor_20250728", "str_replace_based_edit_tool"),
         ("memory_20250818", "memory"),
     ],
@@ -176,7 +176,7 @@ def test_a_thread_is_refused_as_anthropics_clients_know_it(
     assert response.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 def test_tool_runner_continues_without_a_thread(claude: Any, stream: bool) -> None:
     import anthropic
 
@@ -246,16 +246,12 @@ def test_models_are_listed_for_both_kinds_of_clients(claude: Any, client: Any) -
 
 
 def agent_request(history: list[dict[str, Any]], *, number: int) -> dict[str, Any]:
-    schema = {"type": "object", "$schema": "http://json-schema.org/draft-07/schema#"}
     names = {"Bash": "command", "Read": "file_path", "TodoWrite": "todos"}
-    tools = [
-        {
-            "name": name,
-            "description": f"{name} things.",
-            "input_schema": {**schema, "properties": {key: {"type": "string"}}},
-        }
+    schemas = {
+        name: {"type": "object", "properties": {key: {"type": "string"}}}
         for name, key in names.items()
-    ]
+    }
+    tools = [{"name": name, "input_schema": schema} for name, schema in schemas.items()]
     version = f"cc_version=2.1.{number}; cc_entrypoint=cli; cch={number:05};"
     texts = (
         f"x-anthropic-billing-header: {version}",
@@ -264,20 +260,18 @@ def agent_request(history: list[dict[str, Any]], *, number: int) -> dict[str, An
     )
     search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
     edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
-    return {
-        **GREEDY,
-        "max_tokens": 120,
-        "stream": True,
-        "system": [
-            {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in texts
-        ],
-        "messages": history,
-        "tools": [*tools, TOOL, search],
-        "metadata": {"user_id": "user_0_account__session_0"},
-        "thinking": {"type": "adaptive"},
-        "context_management": {"edits": edits},
-        "output_config": {"effort": "high"},
-    }
+    cached = {"cache_control": {"type": "ephemeral"}}
+    return MESSAGES_DIALECT.body(
+        history,
+        limit=120,
+        stream=True,
+        system=[{"type": "text", "text": text, **cached} for text in texts],
+        tools=[*tools, TOOL, search],
+        metadata={"user_id": "user_0_account__session_0"},
+        thinking={"type": "adaptive"},
+        context_management={"edits": edits},
+        output_config={"effort": "high"},
+    )
 
 
 def test_session_of_a_coding_agent_keeps_its_prefix_and_never_breaks(http: httpx.Client) -> None:

@@ -273,7 +273,7 @@ def test_session_of_codex_replays_its_items(http: httpx.Client) -> None:
         for role, text in (("developer", "<permissions>all</permissions>"), ("user", ASK_WEATHER))
     ]
     num_before = 0
-    for number in range(4):
+    for number in range(3):
         response = streamed(
             http,
             items,

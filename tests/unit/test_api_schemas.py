@@ -57,8 +57,8 @@ def test_fields_of_other_servers_are_ignored() -> None:
     assert chat(**{f"x{number}": 1 for number in range(40)}) == chat()
 
 
-@pytest.mark.parametrize("name", sorted(FOREIGN_FIELDS))
-def test_names_of_other_systems_that_resemble_ours_are_ignored(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(FOREIGN_FIELDS | ChatRequest.ignored_fields))
+def test_fields_of_openai_and_resembling_names_without_effect_are_ignored(name: str) -> None:
     assert chat(**{name: ["anything"]}) == chat()
 
 
@@ -87,6 +87,7 @@ def test_integers_may_be_written_as_floats() -> None:
     made = chat(**as_floats, thinking={"budget_tokens": 64.0})
     assert made == chat(**whole, thinking={"budget_tokens": 64})
     assert type(made.max_tokens) is int and type(chat(temperature=1.0).temperature) is float
+    assert sampling_of(temperature=1, top_p=1, frequency_penalty=0).temperature == 1.0
     assert refused(max_tokens=5.5).param == "max_tokens"
     assert refused(stream=1.0).param == "stream"
 
@@ -129,11 +130,6 @@ def test_misspelt_field_inside_an_object_is_refused_with_its_path() -> None:
     error = refused(stream_options={"include_usages": True})
     assert error.param == "stream_options.include_usages"
     assert "'include_usage'" in error.message
-
-
-@pytest.mark.parametrize("name", sorted(ChatRequest.ignored_fields))
-def test_harmless_openai_fields_have_no_effect(name: str) -> None:
-    assert chat(**{name: "anything"}) == chat()
 
 
 @pytest.mark.parametrize("name", sorted(ChatRequest.unsupported_fields))
@@ -245,10 +241,6 @@ def test_huge_input_is_refused_quickly_in_one_short_sentence(name: str) -> None:
 def test_null_means_left_out() -> None:
     fields = [name for name in ChatRequest.model_fields if name != "messages"]
     assert chat(**dict.fromkeys(fields)) == chat()
-
-
-def test_integers_are_numbers_for_float_fields() -> None:
-    assert sampling_of(temperature=1, top_p=1, frequency_penalty=0).temperature == 1.0
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,6 @@ def test_every_shape_of_tool_choice(tool_choice: object, mode: str, name: str | 
 
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"type": "integer"}}}
-
-
 TAG: dict[str, Any] = {"format": {}}
 
 
@@ -80,15 +78,10 @@ def test_schema_is_strict_only_where_asked(strict: bool | None) -> None:
     assert grammar is not None and grammar.strict == (strict is True)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"response_format": {"type": "text"}},
-        {"structured_outputs": {}},
-        {"structured_outputs": {"x": 1}},
-    ],
-)
+NO_FORMS = [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {"x": 1}}]
+
+
+@pytest.mark.parametrize("fields", [*NO_FORMS, {"structured_outputs": {}}], ids=str)
 def test_no_form(fields: dict[str, Any]) -> None:
     assert chat(**fields).grammar is None
 
@@ -122,17 +115,14 @@ def test_wrong_form_is_refused_with_its_field(fields: dict[str, Any], param: str
 
 
 def test_tools_of_instructions_are_offered_too() -> None:
-    messages = [
-        {"role": "root", "content": "x", "tools": [tool("a")]},
-        *HELLO,
-        {"role": "system", "tools": [tool("b")]},
-    ]
+    root = {"role": "root", "content": "x", "tools": [tool("a")]}
+    messages = [root, *HELLO, {"role": "system", "tools": [tool("b")]}]
     offered = chat(messages=messages, tools=[tool("c")]).offered_tools
     assert offered == [tool("c"), tool("a"), tool("b")]
     assert chat(messages=messages, tool_choice="none").offered_tools is None
     for wrong in ("x", [5], [{"function": {}}]):
         with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.tools"):
-            _ = chat(messages=[{**messages[0], "tools": wrong}]).offered_tools
+            _ = chat(messages=[{**root, "tools": wrong}]).offered_tools
 
 
 def test_tool_choice_none_hides_the_tools() -> None:
@@ -200,10 +190,8 @@ def test_what_a_thinking_choice_means_for_each_family(
 
 def test_template_gets_the_variables_that_it_reads() -> None:
     template = ChatTemplate("{{ enable_thinking }} {{ reasoning_effort }}")
-    assert ThinkingChoice("disabled", "high").template_variables(template) == {
-        "enable_thinking": False,
-        "reasoning_effort": "high",
-    }
+    expected = {"enable_thinking": False, "reasoning_effort": "high"}
+    assert ThinkingChoice("disabled", "high").template_variables(template) == expected
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,12 @@ import logging
 import resource
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+import threading
+import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,38 +53,27 @@ class Client:
         if buffer is not None:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         self._socket.connect(("127.0.0.1", port))
-        self._socket.setblocking(False)
+        self._socket.settimeout(60)
+        self.send, self.close = self._socket.sendall, self._socket.close
 
-    async def send(self, data: bytes) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._socket, data)
-
-    async def read(self) -> bytes:
+    def read(self) -> bytes:
         """Return the next bytes; empty if the server closed the connection or on an error."""
         try:
-            return await asyncio.wait_for(
-                asyncio.get_running_loop().sock_recv(self._socket, 65536), 60
-            )
+            return self._socket.recv(65536)
         except ConnectionError:
             return b""
 
-    async def read_all(self) -> bytes:
-        answer = b""
-        while part := await self.read():
-            answer += part
-        return answer
+    def read_all(self) -> bytes:
+        return b"".join(iter(self.read, b""))
 
-    async def ask(self, data: bytes) -> bytes:
+    def ask(self, data: bytes) -> bytes:
         """Send `data` and return the answer to it."""
-        await self.send(data)
-        answer = await self.read()
-        head, _, body = answer.partition(b"\r\n\r\n")
+        self.send(data)
+        head, _, body = self.read().partition(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].split()[0])
-        while len(body) < length and (part := await self.read()):
+        while len(body) < length and (part := self.read()):
             body += part
         return head + body
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 class Clients:
@@ -100,49 +92,54 @@ class Clients:
             client.close()
         self._clients.clear()
 
-    async def answered(self) -> bytes:
+    def answered(self) -> bytes:
         """Return the answer of a server that may first have to notice that others disconnected."""
         for _ in range(600):
             client = self.connect()
             with contextlib.suppress(ConnectionError):
-                await client.send(GET)
-            if head := await client.read():
+                client.send(GET)
+            if head := client.read():
                 return head
             client.close()
-            await asyncio.sleep(0.05)
+            time.sleep(0.05)
         raise AssertionError("the server answers nothing")
 
 
-def with_server(
-    test: Callable[[Clients], Awaitable[None]],
+@contextlib.contextmanager
+def served(
     *,
     keep_alive: int = 5,
     slow_client_timeout: float = 60.0,
     limits: ConnectionLimits = FREE,
     tls: TlsFiles | None = None,
-) -> None:
+) -> Iterator[Clients]:
+    """Serve `app` in a thread, to which the clients connect."""
+    kind = protocol.make_protocol_class(slow_client_timeout=slow_client_timeout)
+    options: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None}
+    config = uvicorn.Config(app, http=kind, timeout_keep_alive=keep_alive, **options)
+    server, listener = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
+    clients, ready = Clients(listener.getsockname()[1]), threading.Event()
+
     async def run() -> None:
-        kind = protocol.make_protocol_class(slow_client_timeout=slow_client_timeout)
-        listener = socket.create_server(("127.0.0.1", 0))
-        options: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None}
-        config = uvicorn.Config(app, http=kind, timeout_keep_alive=keep_alive, **options)
-        server = uvicorn.Server(config)
         serving = asyncio.create_task(server._serve([]))
         while not server.started:
             await asyncio.sleep(0.01)
         make_protocol = partial(kind, config=config, server_state=server.server_state, app_state={})
         acceptor: Any = Acceptor(listener, make_protocol, limits=limits, tls=tls)
         server.servers.append(acceptor)
-        clients = Clients(listener.getsockname()[1])
-        try:
-            await test(clients)
-        finally:
-            clients.close()
-            server.should_exit = True
-            await serving
-            listener.close()
+        ready.set()
+        await serving
 
-    asyncio.run(run())
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    assert ready.wait(60)
+    try:
+        yield clients
+    finally:
+        clients.close()
+        server.should_exit = True
+        thread.join(60)
+        listener.close()
 
 
 def test_head_that_does_not_come_in_time_ends_the_connection(
@@ -150,36 +147,32 @@ def test_head_that_does_not_come_in_time_ends_the_connection(
 ) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.2)
 
-    async def test(clients: Clients) -> None:
+    with served() as clients:
         silent, half, good = (clients.connect() for _ in range(3))
-        await half.send(b"GET / HTTP/1.1\r\nhost: x\r\n")
-        assert (await good.ask(GET)).startswith(OK)
-        late = await half.read()
+        half.send(b"GET / HTTP/1.1\r\nhost: x\r\n")
+        assert good.ask(GET).startswith(OK)
+        late = half.read()
         assert late.startswith(b"HTTP/1.1 408") and b"x-request-id" in late and b'"error"' in late
-        assert await silent.read() == b""
+        assert silent.read() == b""
         # the second head of a connection has a time limit too
-        await good.send(b"GET / HTTP/1.1\r\n")
-        assert (await good.read()).startswith(b"HTTP/1.1 408")
-
-    with_server(test)
+        good.send(b"GET / HTTP/1.1\r\n")
+        assert (good.read()).startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.parametrize(
     "limits", [ConnectionLimits(3, 100), ConnectionLimits(100, 3)], ids=["in all", "per address"]
 )
 def test_connections_above_a_limit_are_closed_at_once(limits: ConnectionLimits) -> None:
-    async def test(clients: Clients) -> None:
+    with served(limits=limits) as clients:
         admitted = [clients.connect() for _ in range(3)]
         closed = [clients.connect() for _ in range(2)]
-        await asyncio.sleep(0.1)
+        time.sleep(0.1)
         for client in admitted:
-            assert (await client.ask(GET)).startswith(OK)
+            assert client.ask(GET).startswith(OK)
         for client in closed:
-            assert await client.read() == b""
+            assert client.read() == b""
         clients.close()
-        assert (await clients.answered()).startswith(OK)
-
-    with_server(test, limits=limits)
+        assert clients.answered().startswith(OK)
 
 
 def test_a_client_with_ipv6_has_one_network() -> None:
@@ -198,67 +191,59 @@ def tls_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return certificate, key
 
 
-async def connect_tls(
-    port: int, certificate: str
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    context = ssl.create_default_context(cafile=certificate)
-    host = "127.0.0.1"
-    return await asyncio.open_connection(host, port, ssl=context, server_hostname="localhost")
-
-
 def test_handshakes_count_as_connections_and_end_in_time(
     tls_files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listening, "HANDSHAKE_SECONDS", 0.7)
 
-    async def asked(port: int) -> bytes:
+    context = ssl.create_default_context(cafile=tls_files[0])
+
+    def asked(port: int) -> bytes:
         try:
-            reader, writer = await connect_tls(port, tls_files[0])
+            with (
+                socket.create_connection(("127.0.0.1", port), 60) as plain,
+                context.wrap_socket(plain, server_hostname="localhost") as connection,
+            ):
+                connection.sendall(GET)
+                return connection.recv(1000)
         except (ConnectionError, ssl.SSLError):
             return b""
-        writer.write(GET)
-        answer = await reader.read(1000)
-        writer.close()
-        await writer.wait_closed()
-        return answer
 
-    async def is_served(port: int) -> bool:
+    def is_served(port: int) -> bool:
         """Wait until the server has noticed that others disconnected."""
         for _ in range(100):
-            if answer := await asked(port):
+            if answer := asked(port):
                 return answer.startswith(OK)
-            await asyncio.sleep(0.05)
+            time.sleep(0.05)
         return False
 
-    async def is_refused(clients: Clients) -> bool:
+    def is_refused(clients: Clients) -> bool:
         silent = [clients.connect() for _ in range(3)]
-        await silent[1].send(b"\x16\x03\x01\x02\x00\x01\x00")  # half of a handshake
-        await asyncio.sleep(0.1)
-        refused = await asked(clients.port) == b""
+        silent[1].send(b"\x16\x03\x01\x02\x00\x01\x00")  # half of a handshake
+        time.sleep(0.1)
+        refused = asked(clients.port) == b""
         for client in silent:
-            assert await client.read() == b""
+            assert client.read() == b""
         clients.close()
         return refused
 
-    async def test(clients: Clients) -> None:
-        assert await is_served(clients.port)
+    with served(limits=ConnectionLimits(3, 3), tls=TlsFiles(*tls_files)) as clients:
+        assert is_served(clients.port)
         for _ in range(10):  # on a stalled machine their timeout passes at once
-            if refused := await is_refused(clients):
+            if refused := is_refused(clients):
                 break
         assert refused
-        assert await is_served(clients.port)
+        assert is_served(clients.port)
         for _ in range(50):
             with contextlib.suppress(ConnectionError):
-                await clients.connect().send(b"GET / HTTP/1.1\r\n\r\n")
-        assert await is_served(clients.port)
-
-    with_server(test, limits=ConnectionLimits(3, 3), tls=TlsFiles(*tls_files))
+                clients.connect().send(b"GET / HTTP/1.1\r\n\r\n")
+        assert is_served(clients.port)
 
 
 def test_files_that_run_out_cost_a_line_of_the_log_and_no_service(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def test(clients: Clients) -> None:
+    with caplog.at_level(logging.WARNING), served() as clients:
         sockets = [socket.socket() for _ in range(60)]
         num_open = len(list(Path("/proc/self/fd").iterdir()))
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -266,48 +251,40 @@ def test_files_that_run_out_cost_a_line_of_the_log_and_no_service(
         try:
             for each in sockets:
                 each.connect(("127.0.0.1", clients.port))
-            await asyncio.sleep(1.2)
+            time.sleep(1.2)
             for each in sockets:
                 each.close()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert (await clients.answered()).startswith(OK)
-
-    with caplog.at_level(logging.WARNING):
-        with_server(test)
+        assert clients.answered().startswith(OK)
     assert len(caplog.records) == 1 and "connections wait" in caplog.text
 
 
 def test_unread_answer_is_dropped_after_the_limit() -> None:
-    async def size_read(client: Client) -> int:
+    def size_read(client: Client) -> int:
         size = 0
-        while size <= len(BIG) and (part := await client.read()):
+        while size <= len(BIG) and (part := client.read()):
             size += len(part)
         return size
 
-    async def test(clients: Clients) -> None:
+    with served(slow_client_timeout=0.4) as clients:
         lazy = clients.connect(buffer=4096)
-        await lazy.send(GET.replace(b"/ ", b"/big "))
+        lazy.send(GET.replace(b"/ ", b"/big "))
         for _ in range(10):  # a stalled machine reads nothing
             client = clients.connect()
-            await client.send(GET.replace(b"/ ", b"/big "))
-            if is_whole := await size_read(client) > len(BIG):
+            client.send(GET.replace(b"/ ", b"/big "))
+            if is_whole := size_read(client) > len(BIG):
                 break
         assert is_whole
-        await asyncio.sleep(0.5)  # the slow one has not read for longer than the limit
-        assert await size_read(lazy) < len(BIG)
-
-    with_server(test, slow_client_timeout=0.4)
+        time.sleep(0.5)  # the slow one has not read for longer than the limit
+        assert size_read(lazy) < len(BIG)
 
 
 def test_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "BODY_SECONDS", 0.1)
 
-    class Budget:
-        taken = 0
-
-        def take_bytes(self, count: int) -> None:
-            self.taken += count
+    taken: list[int] = []
+    budget: Any = SimpleNamespace(take_bytes=taken.append)
 
     async def run() -> None:
         parts: list[Message] = [{"type": "http.request", "body": b"abc", "more_body": True}]
@@ -318,38 +295,35 @@ def test_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPatc
             await asyncio.sleep(60)
             raise AssertionError
 
-        budget: Any = Budget()
         body = auth._Body(receive, budget)
         assert (await body.receive())["body"] == b"abc"
         with pytest.raises(RequestTimeoutError):
             await body.receive()
-        assert budget.taken == body.num_bytes == 3
+        assert sum(taken) == body.num_bytes == 3
 
     asyncio.run(run())
 
 
-async def until_closed(client: Client, *, sending: bytes, most: int) -> tuple[bytes, int]:
+def until_closed(client: Client, *, sending: bytes, most: int) -> tuple[bytes, int]:
     """Send `sending` repeatedly; return the server's answer, and the bytes sent before."""
     size = 0
     with contextlib.suppress(ConnectionError, TimeoutError):
         while size < most:
-            await asyncio.wait_for(client.send(sending), 120)
+            client.send(sending)
             size += len(sending)
     with contextlib.suppress(TimeoutError):
-        return await client.read_all(), size
+        return client.read_all(), size
     return b"", size
 
 
 def test_trailers_are_no_headers() -> None:
     trailers = b"0\r\nauthorization: Bearer key\r\nx-api-key: key\r\n\r\n"
 
-    async def test(clients: Clients) -> None:
+    with served() as clients:
         client = clients.connect()
-        answer = await client.ask(CHUNKED % b"/headers" + b"1\r\nx\r\n" + trailers)
+        answer = client.ask(CHUNKED % b"/headers" + b"1\r\nx\r\n" + trailers)
         assert answer.startswith(OK) and b"transfer-encoding" in answer and b"key" not in answer
-        assert (await client.ask(GET)).endswith(b"ok")
-
-    with_server(test)
+        assert client.ask(GET).endswith(b"ok")
 
 
 @pytest.mark.parametrize(
@@ -365,22 +339,18 @@ def test_trailers_are_no_headers() -> None:
 def test_what_a_chunked_body_carries_beside_its_content_is_bounded(
     begin: bytes, more: bytes
 ) -> None:
-    async def test(clients: Clients) -> None:
+    with served() as clients:
         client = clients.connect()
-        await client.send(CHUNKED % b"/headers" + begin)
-        answer, size = await until_closed(client, sending=more, most=20_000_000)
+        client.send(CHUNKED % b"/headers" + begin)
+        answer, size = until_closed(client, sending=more, most=20_000_000)
         assert size < 8_000_000  # the capacity of both kernels' buffers
         assert answer.startswith(b"HTTP/1.1 431") or not answer  # lost if we were still sending
 
-    with_server(test)
-
 
 def test_body_in_chunks_of_a_byte_is_taken() -> None:
-    async def test(clients: Clients) -> None:
+    with served() as clients:
         body = b"00000001;a=b\r\nx\r\n" * 100_000 + b"0\r\n\r\n"
-        assert (await clients.connect().ask(CHUNKED % b"/headers" + body)).startswith(OK)
-
-    with_server(test)
+        assert (clients.connect().ask(CHUNKED % b"/headers" + body)).startswith(OK)
 
 
 def test_bodies_that_follow_each_other_have_no_framing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,14 +359,12 @@ def test_bodies_that_follow_each_other_have_no_framing(monkeypatch: pytest.Monke
     num_bytes = 20_000
     head = f"POST /headers HTTP/1.1\r\nhost: x\r\ncontent-length: {num_bytes}\r\n\r\n".encode()
 
-    async def test(clients: Clients) -> None:
+    with served() as clients:
         client, rest = clients.connect(), b"x" * (num_bytes - 1)
-        await client.send(head + b"x")
-        await asyncio.sleep(0.05)
-        assert (await client.ask(rest + head + b"x")).startswith(OK)
-        assert (await client.ask(rest)).startswith(OK)
-
-    with_server(test)
+        client.send(head + b"x")
+        time.sleep(0.05)
+        assert client.ask(rest + head + b"x").startswith(OK)
+        assert client.ask(rest).startswith(OK)
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
@@ -406,22 +374,20 @@ def test_body_after_its_answer_is_not_taken_for_ever(
     monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.4 if is_slow else 30.0)
     monkeypatch.setattr(protocol, "MAX_UNWANTED_BYTES", 100_000)
 
-    async def test(clients: Clients) -> None:
-        client, loop = clients.connect(), asyncio.get_running_loop()
-        assert (await client.ask(CHUNKED % b"/")).startswith(OK)
-        started = loop.time()
+    with served() as clients:
+        client = clients.connect()
+        assert client.ask(CHUNKED % b"/").startswith(OK)
+        started = time.monotonic()
         if is_slow:
             with contextlib.suppress(ConnectionError):
-                while loop.time() < started + 60:
-                    await client.send(b"1\r\nx\r\n")
-                    await asyncio.sleep(0.05)
-            assert loop.time() < started + 30
+                while time.monotonic() < started + 60:
+                    client.send(b"1\r\nx\r\n")
+                    time.sleep(0.05)
+            assert time.monotonic() < started + 30
         else:
             chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
-            _, size = await until_closed(client, sending=chunk, most=20_000_000)
+            _, size = until_closed(client, sending=chunk, most=20_000_000)
             assert size < 8_000_000
-
-    with_server(test)
 
 
 def test_connection_goes_on_after_a_body_that_came_after_its_answer(
@@ -429,36 +395,30 @@ def test_connection_goes_on_after_a_body_that_came_after_its_answer(
 ) -> None:
     monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.4)
 
-    async def test(clients: Clients) -> None:
+    with served(keep_alive=60) as clients:
         client = clients.connect()
-        assert (await client.ask(CHUNKED % b"/")).endswith(b"ok")
-        await client.send(b"1\r\nx\r\n0\r\n\r\n")
-        await asyncio.sleep(0.6)
-        assert (await client.ask(GET)).endswith(b"ok")
-
-    with_server(test, keep_alive=60)
+        assert client.ask(CHUNKED % b"/").endswith(b"ok")
+        client.send(b"1\r\nx\r\n0\r\n\r\n")
+        time.sleep(0.6)
+        assert client.ask(GET).endswith(b"ok")
 
 
 @pytest.mark.parametrize(
     ("sent", "late"), [(CHUNKED % b"/", b"1\r\nx\r\n0\r\n\r\n"), (GET, b"\r\n")]
 )
 def test_connection_that_has_become_idle_is_closed(sent: bytes, late: bytes) -> None:
-    async def test(clients: Clients) -> None:
+    with served(keep_alive=1) as clients:
         client = clients.connect()
-        assert (await client.ask(sent)).endswith(b"ok")
-        await client.send(late)
-        assert await client.read() == b""
-
-    with_server(test, keep_alive=1)
+        assert client.ask(sent).endswith(b"ok")
+        client.send(late)
+        assert client.read() == b""
 
 
 def test_noise_after_a_request_adds_nothing_to_its_answer() -> None:
-    async def test(clients: Clients) -> None:
+    with served() as clients:
         client = clients.connect()
-        await client.send(GET.replace(b"/ ", b"/half "))
-        await asyncio.sleep(0.1)
-        await client.send(b"noise\r\n\r\n")
-        answer = await client.read_all()
+        client.send(GET.replace(b"/ ", b"/half "))
+        time.sleep(0.1)
+        client.send(b"noise\r\n\r\n")
+        answer = client.read_all()
         assert answer.startswith(OK) and answer.endswith(b"\r\n\r\nok")
-
-    with_server(test)

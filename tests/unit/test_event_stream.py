@@ -134,8 +134,7 @@ def test_hang_up_ends_the_stream_and_its_source() -> None:
             finally:
                 ended.set()
 
-        stream = EventStream(produce, source=source)
-        sending = asyncio.create_task(send_to(client, stream))
+        sending = asyncio.create_task(send_to(client, EventStream(produce, source=source)))
         while b"x" not in client.sent:
             await asyncio.sleep(0)
         client.hung_up.set()
@@ -152,9 +151,8 @@ def test_failure_of_the_stream_closes_the_source() -> None:
         async def produce(write: Write) -> None:
             raise RuntimeError("a bug")
 
-        stream = EventStream(produce, source=source)
         with pytest.raises(RuntimeError, match="a bug"):
-            await send_to(client, stream)
+            await send_to(client, EventStream(produce, source=source))
         assert source.is_closed and client.source is None
 
     asyncio.run(run())

@@ -8,6 +8,10 @@ from negamax.base.errors import InvalidRequestError
 RESPONSE = "resp_" + "ab" * 23 + "07"
 
 
+RESULT = {"type": "function_call_output", "call_id": "c", "output": {"n": 2}}
+RESULT |= {"status": "incomplete"}
+
+
 def items_of(*items: dict[str, Any]) -> list[dict[str, Any]]:
     return build_page(items, {"order": "asc", "limit": "100"}, response_id=RESPONSE).data
 
@@ -22,12 +26,7 @@ def test_texts_are_lists_of_parts_and_what_was_left_out_is_there() -> None:
         {"role": "assistant", "content": [{"type": "input_text", "text": "Hi"}]},
         {"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": {"n": 1}},
-        {
-            "type": "function_call_output",
-            "call_id": "c",
-            "output": {"n": 2},
-            "status": "incomplete",
-        },
+        RESULT,
         {"type": "reasoning", "encrypted_content": "x"},
     )
     assert (user["type"], user["status"]) == ("message", "completed")

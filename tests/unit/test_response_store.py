@@ -5,12 +5,10 @@ from negamax.api.dialects.responses.store import ResponseStore, StoredResponse, 
 
 def kept(parent: StoredTurn | None, number: int, *, size: int = 10) -> StoredResponse:
     given, said = (
-        [{"id": f"in{number}", "text": "x" * size}],
-        [{"id": f"out{number}", "text": "y" * size}],
+        json.dumps([{"id": f"{name}{number}", "text": text * size}]).encode()
+        for name, text in (("in", "x"), ("out", "y"))
     )
-    turn = StoredTurn(
-        parent, input_items=json.dumps(given).encode(), output_items=json.dumps(said).encode()
-    )
+    turn = StoredTurn(parent, input_items=given, output_items=said)
     return StoredResponse(b'{"body": 1}', turn, [f"out{number}"])
 
 
@@ -51,9 +49,8 @@ def test_turns_below_are_shared_and_outlive_their_responses() -> None:
     last = store.get("r2999")
     assert last and whole - store.num_bytes == 2999 * len(last.body)
     items = last.turn.conversation()
-    assert [item["id"] for item in items[:4]] == ["in0", "out0", "in1", "out1"] and len(
-        items
-    ) == 6000
+    assert [item["id"] for item in items[:4]] == ["in0", "out0", "in1", "out1"]
+    assert len(items) == 6000
     assert store.remove("r2999") and not store.remove("r2999")
     assert store.num_bytes == 0
 

@@ -5,14 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from negamax.api.common.choice_reader import StartedCall
-from negamax.text.parser.events import (
-    ContentDelta,
-    ParserEvent,
-    ReasoningDelta,
-    ToolArgumentsDelta,
-    ToolCallEnd,
-    ToolCallStart,
-)
+from negamax.text.parser import events as parsed_events
 
 
 class BlockKind(enum.Enum):
@@ -69,19 +62,19 @@ class BlockWriter:
         self._calls = calls
         self._open: Block | None = None
 
-    def push(self, events: Iterable[ParserEvent]) -> Iterator[BlockEvent]:
+    def push(self, events: Iterable[parsed_events.ParserEvent]) -> Iterator[BlockEvent]:
         for event in events:
             match event:
-                case ReasoningDelta(text):
+                case parsed_events.ReasoningDelta(text):
                     yield from self._grow(BlockKind.REASONING, text)
-                case ContentDelta(text):
+                case parsed_events.ContentDelta(text):
                     yield from self._grow(BlockKind.CONTENT, text)
-                case ToolCallStart(index, _):
+                case parsed_events.ToolCallStart(index, _):
                     yield from self._close(is_whole=True)
                     yield self._begin(BlockKind.CALL, self._calls[index])
-                case ToolArgumentsDelta(_, text):
+                case parsed_events.ToolArgumentsDelta(_, text):
                     yield from self._grow(BlockKind.CALL, text)
-                case ToolCallEnd():
+                case parsed_events.ToolCallEnd():
                     yield from self._close(is_whole=True)
 
     def finish(self, *, is_cut: bool) -> Iterator[BlockEvent]:

@@ -24,15 +24,8 @@ from negamax.api.schemas.answers import ChatLogprob, ChatLogprobs, PromptLogprob
 from negamax.api.schemas.request_model import refuse
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
-from negamax.text.parser.events import (
-    ContentDelta,
-    ParserEvent,
-    ReasoningDelta,
-    ToolArgumentsDelta,
-    ToolCallEnd,
-    ToolCallStart,
-    collect,
-)
+from negamax.text.parser import events as parsed_events
+from negamax.text.parser.events import ParserEvent, collect
 
 
 def make_chat_router(context: ApiContext) -> APIRouter:
@@ -182,16 +175,16 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
                 deltas.append(schema.Delta(content=self._echo))
         for parsed in events:
             match parsed:
-                case ReasoningDelta(text):
+                case parsed_events.ReasoningDelta(text):
                     details = self._details(text)
                     deltas.append(
                         schema.Delta(
                             reasoning_content=text, reasoning=text, reasoning_details=details
                         )
                     )
-                case ContentDelta(text):
+                case parsed_events.ContentDelta(text):
                     deltas.append(schema.Delta(content=text))
-                case ToolCallStart(index, name):
+                case parsed_events.ToolCallStart(index, name):
                     call = schema.ToolCall(
                         index=index,
                         id=choice.reader.calls[index].id,
@@ -199,12 +192,12 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
                         function=schema.FunctionCall(name=name, arguments=""),
                     )
                     deltas.append(schema.Delta(tool_calls=[call]))
-                case ToolArgumentsDelta(index, text):
+                case parsed_events.ToolArgumentsDelta(index, text):
                     part = schema.ToolCall(
                         index=index, function=schema.FunctionCall(arguments=text)
                     )
                     deltas.append(schema.Delta(tool_calls=[part]))
-                case ToolCallEnd():
+                case parsed_events.ToolCallEnd():
                     pass
         return deltas
 
