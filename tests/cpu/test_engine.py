@@ -1,28 +1,22 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from negamax import LLM, SamplingParams
 from negamax.base.errors import ConfigError, ContextLengthError, InvalidRequestError, ResourceError
+from negamax.engine.llm import Completion
 from negamax.kernels.attention.metadata import AttentionMetadata
 from tests import tiny
+from tests.loop_driver import admitted, drive, free_all, generate_tokens, read_tokens
 
-SIZES = {
-    "vocab_size": 331,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rotary_dim": 8,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 256,
-}
+SIZES = {"vocab_size": 331, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
+         "num_local_experts": 6, "num_experts_per_tok": 2,
+         "max_position_embeddings": 256}  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 
@@ -31,9 +25,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tiny.make_model(7, **SIZES), tmp_path_factory.mktemp("model"))
 
 
+def start(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), **{"dtype": "float32", "block_size": 4, "num_threads": 1, **options})
+
+
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), dtype="float32", block_size=4, num_threads=1) as engine:
+    with start(folder) as engine:
         yield engine
 
 
@@ -41,18 +39,10 @@ def prompt(seed: int, length: int = 30) -> list[int]:
     return torch.randint(3, 331, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    return [generation.outputs[0].token_ids for generation in llm.generate(prompts, params)]
-
-
-def all_blocks_free(llm: LLM) -> bool:
-    while llm._loop.has_work:
-        llm._loop.step()
-    stats = llm.stats()
-    return (
-        stats.num_running == stats.num_waiting == 0
-        and stats.num_free_kv_blocks == stats.num_kv_blocks
-    )
+def complete(llm: LLM, number: int, length: int = 30, /, **params: Any) -> Completion:
+    """Return the greedy completion of `prompt(number)`, by default of 20 tokens."""
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 20, **params})
+    return llm.generate([prompt(number, length)], sampling)[0].outputs[0]
 
 
 def test_a_repeated_prompt_is_taken_from_the_cache_and_gives_the_same_text(llm: LLM) -> None:
@@ -71,29 +61,20 @@ def test_a_following_turn_reuses_generated_tokens_too(llm: LLM) -> None:
 def test_without_prefix_caching_nothing_is_cached_and_the_text_is_the_same(
     folder: Path, llm: LLM
 ) -> None:
-    with LLM(
-        str(folder), dtype="float32", block_size=4, enable_prefix_caching=False, num_threads=1
-    ) as plain:
+    with start(folder, enable_prefix_caching=False) as plain:
         generations = [plain.generate([prompt(1)], GREEDY)[0] for _ in range(2)]
     assert [generation.num_cached_tokens for generation in generations] == [0, 0]
-    assert generations[1].outputs[0].token_ids == tokens(llm, [prompt(1)], GREEDY)[0]
+    assert generations[1].outputs[0].token_ids == generate_tokens(llm, [prompt(1)], GREEDY)[0]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_small_cache_preempts_and_keeps_the_texts(folder: Path, llm: LLM, overlap: bool) -> None:
     prompts = [prompt(seed, 40) for seed in range(10, 18)]
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    with LLM(
-        str(folder),
-        dtype="float32",
-        block_size=4,
-        num_kv_blocks=64,
-        enable_overlap=overlap,
-        num_threads=1,
-    ) as small:
-        assert tokens(small, prompts, params) == tokens(llm, prompts, params)
+    with start(folder, num_kv_blocks=64, enable_overlap=overlap) as small:
+        assert generate_tokens(small, prompts, params) == generate_tokens(llm, prompts, params)
         assert small.stats().preemption_count > 0
-        assert all_blocks_free(small)
+        free_all(small)
 
 
 def test_preemption_and_chunking_are_bit_identical_in_bfloat16(folder: Path) -> None:
@@ -105,14 +86,9 @@ def test_preemption_and_chunking_are_bit_identical_in_bfloat16(folder: Path) -> 
     ]
     texts = []
     for options in ({}, {"num_kv_blocks": 64, "max_num_batched_tokens": 13}):
-        with LLM(str(folder), dtype="bfloat16", block_size=4, num_threads=1, **options) as engine:
+        with start(folder, dtype="bfloat16", **options) as engine:
             completions = [generation.outputs[0] for generation in engine.generate(prompts, params)]
-            texts.append(
-                [
-                    [(entry.token_id, entry.logprob) for entry in c.logprobs or []]
-                    for c in completions
-                ]
-            )
+            texts.append([each.logprobs for each in completions])
             preempted = engine.stats().preemption_count
     assert preempted > 0
     assert texts[0] == texts[1]
@@ -122,18 +98,14 @@ def test_same_seed_gives_the_same_text_in_any_batch(llm: LLM) -> None:
     seeded = SamplingParams(
         temperature=1.0, top_k=40, top_p=0.95, seed=5, max_tokens=30, ignore_eos=True
     )
-    alone = tokens(llm, [prompt(20)], seeded)[0]
+    alone = generate_tokens(llm, [prompt(20)], seeded)[0]
     others = [
         SamplingParams(temperature=1.5, top_k=0, seed=i, max_tokens=10 + i, ignore_eos=True)
         for i in range(6)
     ]
     mixed = llm.generate([prompt(21 + i) for i in range(6)] + [prompt(20)], [*others, seeded])
     assert mixed[-1].outputs[0].token_ids == alone
-    assert tokens(
-        llm,
-        [prompt(20)],
-        SamplingParams(temperature=1.0, top_k=40, top_p=0.95, seed=6, max_tokens=30),
-    ) != [alone]
+    assert generate_tokens(llm, [prompt(20)], replace(seeded, seed=6)) != [alone]
 
 
 def test_n_choices_differ_and_the_first_is_the_single_one(llm: LLM) -> None:
@@ -141,7 +113,7 @@ def test_n_choices_differ_and_the_first_is_the_single_one(llm: LLM) -> None:
     choices = [choice.token_ids for choice in llm.generate([prompt(30)], params)[0].outputs]
     assert len({tuple(choice) for choice in choices}) == 4
     single = SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True)
-    assert choices[0] == tokens(llm, [prompt(30)], single)[0]
+    assert choices[0] == generate_tokens(llm, [prompt(30)], single)[0]
 
 
 def test_the_choices_of_a_prompt_compute_it_once(llm: LLM) -> None:
@@ -156,84 +128,57 @@ def test_the_choices_of_a_prompt_compute_it_once(llm: LLM) -> None:
     assert after.cached_prompt_tokens - before.cached_prompt_tokens == 4 * 28
 
 
-def test_stop_token_ends_the_text_before_it_and_min_tokens_holds_it_back(llm: LLM) -> None:
-    free = tokens(llm, [prompt(40)], GREEDY)[0]
+def test_stop_token_ends_the_text_and_min_tokens_holds_it_back(llm: LLM) -> None:
+    free = complete(llm, 40, ignore_eos=True).token_ids
     stop_id = free[5]
-    stopped = llm.generate(
-        [prompt(40)], SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=(stop_id,))
-    )[0].outputs[0]
-    cut = free.index(stop_id) + 1
-    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (
-        free[:cut],
-        "stop",
-        stop_id,
-    )
-    assert stopped.text == llm.tokenizer.decode(free[: cut - 1])
-    held = SamplingParams(
-        temperature=0.0, max_tokens=20, min_tokens=12, stop_token_ids=(stop_id,), ignore_eos=True
-    )
-    longer = llm.generate([prompt(40)], held)[0].outputs[0].token_ids
-    assert len(longer) >= 12
-    assert stop_id not in longer[:12]
+    stopped = complete(llm, 40, stop_token_ids=(stop_id,))
+    length = free.index(stop_id) + 1
+    assert (stopped.token_ids, stopped.finish_reason) == (free[:length], "stop")
+    assert stopped.stop_reason == stop_id
+    assert stopped.text == llm.tokenizer.decode(free[: length - 1])
+    longer = complete(llm, 40, min_tokens=12, stop_token_ids=(stop_id,), ignore_eos=True).token_ids
+    assert len(longer) >= 12 and stop_id not in longer[:12]
 
 
 def test_stop_string_truncates_the_text_and_frees_the_sequence(llm: LLM) -> None:
-    free = llm.generate([prompt(41)], GREEDY)[0].outputs[0]
+    free = complete(llm, 41, ignore_eos=True)
     middle = free.text[len(free.text) // 2 :][:4]
-    stopped = llm.generate(
-        [prompt(41)], SamplingParams(temperature=0.0, max_tokens=20, stop=(middle,))
-    )[0].outputs[0]
-    assert stopped.finish_reason == "stop"
-    assert stopped.stop_reason == middle
+    stopped = complete(llm, 41, stop=(middle,))
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", middle)
     assert stopped.text == free.text[: free.text.index(middle)]
-    assert all_blocks_free(llm)
+    free_all(llm)
 
 
 def test_max_tokens_and_the_context_length_end_with_length(llm: LLM) -> None:
-    short = llm.generate(
-        [prompt(42)], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    )[0].outputs[0]
-    assert (len(short.token_ids), short.finish_reason) == (3, "length")
-    full = llm.generate(
-        [prompt(43, 250)], SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    )[0].outputs[0]
-    assert (len(full.token_ids), full.finish_reason) == (6, "length")
+    for length, max_tokens, found in ((30, 3, 3), (250, 100, 6)):
+        made = complete(llm, 42, length, max_tokens=max_tokens, ignore_eos=True)
+        assert (len(made.token_ids), made.finish_reason) == (found, "length")
 
 
 def test_penalties_and_bias_change_the_tokens(llm: LLM) -> None:
-    free = tokens(llm, [prompt(44)], GREEDY)[0]
-    banned = SamplingParams(
-        temperature=0.0, max_tokens=20, ignore_eos=True, logit_bias={free[0]: -100.0}
-    )
-    assert tokens(llm, [prompt(44)], banned)[0][0] != free[0]
-    forced = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logit_bias={9: 100.0})
-    assert tokens(llm, [prompt(44)], forced)[0] == [9] * 5
-    allowed = SamplingParams(
-        temperature=1.0, seed=3, max_tokens=20, ignore_eos=True, allowed_token_ids=(9, 11, 12)
-    )
-    assert set(tokens(llm, [prompt(44)], allowed)[0]) <= {9, 11, 12} and free[0] not in (9, 11, 12)
-    both = SamplingParams(
-        temperature=0.0, max_tokens=40, ignore_eos=True, frequency_penalty=2.0, presence_penalty=2.0
-    )
-    repeats = [
-        len(ids) - len(set(ids))
-        for ids in (tokens(llm, [prompt(44)], both)[0], tokens(llm, [prompt(44)], forced)[0])
-    ]
-    assert repeats[0] < 40 - 15
-    assert repeats[1] == 4
+    def found(**params: Any) -> list[int]:
+        return complete(llm, 44, ignore_eos=True, **params).token_ids
+
+    free = found()
+    assert found(logit_bias={free[0]: -100.0})[0] != free[0]
+    forced = found(max_tokens=5, logit_bias={9: 100.0})
+    assert forced == [9] * 5
+    allowed = found(temperature=1.0, seed=3, allowed_token_ids=(9, 11, 12))
+    assert set(allowed) <= {9, 11, 12} and free[0] not in (9, 11, 12)
+    penalized = found(max_tokens=40, frequency_penalty=2.0, presence_penalty=2.0)
+    assert len(penalized) - len(set(penalized)) < 40 - 15
 
 
 def test_closing_a_stream_frees_its_blocks_within_one_step(llm: LLM) -> None:
-    stream = llm.stream(
-        prompt(50), SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
-    )
+    long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    stream = llm.stream(prompt(50), long)
     for _ in range(5):
         next(stream)
     assert llm.stats().num_running == 1
     stream.close()  # type: ignore[attr-defined]
     assert llm.stats().num_running == 0
     assert llm.stats().num_free_kv_blocks == llm.stats().num_kv_blocks
-    assert all_blocks_free(llm)
+    free_all(llm)
 
 
 def test_stream_and_generate_give_the_same_text(llm: LLM) -> None:
@@ -246,89 +191,59 @@ def test_stream_and_generate_give_the_same_text(llm: LLM) -> None:
 
 def test_streams_read_in_turns_lose_nothing(llm: LLM) -> None:
     prompts = [prompt(52), prompt(53), prompt(54)]
-    alone = [tokens(llm, [one], GREEDY)[0] for one in prompts]
+    alone = [generate_tokens(llm, [one], GREEDY)[0] for one in prompts]
     streams = [llm.stream(one, GREEDY) for one in prompts[:2]]
     read = [[token for _ in range(3) for token in next(stream).token_ids] for stream in streams]
-    assert tokens(llm, prompts[2:], GREEDY) == alone[2:]  # while both are open
+    assert generate_tokens(llm, prompts[2:], GREEDY) == alone[2:]  # while both are open
     for output, stream in zip(read, streams, strict=True):
         output += [token for rest in stream for token in rest.token_ids]
     assert read == alone[:2]
 
 
-def test_a_request_with_nan_fails_alone(folder: Path) -> None:
-    with LLM(
-        str(folder), dtype="float32", block_size=4, num_threads=1, enable_overlap=False
-    ) as engine:
-        clean = tokens(engine, [prompt(61)], GREEDY)[0]
-        bad = engine._admit([prompt(60)], GREEDY)
-        good = engine._admit([prompt(61)], GREEDY)
-        requests = [
-            group[0][1] for group in engine._sequences([prompt(60), prompt(61)], [*bad, *good])
-        ]
-        for request in requests:
-            engine._loop.add(request)
-        collected: dict[str, list[int]] = {request.request_id: [] for request in requests}
-        reasons: dict[str, str | None] = {}
-        poisoned = False
-        while engine._loop.has_work:
-            for update in engine._loop.step():
-                collected[update.request_id] += update.token_ids
-                reasons[update.request_id] = update.finish_reason
-            if not poisoned:
-                worker = engine._loop.executor._worker  # type: ignore[attr-defined]
-                block = int(worker.runner.requests.block_tables[0, 0])
-                with torch.inference_mode():
-                    worker.runner.caches[0]["k"][block] = float("nan")
-                poisoned = True
-        assert reasons[requests[0].request_id] == "error"
-        assert reasons[requests[1].request_id] == "length"
-        assert collected[requests[1].request_id] == clean
+def test_request_with_nan_fails_alone(folder: Path) -> None:
+    with start(folder, enable_overlap=False) as engine:
+        clean = generate_tokens(engine, [prompt(61)], GREEDY)[0]
+        requests = admitted(engine, [prompt(60), prompt(61)], [GREEDY, GREEDY])
+        bad, good = (request.request_id for request in requests)
+        first = drive(engine, requests, num_steps=1)
+        runner = engine._loop.executor._worker.runner  # type: ignore[attr-defined]
+        block = int(runner.requests.block_tables[0, 0])
+        with torch.inference_mode():
+            runner.caches[0]["k"][block] = float("nan")
+        updates = drive(engine, ())
+    assert updates[bad][-1].finish_reason == "error"
+    assert updates[good][-1].finish_reason == "length"
+    assert read_tokens([*first[good], *updates[good]]) == clean
 
 
-def test_a_step_that_raises_is_repeated_row_by_row(
+def test_step_that_raises_is_repeated_row_by_row(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LLM(str(folder), dtype="float32", block_size=4, num_threads=1) as engine:
-        expected = tokens(engine, [prompt(62)], GREEDY)[0]
-        params = engine._admit(
-            [prompt(63), prompt(62)], [SamplingParams(logit_bias={1: 1.0}, max_tokens=20), GREEDY]
-        )
-        requests = [group[0][1] for group in engine._sequences([prompt(63), prompt(62)], params)]
-        for request in requests:
-            engine._loop.add(request)
-        collected: dict[str, list[int]] = {request.request_id: [] for request in requests}
-        reasons: dict[str, str | None] = {}
-        steps = 0
-        while engine._loop.has_work:
-            for update in engine._loop.step():
-                collected[update.request_id] += update.token_ids
-                reasons[update.request_id] = update.finish_reason
-            steps += 1
-            if steps == 3:
-                worker = engine._loop.executor._worker  # type: ignore[attr-defined]
-                forward = worker.runner.model.forward
+    with start(folder) as engine:
+        expected = generate_tokens(engine, [prompt(62)], GREEDY)[0]
+        biased = SamplingParams(logit_bias={1: 1.0}, max_tokens=20)
+        requests = admitted(engine, [prompt(63), prompt(62)], [biased, GREEDY])
+        bad, good = (request.request_id for request in requests)
+        first = drive(engine, requests, num_steps=3)
+        model = engine._loop.executor._worker.runner.model  # type: ignore[attr-defined]
+        forward = model.forward
 
-                def raising(
-                    token_ids: torch.Tensor,
-                    metadata: AttentionMetadata,
-                    *args: Any,
-                    forward: Callable[..., Any] = forward,
-                    **options: Any,
-                ) -> Any:
-                    if 0 in metadata.token_slots:
-                        raise RuntimeError("the model cannot run the first row")
-                    return forward(token_ids, metadata, *args, **options)
+        def raising(token_ids: Any, metadata: AttentionMetadata, *args: Any, **named: Any) -> Any:
+            if 0 in metadata.token_slots:
+                raise RuntimeError("the model cannot run the first row")
+            return forward(token_ids, metadata, *args, **named)
 
-                monkeypatch.setattr(worker.runner.model, "forward", raising)
-        assert reasons == {requests[0].request_id: "error", requests[1].request_id: "length"}
-        assert collected[requests[1].request_id] == expected
+        monkeypatch.setattr(model, "forward", raising)
+        updates = drive(engine, ())
+    assert updates[bad][-1].finish_reason == "error"
+    assert updates[good][-1].finish_reason == "length"
+    assert read_tokens([*first[good], *updates[good]]) == expected
 
 
 def test_a_request_that_cannot_be_queued_fails_alone(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (params,) = llm._admit([prompt(64)], [GREEDY])
-    (request,) = next(llm._sequences([prompt(64)], [params]))[0][1:2]
+    (request,) = admitted(llm, [prompt(64)], [GREEDY])
 
     def broken(_request: object) -> None:
         raise OverflowError("a number too large")
@@ -341,16 +256,12 @@ def test_a_request_that_cannot_be_queued_fails_alone(
         "error",
         "OverflowError while this request was queued",
     )
-    assert len(tokens(llm, [prompt(65)], GREEDY)[0]) == 20
+    assert len(generate_tokens(llm, [prompt(65)], GREEDY)[0]) == 20
 
 
 def test_bad_prompts_and_parameters_are_refused_before_anything_runs(llm: LLM) -> None:
-    for bad, error in (
-        ([], InvalidRequestError),
-        ([331], InvalidRequestError),
-        ([-1], InvalidRequestError),
-    ):
-        with pytest.raises(error):
+    for bad in ([], [331], [-1]):
+        with pytest.raises(InvalidRequestError):
             llm.generate([prompt(1), bad], GREEDY)
     with pytest.raises(ContextLengthError, match="256"):
         llm.generate([prompt(1, 256)], GREEDY)
@@ -358,7 +269,7 @@ def test_bad_prompts_and_parameters_are_refused_before_anything_runs(llm: LLM) -
         llm.generate([prompt(1)], SamplingParams(temperature=9.0))
     with pytest.raises(InvalidRequestError, match="2 sampling parameters for 1"):
         llm.generate([prompt(1)], [GREEDY, GREEDY])
-    assert all_blocks_free(llm)
+    free_all(llm)
 
 
 @pytest.mark.parametrize(
@@ -397,10 +308,9 @@ def test_values_may_have_vllm_names(
 ) -> None:
     outputs = []
     for options in (theirs, ours):
-        with LLM(str(folder), num_kv_blocks=8, block_size=4, num_threads=1, **options) as engine:
-            (made,) = engine.generate([prompt(1)], GREEDY)
-            outputs.append(made.outputs[0].token_ids)
-    assert outputs[0] == outputs[1] != []
+        with start(folder, num_kv_blocks=8, **{"dtype": "auto", **options}) as engine:
+            outputs.append(generate_tokens(engine, [prompt(1)], GREEDY))
+    assert outputs[0] == outputs[1] != [[]]
 
 
 def test_a_model_larger_than_the_memory_is_refused() -> None:
@@ -409,10 +319,8 @@ def test_a_model_larger_than_the_memory_is_refused() -> None:
 
 
 def test_a_small_cache_lowers_the_context_length(folder: Path) -> None:
-    with LLM(str(folder), dtype="float32", block_size=4, num_kv_blocks=8, num_threads=1) as engine:
+    with start(folder, num_kv_blocks=8) as engine:
         with pytest.raises(ContextLengthError, match="33"):
             engine.generate([prompt(1, 60)], GREEDY)
-        longest = engine.generate(
-            [prompt(1, 20)], SamplingParams(temperature=0.0, ignore_eos=True)
-        )[0].outputs[0]
+        longest = complete(engine, 1, 20, max_tokens=None, ignore_eos=True)
         assert (len(longest.token_ids), longest.finish_reason) == (13, "length")

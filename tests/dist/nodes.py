@@ -8,20 +8,31 @@ import pytest
 
 from negamax import LLM, SamplingParams
 from negamax.base.errors import EngineDeadError
+from negamax.options.nodes import KEY_VARIABLE
+from tests.dist.engines import COMMON
 from tests.dist.machines import Machines, OneMachine
 
-PROMPTS = ["What is 47 + 38?", "Hello!", "Who are you?", "A box holds 24 pencils. How many"]
+PROMPTS = ["What is 47 + 38?", "Hello!", "A box holds 24 pencils. How many"]
 PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=3, max_tokens=30, ignore_eos=True),
-    SamplingParams(temperature=0.0, max_tokens=24, logprobs=2),
-    SamplingParams(temperature=0.7, seed=5, max_tokens=24),
+    SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=5, max_tokens=12, logprobs=2),
 ]
 LONG = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
-# in bfloat16 the order of sums over ranks would decide near ties
-COMMON: dict[str, Any] = {"device": "cpu", "num_threads": 1, "dtype": "float32"}
 FLOAT32 = ("--dtype", "float32")
 NOTICED_SECONDS = 3.0
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Return the tokens of one rank."""
+    with LLM("nano", **COMMON) as one:
+        return tokens(one)
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "of the tests")
 
 
 def tokens(llm: LLM) -> list[list[int]]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from negamax import LLM
 from negamax.base.errors import ResourceError
 from negamax.engine.core import executor
 from negamax.engine.core.source import locate
@@ -20,13 +19,14 @@ from negamax.engine.nodes import wire
 from negamax.engine.nodes.facts import collect_facts
 from negamax.engine.nodes.group import NodeGroup
 from negamax.options.engine import EngineOptions
-from negamax.options.nodes import KEY_VARIABLE, MASTER_PORT
+from negamax.options.nodes import MASTER_PORT
 from negamax.parallel.layout import ParallelLayout
 from tests.dist.machines import Agent, DistantMachines, NoMachinesError, machines
 from tests.dist.nodes import (
-    COMMON,
     FLOAT32,
     NOTICED_SECONDS,
+    expected,
+    key,
     meeting_at,
     on_nodes,
     seconds_until_noticed,
@@ -40,6 +40,8 @@ WHOLE = {"delay": 0.0, "jitter": 0.0, "loss": 0.0, "rate": 0.0, "cut": False, "c
 NEAR = {"delay": 0.02, "jitter": 0.005, "loss": 0.01}
 FAR = {"delay": 0.1, "jitter": 0.02, "loss": 0.05}
 
+__all__ = ["expected", "key"]  # fixtures
+
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[DistantMachines]:
@@ -51,8 +53,7 @@ def network() -> Iterator[DistantMachines]:
 
 
 @pytest.fixture(autouse=True)
-def whole(network: DistantMachines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, "of the tests")
+def whole(network: DistantMachines) -> None:
     network.set_links(**WHOLE)
 
 
@@ -61,12 +62,6 @@ def agent(network: DistantMachines) -> Iterator[Agent]:
     made = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2")
     yield made
     made.kill()
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    with LLM("nano", **COMMON) as one:
-        return tokens(one)
 
 
 class Group:
@@ -102,11 +97,20 @@ def wait_until(holds: Callable[[], object], *, seconds: float = 20.0) -> float:
     return time.monotonic() - began
 
 
-def cut(network: DistantMachines, ways: list[tuple[int, int]], *, seconds: float) -> None:
+def disconnect(network: DistantMachines, ways: list[tuple[int, int]], *, seconds: float) -> None:
     for source, target in ways:
         network.set_links(source=source, target=target, cut=True)
     time.sleep(seconds)
     network.set_links(cut=False)
+
+
+def start_gap(
+    network: DistantMachines, ways: list[tuple[int, int]], *, seconds: float
+) -> threading.Thread:
+    """Disconnect the machines in another thread."""
+    gap = threading.Thread(target=disconnect, args=(network, ways), kwargs={"seconds": seconds})
+    gap.start()
+    return gap
 
 
 TO_NODE_1, TO_NODE_0 = [(0, 1)], [(1, 0)]
@@ -134,7 +138,7 @@ def test_short_losses_raise_no_alarm_and_long_ones_do(
     for starts, (ways, words) in enumerate(CUTS, 1):
         with node_0.running() as group:
             if ways == BOTH:
-                cut(network, ways, seconds=HARMLESS_SECONDS)
+                disconnect(network, ways, seconds=HARMLESS_SECONDS)
                 time.sleep(wire.SILENCE_SECONDS - HARMLESS_SECONDS)
                 before = num_dropped(network)
                 network.set_links(**FAR)
@@ -144,7 +148,9 @@ def test_short_losses_raise_no_alarm_and_long_ones_do(
                 network.set_links(**WHOLE)
             assert agent.log.count("starting rank 1") == starts
             cutting = threading.Thread(
-                target=cut, args=(network, ways), kwargs={"seconds": NOTICED_AT_LEAST_SECONDS}
+                target=disconnect,
+                args=(network, ways),
+                kwargs={"seconds": NOTICED_AT_LEAST_SECONDS},
             )
             cutting.start()
             try:
@@ -155,7 +161,7 @@ def test_short_losses_raise_no_alarm_and_long_ones_do(
                 cutting.join()
 
 
-def test_stages_give_the_text_of_one_rank_and_a_deaf_node_is_lost(
+def test_stages_give_the_text_of_one_rank_and_notice_a_half_open_link(
     network: DistantMachines, agent: Agent, expected: list[list[int]]
 ) -> None:
     network.set_links(**NEAR)
@@ -164,10 +170,7 @@ def test_stages_give_the_text_of_one_rank_and_a_deaf_node_is_lost(
         assert tokens(llm) == expected
         assert num_dropped(network) > before
         network.set_links(**WHOLE)
-        gap = threading.Thread(
-            target=cut, args=(network, BOTH), kwargs={"seconds": HARMLESS_SECONDS}
-        )
-        gap.start()
+        gap = start_gap(network, BOTH, seconds=HARMLESS_SECONDS)
         assert tokens(llm) == expected
         gap.join()
         half_open = lambda: network.set_links(source=0, target=1, cut=True)  # noqa: E731
@@ -189,7 +192,7 @@ def test_agents_watch_the_link_between_them(network: DistantMachines) -> None:
             agent.kill()
 
 
-def test_a_rank_behind_a_firewall_is_named(
+def test_names_a_rank_behind_a_firewall(
     network: DistantMachines, agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agents' port is open, but not the port of plans."""
@@ -210,7 +213,7 @@ def test_gaps_of_a_slow_network_raise_no_alarm(
     network.set_links(delay=FAR["delay"], jitter=FAR["jitter"])
     with Group(network).running() as group:
         for _ in range(6):
-            cut(network, ways, seconds=HARMLESS_SECONDS)
+            disconnect(network, ways, seconds=HARMLESS_SECONDS)
             time.sleep(1.0)
             assert group.death() is None
     assert agent.log.count("starting rank 1") == 1
@@ -280,10 +283,7 @@ def test_three_distant_machines_in_any_order(
                 agent.log = ""
         with on_nodes(network, 3, pipeline_parallel_size=3) as llm:
             ways = list(permutations(range(3), 2))
-            gap = threading.Thread(
-                target=cut, args=(network, ways), kwargs={"seconds": HARMLESS_SECONDS}
-            )
-            gap.start()
+            gap = start_gap(network, ways, seconds=HARMLESS_SECONDS)
             assert tokens(llm) == expected
             gap.join()
         for agent in agents.values():

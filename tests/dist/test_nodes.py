@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from negamax import LLM
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.engine.nodes.group import NodeGroup
 from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.parallel.layout import ParallelLayout
 from tests.dist.machines import Agent, Machines, NoMachinesError, OneMachine, machines
 from tests.dist.nodes import (
-    COMMON,
     FLOAT32,
     NOTICED_SECONDS,
+    expected,
+    key,
     meeting_at,
     on_nodes,
     seconds_until_noticed,
@@ -26,6 +26,8 @@ from tests.dist.nodes import (
 )
 from tests.ports import free_port
 from tests.probes import probe
+
+__all__ = ["expected", "key"]  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +38,6 @@ def network() -> Iterator[Machines | OneMachine]:
         except NoMachinesError as error:
             made = OneMachine(free_port(), reason=str(error))
         yield made
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, "of the tests")
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    with LLM("nano", **COMMON) as one:
-        return tokens(one)
 
 
 def test_data_parallel_ranks_on_two_machines_notice_a_stopped_one(
@@ -130,27 +121,26 @@ def group_of_two(options: dict[str, Any], **facts: str) -> NodeGroup:
     return NodeGroup(NodeOptions(**options), ParallelLayout(pp=2, nodes=2), facts=facts)
 
 
-def test_a_differing_agent_ends_and_names_the_difference(network: Machines | OneMachine) -> None:
+@pytest.mark.parametrize(
+    ("options", "variables"),
+    [(("--seed", "8"), {}), ((), {KEY_VARIABLE: "another"})],
+    ids=["option", "key"],
+)
+def test_differing_agent_is_refused(
+    network: Machines | OneMachine, options: tuple[str, ...], variables: dict[str, str]
+) -> None:
     group = group_of_two(meeting_at(network, 2), **{"Negamax": "0.0.1", "--seed": "7"})
     threading.Thread(target=lambda: _ignoring_errors(group.meet), daemon=True).start()
-    agent = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2", "--seed", "8")
+    agent = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2", *options, **variables)
     try:
-        assert agent.end(seconds=60.0) == 2
-        assert "--seed: 7 on node 0, 8 on node 1" in agent.log
-        assert "Negamax: 0.0.1 on node 0" in agent.log
-    finally:
-        agent.kill()
-        group.close()
-
-
-def test_an_agent_with_another_key_is_refused(network: Machines | OneMachine) -> None:
-    group = group_of_two(meeting_at(network, 2))
-    threading.Thread(target=lambda: _ignoring_errors(group.meet), daemon=True).start()
-    agent = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2", **{KEY_VARIABLE: "another"})
-    try:
-        agent.wait_for(f"{KEY_VARIABLE} differs", seconds=60.0)
-        agent.process.send_signal(signal.SIGTERM)
-        assert agent.end() == 0
+        if variables:
+            agent.wait_for(f"{KEY_VARIABLE} differs", seconds=60.0)
+            agent.process.send_signal(signal.SIGTERM)
+            assert agent.end() == 0
+        else:
+            assert agent.end(seconds=60.0) == 2
+            assert "--seed: 7 on node 0, 8 on node 1" in agent.log
+            assert "Negamax: 0.0.1 on node 0" in agent.log
     finally:
         agent.kill()
         group.close()
@@ -178,7 +168,5 @@ def test_unreachable_addresses_are_refused(address: str, words: str) -> None:
 
 
 def _ignoring_errors(call: Any) -> None:
-    try:
+    with contextlib.suppress(Exception):
         call()
-    except Exception:
-        return

@@ -1,4 +1,5 @@
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,10 +10,11 @@ from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client.admission import NUM_COLUMNS, Admission
 
 
-def admission(*, running: int = 2, waiting: int = 3, tokens: int | None = 1000) -> Admission:
-    return Admission(
-        max_running=running, max_waiting=waiting, max_waiting_tokens=tokens, pool_tokens=100
-    )
+def admission(
+    *, running: int = 2, waiting: int = 3, tokens: int | None = 1000, **shared: Any
+) -> Admission:
+    sizes = {"max_running": running, "max_waiting": waiting, "max_waiting_tokens": tokens}
+    return Admission(**sizes, pool_tokens=100, **shared)
 
 
 def fill(queue: Admission, count: int, *, tokens: int = 10) -> None:
@@ -117,17 +119,7 @@ def test_counts_are_zero_when_all_have_left(steps: list[tuple[str, int, int]]) -
 
 def test_server_processes_share_one_queue() -> None:
     numbers = SharedNumbers(NUM_COLUMNS, num_rows=2)
-    mine, theirs = (
-        Admission(
-            max_running=2,
-            max_waiting=3,
-            max_waiting_tokens=100,
-            pool_tokens=100,
-            numbers=numbers,
-            index=index,
-        )
-        for index in range(2)
-    )
+    mine, theirs = (admission(tokens=100, numbers=numbers, index=index) for index in range(2))
     fill(mine, 2, tokens=10)
     for index in range(3):
         theirs.check(1, 20, now=0.0)
@@ -207,17 +199,8 @@ def test_tenants_share_the_tokens_that_may_wait() -> None:
 
 def test_tenants_have_one_share_over_all_processes() -> None:
     numbers = SharedNumbers(NUM_COLUMNS, num_rows=2)
-    one, other = (
-        Admission(
-            max_running=1,
-            max_waiting=8,
-            max_waiting_tokens=100,
-            pool_tokens=1,
-            numbers=numbers,
-            index=index,
-        )
-        for index in range(2)
-    )
+    sizes = {"running": 1, "waiting": 8, "tokens": 100}
+    one, other = (admission(**sizes, numbers=numbers, index=index) for index in range(2))
     assert fill_as(one, "anna", 3) == 3
     assert fill_as(other, "anna", 20) == 2  # one of five is about to run
     numbers.clear(0)

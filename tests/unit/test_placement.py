@@ -1,4 +1,5 @@
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -69,11 +70,17 @@ def ask(
     return request, replica.index
 
 
-def in_loop(scene: Callable[[], Any]) -> None:
-    async def run_scene() -> None:
-        scene()
+def in_loop(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in an event loop."""
 
-    asyncio.run(run_scene())
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        async def scene() -> None:
+            test(**fixtures)
+
+        asyncio.run(scene())
+
+    return run
 
 
 def prompt(number: int, length: int = 40) -> list[int]:
@@ -142,108 +149,99 @@ def test_prefixes_are_shared_by_processes_and_discarded(tmp_path: Path) -> None:
     assert table.matches(tags(prompt(1, 100)), 0) < 6
 
 
+@in_loop
 def test_requests_are_spread_and_follow_their_prefixes_until_load_outweighs_them() -> None:
-    def scene() -> None:
-        engine, _ = engine_of(3)
-        places = [ask(engine, prompt(10 * number), f"r{number}")[1] for number in range(9)]
-        assert sorted(places) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-        engine, _ = engine_of(2)
-        first, place = ask(engine, prompt(0, 400), "first")
-        first.close()
-        second, again = ask(engine, [*prompt(0, 400), 5, 6], "second")
-        assert again == place
-        second.close()
-        # others gradually fill that replica; then the prompt is computed elsewhere
-        for number in range(12):
-            assert ask(engine, prompt(50 + number), f"o{number}", rank=place)[1] == place
-            _, chosen = ask(engine, [*prompt(0, 400), 9, number], f"p{number}")
-            if chosen != place:
-                break
-        assert 0 < number < 12
-        assert chosen == 1 - place
-
-    in_loop(scene)
+    engine, _ = engine_of(3)
+    places = [ask(engine, prompt(10 * number), f"r{number}")[1] for number in range(9)]
+    assert sorted(places) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    engine, _ = engine_of(2)
+    first, place = ask(engine, prompt(0, 400), "first")
+    first.close()
+    second, again = ask(engine, [*prompt(0, 400), 5, 6], "second")
+    assert again == place
+    second.close()
+    # others gradually fill that replica; then the prompt is computed elsewhere
+    for number in range(12):
+        assert ask(engine, prompt(50 + number), f"o{number}", rank=place)[1] == place
+        _, chosen = ask(engine, [*prompt(0, 400), 9, number], f"p{number}")
+        if chosen != place:
+            break
+    assert 0 < number < 12
+    assert chosen == 1 - place
 
 
+@in_loop
 def test_single_requests_alternate_between_replicas() -> None:
-    def scene() -> None:
-        engine, _ = engine_of(2)
-        places = []
-        for number in range(6):
-            request, place = ask(engine, prompt(10 * number), f"r{number}")
-            request.close()
-            places.append(place)
-        assert places == [0, 1, 0, 1, 0, 1]
-
-    in_loop(scene)
+    engine, _ = engine_of(2)
+    places = []
+    for number in range(6):
+        request, place = ask(engine, prompt(10 * number), f"r{number}")
+        request.close()
+        places.append(place)
+    assert places == [0, 1, 0, 1, 0, 1]
 
 
+@in_loop
 def test_a_named_rank_is_used_at_any_load() -> None:
-    def scene() -> None:
-        engine, channels = engine_of(2, ranks=2)
-        assert engine.num_ranks == 4
-        for rank in (3, 3, 3, 2, 0):
-            request, place = ask(engine, prompt(rank), f"r{time.monotonic_ns()}", rank=rank)
-            assert place == rank // 2
-            assert request.requests[0].data_parallel_rank == rank % 2
-        assert [len(channel.sent) for channel in channels] == [1, 4]
-        assert ask(engine, prompt(1), "free")[0].requests[0].data_parallel_rank is None
-
-    in_loop(scene)
+    engine, channels = engine_of(2, ranks=2)
+    assert engine.num_ranks == 4
+    for rank in (3, 3, 3, 2, 0):
+        request, place = ask(engine, prompt(rank), f"r{time.monotonic_ns()}", rank=rank)
+        assert place == rank // 2
+        assert request.requests[0].data_parallel_rank == rank % 2
+    assert [len(channel.sent) for channel in channels] == [1, 4]
+    assert ask(engine, prompt(1), "free")[0].requests[0].data_parallel_rank is None
 
 
+@in_loop
 def test_dead_and_silent_replicas_get_nothing_while_others_run() -> None:
-    def scene() -> None:
-        engine, channels = engine_of(2)
-        full = engine.admission._max_open
-        lost, _ = ask(engine, prompt(1), "lost", rank=1)
-        kept, _ = ask(engine, prompt(2), "kept", rank=0)
-        channels[1].last_beat = 0.0
-        assert engine.replicas[1].state == "silent"
-        assert ask(engine, prompt(3), "r3")[1] == 0  # despite equal load
-        channels[1].is_open = False
-        engine.on_engine_lost(1, "killed", ready_in=7.0)
-        assert isinstance(lost._failure, EngineDeadError) and kept._failure is None
-        assert engine.admission._max_open == full - 4
-        assert [ask(engine, prompt(20 + at), f"o{at}")[1] for at in range(4)] == [0] * 4
-        with pytest.raises(UnavailableError, match=r"killed; it is being started again") as refused:
-            ask(engine, prompt(1), "pinned", rank=1)
-        assert 6.0 < (refused.value.retry_after or 0) <= 7.0
-        assert engine.num_open == 6
-        channels[0].last_beat = 0.0
-        assert ask(engine, prompt(30), "better than nothing")[1] == 0
-        with pytest.raises(UnavailableError, match="the engine sends no heartbeat"):
-            engine.check_responsive()
-        again = Channel()
-        run(engine, 1, again)
+    engine, channels = engine_of(2)
+    full = engine.admission._max_open
+    lost, _ = ask(engine, prompt(1), "lost", rank=1)
+    kept, _ = ask(engine, prompt(2), "kept", rank=0)
+    channels[1].last_beat = 0.0
+    assert engine.replicas[1].state == "silent"
+    assert ask(engine, prompt(3), "r3")[1] == 0  # despite equal load
+    channels[1].is_open = False
+    engine.on_engine_lost(1, "killed", ready_in=7.0)
+    assert isinstance(lost._failure, EngineDeadError) and kept._failure is None
+    assert engine.admission._max_open == full - 4
+    assert [ask(engine, prompt(20 + at), f"o{at}")[1] for at in range(4)] == [0] * 4
+    with pytest.raises(UnavailableError, match=r"killed; it is being started again") as refused:
+        ask(engine, prompt(1), "pinned", rank=1)
+    assert 6.0 < (refused.value.retry_after or 0) <= 7.0
+    assert engine.num_open == 6
+    channels[0].last_beat = 0.0
+    assert ask(engine, prompt(30), "better than nothing")[1] == 0
+    with pytest.raises(UnavailableError, match="the engine sends no heartbeat"):
         engine.check_responsive()
-        assert ask(engine, prompt(40), "back")[1] == 1
-        assert engine.admission._max_open == full
-        assert [replica.restart_count for replica in engine.replicas] == [0, 1]
+    again = Channel()
+    run(engine, 1, again)
+    engine.check_responsive()
+    assert ask(engine, prompt(40), "back")[1] == 1
+    assert engine.admission._max_open == full
+    assert [replica.restart_count for replica in engine.replicas] == [0, 1]
 
-    in_loop(scene)
 
-
+@in_loop
 def test_server_ends_when_no_replica_is_left() -> None:
-    def scene() -> None:
-        engine, channels = engine_of(2)
-        for replica in (1, 0):
-            assert not engine.failed.done()
-            channels[replica].is_open = False
-            engine.on_engine_lost(replica, f"{replica} died", ready_in=1.0)
-            engine.on_engine_failed(replica, f"{replica} died")
-            assert engine.replicas[replica].state == "failed"
-            if replica:
-                engine.check_alive()
-                with pytest.raises(EngineDeadError, match="1 died"):
-                    ask(engine, prompt(1), "pinned", rank=1)
-        assert engine.failed.result() == "0 died"
-        with pytest.raises(EngineDeadError):
+    engine, channels = engine_of(2)
+    for replica in (1, 0):
+        assert not engine.failed.done()
+        channels[replica].is_open = False
+        engine.on_engine_lost(replica, f"{replica} died", ready_in=1.0)
+        engine.on_engine_failed(replica, f"{replica} died")
+        assert engine.replicas[replica].state == "failed"
+        if replica:
             engine.check_alive()
+            with pytest.raises(EngineDeadError, match="1 died"):
+                ask(engine, prompt(1), "pinned", rank=1)
+    assert engine.failed.result() == "0 died"
+    with pytest.raises(EngineDeadError):
+        engine.check_alive()
 
-    in_loop(scene)
 
-
+@in_loop
 def test_counters_continue_after_an_engine_died() -> None:
     def stats(tokens: int) -> EngineStats:
         ranks = tuple(
@@ -255,43 +253,38 @@ def test_counters_continue_after_an_engine_died() -> None:
             ranks=ranks,
         )  # fmt: skip
 
-    def scene() -> None:
-        engine, _ = engine_of(2, ranks=2)
-        for replica in range(2):
-            run(engine, replica, Channel(stats(100 * replica)), ranks=2)
-        total = engine.stats
-        assert (total.num_running, total.num_kv_blocks, total.generated_tokens) == (4, 200, 202)
-        assert total.accepted_per_position == (100,)
-        engine.on_engine_lost(1, "killed", ready_in=1.0)
-        total = engine.stats
-        assert (total.num_running, total.num_kv_blocks, total.generated_tokens) == (2, 100, 202)
-        run(engine, 1, Channel(stats(7)), ranks=2)
-        again = engine.replicas[1].stats
-        assert [rank.generated_tokens for rank in again.by_rank] == [107, 109]
-        assert [rank.num_running for rank in again.by_rank] == [1, 1]
-        assert [rank.accepted_per_position for rank in again.by_rank] == [(107, 0), (107, 2)]
-        assert engine.stats.generated_tokens == 217
-        assert engine.stats.accepted_per_position == (107,)
-
-    in_loop(scene)
+    engine, _ = engine_of(2, ranks=2)
+    for replica in range(2):
+        run(engine, replica, Channel(stats(100 * replica)), ranks=2)
+    total = engine.stats
+    assert (total.num_running, total.num_kv_blocks, total.generated_tokens) == (4, 200, 202)
+    assert total.accepted_per_position == (100,)
+    engine.on_engine_lost(1, "killed", ready_in=1.0)
+    total = engine.stats
+    assert (total.num_running, total.num_kv_blocks, total.generated_tokens) == (2, 100, 202)
+    run(engine, 1, Channel(stats(7)), ranks=2)
+    again = engine.replicas[1].stats
+    assert [rank.generated_tokens for rank in again.by_rank] == [107, 109]
+    assert [rank.num_running for rank in again.by_rank] == [1, 1]
+    assert [rank.accepted_per_position for rank in again.by_rank] == [(107, 0), (107, 2)]
+    assert engine.stats.generated_tokens == 217
+    assert engine.stats.accepted_per_position == (107,)
 
 
+@in_loop
 def test_abort_of_a_servers_requests_reaches_all_replicas() -> None:
-    def scene() -> None:
-        engine, channels = engine_of(2)
-        for rank in (0, 1):
-            ask(engine, prompt(rank), f"r{rank}", rank=rank)
-        assert engine.abort(lambda owner: True) == 2
-        assert all(isinstance(channel.sent[-1], wire.AbortRequests) for channel in channels)
-        assert engine.abort(lambda owner: True) == 0
-
-    in_loop(scene)
+    engine, channels = engine_of(2)
+    for rank in (0, 1):
+        ask(engine, prompt(rank), f"r{rank}", rank=rank)
+    assert engine.abort(lambda owner: True) == 2
+    assert all(isinstance(channel.sent[-1], wire.AbortRequests) for channel in channels)
+    assert engine.abort(lambda owner: True) == 0
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def given_out(monkeypatch: pytest.MonkeyPatch, variable: str | None, **options: Any) -> list[str]:
+def list_gpus(monkeypatch: pytest.MonkeyPatch, variable: str | None, **options: Any) -> list[str]:
     monkeypatch.setenv("PATH", "")
     if variable is None:
         monkeypatch.delenv(VISIBLE, raising=False)
@@ -304,14 +297,14 @@ def given_out(monkeypatch: pytest.MonkeyPatch, variable: str | None, **options: 
 
 def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    assert given_out(monkeypatch, None, num_replicas=3) == ["0", "1", "2"]
-    assert given_out(monkeypatch, None, num_replicas=2, **sizes) == ["0,1,2,3", "4,5,6,7"]
-    assert given_out(monkeypatch, "GPU-b, GPU-a,7", num_replicas=2) == ["GPU-b", "GPU-a"]
-    assert given_out(monkeypatch, "3,1", num_replicas=1) == ["-"]
-    assert given_out(monkeypatch, "3,1", num_replicas=3, device="cpu") == ["-"] * 3
-    assert given_out(monkeypatch, "", num_replicas=3) == ["-"] * 3  # the CPU, then
+    assert list_gpus(monkeypatch, None, num_replicas=3) == ["0", "1", "2"]
+    assert list_gpus(monkeypatch, None, num_replicas=2, **sizes) == ["0,1,2,3", "4,5,6,7"]
+    assert list_gpus(monkeypatch, "GPU-b, GPU-a,7", num_replicas=2) == ["GPU-b", "GPU-a"]
+    assert list_gpus(monkeypatch, "3,1", num_replicas=1) == ["-"]
+    assert list_gpus(monkeypatch, "3,1", num_replicas=3, device="cpu") == ["-"] * 3
+    assert list_gpus(monkeypatch, "", num_replicas=3) == ["-"] * 3  # the CPU, then
     with pytest.raises(ConfigError) as refused:
-        given_out(monkeypatch, "0,1,2,3,4,5,6", num_replicas=2, tensor_parallel_size=4)
+        list_gpus(monkeypatch, "0,1,2,3,4,5,6", num_replicas=2, tensor_parallel_size=4)
     assert "is 2, of 4 GPUs each; 7 are available" in refused.value.message
     assert refused.value.hint == "use --num-replicas 1"
 
@@ -332,12 +325,10 @@ def test_number_of_replicas_has_limits(count: int) -> None:
         LLM("nano", num_replicas=2)
 
 
+@in_loop
 def test_later_choices_compute_the_prompt_only_where_they_cannot_share_it() -> None:
-    def scene() -> None:
-        engine, _ = engine_of(1)
-        sampling = SamplingParams()
-        assert engine.prefill_tokens(100, sampling, num_choices=3) == [100, 1, 1]
-        scored = SamplingParams(prompt_logprobs=1)
-        assert engine.prefill_tokens(100, scored, num_choices=3) == [100, 100, 100]
-
-    in_loop(scene)
+    engine, _ = engine_of(1)
+    sampling = SamplingParams()
+    assert engine.prefill_tokens(100, sampling, num_choices=3) == [100, 1, 1]
+    scored = SamplingParams(prompt_logprobs=1)
+    assert engine.prefill_tokens(100, scored, num_choices=3) == [100, 100, 100]
