@@ -297,7 +297,7 @@ class HttpServer(uvicorn.Server):
         )
         app = create_app(context)
         super().__init__(self._make_config(app))
-        self._internal_app = context.peers.behind(app)
+        self._internal_app = context.peers.wrap(app)
         self._context = context
         self._stop_engine = stop_engine
         self._announce = announce

@@ -61,7 +61,7 @@ class DraftCounts:
         accepted_at = tuple(int(positions.get(place, 0)) for place in places)
         return DraftCounts(drafts, draft_tokens, accepted, accepted_at, SYNTHETIC in sums)
 
-    def since(self, earlier: "DraftCounts") -> "DraftCounts":
+    def subtract(self, earlier: "DraftCounts") -> "DraftCounts":
         """Subtract earlier counts."""
         return self._plus(earlier, -1)
 

@@ -44,7 +44,7 @@ class Group:
         for rank, answer in enumerate(answers):
             if answer.experts is None:
                 return None
-            stage = self._layout.of_rank(rank).pp_rank
+            stage = self._layout.replace_rank(rank).pp_rank
             layers = chosen.setdefault(stage, [set() for _ in answer.experts])
             for layer, experts in zip(layers, answer.experts, strict=True):
                 layer.update(experts)
@@ -57,6 +57,6 @@ class Group:
         for rank, answer in enumerate(answers):
             if answer.number is None:
                 return []
-            stage = self._layout.of_rank(rank).pp_rank
+            stage = self._layout.replace_rank(rank).pp_rank
             slowest[stage] = max(1e3 * answer.number, slowest.get(stage, 0.0))
         return list(slowest.values())

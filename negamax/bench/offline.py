@@ -203,7 +203,7 @@ def _measure(
         cached_tokens=prefill.cached_tokens
         + (0 if workload.cached_prompts else full.cached_tokens),
         preemptions=prefill.preemptions + full.preemptions,
-        drafts=drafts().since(before),
+        drafts=drafts().subtract(before),
     )
 
 

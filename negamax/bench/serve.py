@@ -101,7 +101,7 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
             interrupted = True
         finally:
             gc.unfreeze()
-        drafts = (await _drafts(server.client)).since(before)
+        drafts = (await _drafts(server.client)).subtract(before)
     records = tuple(load.records)
     begin = min((record.started for record in records if record.started), default=0.0)
     seconds = max(max((record.ended for record in records), default=0.0) - begin, 1e-9)

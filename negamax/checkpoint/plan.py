@@ -138,7 +138,7 @@ class Move:
         if is_whole or rows < 2 or self.num_bytes <= num_bytes:
             yield self
             return
-        for slot in self.slot.in_rows(max(1, num_bytes * rows // self.num_bytes)):
+        for slot in self.slot.split_rows(max(1, num_bytes * rows // self.num_bytes)):
             yield replace(self, slot=slot)
 
 

@@ -63,7 +63,7 @@ class TensorEntry:
     def held(self) -> tuple[int, ...]:
         return self.shape if self.part is None else tuple(map(len, self.part))
 
-    def within(self, region: tuple[range, ...] | None) -> tuple[range, ...] | None:
+    def translate(self, region: tuple[range, ...] | None) -> tuple[range, ...] | None:
         """Translate `region` of the tensor (None: all) into ranges of the file's part.
 
         Errors: `CheckpointError` if the file does not hold it.
@@ -105,7 +105,7 @@ class Span:
     @staticmethod
     def of(entry: TensorEntry, region: tuple[range, ...] | None = None) -> "Span":
         """Compute the span of `region` of `entry`: one range per dimension, None: all."""
-        region, shape = entry.within(region), entry.held
+        region, shape = entry.translate(region), entry.held
         dtype = getattr(torch, _TORCH_NAMES[entry.dtype])
         if region is None or not entry.num_bytes or all(map(_is_all, region, shape)):
             return Span(entry.file, entry.offset, entry.num_bytes, dtype, shape, ())

@@ -21,7 +21,7 @@ from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.cli import bench_compare, bench_kernels, bench_offline, bench_profile, bench_serve
 from negamax.cli.bench_options import json_option
 from negamax.cli.examples import make_epilog
-from negamax.cli.options import add_command, setting, with_options
+from negamax.cli.options import add_command, add_options, setting
 from negamax.evals.suites import DEFAULT_SUITES, SUITES
 from negamax.options.engine import EngineOptions
 
@@ -45,7 +45,7 @@ def bench() -> None:
 
 
 @app.command(epilog=make_epilog("bench accuracy"))
-@with_options(defaults={"log_level": "warning"}, needs_model=False, explains=False)
+@add_options(defaults={"log_level": "warning"}, needs_model=False, explains=False)
 def accuracy(
     *,
     engine: EngineOptions,
@@ -99,7 +99,7 @@ def accuracy(
                 f"{result.temperature:g}, seed {result.seed}"
             )
             drafts = DraftCounts.of_stats(llm.stats(), llm.info.speculation)
-            if shown := drafts.since(counted).summary():
+            if shown := drafts.subtract(counted).summary():
                 length = shown["spec_decode_acceptance_length"]
                 console.print(f"  {length:.2f} tokens per row with drafts")
             counted = drafts

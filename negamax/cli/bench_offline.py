@@ -11,7 +11,7 @@ from negamax.base.errors import ConfigError
 from negamax.bench.offline_options import OfflineWorkload
 from negamax.bench.serve_options import WORKLOAD
 from negamax.cli.bench_options import json_option, parse_counts, picture
-from negamax.cli.options import setting, with_options
+from negamax.cli.options import add_options, setting
 from negamax.options.engine import EngineOptions
 
 HELP = (
@@ -20,7 +20,7 @@ HELP = (
 )
 
 
-@with_options(defaults={"log_level": "warning"})
+@add_options(defaults={"log_level": "warning"})
 def command(
     *,
     engine: EngineOptions,

@@ -8,7 +8,7 @@ from rich.console import Console
 from negamax.base import log
 from negamax.bench.serve_options import OUTPUT, WORKLOAD
 from negamax.cli.bench_options import json_option, parse_counts
-from negamax.cli.options import setting, with_options
+from negamax.cli.options import add_options, setting
 from negamax.options.engine import EngineOptions
 
 HELP = (
@@ -17,7 +17,7 @@ HELP = (
 )
 
 
-@with_options(defaults={"log_level": "warning"})
+@add_options(defaults={"log_level": "warning"})
 def command(
     *,
     engine: EngineOptions,

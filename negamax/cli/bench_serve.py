@@ -18,7 +18,7 @@ from negamax.base import env
 from negamax.base.errors import ConfigError, NegamaxError
 from negamax.bench.serve_options import LOAD, METRICS, OUTPUT, BenchOptions
 from negamax.cli.bench_options import check_result, parse_counts, parse_numbers, picture
-from negamax.cli.options import setting, with_options
+from negamax.cli.options import add_options, setting
 
 if TYPE_CHECKING:
     from negamax.bench.serve import Measurement, RunProgress
@@ -30,7 +30,7 @@ HELP = (
 _REFRESH_SECONDS = 0.2
 
 
-@with_options()
+@add_options()
 def command(
     *,
     bench: BenchOptions,

@@ -9,7 +9,7 @@ from typing import Any
 from negamax.base import env, log
 from negamax.base.errors import ConfigError
 from negamax.cli.io import check_sampling, loading, read_tools
-from negamax.cli.options import setting, with_options
+from negamax.cli.options import add_options, setting
 from negamax.config.embedded import QUOTED_NAMES
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
@@ -23,7 +23,7 @@ CHAT = "Chat"
 KEY_VARIABLE = "NEGAMAX_API_KEY"
 
 
-@with_options(defaults={"max_num_seqs": 4, "log_level": "warning"}, needs_model=False)
+@add_options(defaults={"max_num_seqs": 4, "log_level": "warning"}, needs_model=False)
 def command(
     *,
     engine: EngineOptions,

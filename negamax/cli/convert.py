@@ -128,13 +128,13 @@ def command(
 
 
 def _show(differences: list[Difference]) -> None:
-    from negamax.convert.verify import by_kind
+    from negamax.convert.verify import group_by_kind
 
     changed = [one for one in differences if one.error]
     table = Table("weights", "format", "count", "mean error", "largest", title="|W' - W| / |W|")
     for column in table.columns[:2]:
         column.overflow = "fold"
-    for kind in by_kind(changed):
+    for kind in group_by_kind(changed):
         name = kind.kind.removesuffix(".weight").removeprefix("model.layers.*.")
         numbers = (str(kind.count), f"{kind.mean:.3%}", f"{kind.largest:.3%}")
         table.add_row(name, kind.format, *numbers)

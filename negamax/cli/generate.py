@@ -10,7 +10,7 @@ import typer
 from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.cli.io import check_sampling, loading, print_json, read_text
-from negamax.cli.options import setting, with_options
+from negamax.cli.options import add_options, setting
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
 
@@ -25,7 +25,7 @@ HELP = (
 SAMPLING = "Sampling"
 
 
-@with_options(defaults={"log_level": "warning"})
+@add_options(defaults={"log_level": "warning"})
 def command(
     *,
     engine: EngineOptions,

@@ -38,7 +38,7 @@ _EXPLAIN = "Check the command line, show each option and where its value comes f
 _MODEL_FLAG = Flag("The same as MODEL.", ("--model",), ("--model-path",), field="model_option")
 
 
-def with_options(
+def add_options(
     *,
     defaults: dict[str, Any] | None = None,
     needs_model: bool = True,

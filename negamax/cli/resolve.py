@@ -26,7 +26,7 @@ from negamax.cli.words import (
     merged,
     nearest,
     split,
-    with_model,
+    take_model,
 )
 from negamax.options.flags import Flag, Kind
 from negamax.options.foreign import foreign_options, own_value
@@ -72,7 +72,7 @@ def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
     levels.insert(0, launched(levels) if path == ["serve"] else [])
     named = [item for level in levels for item in level if item.name in _MODEL_NAMES]
     if takes_model and not line.positional and not named:
-        line = with_model(line, names)
+        line = take_model(line, names)
         levels[-1] = list(line.given)
     model = line.positional[0] if takes_model and line.positional else None
     if model is not None:  # MODEL overrides --model in the file and the environment
@@ -120,7 +120,7 @@ def _of_file(given: Sequence[Given], names: OptionNames) -> list[Given]:
     path = named[-1] if named else env.get(PREFIX + "CONFIG")
     found = []
     for key, value in (_read_file(path) if path is not None else {}).items():
-        name = names.of_key(key)
+        name = names.find_key(key)
         if name is None or names.key_of(name) in _ONLY_FLAGS:
             known = [option.key for option in names.options if option.key not in _ONLY_FLAGS]
             near = nearest(key.replace("-", "_"), known)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from negamax.base import log
 from negamax.base.imports import large_imports
 from negamax.base.standard_streams import drop_unwritable
-from negamax.cli.options import with_options
+from negamax.cli.options import add_options
 from negamax.options.engine import EngineOptions
 from negamax.options.server import ServerOptions
 
@@ -28,7 +28,7 @@ def _check(*, engine: EngineOptions, server: ServerOptions) -> None:
     check_installed(engine)
 
 
-@with_options(check=_check)
+@add_options(check=_check)
 def command(*, engine: EngineOptions, server: ServerOptions) -> None:
     """Serve until SIGINT or SIGTERM. NEGAMAX_API_KEY may hold keys."""
     started = time.monotonic()

@@ -137,7 +137,7 @@ class OptionNames:
         """Return the key of an option of ours."""
         return self.own[name].option.key if name in self.own else None
 
-    def of_key(self, key: str) -> str | None:
+    def find_key(self, key: str) -> str | None:
         """Return the name for a key of a file."""
         name = _name_of(key)
         return name if name in self.own or name in self.foreign else None
@@ -171,7 +171,7 @@ def split(words: Sequence[str], names: OptionNames) -> Line:
     return Line(tuple(reader.positional), tuple(reader.given), tuple(reader.after_dashes))
 
 
-def with_model(line: Line, names: OptionNames) -> Line:
+def take_model(line: Line, names: OptionNames) -> Line:
     """Take the last value of an option with several values as MODEL, which is missing."""
     for place in reversed(range(len(line.given))):
         item = line.given[place]

@@ -41,7 +41,7 @@ def pieces(source: Source, layer: int | None, target: Target | None) -> Iterator
     """Yield the pieces of a layer. `target` None: every weight stays as stored."""
     scheme = None if target is None else target.scheme()
     together: dict[tuple[str, tuple[int, ...]], list[Weight]] = defaultdict(list)
-    for weight in source.of_layer(layer):
+    for weight in source.read_layer(layer):
         stored = weight.format if target is None else _format(weight, scheme)
         is_same = target is None or (stored == weight.format and weight.is_as_described)
         if is_same and (stored is not PLAIN or target is None):

@@ -40,7 +40,7 @@ def file_name(layer: int | None) -> str:
 def neuron_pieces(source: Source, layer: int | None, target: Target) -> Iterator[Piece]:
     """Yield a layer's pieces. Errors: `ConfigError` if experts are not whole blocks wide."""
     experts: dict[str, list[dict[str, Weight]]] = defaultdict(list)
-    for weight in source.of_layer(layer):
+    for weight in source.read_layer(layer):
         if match := _EXPERT.fullmatch(weight.name):
             prefix, number, name = match[1], int(match[2]), match[3]
             if number == len(experts[prefix]):

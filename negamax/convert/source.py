@@ -162,14 +162,14 @@ class Source:
         """Numbers of the layers, and None for the tensors outside the layers."""
         return iter((*range(self.spec.num_layers), None))
 
-    def of_layer(self, layer: int | None) -> list[Weight]:
+    def read_layer(self, layer: int | None) -> list[Weight]:
         return [weight for weight in self.weights if weight.layer == layer]
 
     def matrices_of_layer(self, layer: int | None) -> dict[str, TensorEntry]:
         """Return the plain weights, each with its entry."""
         return {
             weight.name: weight.move.entries[0]
-            for weight in self.of_layer(layer)
+            for weight in self.read_layer(layer)
             if weight.format is PLAIN and len(weight.spec.shape) == 2
         }
 

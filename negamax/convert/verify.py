@@ -66,7 +66,7 @@ def compare(
     found: list[Difference] = []
     done, total = 0, sum(weight.num_bytes for weight in source.weights)
     for layer in source.layers:
-        pairs = [(weight, theirs[weight.name]) for weight in source.of_layer(layer)]
+        pairs = [(weight, theirs[weight.name]) for weight in source.read_layer(layer)]
         with source.reader() as reader, converted.reader() as their_reader:
             norms = run_in_order(
                 partial(_norms, one, one.read(reader, rows), other, other.read(their_reader, rows))
@@ -102,7 +102,7 @@ def _norms(
     return torch.linalg.vector_norm(plain).item(), torch.linalg.vector_norm(changed).item()
 
 
-def by_kind(differences: Sequence[Difference]) -> list[KindSummary]:
+def group_by_kind(differences: Sequence[Difference]) -> list[KindSummary]:
     """Summarise each kind, in the order of the weights."""
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
     for one in differences:

@@ -349,7 +349,7 @@ class LLM:
             name = f"llm-{next(self._request_numbers)}"
             choices = []
             for index in range(sampling.n):
-                choice = sampling.of_choice(index, seed=seed)
+                choice = sampling.copy_for_choice(index, seed=seed)
                 request = GenerateRequest(
                     request_id=f"{name}/{index}", prompt_token_ids=tuple(prompt), sampling=choice
                 )

@@ -83,7 +83,7 @@ def fp8(
     )
 
 
-def with_input_scale(stored: TensorFormat, name: str) -> TensorFormat:
+def add_input_scale(stored: TensorFormat, name: str) -> TensorFormat:
     """Add a scale of the activations to `stored`; they stay in the compute dtype."""
     return replace(stored, tensors=(*stored.tensors, *_input_scale(name)))
 
@@ -152,7 +152,7 @@ def nvfp4(
     )
 
 
-def with_rounded_activations(stored: TensorFormat) -> TensorFormat:
+def use_rounded_activations(stored: TensorFormat) -> TensorFormat:
     """Return `stored` for a method that rounds activations to the element of the weights.
 
     That is int8 or E4M3 with scales per row or matrix. Other formats are returned as they are.

@@ -105,7 +105,7 @@ class VocabEmbedding:
         other._weight, other._group = F.pad(rows, (0, 0, 1, 1)), SingleRank()
         return other
 
-    def with_rows(self, change: Callable[[Tensor], Tensor]) -> VocabEmbedding:
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> VocabEmbedding:
         """Return a copy with `change` applied to rows [n, hidden], some at a time."""
         other = copy(self)
         other._weight = torch.empty_like(self._weight)

@@ -190,7 +190,7 @@ class BlockSparseAttention:
             (self._prefill, step.prefill, slice(count, None)),
         ):
             if plan is not None:
-                parts.append(attend(q[tokens], cache, choice.of(tokens), plan))
+                parts.append(attend(q[tokens], cache, choice.select(tokens), plan))
         return self._out(concatenate(parts), in_parts=True)
 
     def _choose(self, index_q: Tensor, index: Tensor, step: BlockSparseStep) -> BlockSelection:

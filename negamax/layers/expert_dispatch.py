@@ -87,7 +87,7 @@ class TokenExchange:
         kernels: KernelTable,
     ) -> None:
         """`ranks`: world ranks of `group`. `num_slots`: expert slots of all ranks of `layout`."""
-        slots = [layout.of_rank(rank).experts.experts(num_slots) for rank in ranks]
+        slots = [layout.replace_rank(rank).experts.experts(num_slots) for rank in ranks]
         firsts = torch.tensor([own.start for own in slots], dtype=torch.int32, device=device)
         self._group, self._experts = group, ExpertRanges(firsts, len(slots[0]))
         self._send, self._sum = kernels[DISPATCH].run, kernels[COMBINE].run

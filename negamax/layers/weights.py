@@ -87,7 +87,7 @@ class WeightSlot:
         rows, columns = self._part.matrix[1] if self._part and self._part.matrix else self.region
         return rows, columns
 
-    def in_rows(self, count: int) -> Iterator[WeightSlot]:
+    def split_rows(self, count: int) -> Iterator[WeightSlot]:
         """Replace this slot by slots for at most `count` entries of the first dimension each."""
         target, self._target, self.written = self._target, None, True
         first, *rest = self.region

@@ -102,7 +102,7 @@ class ChatFormat:
         includes_stop: bool = False,
     ) -> OutputParser:
         """Return a parser for one answer (see `OutputParser`); it finds calls if `may_call`."""
-        output = self.output if self.reads_calls and may_call else self.output.without_calls()
+        output = self.output if self.reads_calls and may_call else self.output.drop_calls()
         return OutputParser(
             output,
             tools=tools,

@@ -183,7 +183,7 @@ def _new_groups(
     layout: ParallelLayout, *, backend: str
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Groups of this rank, as lists of ranks."""
-    places = [layout.of_rank(rank) for rank in range(layout.world_size)]
+    places = [layout.replace_rank(rank) for rank in range(layout.world_size)]
     rank_sets = {
         ranks
         for place in places

@@ -171,7 +171,7 @@ class ParallelLayout:
             nodes=nodes,
         )
 
-    def of_rank(self, rank: int) -> ParallelLayout:
+    def replace_rank(self, rank: int) -> ParallelLayout:
         return replace(self, rank=rank)
 
     @property

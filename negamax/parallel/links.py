@@ -85,7 +85,7 @@ class PipelineLinks:
             return PipelineLinks()
         made: dict[tuple[int, int], Link] = {}
         for place in range(layout.stage_size):
-            ranks = layout.of_rank(place).pipeline_ranks
+            ranks = layout.replace_rank(place).pipeline_ranks
             listeners = ranks[:-1] if has_drafts else ranks[:1]
             ways = [(*pair, 2) for pair in pairwise(ranks)]
             ways += [(ranks[-1], listener, 2 * layout.pp + 2) for listener in listeners]

@@ -121,7 +121,7 @@ class Costs:
     ) -> None:
         self._model, self._gpu, self._layout = model, gpu, layout
         places = range(0, layout.world_size, layout.stage_size)
-        self._stages = [layout.of_rank(rank) for rank in places]
+        self._stages = [layout.replace_rank(rank) for rank in places]
         self._caches = [
             split_over_holders(model.caches[layers.start : layers.stop], layout.dcp)
             for layers in (stage.layers(model.weights.spec.num_layers) for stage in self._stages)

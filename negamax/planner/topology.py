@@ -167,7 +167,9 @@ def fit(
     """Return the memory of a GPU with `budget` bytes and slots for requests of `longest` tokens."""
     slots = slot_bytes(longest, LIMITS.block_size, item=4) * (max_num_seqs + 1)
     found = []
-    for stage in (layout.of_rank(rank) for rank in range(0, layout.world_size, layout.stage_size)):
+    for stage in (
+        layout.replace_rank(rank) for rank in range(0, layout.world_size, layout.stage_size)
+    ):
         weights = round(sum(num_bytes for _, _, num_bytes in model.on_rank(stage)))
         layers = stage.layers(model.weights.spec.num_layers)
         caches = split_over_holders(model.caches[layers.start : layers.stop], layout.dcp)

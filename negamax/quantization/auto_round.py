@@ -17,7 +17,7 @@ from negamax.formats.floats import (
     mxfp4,
     mxfp8,
     nvfp4,
-    with_rounded_activations,
+    use_rounded_activations,
 )
 from negamax.formats.tensor_format import ROWS, TensorFormat
 from negamax.quantization.awq import awq
@@ -132,7 +132,7 @@ def _floats(spec: QuantizationSpec, data_type: str) -> TensorFormat:
     if size not in _FP8:
         refuse(spec, "group_size", size, "-1 (a row), 0 (a matrix), or rows and columns of blocks")
     is_rounded = spec.fields.get("act_bits") == 8
-    return with_rounded_activations(_FP8[size]) if is_rounded else _FP8[size]
+    return use_rounded_activations(_FP8[size]) if is_rounded else _FP8[size]
 
 
 def _blocks(spec: QuantizationSpec) -> tuple[str, ...]:

@@ -21,12 +21,12 @@ from negamax.formats.floats import (
     PER_MATRIX,
     PER_ROW,
     PLAIN,
+    add_input_scale,
     fp8,
     mxfp4,
     mxfp8,
     nvfp4,
-    with_input_scale,
-    with_rounded_activations,
+    use_rounded_activations,
 )
 from negamax.formats.tensor_format import (
     COLUMNS,
@@ -145,10 +145,10 @@ def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ..
     if inputs is not None and not is_dynamic:
         if stored_as not in _INPUT_SCALES or not isinstance(inputs, Mapping):
             refuse(fields, "input_activations", inputs, "null or dynamic activations")
-        stored = with_input_scale(stored, _INPUT_SCALES[stored_as])
+        stored = add_input_scale(stored, _INPUT_SCALES[stored_as])
     if isinstance(inputs, Mapping) and inputs.get("num_bits") == 8:
         same = inputs.get("type") in (None, weights.fields.get("type"))
-        stored = with_rounded_activations(stored) if same else stored
+        stored = use_rounded_activations(stored) if same else stored
     return read_modules(fields, "targets"), stored
 
 

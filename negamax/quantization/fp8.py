@@ -17,7 +17,7 @@ from negamax.formats.floats import (
     PER_MATRIX,
     fp8,
     mxfp8,
-    with_rounded_activations,
+    use_rounded_activations,
 )
 from negamax.formats.tensor_format import Axis, Dim, TensorFormat
 from negamax.quantization.scheme import Scheme, check_fields, read_modules, refuse
@@ -58,7 +58,7 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
     if spec.fields.get("weight_block_size") is None:
         scale = "input_scale" if is_static else None
         stored = fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale=scale, fnuz=fnuz)
-        return with_rounded_activations(stored)
+        return use_rounded_activations(stored)
     if is_static:
         refuse(spec, "activation_scheme", "static", "dynamic (with weight_block_size)")
     stored = fp8_blocks(spec, "weight_block_size", scale_name="weight_scale_inv", fnuz=fnuz)

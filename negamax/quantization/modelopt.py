@@ -19,12 +19,12 @@ from negamax.formats.floats import (
     NVFP4_GROUP,
     PER_MATRIX,
     PLAIN,
+    add_input_scale,
     fp8,
     mxfp4,
     mxfp8,
     nvfp4,
-    with_input_scale,
-    with_rounded_activations,
+    use_rounded_activations,
 )
 from negamax.formats.tensor_format import ONE, ROWS, Axis, Dim, TensorFormat
 from negamax.quantization.integers import int8_rows
@@ -42,11 +42,11 @@ _BLOCKS = Dim(Axis.ROWS, E4M3_GROUP), ONE, Dim(Axis.COLUMNS, E4M3_GROUP), ONE
 # Algorithm -> format and the group sizes that it may have.
 ALGORITHMS: Mapping[str, tuple[TensorFormat, tuple[int | None, ...]]] = {
     "FP8": (
-        with_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale")),
+        use_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale")),
         (None,),
     ),
     "FP8_PER_CHANNEL_PER_TOKEN": (
-        with_rounded_activations(fp8("fp8_e4m3_channel", (ROWS,))),
+        use_rounded_activations(fp8("fp8_e4m3_channel", (ROWS,))),
         (None,),
     ),
     "FP8_PB_WO": (fp8("fp8_e4m3_block_128x128", _BLOCKS), (None, E4M3_GROUP)),
@@ -54,7 +54,7 @@ ALGORITHMS: Mapping[str, tuple[TensorFormat, tuple[int | None, ...]]] = {
     "W4A16_NVFP4": (nvfp4(), (None, NVFP4_GROUP)),
     "MXFP8": (mxfp8(), (None, MX_GROUP)),
     "MXFP4": (mxfp4(), (None, MX_GROUP)),
-    "W4A8_MXFP4_FP8": (with_input_scale(mxfp4(), "input_scale"), (None, MX_GROUP)),
+    "W4A8_MXFP4_FP8": (add_input_scale(mxfp4(), "input_scale"), (None, MX_GROUP)),
     "W8A16": (int8_rows("modelopt_int8_channel"), (None,)),
 }
 _MIXED = "MIXED_PRECISION"

@@ -10,7 +10,7 @@ trained on the unrotated model needs it (`checkpoint/quarot.py`).
 from functools import cache
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.formats.floats import PLAIN, with_rounded_activations
+from negamax.formats.floats import PLAIN, use_rounded_activations
 from negamax.formats.tensor_format import (
     COLUMNS,
     FLOATS,
@@ -130,7 +130,7 @@ def _format(spec: QuantizationSpec, module: str, said: str) -> TensorFormat:
     if said == "FLOAT":
         return PLAIN
     if said == "W8A8" and f"{module}.weight_scale" not in spec.fields:
-        return with_rounded_activations(INT8_DEQ_SCALE)
+        return use_rounded_activations(INT8_DEQ_SCALE)
     if said == "W4A8_DYNAMIC":
         if spec.fields.get("version") != "1.0.0" or size != -1:
             refuse(
@@ -140,4 +140,4 @@ def _format(spec: QuantizationSpec, module: str, said: str) -> TensorFormat:
         return int4(16 if module.endswith(_ROW_PARALLEL) else 1)
     is_static = said in ("W8A8", "W8A8_MIX")
     stored = int8(-1 if is_static else size, is_static=is_static)
-    return stored if said == "W8A16" else with_rounded_activations(stored)
+    return stored if said == "W8A16" else use_rounded_activations(stored)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.formats.floats import E4M3_BLOCKS, PLAIN, mxfp4, nvfp4, with_rounded_activations
+from negamax.formats.floats import E4M3_BLOCKS, PLAIN, mxfp4, nvfp4, use_rounded_activations
 from negamax.formats.tensor_format import Rounding, TensorFormat
 from negamax.quantization.compressed_tensors import INT8_CHANNEL, STRATEGIES, packed
 from negamax.quantization.fp8 import MXFP8
@@ -19,9 +19,9 @@ from negamax.quantization.scheme import Scheme
 _FORMATS: Mapping[str, TensorFormat] = {
     "fp8": E4M3_BLOCKS,
     "fp8_per_block": E4M3_BLOCKS,
-    "fp8_per_channel": with_rounded_activations(STRATEGIES["channel"]),
+    "fp8_per_channel": use_rounded_activations(STRATEGIES["channel"]),
     "int4": packed(4, 128),
-    "int8": with_rounded_activations(INT8_CHANNEL),
+    "int8": use_rounded_activations(INT8_CHANNEL),
     "int8_per_channel_weight_only": INT8_CHANNEL,
     "mxfp4": mxfp4(),
     "mxfp8": MXFP8,

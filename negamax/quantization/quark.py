@@ -14,11 +14,11 @@ from negamax.formats.floats import (
     NVFP4_GROUP,
     PER_MATRIX,
     PLAIN,
+    add_input_scale,
     fp8,
     mxfp4,
     nvfp4,
-    with_input_scale,
-    with_rounded_activations,
+    use_rounded_activations,
 )
 from negamax.formats.tensor_format import FLOATS, ONE, ROWS, Known, Role, StoredTensor, TensorFormat
 from negamax.quantization.integers import int8_rows
@@ -121,7 +121,7 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
     is_static = isinstance(inputs, Mapping) and bool(inputs) and not inputs.get("is_dynamic")
     if weight["dtype"] == "fp4":
         _check(fields, "weight", weight, {**_MXFP4, **_STORED})
-        return with_input_scale(mxfp4(), "input_scale") if is_static else mxfp4()
+        return add_input_scale(mxfp4(), "input_scale") if is_static else mxfp4()
     if weight["dtype"] == "int8":
         _check(fields, "weight", weight, {**_INT8, **_STORED})
         stored = int8(is_static=is_static, by_row=weight["qscheme"] == "per_channel")
@@ -131,7 +131,7 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
         is_by_row = weight["qscheme"] == "per_channel"
         name, dims = ("channel", (ROWS,)) if is_by_row else ("tensor", PER_MATRIX)
         stored = fp8(f"fp8_e4m3_{name}", dims, input_scale=scale)
-    return with_rounded_activations(stored) if inputs else stored
+    return use_rounded_activations(stored) if inputs else stored
 
 
 def _check(

@@ -14,7 +14,7 @@ _MAX_REQUESTS = 1000
 _COUNTED = ("stop", "stop_token_ids", "allowed_token_ids", "logit_bias")
 
 
-def of_sampling(sampling: SamplingParams) -> dict[str, Any]:
+def describe_sampling(sampling: SamplingParams) -> dict[str, Any]:
     """Describe the parameters, with the lengths of texts and token ids only."""
     fields = msgspec.structs.asdict(sampling)
     for name in _COUNTED:
@@ -26,20 +26,20 @@ def of_sampling(sampling: SamplingParams) -> dict[str, Any]:
     return fields
 
 
-def of_request(request: GenerateRequest) -> dict[str, Any]:
+def describe_request(request: GenerateRequest) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
         "prompt_tokens": len(request.prompt_token_ids),
         "priority": request.priority,
-        "sampling": of_sampling(request.sampling),
+        "sampling": describe_sampling(request.sampling),
     }
 
 
-def of_sequences(sequences: Iterable[Sequence]) -> list[dict[str, Any]]:
+def describe_sequences(sequences: Iterable[Sequence]) -> list[dict[str, Any]]:
     """Describe the progress of the first 1,000 unfinished sequences."""
     return [
         {
-            **of_request(sequence.request),
+            **describe_request(sequence.request),
             "output_tokens": len(sequence.tokens) - sequence.prompt_len,
             "computed_tokens": sequence.num_computed,
             "cached_tokens": sequence.num_cached_tokens,
@@ -51,7 +51,7 @@ def of_sequences(sequences: Iterable[Sequence]) -> list[dict[str, Any]]:
     ]
 
 
-def of_plan(plan: StepPlan) -> dict[str, Any]:
+def describe_plan(plan: StepPlan) -> dict[str, Any]:
     return {
         "step_id": plan.step_id,
         "slots": plan.slots,
@@ -67,7 +67,7 @@ def of_plan(plan: StepPlan) -> dict[str, Any]:
                 "prompt_tokens": row.prompt_len,
                 "computed_tokens": row.num_computed,
                 "kv_blocks": len(row.block_ids),
-                "sampling": of_sampling(row.sampling),
+                "sampling": describe_sampling(row.sampling),
             }
             for row in plan.new_rows
         ],

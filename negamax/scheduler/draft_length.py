@@ -99,7 +99,7 @@ class _Times:
             row[i] += _NEAR if i else _UNKNOWN
         return times
 
-    def of_length(self, index: int) -> float:
+    def get_correction(self, index: int) -> float:
         """Correction of a length."""
         return self._means[index + 1]
 
@@ -257,7 +257,7 @@ class AdaptiveDraftLength:
         shares = self.acceptance()
         scores = []
         for index, drafts in enumerate(self._lengths):
-            seconds = self._log_seconds(num_rows, drafts) + times.of_length(index)
+            seconds = self._log_seconds(num_rows, drafts) + times.get_correction(index)
             seconds -= tried * times.error(index, self._chosen)
             scores.append((1.0 + sum(shares[:drafts])) * math.exp(-seconds))
         return scores
@@ -312,7 +312,7 @@ class RankDraftLength:
             self._joint.record_all(committed, seconds)
 
 
-def for_ranks(joint: AdaptiveDraftLength, num_ranks: int) -> Sequence[DraftLength]:
+def make_rank_lengths(joint: AdaptiveDraftLength, num_ranks: int) -> Sequence[DraftLength]:
     ranks: list[RankDraftLength] = []
     for _ in range(num_ranks):
         RankDraftLength(joint, ranks)

@@ -124,7 +124,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         max_tokens = room if self.max_tokens is None else self.max_tokens
         return msgspec.structs.replace(self, **found, max_tokens=max_tokens)
 
-    def of_choice(self, index: int, *, seed: int) -> SamplingParams:
+    def copy_for_choice(self, index: int, *, seed: int) -> SamplingParams:
         """Return a copy for choice `index`: seed + index, wrapped to int64."""
         wrapped = (seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
         return msgspec.structs.replace(self, n=1, seed=wrapped)

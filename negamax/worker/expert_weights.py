@@ -53,7 +53,9 @@ class ExpertRecorder:
             )
             moe.use_map(self._maps[number])
         # tensor-parallel ranks count the same tokens: use the first rank of each group
-        counting = [rank for rank in range(layout.world_size) if layout.of_rank(rank).tp_rank == 0]
+        counting = [
+            rank for rank in range(layout.world_size) if layout.replace_rank(rank).tp_rank == 0
+        ]
         self._counting_ranks = torch.tensor(counting, device=device)
         self._gather()  # open connections now, not under load
 

@@ -26,7 +26,7 @@ class RowBitmasks:
     members: list[int]  # [M] indices of sampled rows
     packed: Tensor  # [M, ceil(V / 8)] uint8: bit i of byte j allows token 8 j + i
 
-    def of(self, rows: Sequence[int], *, renumber: bool = False) -> RowBitmasks | None:
+    def select(self, rows: Sequence[int], *, renumber: bool = False) -> RowBitmasks | None:
         """Select the masks of `rows`; with `renumber`, members become indices into `rows`."""
         place = {row: i for i, row in enumerate(rows)}
         kept = [i for i, member in enumerate(self.members) if member in place]
@@ -78,7 +78,7 @@ class PendingBitmask:
         """Take the bitmask from `wait` once needed. A row with a mask of another size fails."""
         bitmask = cache(wait)
 
-        def by_row() -> dict[int, list[bytes | None]]:
+        def read_rows() -> dict[int, list[bytes | None]]:
             masks = bitmask()
             found: dict[int, list[bytes | None]] = {}
             for row, place in zip(masks.rows, masks.places, strict=True):
@@ -94,9 +94,9 @@ class PendingBitmask:
 
         if not plan.grammar_rows:
             return cls(dict)
-        return cls(cache(by_row), lambda: bitmask().postponed)
+        return cls(cache(read_rows), lambda: bitmask().postponed)
 
-    def of(self, sampled_rows: Sequence[int], *, device: torch.device) -> RowBitmasks | None:
+    def select(self, sampled_rows: Sequence[int], *, device: torch.device) -> RowBitmasks | None:
         """Send the masks of samples of `sampled_rows` to the device; None if none has one."""
         left = {row: iter(masks) for row, masks in self._by_row().items()}
         of_samples = [next(left[row], None) if row in left else None for row in sampled_rows]
@@ -127,8 +127,8 @@ class PendingBitmask:
     def single(self, row: int) -> PendingBitmask:
         """Return the bitmasks of a plan with this row alone."""
 
-        def by_row() -> dict[int, Sequence[bytes | None]]:
+        def read_rows() -> dict[int, Sequence[bytes | None]]:
             masks = self._by_row().get(row)
             return {} if masks is None else {0: masks}
 
-        return PendingBitmask(by_row, lambda: [0] if row in self.postponed else [])
+        return PendingBitmask(read_rows, lambda: [0] if row in self.postponed else [])

@@ -217,7 +217,7 @@ def check_weights_fit(
         of_draft = draft_bytes(
             draft, dtype=dtype, kept=kept, ranks=layout.tp, embeds=layout.is_first_stage
         )
-    counted = [layout] if on_gpu else [layout.of_rank(rank) for rank in range(num_ranks)]
+    counted = [layout] if on_gpu else [layout.replace_rank(rank) for rank in range(num_ranks)]
     of_draft *= 1 if on_gpu else layout.stage_size
     needed = of_draft + sum(
         weight_bytes(spec, dtype=dtype, kept=kept, layout=each) for each in counted

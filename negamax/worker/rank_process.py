@@ -122,7 +122,7 @@ def main(endpoint: str, rank: int) -> int:
             time.sleep(LOST_SECONDS)
             return 1
         except Exception as error:
-            last = [crash_details.of_plan(steps.last_plan)] if steps.last_plan else []
+            last = [crash_details.describe_plan(steps.last_plan)] if steps.last_plan else []
             dumps.write("the rank failed", details=lambda: {"last_plans": last}, error=error)
             raise
         finally:  # a rank that fails must exit without waiting for its own thread

@@ -118,7 +118,9 @@ class Sampler:
         early = None
         if masks is not None:
             reporting = requests.logprob_slots
-            early = masks.of([i for i, slot in enumerate(inputs.slots) if slot not in reporting])
+            early = masks.select(
+                [i for i, slot in enumerate(inputs.slots) if slot not in reporting]
+            )
         if early is not None:
             early.apply(logits, first_id=self._first_id)
         options = self._shard_options(inputs)
@@ -146,7 +148,7 @@ class Sampler:
                 inputs.slots_device[index],
                 inputs.positions_device[index],
             )
-            masks = None if masks is None else masks.of(members, renumber=True)
+            masks = None if masks is None else masks.select(members, renumber=True)
         full = self._group.all_gather(logits if index is None else logits[index], dim=-1)
         wanted = [i for i, slot in enumerate(part.slots) if slot in requests.logprob_slots]
         raw = torch.log_softmax(full[indices(wanted, device)], dim=-1) if wanted else None

@@ -214,7 +214,7 @@ class StepRunner:
             logits = buffers.logits[:num_samples]
         else:
             logits = self._compute_logits(layout, hidden)
-        picked, masks = None, bitmask.of(layout.sample_rows.tolist(), device=self._device)
+        picked, masks = None, bitmask.select(layout.sample_rows.tolist(), device=self._device)
         if batch.replay is not None and masks is None:
             graphs, shape = batch.replay
             picked = graphs.buffers.token_ids[:num_samples]

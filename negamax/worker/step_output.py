@@ -92,7 +92,7 @@ class StepOutput:
         )
 
 
-def with_expert_counts(
+def add_expert_counts(
     output: StepOutput | StepResult, counts: HostTensor
 ) -> StepOutput | StepResult:
     """Add the `counts` [layers, experts] int64 to `output`, for a plan that asks for them."""

@@ -15,7 +15,7 @@ from negamax.worker.runner import ModelRunner
 from negamax.worker.separate_rows import run_rows_separately
 from negamax.worker.stages import Arrived
 from negamax.worker.step import StepRunner
-from negamax.worker.step_output import StepOutput, with_expert_counts
+from negamax.worker.step_output import StepOutput, add_expert_counts
 
 logger = get_logger(__name__)
 
@@ -58,7 +58,7 @@ class Worker:
             requests.lower_bounds(plan, output.num_accepted)
         elif output.verification is not None:
             self._unverified.append((self._num_steps, Arrived(plan, output.verification, set())))
-        return output if expert_counts is None else with_expert_counts(output, expert_counts)
+        return output if expert_counts is None else add_expert_counts(output, expert_counts)
 
     def _lower_bounds(self, arrived: list[Arrived]) -> None:
         """Apply verifications on the host: of the step before the last one and earlier."""

@@ -509,7 +509,7 @@ def test_memory_is_at_most_two_layers(tmp_path: Path) -> None:
     }  # fmt: skip
     few = {**sizes, "num_hidden_layers": 1, "num_local_experts": 4, "vocab_size": 64}
     sources = [write_source(tmp_path / "few", **few), write_source(tmp_path / "many", **sizes)]
-    layer = sum(weight.num_bytes for weight in Source(sources[1]).of_layer(0))
+    layer = sum(weight.num_bytes for weight in Source(sources[1]).read_layer(0))
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     child = context.Process(target=peak, args=(sources, results))

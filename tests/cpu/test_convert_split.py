@@ -141,4 +141,4 @@ def test_parts_hold_shards_at_block_borders(bf16: Path, tmp_path: Path) -> None:
             assert held.start <= share.start and share.stop <= held.stop
             beyond = [range(size) for size in entry.shape]
             with pytest.raises(CheckpointError, match="convert the checkpoint again"):
-                entry.within(tuple(beyond))
+                entry.translate(tuple(beyond))

@@ -141,19 +141,19 @@ def test_masks_are_waited_for_once_and_only_where_a_plan_has_masked_rows() -> No
     rows = rows_of(KINDS)
     late = PendingBitmask.of_plan(plan, wait, vocab_size=VOCAB, requests=rows)
     assert waits == []
-    masks = late.of([0, 2], device=CPU)  # the sampled rows of the plan
+    masks = late.select([0, 2], device=CPU)  # the sampled rows of the plan
     assert masks is not None and masks.members == [0, 1]
     logits = random_logits(2, 1)
     masks.apply(logits, first_id=0)
     assert [row.argmax().item() for row in logits] == [8, 7]
-    single = late.single(2).of([0], device=CPU)
+    single = late.single(2).select([0], device=CPU)
     assert single is not None and single.packed.numpy().tobytes() == packed(7)
-    assert late.single(1).of([0], device=CPU) is None
+    assert late.single(1).select([0], device=CPU) is None
     assert late.postponed == [1]
     assert len(waits) == 1
     unmasked = StepPlan(6, [], [], [], [4], [1], [0], [True])
     none = PendingBitmask.of_plan(unmasked, wait, vocab_size=VOCAB, requests=rows)
-    assert none.of([0], device=CPU) is None
+    assert none.select([0], device=CPU) is None
     assert len(waits) == 1
 
 
@@ -162,7 +162,7 @@ def test_a_mask_of_another_vocabulary_fails_its_row_alone() -> None:
     rows = rows_of(KINDS[:2])
     frame = GrammarBitmask(5, [0, 1], [0, 1], [packed(7)[:-1], packed(8)])
     late = PendingBitmask.of_plan(plan, lambda: frame, vocab_size=VOCAB, requests=rows)
-    masks = late.of([0, 1], device=CPU)
+    masks = late.select([0, 1], device=CPU)
     assert masks is not None and masks.members == [1]
     assert list(rows.failures_of(plan.slots)) == [0]
 
@@ -174,7 +174,7 @@ def test_a_row_has_a_mask_for_each_of_its_samples_that_count() -> None:
     frame = GrammarBitmask(5, [0, 0, 0], [1, -1, 0], [packed(7), packed(8)], [1])
     rows = rows_of(KINDS)
     late = PendingBitmask.of_plan(plan, lambda: frame, vocab_size=VOCAB, requests=rows)
-    masks = late.of([0, 0, 0, 0, 1, 1, 1, 2, 2], device=CPU)
+    masks = late.select([0, 0, 0, 0, 1, 1, 1, 2, 2], device=CPU)
     assert masks is not None and masks.members == [0, 2]
     assert [mask.tobytes() for mask in masks.packed.numpy()] == [packed(8), packed(7)]
     drafts = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])

@@ -6,7 +6,7 @@ Checkpoints store integers in other orders; `Codes` are common to all.
 import torch
 from torch import Tensor
 
-from negamax.formats.floats import PER_ROW, fp8, mxfp4, mxfp8, nvfp4, with_rounded_activations
+from negamax.formats.floats import PER_ROW, fp8, mxfp4, mxfp8, nvfp4, use_rounded_activations
 from negamax.formats.tensor_format import (
     ONE,
     ROWS,
@@ -38,8 +38,8 @@ def _integers(
 
 
 INT4 = _integers("int4_group_128", "uint4", "bfloat16", 128)
-INT8_CHANNEL = with_rounded_activations(_integers("int8_channel", "int8", "float32"))
-E4M3_CHANNEL = with_rounded_activations(fp8("fp8_e4m3_channel", PER_ROW))
+INT8_CHANNEL = use_rounded_activations(_integers("int8_channel", "int8", "float32"))
+E4M3_CHANNEL = use_rounded_activations(fp8("fp8_e4m3_channel", PER_ROW))
 FORMATS = (INT4, nvfp4(), mxfp4(), mxfp8(), INT8_CHANNEL, E4M3_CHANNEL)
 SMALL_FORMATS = (
     *FORMATS,

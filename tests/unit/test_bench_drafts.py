@@ -20,8 +20,8 @@ vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",model_name="m",p
 def test_counts_of_all_engines_are_added_and_a_run_has_its_own() -> None:
     counts = DraftCounts.of_metrics(METRICS)
     assert counts == DraftCounts(120, 360, 180, (108, 72))
-    assert counts.since(NO_DRAFTS) == counts
-    assert counts.since(DraftCounts(100, 300, 150, (90,))) == DraftCounts(20, 60, 30, (18, 72))
+    assert counts.subtract(NO_DRAFTS) == counts
+    assert counts.subtract(DraftCounts(100, 300, 150, (90,))) == DraftCounts(20, 60, 30, (18, 72))
     assert sum((counts, counts), NO_DRAFTS).drafts == 240
 
 

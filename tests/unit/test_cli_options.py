@@ -7,7 +7,7 @@ import pytest
 import typer
 
 from negamax.base.errors import ConfigError
-from negamax.cli.options import parse_bytes, with_options
+from negamax.cli.options import add_options, parse_bytes
 from negamax.cli.resolve import resolve
 from negamax.options.engine import EngineOptions
 from negamax.options.flags import option
@@ -25,7 +25,7 @@ def group_of(command: Any) -> typer.core.TyperGroup:
 def parsed(*arguments: str, **defaults: Any) -> EngineOptions:
     seen: list[EngineOptions] = []
 
-    @with_options(defaults=defaults)
+    @add_options(defaults=defaults)
     def command(*, engine: EngineOptions) -> None:
         seen.append(engine)
 
@@ -172,7 +172,7 @@ def test_a_new_field_is_an_option_with_flag_variable_key_and_help(
 ) -> None:
     seen: list[WithOneMore] = []
 
-    @with_options()
+    @add_options()
     def command(*, engine: WithOneMore) -> None:
         seen.append(engine)
 

@@ -81,9 +81,13 @@ def read(
                 found = streamed.take(event.block, event.text)
                 in_deltas.setdefault(event.block.index, []).extend(found)
     for block in writer.blocks:
-        assert streamed.of(block) == whole.of(block) == in_deltas.get(block.index, [])
-        assert block.kind is BlockKind.CONTENT or whole.of(block) == []
-    return [whole.of(block) for block in writer.blocks if block.kind is BlockKind.CONTENT]
+        assert (
+            streamed.list_tokens(block)
+            == whole.list_tokens(block)
+            == in_deltas.get(block.index, [])
+        )
+        assert block.kind is BlockKind.CONTENT or whole.list_tokens(block) == []
+    return [whole.list_tokens(block) for block in writer.blocks if block.kind is BlockKind.CONTENT]
 
 
 def expected(parts: Sequence[str]) -> tuple[list[int], list[list[int]]]:

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from negamax.scheduler.draft_length import STEPS_PER_CHOICE, AdaptiveDraftLength, for_ranks
+from negamax.scheduler.draft_length import STEPS_PER_CHOICE, AdaptiveDraftLength, make_rank_lengths
 from negamax.scheduler.step import StepPlan, StepResult
 from tests.layouts import full
 
@@ -312,7 +312,7 @@ def test_acceptance_is_that_of_the_rows() -> None:
 @pytest.mark.parametrize("name", ["code", "none"])
 def test_data_parallel_ranks_do_not_slow_each_other_down(name: str) -> None:
     """Steps take the time of all ranks' tokens, so a rank's own drafts alone look cheap."""
-    ranks, rng = for_ranks(informed(0.04), 9), random.Random(1)
+    ranks, rng = make_rank_lengths(informed(0.04), 9), random.Random(1)
     times, tokens = [seconds(8, k) for k in range(MOST + 1)], [8, 0, 0, 0]
     for place in range(MOST):
         tokens[place + 1] = tokens[place] + 8 * math.prod(CURVES[name][: place + 1])

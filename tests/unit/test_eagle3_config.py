@@ -36,7 +36,7 @@ M3 = M2 | {
 
 
 def test_published_drafts_are_read() -> None:
-    spec = read_spec(M2).for_target(bundled_spec("minimax-m2.5"), None)
+    spec = read_spec(M2).adapt_to(bundled_spec("minimax-m2.5"), None)
     assert spec.aux_layers == (2, 31, 59) and spec.notes == ()
     assert replace(spec, aux_layers=()) == FAMILY.bundled["minimax-m2.5-eagle3"]
     # as its model card states
@@ -46,7 +46,7 @@ def test_published_drafts_are_read() -> None:
     # the same on the last of several pipeline stages
     alone = draft_bytes(spec, dtype="bfloat16", embeds=False)
     assert alone == pytest.approx(486e6 + 1229e6, rel=3e-3)
-    spec = read_spec(M3).for_target(bundled_spec("minimax-m3"), None)
+    spec = read_spec(M3).adapt_to(bundled_spec("minimax-m3"), None)
     assert spec.aux_layers == (2, 30, 57)
     own = replace(spec, own_embedding=True)
     assert replace(own, aux_layers=()) == FAMILY.bundled["minimax-m3-eagle3"]
@@ -59,8 +59,8 @@ def test_published_drafts_are_read() -> None:
 def test_layers_are_named_by_their_outputs_or_inputs(ids: list[int] | None) -> None:
     config = M2 | {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": ids}
     target = bundled_spec("minimax-m2.5")
-    assert read_spec(config).for_target(target, None).aux_layers == (2, 31, 59)
-    assert read_spec(config).for_target(target, (1, 30, 62)).aux_layers == (1, 30, 62)
+    assert read_spec(config).adapt_to(target, None).aux_layers == (2, 31, 59)
+    assert read_spec(config).adapt_to(target, (1, 30, 62)).aux_layers == (1, 30, 62)
 
 
 def refused(read: Callable[[], object]) -> str:
@@ -117,14 +117,14 @@ def test_refuses_the_draft_of_another_model(
     fields: dict[str, Any], layers: tuple[int, ...] | None, words: str
 ) -> None:
     target = bundled_spec("minimax-m2.5")
-    assert words in refused(lambda: read_spec(M2 | fields).for_target(target, layers))
+    assert words in refused(lambda: read_spec(M2 | fields).adapt_to(target, layers))
 
 
 def test_a_shallow_target_has_no_usual_layers() -> None:
     spec = replace(read_spec(M2), aux_layers=())
     with pytest.raises(ConfigError, match="the target has 6"):
-        spec.for_target(bundled_spec("minimax-m2.5").first_layers(6), None)
-    spec = spec.for_target(bundled_spec("minimax-m2.5").first_layers(7), None)
+        spec.adapt_to(bundled_spec("minimax-m2.5").first_layers(6), None)
+    spec = spec.adapt_to(bundled_spec("minimax-m2.5").first_layers(7), None)
     assert spec.aux_layers == (2, 3, 4)
 
 

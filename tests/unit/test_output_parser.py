@@ -307,7 +307,7 @@ def test_a_format_may_have_no_tags_in_text() -> None:
         (MINIMAX_M2, "a</think>\n\nb\n", True, ("a", "b\n")),
         (MINIMAX_M2, "\nHello.", False, (None, "Hello.")),
         (MINIMAX_M2, "<think>a</think>b", False, ("a", "b")),
-        (MINIMAX_M2.without_calls(), f"x</think>\n\nok\n{M2_CALL}", True, ("x", f"ok\n{M2_CALL}")),
+        (MINIMAX_M2.drop_calls(), f"x</think>\n\nok\n{M2_CALL}", True, ("x", f"ok\n{M2_CALL}")),
     ],
 )
 def test_reasoning_and_content_are_split(

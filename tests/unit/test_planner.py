@@ -75,7 +75,7 @@ def counted(
     found = []
     longest = longest or spec.max_position_embeddings
     sharded = spec.shard_index() if shards_index or layout.dcp > 1 else spec
-    for stage in map(layout.of_rank, range(0, layout.world_size, layout.stage_size)):
+    for stage in map(layout.replace_rank, range(0, layout.world_size, layout.stage_size)):
         weights = bytes_on_rank(spec, stage)
         layers = stage.layers(spec.num_layers)
         caches = set_index_dtype(sharded.kv_caches(), "bfloat16")[layers.start : layers.stop]

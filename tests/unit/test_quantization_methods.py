@@ -11,12 +11,12 @@ from negamax.formats.floats import (
     PER_MATRIX,
     PER_ROW,
     PLAIN,
+    add_input_scale,
     fp8,
     mxfp4,
     mxfp8,
     nvfp4,
-    with_input_scale,
-    with_rounded_activations,
+    use_rounded_activations,
 )
 from negamax.formats.tensor_format import ROWS, Axis, Dim, TensorFormat
 from negamax.quantization import online
@@ -30,9 +30,9 @@ ATTENTION, GATE = "model.layers.3.self_attn.q_proj", "model.layers.3.block_spars
 KV = {"dynamic": False, "num_bits": 8, "type": "float"}
 W4A4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 NVFP4 = nvfp4(input_scale="input_scale")
-TENSOR = with_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX))
-STATIC = with_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale"))
-CHANNEL = with_rounded_activations(fp8("fp8_e4m3_channel", (ROWS,)))
+TENSOR = use_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX))
+STATIC = use_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale"))
+CHANNEL = use_rounded_activations(fp8("fp8_e4m3_channel", (ROWS,)))
 # As nvidia/MiniMax-M2.7-NVFP4 (both files), nvidia/MiniMax-M3-NVFP4, MiniMaxAI/MiniMax-M3-MXFP8.
 EXCLUDED = ["lm_head", GATE, "model.layers.3.self_attn*"]
 M2_CONFIG = described.modelopt(
@@ -95,14 +95,14 @@ def blocks(rows: int, columns: int, *, fnuz: bool = False) -> TensorFormat:
         (QUARK, mxfp4(), PLAIN),
         (
             quark(_MX, _E4M3, exclude=[GATE], layer_quant_config={"*self_attn*": _ATTENTION_LAYER}),
-            with_input_scale(mxfp4(), "input_scale"),
+            add_input_scale(mxfp4(), "input_scale"),
             CHANNEL,
         ),
         (quark(_E4M3, {**_E4M3, "is_dynamic": True}), TENSOR, PLAIN),
         (quark(_E4M3, _E4M3), STATIC, PLAIN),
         (quark(_E4M3, None), fp8("fp8_e4m3_tensor", PER_MATRIX), PLAIN),
         (quark(described.QUARK_NVFP4, [_MX, _E4M3]), nvfp4(input_scale="input_scale_2"), PLAIN),
-        (COMPRESSED_FP8, TENSOR, with_rounded_activations(fp8("fp8_e4m3_channel", PER_ROW))),
+        (COMPRESSED_FP8, TENSOR, use_rounded_activations(fp8("fp8_e4m3_channel", PER_ROW))),
         (BLOCK, E4M3_BLOCKS, E4M3_BLOCKS),
         (FP8, TENSOR, TENSOR),
         ({**FP8, "activation_scheme": "static"}, STATIC, STATIC),

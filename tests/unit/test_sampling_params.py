@@ -70,7 +70,7 @@ def test_missing_fields_take_the_models_defaults_and_given_ones_stay() -> None:
 
 def test_seeds_of_choices_wrap_after_the_largest_seed() -> None:
     params = SamplingParams(n=3, seed=2**63 - 1, temperature=0.5)
-    choices = [params.of_choice(index, seed=2**63 - 1) for index in range(3)]
+    choices = [params.copy_for_choice(index, seed=2**63 - 1) for index in range(3)]
     assert [choice.seed for choice in choices] == [2**63 - 1, -(2**63), 1 - 2**63]
     assert {(choice.n, choice.temperature) for choice in choices} == {(1, 0.5)}
-    assert params.of_choice(2, seed=-3).seed == -1
+    assert params.copy_for_choice(2, seed=-3).seed == -1

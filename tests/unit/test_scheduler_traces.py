@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from negamax.base.errors import InvalidRequestError, OverloadedError
-from negamax.scheduler.draft_length import AdaptiveDraftLength, FixedDraftLength, for_ranks
+from negamax.scheduler.draft_length import AdaptiveDraftLength, FixedDraftLength, make_rank_lengths
 from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest, SamplingParams
@@ -214,7 +214,9 @@ class Trace:
         self.limits, self.depth, self.trouble = limits, depth, trouble
         self.rng = random.Random(seed)
         lengths = [AnyDraftLength(limits.num_draft_tokens, seed + at) for at in range(num_ranks)]
-        self.scheduler = GroupScheduler(limits, for_ranks(joint, num_ranks) if joint else lengths)
+        self.scheduler = GroupScheduler(
+            limits, make_rank_lengths(joint, num_ranks) if joint else lengths
+        )
         self.workers = [self.worker_type(limits.block_size) for _ in range(num_ranks)]
         # None: the step was lost
         self.in_flight: deque[tuple[list[StepPlan], list[StepResult] | None]] = deque()

@@ -32,7 +32,7 @@ def test_layers_are_named_by_their_inputs() -> None:
         config = CONFIG | {"eagle_aux_hidden_state_layer_ids": ids}
         assert read_spec(config).aux_layers == tuple(ids)
     unnamed = read_spec(CONFIG | {"eagle_aux_hidden_state_layer_ids": None})
-    assert unnamed.for_target(bundled_spec("minimax-m2.5"), None).aux_layers == (2, 31, 59)
+    assert unnamed.adapt_to(bundled_spec("minimax-m2.5"), None).aux_layers == (2, 31, 59)
 
 
 def test_some_fields_may_be_absent() -> None:

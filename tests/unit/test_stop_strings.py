@@ -71,7 +71,7 @@ def chars(text: str) -> list[TextPiece]:
 def test_content_ends_at_the_first_stop_string_and_thinking_at_none(
     thought: str, content: str, stop: list[str], includes_stop: bool, may_call: bool, step: int
 ) -> None:
-    format = MINIMAX_M2 if may_call else MINIMAX_M2.without_calls()
+    format = MINIMAX_M2 if may_call else MINIMAX_M2.drop_calls()
     pieces = [*chars(thought), TextPiece("</think>", 51), *chars(content)]
     whole, _ = read(pieces, (), step=step, format=format)
     said, matched = read(pieces, stop, step=step, format=format, includes_stop=includes_stop)

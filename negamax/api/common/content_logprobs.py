@@ -69,7 +69,7 @@ class ContentLogprobs:
         self._of_block.setdefault(block.index, []).extend(entries)
         return entries
 
-    def of(self, block: Block) -> list[ChatLogprob]:
+    def list_tokens(self, block: Block) -> list[ChatLogprob]:
         """Return the tokens of a block so far. Blocks that `take` did not read come in order."""
         for part in block.parts[self._num_parts.get(block.index, 0) :]:
             self.take(block, part)

@@ -77,7 +77,7 @@ class PeerClient:
 
         self._answers[_INTERNAL + question] = encoded
 
-    def behind(self, app: ASGIApp) -> ASGIApp:
+    def wrap(self, app: ASGIApp) -> ASGIApp:
         """Return the app for other server processes: `app`, and the answers to questions."""
 
         async def answered(scope: Scope, receive: Receive, send: Send) -> None:

@@ -218,7 +218,7 @@ class AsyncEngine:
         tokens = self.prefill_tokens(len(prompt_token_ids), sampling, num_choices=sampling.n)
         self.check_room(tokens, owner=owner)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        choices = [sampling.of_choice(index, seed=seed) for index in range(sampling.n)]
+        choices = [sampling.copy_for_choice(index, seed=seed) for index in range(sampling.n)]
         prompt = tuple(prompt_token_ids)
         replica = rank = None
         if data_parallel_rank is not None:

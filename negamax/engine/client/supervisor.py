@@ -225,7 +225,7 @@ class _SupervisedEngine:
                 "info": msgspec.structs.asdict(info),
                 "stats": None if stats is None else msgspec.structs.asdict(stats),
                 "restart_count": self._client.restart_count,
-                "requests": list(map(crash_details.of_request, open_requests)),
+                "requests": list(map(crash_details.describe_request, open_requests)),
             }
 
         self._crash_dumps.write(reason, details=details)

@@ -159,7 +159,7 @@ class MultiProcessExecutor:
         layout, world_size = config.layout, config.layout.world_size
         self._folder = PrivateFolder()
         addresses = addresses or RankAddresses.local(self._folder.path, layout)
-        self._dp_ranks = [layout.of_rank(rank).dp_rank for rank in range(world_size)]
+        self._dp_ranks = [layout.replace_rank(rank).dp_rank for rank in range(world_size)]
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._results = msgspec.msgpack.Decoder(StepResult)
@@ -281,7 +281,7 @@ class MultiProcessExecutor:
                 poller = self._poller(waiting, zmq.POLLIN)
                 socket = self._wait_for_any(waiting, poller, seconds=_REMINDER_SECONDS)
             except TimeoutError:
-                names = [f"{rank} (node {layout.of_rank(rank).node})" for rank in awaited]
+                names = [f"{rank} (node {layout.replace_rank(rank).node})" for rank in awaited]
                 logger.info("waiting for rank %s to load", ", ".join(names))
                 continue
             readies[self._sockets.index(socket)] = _decode_report(socket.recv())

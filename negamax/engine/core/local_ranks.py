@@ -69,7 +69,7 @@ class LocalRanks:
             )
 
     def config_of(self, rank: int, config: WorkerConfig) -> WorkerConfig:
-        return replace(config, layout=config.layout.of_rank(rank), addresses=self._addresses)
+        return replace(config, layout=config.layout.replace_rank(rank), addresses=self._addresses)
 
     @property
     def alarms(self) -> list[IO[bytes]]:

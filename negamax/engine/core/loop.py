@@ -230,10 +230,10 @@ class EngineLoop:
         return {
             "ready": dataclasses.asdict(self.executor.ready),
             "stats": msgspec.structs.asdict(self.stats()),
-            "requests": crash_details.of_sequences(self._scheduler.sequences()),
+            "requests": crash_details.describe_sequences(self._scheduler.sequences()),
             "opening_grammars": list(self._grammars.opening_ids()),
             "last_plans": [
-                crash_details.of_plan(plan) for plans in self._last_plans for plan in plans
+                crash_details.describe_plan(plan) for plans in self._last_plans for plan in plans
             ],
         }
 

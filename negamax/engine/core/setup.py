@@ -35,7 +35,7 @@ from negamax.planner.chunks import plan_even_times
 from negamax.planner.cost import Costs, Model
 from negamax.planner.gpus import MEASURED, GpuModel, visible_gpus
 from negamax.scheduler.chunk_length import ChunkLength, EvenChunks
-from negamax.scheduler.draft_length import AdaptiveDraftLength, for_ranks
+from negamax.scheduler.draft_length import AdaptiveDraftLength, make_rank_lengths
 from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.text.script import Script, read_script
@@ -262,7 +262,7 @@ def _make_scheduler(
     if speculation is None or not speculation.adaptive or not ready.num_draft_tokens:
         return GroupScheduler(limits, [None] * num_ranks)
     joint = AdaptiveDraftLength(speculation.lengths, ready.step_seconds)
-    return GroupScheduler(limits, for_ranks(joint, num_ranks))
+    return GroupScheduler(limits, make_rank_lengths(joint, num_ranks))
 
 
 def choose_chunk_length(

@@ -117,7 +117,7 @@ def _locate_draft(
                 "this is a bundled spec without weights",
                 hint="add --load-format synthetic, or give a folder or a hub id",
             )
-        return DraftModel(quantized_as_asked(bundled.for_target(target, layers)), None)
+        return DraftModel(quantized_as_asked(bundled.adapt_to(target, layers)), None)
     folder = resolve_model(
         name,
         speculation.revision,
@@ -135,7 +135,7 @@ def _read_draft(folder: Path, *, target: ModelSpec, layers: tuple[int, ...] | No
     config = read_json_object(folder / "config.json")
     spec = replace(eagle3.read_spec(config), quantization=read_quantization(config, folder))
     detect(spec.quantization)
-    return spec.for_target(target, layers)
+    return spec.adapt_to(target, layers)
 
 
 def _read_spec(folder: Path, *, options: EngineOptions) -> ModelSpec:

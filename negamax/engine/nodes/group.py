@@ -139,7 +139,7 @@ class NodeGroup:
         local = RankAddresses.local(own, layout)
         rendezvous = tcp_endpoint(address, next(ports))
         results, plans = list(local.results), list(local.plans)
-        for dp_rank in sorted({layout.of_rank(rank).dp_rank for rank in self.ranks}):
+        for dp_rank in sorted({layout.replace_rank(rank).dp_rank for rank in self.ranks}):
             results[dp_rank] = tcp_endpoint(address, next(ports))
         for rank in self.ranks:
             plans[rank] = tcp_endpoint(address, next(ports))
@@ -193,7 +193,7 @@ class NodeGroup:
         self._thread.start()
 
     def config_of(self, rank: int, config: WorkerConfig) -> WorkerConfig:
-        layout = config.layout.of_rank(rank)
+        layout = config.layout.replace_rank(rank)
         join = self._nodes[layout.node - 1].join
         assert join is not None
         share = msgspec.msgpack.decode(join.share, type=MachineShare)

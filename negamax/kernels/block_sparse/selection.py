@@ -76,7 +76,7 @@ class BlockSelection:
         size = (2, num_tokens, shape.kv_heads, shape.topk_blocks)
         return cls(*torch.empty(size, dtype=torch.int32, device=device).unbind())
 
-    def of(self, tokens: slice) -> BlockSelection:
+    def select(self, tokens: slice) -> BlockSelection:
         """Return the selection of some of the tokens."""
         return BlockSelection(self.ids[tokens], self.pages[tokens])
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from negamax.formats.floats import plain
 from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import Hidden, unquantized
-from negamax.kernels.gemm.op import LINEAR, into, keep
+from negamax.kernels.gemm.op import LINEAR, copy_into, keep
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
 
@@ -62,7 +62,7 @@ def linear(
     else:
         tiles = [_padded_product(tile, weight) for tile in x.split(TILE_ROWS)]
         product = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-    return into(out, product if out_dtype is None else product.to(out_dtype))
+    return copy_into(out, product if out_dtype is None else product.to(out_dtype))
 
 
 def padded_rows(num_rows: int) -> int:
@@ -108,7 +108,7 @@ def blas_linear(
     num_rows = x.shape[0]
     if num_rows < _SAFE_ROWS and num_rows % SAFE_ROWS_MULTIPLE != 0:
         x = F.pad(x, (0, 0, 0, -num_rows % SAFE_ROWS_MULTIPLE))
-    return into(out, F.linear(x, weight)[:num_rows].to(out_dtype or x.dtype))
+    return copy_into(out, F.linear(x, weight)[:num_rows].to(out_dtype or x.dtype))
 
 
 ONEDNN: tuple[AnyKernel, ...] = tuple(

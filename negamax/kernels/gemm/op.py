@@ -29,10 +29,10 @@ def linear(
     dtype = out_dtype or values.dtype
     if weight.dtype != values.dtype:
         values, weight = values.float(), weight.float()
-    return into(out, F.linear(values, weight).to(dtype))
+    return copy_into(out, F.linear(values, weight).to(dtype))
 
 
-def into(out: Tensor | None, result: Tensor) -> Tensor:
+def copy_into(out: Tensor | None, result: Tensor) -> Tensor:
     """Return `result`, copied to `out` if given."""
     return result if out is None else out.copy_(result)
 

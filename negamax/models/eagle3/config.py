@@ -93,7 +93,7 @@ class Eagle3Spec(ModelSpec):
             "input width of the draft's fc": self.num_aux * self.target_hidden_size,
         }
 
-    def for_target(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Self:
+    def adapt_to(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Self:
         """Return the draft of `target` that reads `layers` of it. Errors: `ConfigError`."""
         for name, found, wanted in (
             ("vocab_size", self.vocab_size, target.vocab_size),

@@ -301,7 +301,7 @@ class Eagle3Draft:
             self._embed = target.embedding.whole()
             if rotation is not None:
                 rotation = rotation.to(self._offsets.device)
-                self._embed = self._embed.with_rows(partial(_rotate_back, rotation=rotation))
+                self._embed = self._embed.map_rows(partial(_rotate_back, rotation=rotation))
         if rotation is not None:
             self._rotation_back = rotation.T.to(self._embed.table).contiguous()
         self._target = target

@@ -233,7 +233,7 @@ class M2Calls(CallStyle):
         content = sequence([const("\n"), calls])
         return {"type": "tag", "begin": begin, "content": content, "end": end}
 
-    def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
+    def embed_in_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
         shared: Format = {"tags": [block], "stop_after_first": once}
         if not self._has_ids:
             return {"type": "triggered_tags", "triggers": [self._open.text], **shared}

@@ -184,7 +184,7 @@ class M3Calls(CallStyle):
         begin, end = f"{MARKER}<tool_call>\n", f"{MARKER}</tool_call>"
         return {"type": "tag", "begin": begin, "content": calls, "end": end}
 
-    def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
+    def embed_in_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
         # readers also accept an opener without its marker
         excludes = ["<invoke"] if no_other_calls else []
         triggers = [f"{MARKER}<tool_call>"]

@@ -62,7 +62,7 @@ class CallStyle(ABC):
         """Return a whole block around `calls`."""
 
     @abstractmethod
-    def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
+    def embed_in_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
         """Return text with `block`s, one if `once`; `no_other_calls`: no other call of a tool."""
 
     @abstractmethod
@@ -311,7 +311,7 @@ def calls_format(
         return alone
     if content is not None:
         return any_of([alone, content])
-    return style.among_text(block, once=rules.once, no_other_calls=rules.no_other_calls)
+    return style.embed_in_text(block, once=rules.once, no_other_calls=rules.no_other_calls)
 
 
 def _describe(function: Mapping[str, Any], *, follow_schema: bool) -> CalledFunction:

@@ -124,7 +124,7 @@ class OutputFormat:
     turn_close: str = "[e~["
     assistant: str = "ai"  # the role of the model's own turns
 
-    def without_calls(self) -> Self:
+    def drop_calls(self) -> Self:
         """Return the format for answers in which calls are text."""
         think_tags = {tag: self.literals[tag] for tag in (self.think_open, self.think_close)}
         return dataclasses.replace(self, literals=think_tags, patterns=(), beginnings=NO_BEGINNINGS)

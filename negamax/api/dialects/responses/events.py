@@ -136,7 +136,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
             self._found_logprobs.add(self.take_logprobs())
 
     def _of_block(self, block: Block) -> list[ChatLogprob]:
-        return [] if self._found_logprobs is None else self._found_logprobs.of(block)
+        return [] if self._found_logprobs is None else self._found_logprobs.list_tokens(block)
 
     def _state(self, kind: str, response: items.ResponseAnswer) -> bytes:
         return encode_named_event(kind, self._event(items.ResponseEvent, kind, response=response))
