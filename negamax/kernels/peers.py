@@ -85,10 +85,7 @@ class Collective(Protocol):
     peers: PeerMemory | None  # None: the ranks share no memory
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum of every rank's `tensor`, on every rank.
-
-        The result may be in `tensor`, or in memory that the next call overwrites.
-        """
+        """Return the sum over ranks, maybe in memory that the next call overwrites."""
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Sum tensor [T, ...] over ranks, T % size == 0, and return this rank's [T / size, ...]."""

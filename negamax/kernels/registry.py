@@ -101,10 +101,7 @@ class KernelTable:
     def choose(
         self, op: Op[P, R], stored: TensorFormat, *, columns: int = 0
     ) -> Kernel[P, R] | None:
-        """Return the kernel of `op` for weights in the format `stored`; None: dequantize them.
-
-        `columns` is the width of the matrix; 0 accepts any kernel.
-        """
+        """Return the kernel of `op` for weights in `stored`, `columns` wide (0: any), or None."""
         for kernel in self.candidates[op]:
             if kernel.reads(stored) and columns % kernel.columns == 0:
                 return kernel

@@ -39,9 +39,8 @@ _GATHER_ROWS = 64  # sequences whose keys are gathered at a time; bounds the mem
 
 
 def padded_keys(length: int, block_size: int) -> int:
-    """Return the keys computed for a query that sees `length` of them, in whole blocks.
-
-    Multiples of 64; from 512 up, eight steps per power of two.
+    """Return the padded keys of a query that sees `length`: in steps of 64 or an eighth of a power
+    of 2.
     """
     step = QUERY_TILE
     while length > 8 * step:

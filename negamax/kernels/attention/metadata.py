@@ -29,10 +29,7 @@ class DecodeRuns:
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """Tokens of a step that the ranks of `group` split, N per rank with padding, in rank order.
-
-    Padding belongs to the padding sequence.
-    """
+    """Tokens of a step, N per rank of `group` in rank order; padding is in the padding sequence."""
 
     group: Collective
     positions: Tensor  # [ranks * N] int64
@@ -41,10 +38,7 @@ class SharedTokens:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The T tokens of a step, for a mixture of experts.
-
-    By default all are real, no copy of an expert is preferred, and every rank has T.
-    """
+    """The T tokens of a step, for a mixture of experts; by default all are real."""
 
     num_actual_tokens: Tensor | None = None  # as in `AttentionMetadata`, like the next fields
     # they name the copy of an expert that a token uses; None: all 0

@@ -42,9 +42,7 @@ class AttentionTiles:
         return Launch(num_warps=4, num_stages=2)
 
     def prefill_block_m(self, longest: int) -> int:
-        """Return the queries per program; small tiles waste less at the diagonal of short
-        sequences.
-        """
+        """Return the queries per program; small tiles waste less at the diagonal."""
         return 64
 
     def prefill_launch(self, block_m: int, cache_bytes: int) -> Launch:

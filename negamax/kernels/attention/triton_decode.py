@@ -273,18 +273,14 @@ def _decode_kernel(
 
 
 def _all_programs_run(device: torch.device, block_m: int) -> bool:
-    """Return whether all programs of a launch with SPLIT_KV run at once: up to two a
-    multiprocessor, with 82 KB of shared memory each, or 98 KB with tiles of 32 rows.
-    """
+    """Return whether all programs with SPLIT_KV run at once, two of 98 KB a multiprocessor."""
     assert DECODE.split_programs <= 2
     needed = 84 if block_m == 16 else 100
     return platform.platform_of(device).shared_memory >= 2 * needed * 1024
 
 
 def has_one_new_key(plan: DecodePlan) -> bool:
-    """Return whether each split certainly sees at most one key of this step. While a graph is
-    captured, counts are unknown, and each sequence has one query unless the step has draft tokens.
-    """
+    """Return whether each split certainly sees at most one key of this step, as if captured."""
     queries = plan.queries
     return plan.split_kv and queries.is_captured and queries.max_decode_run == 1
 
@@ -305,9 +301,7 @@ def launch_decode(
     lse: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> None:
-    """Run `decode` into `output`, and `write_lse` into lse [T, heads] fp32. `lengths` [S] int32
-    replaces the planned lengths of sequences that have fewer keys.
-    """
+    """Run `decode` into `output` and lse [T, heads]; `lengths` [S] int32 replaces planned ones."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return

@@ -194,8 +194,8 @@ def launch_norm_rope_write(
     cache: KvCache,
     index: IndexHeads | None = None,
 ) -> Tensor:
-    """Launch the kernel -> q [T, heads, head_dim]; `norm`: weight and eps. `projected` stays as it
-    is, and tokens whose slots are negative are not written to the caches.
+    """Launch the kernel -> q [T, heads, head_dim]; `norm`: weight and eps; negative rows are
+    skipped.
     """
     (num_tokens, width), (_, kv_heads, block_size, head_dim) = projected.shape, cache.k.shape
     assert projected.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()

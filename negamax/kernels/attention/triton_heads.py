@@ -38,9 +38,7 @@ def split_columns(
     is_head, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Return the columns [1, columns] of each tile from part * HALF on, and the masks [heads,
-    columns].
-    """
+    """Return columns [1, columns] of each tile from part * HALF on, masks [heads, columns]."""
     i = tl.arange(0, BLOCK_HALF)[None, :]
     mask = is_head[:, None] & (i < HALF)
     columns, masks = (i, i), (mask, mask)

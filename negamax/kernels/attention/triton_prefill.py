@@ -108,9 +108,7 @@ def _list_tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
 
 @triton.jit
 def _find_last_own_key(held, position, is_row, C: tl.constexpr):
-    """Return the number of the last key up to `position` in a rank's blocks of a sequence; -1:
-    none.
-    """
+    """Return the number of the last key up to `position` in a rank's blocks; -1: none."""
     block = position // C.BLOCK_SIZE
     until = tl.load(held + block, mask=is_row, other=0)
     before = tl.load(held + block - 1, mask=is_row & (block > 0), other=0)
@@ -138,9 +136,7 @@ def _prefill_kernel(
     table_stride,
     C: tl.constexpr,
 ):
-    """Attend with one tile of queries of one head, or with few queries of all heads of a KV head.
-    Axis 0 is the query head, so that the heads of a KV head run side by side.
-    """
+    """Attend with one tile of queries of one head, or with few of all heads of a KV head."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
     query_head = tl.program_id(0)
@@ -213,9 +209,7 @@ def launch_prefill(
     lse: Tensor | None = None,
     held: Tensor | None = None,
 ) -> None:
-    """Run `prefill` into `output`, and `write_lse` into lse [T, heads] fp32. `held` of `OwnBlocks`:
-    the plan's block tables list only the blocks that a rank holds.
-    """
+    """Run `prefill` into `output` and lse [T, heads]; `held`: tables list a rank's blocks."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return

@@ -6,7 +6,7 @@
 
 Each KV head has one index head, which selects its blocks. All index heads share one index key per
 token, kept in a cache of one head. Scores are in fp32 and have no scale, since a scale changes no
-selection. `choice.py` defines the selection, `kernels/kvcache/op.py` the paged cache.
+selection. `selection.py` defines the selection, `kernels/kvcache/op.py` the paged cache.
 """
 
 from collections.abc import Iterator
@@ -76,10 +76,7 @@ def split_sparse_heads(projected: Tensor, norm: SparseHeadNorm) -> SparseHeads:
 
 
 def rows_of_index(rows: Tensor, shard: IndexShard, *, kv_heads: int, block_size: int) -> Tensor:
-    """Return the rows [T] of a rank's index cache for the key rows [T * kv_heads].
-
-    The index cache uses the same blocks as the keys. -1 where another rank holds the block.
-    """
+    """Return a rank's index-cache rows [T] for key rows [T * kv_heads]; -1 in others' blocks."""
     first = rows[::kv_heads]
     block = first // (kv_heads * block_size)
     own = block // shard.ranks * block_size + first % block_size

@@ -69,9 +69,7 @@ class SelectPlan:
 def plan_select(
     queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> SelectPlan:
-    """Plan the selection. Sequences with few queries each, which verify draft tokens, cost no more
-    than those with one.
-    """
+    """Plan the selection; sequences with few queries, which verify drafts, are like decodes."""
     decodes, prefills, rest = queries.decodes, queries.prefills, None
     if prefills:
         few = not prefills.is_captured and max(prefills.host_query_lens) <= MOST_QUERIES

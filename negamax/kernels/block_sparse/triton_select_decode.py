@@ -311,9 +311,7 @@ def _choose(
     scores, table, numbers, num_scored, width, queries, ids, pages, ROWS: tl.constexpr,
     COMPARED: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Select for all index queries of `queries` from their scores. The time grows with the scores
-    that are compared, so there is code for each number of blocks.
-    """
+    """Select for all index queries of `queries`; there is code for each number of blocks."""
     num_rows = queries.count * C.HEADS
     if num_scored <= _FEW:
         for start in range(0, num_rows, ROWS):

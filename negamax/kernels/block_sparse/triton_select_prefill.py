@@ -92,8 +92,8 @@ def _merge(best, order, numbers, C: tl.constexpr):
 
 @triton.jit
 def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constexpr):
-    """Return the best keys [BLOCK_M, TOPK_POW2] of the scored blocks begin to end - 1 for the rows
-    of a tile (first query, count, position of the first).
+    """Return the best keys [BLOCK_M, TOPK_POW2] of scored blocks begin to end - 1 for a tile's
+    rows.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
@@ -194,9 +194,7 @@ def _merge_splits_kernel(
     table_stride,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Select for ROWS index queries from the best blocks of all splits. Grid (BLOCK_M / ROWS,
-    tiles).
-    """
+    """Select for ROWS index queries from all splits' best blocks. Grid (BLOCK_M / ROWS, tiles)."""
     record = tiles + tl.program_id(1) * 4
     first, count, start = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

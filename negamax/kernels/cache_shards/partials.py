@@ -42,9 +42,7 @@ class PartialResults:
 
     @classmethod
     def of(cls, message: Tensor, q: Tensor) -> PartialResults:
-        """View the results of one rank or of several in `message`; shape and dtype are those of
-        `q`.
-        """
+        """View results of one rank or of several in `message`; shape and dtype are those of `q`."""
         num_tokens, heads, head_dim = q.shape
         out, lse = message.split(
             [q.numel() * q.element_size(), 4 * num_tokens * heads], dim=message.dim() - 1

@@ -108,9 +108,7 @@ def partial_prefill(q: Tensor, cache: KvCache, plan: PartialPrefillPlan) -> Part
 def partial_sparse_decode(
     q: Tensor, cache: KvCache, choice: BlockSelection, plan: SparseDecodePlan
 ) -> PartialResults:
-    """Run `cache_shards.sparse_decode`. Only the selection shows how many of its blocks are the
-    rank's, so the work is planned for all of them, and some programs have none.
-    """
+    """Run `cache_shards.sparse_decode`, planned for all selected blocks, some on other ranks."""
     found, shape, head_dim = PartialResults.empty(q), plan.shape, q.shape[2]
     own, lengths = filter_selection(choice, shape, bounds=plan.paged.queries.seq_lens)
     queries = replace(plan.paged.queries, block_tables=own.pages.flatten(0, 1))

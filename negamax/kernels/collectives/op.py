@@ -16,10 +16,7 @@ def all_reduce_add_rms(
     group: Collective | None,
     /,  # None: one rank
 ) -> Hidden:  # [T, width]
-    """Add the sum of x over parts and ranks to the residual, in place; return its norm.
-
-    Rounded after the sum over parts, after the sum over ranks and after the residual add.
-    """
+    """Add the sum of x over parts, then ranks to the residual, each rounded; return its norm."""
     total = sum_parts(x)
     if group is not None and group.size > 1:
         total = group.all_reduce(total)

@@ -34,9 +34,7 @@ def tiles_for(device: torch.device) -> ExchangeTiles:
 
 
 def two_shot(num_rows: int, *, world: int, words: int) -> bool:
-    """Return whether ranks sum a slice of each row and send the sums, instead of each summing whole
-    rows. Two ranks send the same amount either way.
-    """
+    """Return whether ranks sum a slice of each row and send the sums instead of whole rows."""
     return world > 2 and num_rows >= TWO_SHOT_ROWS and words % (world * 64) == 0
 
 

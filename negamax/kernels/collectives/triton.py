@@ -190,9 +190,7 @@ def _push_partials_kernel(
     WORLD: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Send one row to its owner. Neighboring programs send to different ranks, and each rank
-    begins with another one, so that all links are busy at all times. Grid (shard * WORLD,).
-    """
+    """Send one row to its owner; all links are busy at all times. Grid (shard * WORLD,)."""
     launch_dependents_then_wait(PDL)
     owner = (tl.program_id(0) + rank) % WORLD
     place = tl.program_id(0) // WORLD

@@ -49,9 +49,7 @@ def push(addresses, offset, index, data, flag, mask, WORLD: tl.constexpr):
 
 @triton.jit
 def _any_missing(word, flag, mask):
-    """Return whether some words do not carry `flag`: the largest difference of their flags, as
-    bits. That is two instructions a word, and a rank does nothing else while it waits.
-    """
+    """Return whether some words do not carry `flag`, by two instructions a word."""
     differs = tl.where(mask, (word >> 32).to(tl.int32) ^ flag.to(tl.int32), 0)
     return tl.max(agree(differs).to(tl.uint32, bitcast=True)) != 0
 

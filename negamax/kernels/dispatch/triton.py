@@ -67,9 +67,7 @@ def _dispatch_kernel(
     rank,
     WIDTHS: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Exchange one row of every rank. Its words in every rank's copy of the region are [2 buffers,
-    ROWS, WORLD senders, SLOT]: ids, then the columns. Grid (num_rows,).
-    """
+    """Exchange one row of every rank; its words are the ids, then the columns. Grid (num_rows,)."""
     WORLD: tl.constexpr = C.WORLD
     row = tl.program_id(0)
     choice = tl.arange(0, C.BLOCK_K)
@@ -128,9 +126,7 @@ def _combine_kernel(
     PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Combine one row of every rank. Its words in every rank's copy of the region are [2 buffers,
-    ROWS, WORLD senders, SLOT]. Grid (num_rows,).
-    """
+    """Combine one row of every rank. Grid (num_rows,)."""
     WORLD: tl.constexpr = C.WORLD
     dtype: tl.constexpr = sums.dtype.element_ty
     row = tl.program_id(0)

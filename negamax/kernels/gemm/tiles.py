@@ -214,8 +214,8 @@ def tiles_for(device: torch.device) -> GemmTiles:
 
 
 def cublas_is_faster(M: int, num_weights: int) -> bool:
-    """Return whether cuBLAS computes an FP8 GEMM faster: at [8192, 3072] x [3072, 2048] 89 us
-    against 112, at 512 tokens 16 against 11.
+    """Return whether cuBLAS multiplies FP8 faster: 8192 tokens 89 us against 112, 512 16 against
+    11.
     """
     return M % CUBLAS_MULTIPLE == 0 and M * num_weights > CUBLAS_PRODUCTS
 

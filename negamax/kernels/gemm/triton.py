@@ -341,10 +341,7 @@ def linear(
     out: Tensor | None = None,
     in_parts: bool = False,
 ) -> Tensor:
-    """Multiply x [M, K] -> x W^T [M, N] in `out_dtype`, rounded once from fp32 sums.
-
-    `out`: contiguous, of that shape and dtype; for 16-bit weights.
-    """
+    """Multiply x [M, K] -> x W^T [M, N], rounded once; `out` is contiguous, for 16-bit weights."""
     dtype = out_dtype or model_dtype(x)
     M = (x.q if isinstance(x, QuantizedActivations) else x).shape[0]
     if M == 0:

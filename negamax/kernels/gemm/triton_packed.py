@@ -85,9 +85,7 @@ def linear(
     out: Tensor | None = None,
     in_parts: bool = False,
 ) -> Tensor:
-    """Multiply x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of x), rounded once from fp32
-    sums. With `in_parts` and few tokens the result is parts of it [M, P, N], each rounded.
-    """
+    """Multiply x [M, K] -> [M, N], rounded once; `in_parts`, few tokens: parts [M, P, N]."""
     x, weight = unquantized(x).contiguous(), prepared.weight
     packing: Packing = weight.packing
     M, N = x.shape[0], weight.num_rows

@@ -69,9 +69,7 @@ def linear(
     out: Tensor | None = None,
     in_parts: bool = False,
 ) -> Tensor:
-    """Multiply x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of x), rounded once from exact
-    (int8) or fp32 sums. With more than tiles.SPLIT_K_MAX_M tokens x is rounded first.
-    """
+    """Multiply x [M, K] -> [M, N]; x is rounded first with more than tiles.SPLIT_K_MAX_M tokens."""
     x, weight = unquantized(x).contiguous(), prepared.weight
     M, N = x.shape[0], weight.num_rows
     if M <= tiles.SPLIT_K_MAX_M:

@@ -20,10 +20,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class KvCache(NamedTuple):
-    """A layer's caches [num_blocks, kv_heads, block_size, head_dim].
-
-    They hold keys / scales[0] and values / scales[1].
-    """
+    """A layer's keys / scales[0], values / scales[1]: [blocks, kv_heads, block_size, head_dim]."""
 
     k: Tensor
     v: Tensor
@@ -48,10 +45,7 @@ class TokenPlaces(NamedTuple):
 
 
 def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
-    """Return the rows [T * kv_heads] int64 of slots [T] in the cache viewed as [-1, head_dim].
-
-    Slot -1 (padding) gives negative rows, which GPU kernels skip.
-    """
+    """Return the cache rows [T * kv_heads] int64 of slots [T]; negative for slot -1 (padding)."""
     blocks, offsets = slots // block_size, slots % block_size
     heads = torch.arange(kv_heads, device=slots.device)
     rows = (blocks.unsqueeze(1) * kv_heads + heads) * block_size + offsets.unsqueeze(1)
@@ -89,10 +83,7 @@ def slots_of(
 
 
 def write(k: Tensor, v: Tensor, cache: KvCache, rows: Tensor) -> None:
-    """Write k, v [T, kv_heads, head_dim] at `rows` [T * kv_heads] of `cache_rows`.
-
-    They are divided by the scales and rounded to the caches' dtype; FP8 saturates.
-    """
+    """Write k, v [T, kv_heads, head_dim], divided by the scales, at `rows`; FP8 saturates."""
     store(k, cache.k, rows, scale=cache.scales[0])
     store(v, cache.v, rows, scale=cache.scales[1])
 

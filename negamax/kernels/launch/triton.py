@@ -124,9 +124,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def sum_over_threads(sums, NUM: tl.constexpr):
-    """Sum NUM (a power of 2) tensors [threads] -> [NUM], by one reduction over [threads, 2, 2,
-    ...].
-    """
+    """Sum NUM (a power of 2) tensors [threads] -> [NUM], by one reduction."""
     for level in tl.static_range(8):
         if NUM >> (level + 1) > 0:
             joined = ()

@@ -130,10 +130,7 @@ class SelectedExperts(NamedTuple):
 
 
 class ExpertWeights(Protocol):
-    """What the `prepare` of `EXPERTS` returns.
-
-    Only the `run` of the same provider reads it, but the weights of an expert can be copied.
-    """
+    """What the `prepare` of `EXPERTS` returns: the weights of an expert can be copied."""
 
     def tensors(self, expert: int) -> list[Tensor]:
         """Return all tensors of an expert, by its index in this object: copies or views."""
@@ -179,9 +176,8 @@ def _values(weight: StoredWeight) -> Tensor:
 
 
 def experts(x: Hidden, selected: SelectedExperts, stacked: Prepared, /) -> Tensor:
-    """Compute the selected experts of x [T, hidden] -> [T, hidden], or its parts [T, P, hidden].
-
-    `stacked` holds the experts of this rank.
+    """Compute the experts `stacked` of this rank for x [T, hidden] -> [T, hidden], or [T, P,
+    hidden].
     """
     gate_up, down, activation = stacked.gate_up, stacked.down, stacked.activation
     x = unquantized(x)

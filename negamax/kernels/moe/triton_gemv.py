@@ -106,9 +106,7 @@ def _gate_up_gemv_kernel(
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N columns of h of one pair: silu(gate x) * (up x). Grid (pairs * WIDTH /
-    BLOCK_N,).
-    """
+    """Compute BLOCK_N columns of h of one pair. Grid (pairs * WIDTH / BLOCK_N,)."""
     TILES_N: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_N)
     pair, first_n = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N * BLOCK_N
     x_ptr += (pair // TOP_K) * E.HIDDEN

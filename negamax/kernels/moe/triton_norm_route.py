@@ -8,7 +8,7 @@ Every program of the router reads all tokens anyway. Here each program reads the
 and normalizes them itself, which saves a launch and a way through memory. One program changes the
 residual, after the logits of all programs have arrived.
 
-Rows, also those of the gate, are words of two columns (`launch/words.py`).
+Rows, also those of the gate, are words of two columns (`launch/triton_words.py`).
 """
 
 import triton

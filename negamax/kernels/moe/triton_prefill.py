@@ -71,9 +71,7 @@ def _count_pairs_kernel(
     num_experts,
     EXPERTS_POW2: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Count in counts[p, e] the pairs of program p, `span` of them, that chose expert first_expert
-    + e.
-    """
+    """Count in counts[p, e] the `span` pairs of program p that chose expert first_expert + e."""
     wait_then_launch_dependents(PDL)
     begin = tl.program_id(0) * span
     end = tl.minimum(begin + span, num_pairs)

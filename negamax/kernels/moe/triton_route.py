@@ -378,9 +378,7 @@ def prepare_gate(
     shared: bool = False,
     spin_wait: bool = True,
 ) -> PreparedGate:
-    """Prepare gate [experts, hidden] fp32, split exactly into three bf16 addends, and bias
-    [experts]. Without `spin_wait` the last program of a tile of tokens chooses for all of them.
-    """
+    """Prepare gate [experts, hidden] fp32, split exactly into three bf16 addends, and the bias."""
     hi = gate.float().bfloat16()
     rest = gate.float() - hi.float()
     mid = rest.bfloat16()

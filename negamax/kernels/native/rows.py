@@ -171,9 +171,7 @@ def plan_decode(
 
 
 def decode(q: Tensor, cache: KvCache, plan: tuple[Tensor, Tensor]) -> Tensor:
-    """Attend in place with q [S, heads, head_dim] -> [S, heads * head_dim]; a gather takes 3x
-    bytes.
-    """
+    """Attend in place with q [S, heads, head_dim]; a gather would move three times the bytes."""
     assert q.is_contiguous()
     assert cache.is_unscaled(q.dtype), "scaled caches are read on the GPU only"
     tables, lengths = plan

@@ -70,9 +70,7 @@ def normalize_row(
     x_even, x_odd, residual_words, weight_words, row, index, mask, residual, eps,
     WORDS: tl.constexpr, GEMMA: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add x [BLOCK] fp32, 0 where masked, to a row of `residual`, whose words are
-    `residual_words`, in place; return the norm of the residual as words.
-    """
+    """Add x [BLOCK] fp32 to a row of `residual` in place; return its norm as words."""
     at = row.to(tl.int64) * WORDS + index
     even, odd = unpack(residual_words, DTYPE)
     total = pack_pair(even + x_even, odd + x_odd, DTYPE)

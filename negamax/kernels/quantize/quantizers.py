@@ -21,10 +21,7 @@ def to_e4m3(
     largest: float = E4M3_MAX,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> Codes:
-    """Quantize matrix [N, K] fp32 to e4m3 with an fp32 scale per block of rows and columns.
-
-    The largest magnitude of a block becomes `largest`.
-    """
+    """Quantize matrix [N, K] fp32 to e4m3, scaled so that a block's maximum becomes `largest`."""
     scale = _positive(_largest(matrix, block) / largest)
     values = (matrix / _spread(scale, block, matrix)).clamp_(-largest, largest)
     return Codes(values.to(dtype), scale, block)
@@ -115,10 +112,7 @@ def _power_of_two(scale: Tensor) -> Tensor:
 
 
 def _e2m1(numbers: Tensor) -> Tensor:
-    """The nearest FP4 code of each number, uint8; ties go to the even code.
-
-    The values are 0.5 apart up to 2, 1 up to 4 and 2 up to 6.
-    """
+    """The nearest FP4 code of each number, uint8; ties go to the even code."""
     size = numbers.abs()
     upper = (2 + size.round()).where(size < 4, 4 + (size / 2).round())
     code = (2 * size).round().where(size < 2, upper).clamp_(max=7)

@@ -108,10 +108,7 @@ def check_entries(
     *,
     name: str,
 ) -> None:
-    """Compare `found`, the part `part` of the tensor `name`, with what the format fixes of it.
-
-    Errors: `CheckpointError`.
-    """
+    """Check the part `part` of the tensor `name` against the format. Errors: `CheckpointError`."""
     groups = 0
     if stored.group:
         groups = 1 if stored.group == -1 else -(-shape[1] // stored.group)

@@ -160,9 +160,7 @@ def pick(
     positions: Tensor,  # [R] int64
     group: Collective | None = None,
 ) -> Tensor:  # [R] int64
-    """Run `sampling.pick`. Scaled logits and the noise may differ in their last bits, and so may a
-    choice between near equals.
-    """
+    """Run `sampling.pick`; scaled logits and noise may differ in their last bits."""
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
@@ -351,9 +349,7 @@ def _draw_leading_kernel(
     SLOT: tl.constexpr,  # words per row and sender in the region
     BLOCK: tl.constexpr, STRIP: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Draw for one row. The leading tokens are in the COUNT strips with the largest maxima, and
-    nothing else of the row is read. Grid (R,).
-    """
+    """Draw for one row, from the COUNT strips with the largest maxima alone. Grid (R,)."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     launch_dependents_then_wait(PDL)

@@ -22,10 +22,7 @@ def draw(
     std: float,
     generator: torch.Generator,
 ) -> Tensor:
-    """Draw `tensor` of matrices in the format `stored` with standard deviation `std`.
-
-    `shape` is that of `tensor`, with any leading dimensions.
-    """
+    """Draw `tensor` [.., its shape in `stored`] of matrices with standard deviation `std`."""
     dtype, device = getattr(torch, tensor.dtypes[0]), generator.device
     if tensor.role is Role.VALUES:
         return _values(stored.element, dtype, shape, generator=generator)

@@ -120,9 +120,7 @@ def multiply(
 
 @triton.jit
 def _rows(offs, left, BLOCK_N: tl.constexpr, APART: tl.constexpr):
-    """Return the distance of rows `offs` (multiples of 8) from a tile's first row, and their
-    validity.
-    """
+    """Return the distance of rows `offs` (multiples of 8) from a tile's first, and validity."""
     of_part = tl.max_contiguous(tl.multiple_of(offs % BLOCK_N, 8), 8)
     part = tl.max_constancy(offs // BLOCK_N, 8)
     return of_part + part * APART, of_part < left
@@ -130,9 +128,7 @@ def _rows(offs, left, BLOCK_N: tl.constexpr, APART: tl.constexpr):
 
 @triton.jit
 def compute_load_order(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Return [ROWS] the rows of a tile in the order in which they are loaded: the tensor cores have
-    16 rows in a warp, and a register holds eight of them.
-    """
+    """Return [ROWS] the rows of a tile in the order of loads: a register holds eight rows."""
     WARPS: tl.constexpr = min(NUM_WARPS, ROWS // 16)
     offs = tl.arange(0, ROWS)
     in_warp = offs // (8 * WARPS) % 2 * 8 + offs % 8
@@ -287,9 +283,7 @@ def scale_to_fp32(scale, P: tl.constexpr):
 
 @triton.constexpr_function
 def _bits_of_scale(P: Any, DTYPE: Any) -> int:
-    """Return the addend to the bits of scales in e8m0 and e5m3, moved to their places in bf16, that
-    yields the scales times `_factor`.
-    """
+    """Return the addend that turns bits of e8m0 and e5m3 in bf16 into scales times `_factor`."""
     return (exponent(P, DTYPE) + (0 if P.SCALE == "e8m0" else 127 - layout.E5M3_BIAS)) << 7
 
 
@@ -445,9 +439,7 @@ def _number(code, scale, added, P: tl.constexpr):
 
 @triton.constexpr_function
 def _offset(P: Any, DTYPE: Any) -> float:
-    """Return the addend of codes without their zero points. In pairs 4 bits are unpacked as the
-    code plus 128, 8 bits as the code less 128.
-    """
+    """Return the addend of codes without zero points: unpacked as the code + 128 or - 128."""
     if P.ELEMENT not in ("uint4", "uint8"):
         return 0.0
     zero = 0.0 if P.ZEROS else 8.0

@@ -137,8 +137,8 @@ def _load_side(
     ptr, rows, num_rows, step: tl.constexpr, P: tl.constexpr, NUM_WARPS: tl.constexpr, split,
     SPLIT_K: tl.constexpr, IN_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Load scales or zero points of a step as stored -> [4, 8, NUM_WARPS, ROWS / 8, entries]. Each
-    thread loads those of its own codes, so that none need be passed on.
+    """Load a step's scales or zero points -> [4, 8, NUM_WARPS, ROWS / 8, entries], each for its
+    thread.
     """
     ENTRIES: tl.constexpr = side_entries(P, IN_WORDS)
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
@@ -159,9 +159,7 @@ def multiply_weight(
     loaded, x_ptr, x_rows, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, split=0,
     SPLIT_K: tl.constexpr = 1,
 ):  # fmt: skip
-    """Multiply `loaded` of `load_weight` with the rows `x_rows` [TOKENS] of x [any, K] -> [ROWS,
-    TOKENS] fp32, without the scales per row, over the columns that were loaded.
-    """
+    """Multiply `loaded` with rows of x [any, K] -> [ROWS, TOKENS] fp32, without scales per row."""
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
     STEPS: tl.constexpr = _steps(P, WARPS)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -186,9 +184,7 @@ def multiply_token(
     loaded, x_ptr, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, split=0,
     SPLIT_K: tl.constexpr = 1,
 ):  # fmt: skip
-    """Multiply `loaded` of `load_weight` with one token x [K] -> [ROWS] fp32, without the scales
-    per row, over the columns that were loaded.
-    """
+    """Multiply `loaded` with one token x [K] -> [ROWS] fp32, without the scales per row."""
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
     STEPS: tl.constexpr = _steps(P, WARPS)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty

@@ -96,9 +96,7 @@ def _round_kernel(
 
 
 def round_activations(x: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    """Round x [M, K] bf16 or fp16, contiguous, M above 0, for products with a weight of `packing`
-    -> values [M, K_PACKED] int8 or e4m3, scales [M] fp32.
-    """
+    """Round x [M, K], M > 0 -> values [M, K_PACKED] int8 or e4m3, scales [M] fp32."""
     M, K = x.shape
     assert K == packing.K and x.is_contiguous(), (x.shape, packing)
     q = torch.empty((M, packing.K_PACKED), dtype=rounded_dtype(packing), device=x.device)
