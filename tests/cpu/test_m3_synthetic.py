@@ -63,11 +63,10 @@ def test_batches_reach_as_many_experts_as_uniform_routing_would() -> None:
         last[f"s{number}"] = run.step([(f"s{number}", prompt)])[f"s{number}"][-1]
         count(48)
     for _ in range(10):
-        drawn = {
-            name: torch.multinomial(logits.softmax(-1), 1, generator=generator)
-            for name, logits in last.items()
-        }
-        rows = [(name, [int(token)]) for name, token in drawn.items()]
+        rows = []
+        for name, logits in last.items():
+            drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            rows.append((name, [int(drawn)]))
         last = {name: logits[-1] for name, logits in run.step(rows).items()}
         count(32)
     for batch, each in counts.items():

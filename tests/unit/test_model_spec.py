@@ -242,53 +242,34 @@ def check_refused(config: Config, words: str) -> None:
     assert words in caught.value.message
 
 
-@pytest.mark.parametrize(("field", "value", "words"), REFUSED)
-def test_refuses_unsupported_values_of_m2(field: str, value: Any, words: str) -> None:
-    check_refused(change(M2, **{field: value}), words)
-
-
-@pytest.mark.parametrize(("field", "value", "words"), REFUSED_BY_M3)
-def test_refuses_unsupported_values_of_m3(field: str, value: Any, words: str) -> None:
-    check_refused(change(M3_TEXT, **{field: value}), words)
-
-
-@pytest.mark.parametrize(("field", "value", "words"), REFUSED_IN_SPARSE)
-def test_refuses_unsupported_sparse_attention(field: str, value: Any, words: str) -> None:
-    check_refused(change_sparse(**{field: value}), words)
-
-
-@pytest.mark.parametrize(("field", "value", "words"), REFUSED_AROUND)
-def test_refuses_unsupported_values_around_the_text_model(
-    field: str, value: Any, words: str
-) -> None:
-    check_refused(change(M3, **{field: value}), words)
-
-
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-M2_SIZES = (*SIZES, "num_key_value_heads", "max_position_embeddings", "intermediate_size")
-M3_SIZES = ("dense_intermediate_size", "routed_scaling_factor", "swiglu_alpha", "swiglu_limit")
+M2_SIZES = (
+    *SIZES, "num_key_value_heads", "max_position_embeddings", "intermediate_size",
+    "num_local_experts", "num_experts_per_tok",
+)  # fmt: skip
+M3_SIZES = (
+    "dense_intermediate_size", "routed_scaling_factor", "swiglu_alpha", "swiglu_limit",
+    "shared_intermediate_size", "num_local_experts",
+)  # fmt: skip
+SPARSE_SIZES = ("index_dim", "num_index_heads", "topk_blocks", "block_size", "attention_freq")
+NO_METHOD = "no method: quant_method is None"
+ALL_REFUSED = [
+    *((change(M2, **{field: value}), words) for field, value, words in REFUSED),
+    *((change(M3_TEXT, **{field: value}), words) for field, value, words in REFUSED_BY_M3),
+    *((change_sparse(**{field: value}), words) for field, value, words in REFUSED_IN_SPARSE),
+    *((change(M3, **{field: value}), words) for field, value, words in REFUSED_AROUND),
+    *((leave_out(M2, field), f"no {field}") for field in M2_SIZES),
+    *((leave_out(M3_TEXT, field), f"no {field}") for field in M3_SIZES),
+    *((change_sparse(**{f"sparse_{name}": ...}), f"no sparse_{name}") for name in SPARSE_SIZES),
+    (leave_out(M2, "architectures", "model_type"), "neither architectures nor model_type"),
+    (change(M2, quantization_config={"quant_method": None}), NO_METHOD),
+    (change(M2, quantization_config={"bits": 4}), NO_METHOD),
+]
 
 
-@pytest.mark.parametrize("field", [*M2_SIZES, "num_local_experts", "num_experts_per_tok"])
-def test_refuses_m2_without_a_size(field: str) -> None:
-    check_refused(leave_out(M2, field), f"no {field}")
-
-
-@pytest.mark.parametrize("field", [*M3_SIZES, "shared_intermediate_size", "num_local_experts"])
-def test_refuses_m3_without_a_size(field: str) -> None:
-    check_refused(leave_out(M3_TEXT, field), f"no {field}")
-
-
-@pytest.mark.parametrize(
-    "field", ["index_dim", "num_index_heads", "topk_blocks", "block_size", "attention_freq"]
-)
-def test_refuses_sparse_attention_without_a_size(field: str) -> None:
-    check_refused(change_sparse(**{f"sparse_{field}": ...}), f"no sparse_{field}")
-
-
-def test_refuses_a_config_without_a_model_name() -> None:
-    nameless = leave_out(M2, "architectures", "model_type")
-    check_refused(nameless, "neither architectures nor model_type")
+@pytest.mark.parametrize(("config", "words"), ALL_REFUSED, ids=[words for _, words in ALL_REFUSED])
+def test_refuses_unsupported_and_absent_values(config: Config, words: str) -> None:
+    check_refused(config, words)
 
 
 @pytest.mark.parametrize(
@@ -306,11 +287,6 @@ def test_refuses_unsupported_quantization_by_name(field: str, value: Any) -> Non
     spec = read_spec(change(M2, quantization_config={**FP8, field: value}))
     with pytest.raises(ConfigError, match=rf"quantization_config\.{field} is .*; supported: "):
         detect(spec.quantization)
-
-
-@pytest.mark.parametrize("description", [{"quant_method": None}, {"bits": 4}])
-def test_refuses_quantization_without_a_method(description: Config) -> None:
-    check_refused(change(M2, quantization_config=description), "no method: quant_method is None")
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "int4"])

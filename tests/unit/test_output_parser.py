@@ -245,35 +245,33 @@ def test_text_streams_as_soon_as_it_is_certain(name: str) -> None:
 
 
 QUOTED = 'see </think> and <minimax:tool_call>\n<invoke name="write_file">'
+TOKENS_ONLY = dataclasses.replace(MINIMAX_M2, patterns=(), beginnings=NO_BEGINNINGS)
+M3_IDS = {"<mm:think>": 59, "</mm:think>": 60}
+M3_THINKING = ["<mm:think>", "a </mm:think> b", "</mm:think>", "ok"]
+M3_PING = ["]<", "]mini", "max[>[", "<tool_call>\n", M, '<invoke name="ping">', M, "</invoke>"]
 
 
 @pytest.mark.parametrize(
-    ("pieces", "reasoning", "content"),
+    ("format", "ids", "texts", "expected"),
     [
-        (
-            [TextPiece(QUOTED, None), CLOSER, TextPiece("\n\nthe answer", None)],
-            QUOTED,
-            "the answer",
-        ),
-        ([TextPiece("a <", None), CLOSER, TextPiece("b", None)], "a <", "b"),
+        (MINIMAX_M2, TAG_IDS, [QUOTED, "</think>", "\n\nthe answer"], (QUOTED, "the answer")),
+        (MINIMAX_M2, TAG_IDS, ["a <", "</think>", "b"], ("a <", "b")),
+        (TOKENS_ONLY, TAG_IDS, ["a </think> <", "</think>", '<invoke name="f">'],
+         ("a </think> <", '<invoke name="f">')),
+        # markers of calls also count as text
+        (MINIMAX_M3, M3_IDS, M3_THINKING + M3_PING, ("a </mm:think> b", "ok", "ping")),
     ],
-)
+)  # fmt: skip
 def test_tags_with_ids_count_only_as_tokens(
-    pieces: list[TextPiece], reasoning: str, content: str
+    format: OutputFormat, ids: dict[str, int], texts: list[str], expected: tuple[str, ...]
 ) -> None:
-    output = parsing.read_chunks(MINIMAX_M2, [pieces], tools=TOOLS, tag_ids=TAG_IDS)
-    assert output == ParsedOutput(reasoning, content, [])
-
-
-def test_m3_markers_count_as_text_too_when_think_tags_have_ids() -> None:
-    texts = ("]<", "]mini", "max[>[", "<tool_call>\n", M, '<invoke name="ping">', M, "</invoke>")
-    pieces = [TextPiece("<mm:think>", 59), TextPiece("a </mm:think> b", 1)]
-    pieces += [TextPiece("</mm:think>", 60), TextPiece("ok", 2)]
-    pieces += [TextPiece(text, 58 if text == M else None) for text in texts]
-    ids = {"<mm:think>": 59, "</mm:think>": 60}
-    output = parsing.read_chunks(MINIMAX_M3, [pieces], tools=TOOLS, tag_ids=ids)
-    assert (output.reasoning, output.content) == ("a </mm:think> b", "ok")
-    assert [call.name for call in output.tool_calls] == ["ping"]
+    pieces = [TextPiece(text, ids.get(text)) for text in texts]
+    in_reasoning = format is not MINIMAX_M3
+    output = parsing.read_chunks(
+        format, [pieces], tools=TOOLS, in_reasoning=in_reasoning, tag_ids=ids
+    )
+    names = [call.name for call in output.tool_calls]
+    assert (output.reasoning, output.content, *names) == expected
 
 
 @pytest.mark.parametrize("thinking", [Thinking.SPLIT, Thinking.APPEND])
@@ -285,13 +283,6 @@ def test_a_closer_that_is_a_token_is_never_content(thinking: Thinking, step: int
     options: dict[str, Any] = {"in_reasoning": False, "tag_ids": TAG_IDS, "thinking": thinking}
     output = parsing.read_chunks(MINIMAX_M2, chunks, **options)
     assert output == ParsedOutput(None, "So `</think>` ends it.\n\nYes.", [])
-
-
-def test_a_format_may_have_no_tags_in_text() -> None:
-    tokens_only = dataclasses.replace(MINIMAX_M2, patterns=(), beginnings=NO_BEGINNINGS)
-    pieces = [TextPiece("a </think> <", None), CLOSER, TextPiece('<invoke name="f">', None)]
-    output = parsing.read_chunks(tokens_only, [pieces], in_reasoning=True, tag_ids=TAG_IDS)
-    assert output == ParsedOutput("a </think> <", '<invoke name="f">', [])
 
 
 @pytest.mark.parametrize(

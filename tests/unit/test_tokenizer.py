@@ -63,20 +63,15 @@ def test_control_tokens_are_dropped_and_tags_are_kept() -> None:
     assert not any(TOKENIZER.is_special(TOKENIZER.token_id(tag)) for tag in TAGS)
 
 
-def test_tags_flagged_as_control_tokens_are_kept_anyway(tmp_path: Path) -> None:
+def test_flags_of_the_config_count_except_for_tags(tmp_path: Path) -> None:
     definition = json.loads(definition_text())
     for token in definition["added_tokens"]:
         token["special"] = True
     tokenizer = Tokenizer.from_folder(write(tmp_path, definition=json.dumps(definition)))
     assert tokenizer.decode(tokenizer.encode("a<think>b[e~[")) == "a<think>b"
-
-
-def test_config_flags_overrule_the_definition(tmp_path: Path) -> None:
     token_id = TOKENIZER.token_id("<reponame>")
-    config = {
-        **json.loads(config_text()),
-        "added_tokens_decoder": {str(token_id): {"content": "<reponame>", "special": False}},
-    }
+    flags = {str(token_id): {"content": "<reponame>", "special": False}}
+    config = {**json.loads(config_text()), "added_tokens_decoder": flags}
     tokenizer = Tokenizer.from_folder(write(tmp_path, config=json.dumps(config)))
     assert TOKENIZER.is_special(token_id)
     assert not tokenizer.is_special(token_id)
