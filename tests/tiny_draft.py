@@ -26,6 +26,10 @@ Proposal = tuple[list[int], list[int]]  # known tokens, and the draft tokens aft
 # Differences of drafts: config fields, own embedding and head, and file layout ("specforge").
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"draft_vocab_size": 40, "num_key_value_heads": 2},
+    "32-bit offsets": {
+        "draft_vocab_size": 40, "num_key_value_heads": 2, "own_embedding": True,
+        "offsets": torch.int32,
+    },
     "full vocabulary, norms": {
         "fc_norm": True, "norm_output": True, "own_embedding": True,
         "layout": "torchspec",
@@ -173,7 +177,7 @@ def make(
     variant: str, folder: Path, *, vocab_size: int, hidden_size: int, ids: list[int]
 ) -> tuple[dict[str, Any], Weights, str]:
     """Write a variant that reads the outputs of layers `ids`; return config, tensors, path."""
-    parts = ("own_embedding", "own_head", "layout")
+    parts = ("own_embedding", "own_head", "layout", "offsets")
     options = VARIANTS[variant]
     own = {name: value for name, value in options.items() if name not in parts}
     nested = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
@@ -181,6 +185,8 @@ def make(
     fields = config(**sizes | {"eagle_config": nested} | own)
     made = {name: options[name] for name in ("own_embedding", "own_head") if name in options}
     tensors = weights(fields, 7, **made)
+    if "offsets" in options:
+        tensors["d2t"] = tensors["d2t"].to(options["offsets"])
     layout = options.get("layout", "specforge")
     return fields, tensors, save(fields, tensors, folder, layout=layout)
 

@@ -69,8 +69,8 @@ class PagedKind:
 
     def __init__(
         self,
-        decode: Op[..., Any],
-        prefill: Op[..., Any],
+        decode: Op[Any, Any],
+        prefill: Op[Any, Any],
         *,
         frequencies: Tensor,
         quantize: bool,

@@ -98,7 +98,7 @@ def check_proposals(
     return found
 
 
-CASES = [("plain", "plain"), ("speculators", "plain"), ("biases, two layers", "chunks")]
+CASES = [("32-bit offsets", "plain"), ("speculators", "plain"), ("biases, two layers", "chunks")]
 CASES += [("plain", "preempted"), ("plain", "rests in between")]
 REST = [(variant, "plain") for variant in VARIANTS] + [("plain", "chunks")]
 
@@ -255,18 +255,6 @@ def test_refuses_invalid_files_of_a_draft(
         engine(folder, path)
     assert words in caught.value.message
     assert caught.value.message.startswith(f"draft {path}: ")
-
-
-def test_offsets_of_32_bits_are_read_as_those_of_64(
-    folder: Path, target: Any, expected: list[list[int]], draft: Draft,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    config, tensors, path = draft
-    tiny_draft.save(config, tensors | {"d2t": tensors["d2t"].int()}, Path(path))
-    seen = tiny_draft.watch(monkeypatch.setattr)
-    with engine(folder, path) as llm:
-        assert outputs(llm) == expected
-    assert check_proposals(seen, target, expected, draft) == 0
 
 
 def test_the_memory_of_a_draft_is_counted_and_refused_with_numbers(

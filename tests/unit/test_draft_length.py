@@ -259,14 +259,6 @@ def test_untimed_steps_make_no_trials(name: str) -> None:
         assert engine.share_of_best([(rows, 600, CURVES[name])], is_timed=False) > 0.97
 
 
-def test_same_calls_give_the_same_choices() -> None:
-    times = measured(0.05, random.Random(2))
-    runs = [Engine(AdaptiveDraftLength(LENGTHS, times), 8, noise=0.2) for _ in range(2)]
-    for engine in runs:
-        engine.run(500, CURVES["falling"])
-    assert runs[0].chosen == runs[1].chosen
-
-
 def test_chooses_only_given_lengths() -> None:
     engine = Engine(AdaptiveDraftLength((1, 3)), 1, noise=0.03)
     engine.run(600, CURVES["M3"])

@@ -196,17 +196,6 @@ def test_stop_rules(
     assert scheduler.num_free_blocks == scheduler.limits.num_blocks
 
 
-def test_decode_is_planned_before_its_input_token_is_known() -> None:
-    scheduler = make_scheduler()
-    scheduler.add("a")
-    plans = scheduler.next_plans(3)
-    assert list(scheduler.starts.values()) == [[0], [4], [5]]
-    for plan, token in zip(plans, (11, 12, 13), strict=True):
-        (update,) = scheduler.commit(plan, make_result(plan, [token]))
-        assert update.token_ids == [token]
-    assert scheduler.generated_tokens == 3
-
-
 @pytest.mark.parametrize(("max_model_len", "max_tokens"), [(128, 2), (6, 100)])
 def test_never_planned_past_a_length_limit(max_model_len: int, max_tokens: int) -> None:
     scheduler = make_scheduler(max_model_len=max_model_len)
@@ -215,16 +204,6 @@ def test_never_planned_past_a_length_limit(max_model_len: int, max_tokens: int) 
     assert scheduler.plan() is None and scheduler.has_unfinished
     updates = [scheduler.commit(plan)[0] for plan in plans]
     assert [update.finish_reason for update in updates] == [None, "length"]
-
-
-def test_rows_in_flight_of_a_finished_request_are_dropped() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_all(a=4, b=4)
-    first, second = scheduler.next_plans(2)
-    updates = scheduler.commit(first, make_result(first, [EOS, 5]))
-    assert [update.finish_reason for update in updates] == ["stop", None]
-    (update,) = scheduler.commit(second, make_result(second, [8, 9]))
-    assert (update.request_id, update.token_ids) == ("b", [9])
 
 
 def test_abort_frees_at_once_and_drops_rows_in_flight() -> None:

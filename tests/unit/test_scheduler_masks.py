@@ -32,6 +32,7 @@ def test_a_plan_lists_sampled_rows_with_grammars() -> None:
     add(scheduler, "long", 9)
     first = scheduler.next_plan()
     assert (first.needs_sampling, first.grammar_rows) == ([True, False], [])
+    assert all(row.sampling.grammar is None for row in first.new_rows)  # the engine alone reads it
     scheduler.commit(first)
     second = scheduler.next_plan()
     (row,) = scheduler.grammar_rows(second)
@@ -48,13 +49,6 @@ def test_without_constrained_requests_no_row_waits_for_a_bitmask() -> None:
     add(scheduler, "c")
     scheduler.end("c", "abort")
     assert scheduler.next_plan().grammar_rows == []
-
-
-def test_the_worker_gets_no_grammar() -> None:
-    scheduler = make_scheduler()
-    add(scheduler, "a")
-    (row,) = scheduler.next_plan().new_rows
-    assert row.sampling.grammar is None and row.sampling.max_tokens == 8
 
 
 def test_a_postponed_row_is_sampled_again_and_others_go_on() -> None:

@@ -61,25 +61,6 @@ def test_last_running_request_skips_a_step_instead_of_preempting_better_ones() -
     assert scheduler.starts[plans[5].step_id] == [8] and scheduler.preemption_count == 0
 
 
-def test_tokens_in_flight_still_reach_a_preempted_request() -> None:
-    scheduler = make_tight(6)
-    plans = scheduler.next_plans(6)
-    assert scheduler.preemption_count == 1 and plans[5].slots == [0]
-    for plan in plans[:5]:
-        assert [update.request_id for update in scheduler.commit(plan)] == ["a", "b"]
-    assert [update.request_id for update in scheduler.commit(plans[5])] == ["a"]
-    outputs = 5
-    resumed: list[StepPlan] = []
-    while scheduler.has_unfinished:
-        plan = scheduler.next_plan()
-        resumed += [plan] if plan.new_rows else []
-        outputs += sum(update.request_id == "b" for update in scheduler.commit(plan))
-    assert outputs == 8
-    ((row,),) = (plan.new_rows for plan in resumed)
-    assert (len(row.token_ids), row.prompt_len, row.token_ids[8:]) == (13, 8, [7] * 5)
-    assert (scheduler.starts[resumed[0].step_id], resumed[0].num_scheduled) == ([0], [13])
-
-
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_preempted_request_waits_for_its_tokens_in_flight(prefix_cache: bool) -> None:
     scheduler = make_tight(6, prefix_cache=prefix_cache)
