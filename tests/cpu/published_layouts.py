@@ -30,10 +30,8 @@ def plain(n: int, k: int) -> dict[str, Tensor]:
     return {"weight": ("BF16", (n, k))}
 
 
-def _rows(dtype: str, scale: Tensor) -> Stored:
-    """A scale per row; `scale` has the dtype and the dimensions beside the rows."""
-    kind, others = scale
-    return lambda n, k: {"weight": (dtype, (n, k)), "weight_scale": (kind, (n, *others))}
+def _quark_int8(n: int, k: int) -> dict[str, Tensor]:
+    return {"weight": ("I8", (n, k)), "weight_scale": ("F32", (n,))}
 
 
 def _fp8_blocks(scale: str = "weight_scale_inv") -> Stored:
@@ -273,14 +271,6 @@ PUBLISHED_M2 = {
         _compressed("pack-quantized", {"num_bits": 8}, _EXPERTS_ONLY),
         47, _packed(8, 128), attention=plain,
     ),
-    "int8": _everywhere(
-        (),
-        _compressed(
-            "int-quantized", {**described.INT8_ROWS, "group_size": None}, _GATES_PLAIN,
-            inputs=described.TOKENS,
-        ),
-        48, _rows("I8", ("BF16", (1,))),
-    ),
     "awq": _everywhere(
         # assumed: it leaves the same modules plain as similar checkpoints
         ("QuantTrio/MiniMax-M2-AWQ",), described.awq(["self_attn", "gate", "lm_head"]), 41, _awq,
@@ -312,15 +302,7 @@ PUBLISHED_M2 = {
             {**described.dynamic(described.QUARK_INT8_ROWS), "ch_axis": 1},
             exclude=["lm_head", *_EACH_GATE],
         ),
-        47, _rows("I8", ("F32", ())),
-    ),
-    "fp8 per channel": _everywhere(
-        (),
-        _compressed(
-            "float-quantized", {**described.E4M3_ROWS, "group_size": None}, _GATES_PLAIN,
-            inputs=described.FP8_TOKENS,
-        ),
-        48, _rows("F8_E4M3", ("BF16", (1,))),
+        47, _quark_int8,
     ),
     "nvfp4 of ModelOpt": _everywhere(
         ("nvidia/MiniMax-M2.5-NVFP4", "nvidia/MiniMax-M2.7-NVFP4"),
@@ -466,12 +448,6 @@ PUBLISHED_M3 = {
                                *_VISION, *_M3_GATES],
         },
         31, _MXFP8, others=_MXFP8,
-    ),
-    "m3, fp8": _m3(
-        (),
-        {**described.FP8,
-         "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head", *_VISION]},
-        60, _fp8_blocks(), others=_fp8_blocks(),
     ),
     "m3, nvfp4 of ModelOpt": _m3(
         ("nvidia/MiniMax-M3-NVFP4",),

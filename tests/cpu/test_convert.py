@@ -7,8 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from loading_support import (
 from m2_checkpoints import TINY, random_tensors, tiny_spec
 from safetensors.torch import load_file, save_file
 from stored_formats import FORMATS, sample, write
-from torch import Tensor
 
 from negamax.base.errors import CheckpointError, ConfigError, ResourceError
 from negamax.checkpoint.reader import CheckpointReader
@@ -173,7 +173,7 @@ def test_fnuz_blocks_declared_as_ocp_are_converted(
     assert all(one.error == 0 for one in compare(Source(source), tmp_path / "out"))
 
 
-def test_files_beside_the_weights_are_copied(bf16: Path, converted: dict[str, Path]) -> None:
+def test_copies_side_files(bf16: Path, converted: dict[str, Path]) -> None:
     folder = converted["fp8-block"]
     names = {path.name for path in folder.iterdir()}
     files = [f"model-{number:05d}-of-00003.safetensors" for number in range(3)]
@@ -222,13 +222,13 @@ def test_neuron_layout_matches_its_preprocessing(
     found = load_file(out / "model_layer0.safetensors")
     moe, attention = "layers.0.block_sparse_moe", "layers.0.self_attn"
     stacked = f"{moe}.expert_mlps.mlp_op"
+    both = ("weight", "scale")
     assert set(found) == {
         "layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight",
         f"{attention}.q_norm.weight", f"{attention}.k_norm.weight", f"{attention}.o_proj.weight",
-        *(f"{attention}.{n}_proj.{part}" for n in "qkv" for part in ("weight", "scale")),
+        *(f"{attention}.{name}_proj.{part}" for name in "qkv" for part in both),
         f"{moe}.router.linear_router.weight", f"{moe}.router.e_score_correction_bias",
-        *(f"{stacked}.{n}.{part}" for n in ("gate_up_proj", "down_proj")
-          for part in ("weight", "scale")),
+        *(f"{stacked}.{name}_proj.{part}" for name in ("gate_up", "down") for part in both),
     }  # fmt: skip
     assert found[f"{attention}.o_proj.weight"].dtype == torch.bfloat16
     stored = load_file(converted["fp8-block"] / "model-00000-of-00003.safetensors")
@@ -251,46 +251,53 @@ def test_neuron_layout_matches_its_preprocessing(
     assert found[f"{attention}.q_proj.scale"].shape == (256, 1)
 
 
-def killed(source: Path, destination: Path, after: int) -> None:
-    calls = 0
+def stop_at(call: int, stop: Callable[[], object]) -> Any:
+    """Return a progress callback whose `call`-th call stops the conversion."""
+    calls = iter(range(1, 10**9))
 
     def progress(done: int, total: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == after:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if next(calls) == call:
+            stop()
 
-    convert(conversion(source, destination, "int4"), progress=progress)
+    return progress
+
+
+def interrupt(source: Path, out: Path, to: str) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(conversion(source, out, to), progress=stop_at(20, stop))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("after", [full(1), 17, full(35)])
+@pytest.mark.parametrize(("after", "num_kept"), [full(1, 0), (17, 1), full(35, 2)])
 def test_killed_conversion_resumes(
-    after: int, bf16: Path, converted: dict[str, Path], tmp_path: Path
+    after: int, num_kept: int, bf16: Path, converted: dict[str, Path], tmp_path: Path
 ) -> None:
-    child = multiprocessing.get_context("fork").Process(
-        target=killed, args=(bf16, tmp_path / "out", after)
-    )
+    out = tmp_path / "out"
+    kill = stop_at(after, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    run = partial(convert, conversion(bf16, out, "int4"), progress=kill)
+    child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
-    assert not (tmp_path / "out" / "config.json").exists()
-    kept = {path: path.stat().st_ino for path in (tmp_path / "out").glob("*.safetensors")}
-    convert(conversion(bf16, tmp_path / "out", "int4"))
-    assert contents(tmp_path / "out") == contents(converted["int4"])
+    assert not (out / "config.json").exists()
+    kept = {path: path.stat().st_ino for path in out.glob("*.safetensors")}
+    convert(conversion(bf16, out, "int4"))
+    assert contents(out) == contents(converted["int4"])
     assert all(path.stat().st_ino == node for path, node in kept.items())
-    assert len(kept) == (0 if after == 1 else 1 if after == 17 else 2)
+    assert len(kept) == num_kept
 
 
 def test_damaged_complete_file_is_rewritten(
     bf16: Path, converted: dict[str, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        convert(conversion(bf16, out, "int4"), progress=interrupt_at(20))
+    interrupt(bf16, out, "int4")
     (file,) = out.glob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -299,19 +306,8 @@ def test_damaged_complete_file_is_rewritten(
     assert contents(out) == contents(converted["int4"])
 
 
-def interrupt_at(call: int) -> Any:
-    calls = iter(range(1, 10**9))
-
-    def progress(done: int, total: int) -> None:
-        if next(calls) == call:
-            raise KeyboardInterrupt
-
-    return progress
-
-
 def test_other_conversion_is_not_resumed(bf16: Path, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        convert(conversion(bf16, tmp_path / "out", "int4"), progress=interrupt_at(20))
+    interrupt(bf16, tmp_path / "out", "int4")
     with pytest.raises(CheckpointError, match=r"another conversion \(different: to\)"):
         convert(conversion(bf16, tmp_path / "out", "int8"))
 
@@ -333,7 +329,7 @@ def test_complete_conversion_is_not_repeated(bf16: Path, converted: dict[str, Pa
         ("fp8-block", "int4", r"rounds it a second time, with a relative error of about 11\.1%"),
     ],
 )
-def test_a_lossy_or_pointless_path_is_refused(
+def test_lossy_or_pointless_path_is_refused(
     first: str, to: str, message: str, converted: dict[str, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -395,8 +391,7 @@ def test_holes_are_refused_and_zeros_are_warned_of(
 def test_changed_weights_are_another_source(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
     convert(conversion(source, tmp_path / "done", "int8"))
-    with pytest.raises(KeyboardInterrupt):
-        convert(conversion(source, tmp_path / "begun", "int8"), progress=interrupt_at(20))
+    interrupt(source, tmp_path / "begun", "int8")
     tensors = load_file(source / FILES[0])
     save_file({name: -one for name, one in tensors.items()}, source / FILES[0])
     with pytest.raises(ConfigError, match=r"is another conversion \(different: source_digest\)"):
@@ -407,39 +402,33 @@ def test_changed_weights_are_another_source(tmp_path: Path) -> None:
         convert(conversion(source, tmp_path / "begun", "int8"))
 
 
+def refuse_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_full_disk_loses_only_the_file_being_written(
     bf16: Path, converted: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, left = TensorFile.write, 30
+    write, left, out = TensorFile.write, iter([True] * 30), tmp_path / "out"
 
-    def fail(self: TensorFile, planned: Any, tensor: Tensor) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(self, planned, tensor)
+    def write_some(*arguments: Any) -> None:
+        (write if next(left, False) else refuse_space)(*arguments)
 
-    monkeypatch.setattr(TensorFile, "write", fail)
+    monkeypatch.setattr(TensorFile, "write", write_some)
     with pytest.raises(ResourceError, match=r"out cannot be written: No space left"):
-        convert(conversion(bf16, tmp_path / "out", "int8"))
-    assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == [
-        "model-00000-of-00003.safetensors"
-    ]
+        convert(conversion(bf16, out, "int8"))
+    assert [path.name for path in out.glob("*.safetensors")] == ["model-00000-of-00003.safetensors"]
     monkeypatch.undo()
-    convert(conversion(bf16, tmp_path / "out", "int8"))
-    assert stored_bytes(tmp_path / "out") == stored_bytes(converted["int8"])
+    convert(conversion(bf16, out, "int8"))
+    assert stored_bytes(out) == stored_bytes(converted["int8"])
 
 
 def test_disk_full_at_the_start_leaves_no_obstacle(
     bf16: Path, converted: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill there leaves only the partial record, which does not block a new run."""
-
-    def fail(handle: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     out = tmp_path / "out"
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", refuse_space)
     with pytest.raises(ResourceError, match="run the same command again"):
         convert(conversion(bf16, out, "int8"))
     monkeypatch.undo()
@@ -502,9 +491,9 @@ def peak(sources: list[Path], results: Any) -> None:
 
 
 def test_memory_is_at_most_two_layers(tmp_path: Path) -> None:
-    """Compare a four-layer model with real matrix counts to a tiny model."""
+    """Compare a three-layer model with real matrix counts to a tiny model."""
     sizes = {
-        "num_hidden_layers": 4, "intermediate_size": 512, "num_local_experts": 40,
+        "num_hidden_layers": 3, "intermediate_size": 512, "num_local_experts": 40,
         "vocab_size": 20_000,  # a third of a layer, as in M2
     }  # fmt: skip
     few = {**sizes, "num_hidden_layers": 1, "num_local_experts": 4, "vocab_size": 64}

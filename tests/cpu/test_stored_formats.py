@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import test_m3_checkpoints as m3
 import torch
-from loading_support import assert_holds, conversion, greedy, load, part_of
+from loading_support import assert_holds, greedy, load, part_of
 from m2_checkpoints import TINY, random_tensors, save_sharded, tiny_spec
 from model_support import build
 from safetensors.torch import load_file, save_file
@@ -27,7 +27,6 @@ from stored_kernels import keeping_stored
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError, ConfigError
-from negamax.convert.convert import convert
 from negamax.formats.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.models.memory import dequantized, weight_bytes
@@ -202,21 +201,6 @@ def test_fnuz_nan_is_named(tmp_path: Path) -> None:
     save_file(stored, file)
     with pytest.raises(CheckpointError, match=rf"{MODULE}\S+ in 1 of 64 x 64 .*first at \[3, 5\]"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["gptq-act-order", "packed-int4-asym", "quark-int8-static", "modelslim-mix", "modelopt-nvfp4"],
-)
-def test_split_checkpoint_keeps_its_format(name: str, tmp_path: Path) -> None:
-    source, split = tmp_path / "source", tmp_path / "split"
-    source.mkdir()
-    plain = write(source, CONFIG, TENSORS, FORMATS[name])
-    convert(conversion(source, split, tp=2, allow_lossy=False))
-    for rank in range(2):
-        model, found, report = load(split, ParallelLayout(rank=rank, tp=2), is_split=True)
-        assert report.num_dequantized > 20
-        assert_holds(model, found, plain)
 
 
 # --- exports --------------------------------------------------------------------------------------
