@@ -40,7 +40,7 @@ def test_random_ids_are_counted_exactly_by_the_server(
     assert not drawn or plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+@pytest.mark.parametrize("backend", ["openai-chat", pytest.param("openai", marks=pytest.mark.full)])
 def test_tokens_without_visible_text_are_timed_when_they_arrive(
     server: Server, bench: Bench, backend: str
 ) -> None:
@@ -110,7 +110,7 @@ def test_prefixes_are_found_in_the_cache(server: Server, bench: Bench) -> None:
     assert "Cached input tokens:" in bench.out
 
 
-@pytest.mark.parametrize("history", ["recorded", "live"])
+@pytest.mark.parametrize("history", ["live", pytest.param("recorded", marks=pytest.mark.full)])
 def test_agent_sessions_run_turn_by_turn(server: Server, bench: Bench, history: str) -> None:
     line = (
         "--dataset-name agent --num-prompts 7 --agent-turns 4 --agent-output-len 8 "

@@ -42,6 +42,11 @@ def url(server: FaultyServer) -> str:
     return f"http://127.0.0.1:{server.port}"
 
 
+def run(bench: Bench, *answers: bytes, line: str = SMALL) -> dict[str, Any]:
+    with faulty_server(answering(*answers)) as server:
+        return bench(url(server), line)
+
+
 def test_every_kind_of_failure_is_counted_and_the_good_answers_are_measured(bench: Bench) -> None:
     async def fault(writer: asyncio.StreamWriter, number: int) -> None:
         answers = [
@@ -79,8 +84,7 @@ def test_every_kind_of_failure_is_counted_and_the_good_answers_are_measured(benc
 
 
 def test_exit_code_is_one_when_every_request_fails(bench: Bench) -> None:
-    with faulty_server(answering(whole(503, {"error": {"message": "draining"}}))) as server:
-        found = bench(url(server), SMALL)
+    found = run(bench, whole(503, {"error": {"message": "draining"}}))
     assert bench.code == 1
     assert found["failed"] == 4
     assert "Serving Benchmark Result" in bench.out
@@ -88,8 +92,7 @@ def test_exit_code_is_one_when_every_request_fails(bench: Bench) -> None:
 
 
 def test_without_usage_chunks_are_counted_and_that_is_said(bench: Bench) -> None:
-    with faulty_server(answering(good_stream(5, usage=False))) as server:
-        found = bench(url(server), SMALL)
+    found = run(bench, good_stream(5, usage=False))
     assert found["output_lens"] == [5] * 4
     assert found["input_lens"] == [8] * 4  # of the token ids that were sent
     assert "counted as chunks for 4 requests" in bench.out
@@ -113,9 +116,8 @@ def test_connections_are_kept_and_a_stale_one_is_replaced_without_a_failure(benc
 
 
 def test_requests_are_sent_when_the_rate_says(bench: Bench) -> None:
-    with faulty_server(answering(good_stream())) as server:
-        more = "--num-prompts 8 --max-concurrency 8 --request-rate 10 --seed 3"
-        found = bench(url(server), f"{SMALL} {more}")
+    more = "--num-prompts 8 --max-concurrency 8 --request-rate 10 --seed 3"
+    found = run(bench, good_stream(), line=f"{SMALL} {more}")
     due = list(islice(arrivals(BenchOptions(request_rate=10.0, seed=3)), 8))
     late = [sent - planned for sent, planned in zip(found["start_times"], due, strict=True)]
     assert due[-1] > 0.2 and all(-0.02 < seconds < 60 for seconds in late)
@@ -163,8 +165,8 @@ def test_times_are_those_of_the_arrivals(bench: Bench) -> None:
 
 def test_a_failed_turn_ends_a_live_session_and_the_rest_counts_as_not_sent(bench: Bench) -> None:
     line = "--dataset-name agent --agent-history live --agent-turns 4 --agent-system-len 200"
-    with faulty_server(answering(*[good_stream()] * 4, whole(500, {"error": "no"}))) as server:
-        found = bench(url(server), f"{line} --num-prompts 4 --num-warmups 0")
+    answers = (*[good_stream()] * 4, whole(500, {"error": "no"}))
+    found = run(bench, *answers, line=f"{line} --num-prompts 4 --num-warmups 0")
     assert found["completed"] + found["failed"] == 4
     assert found["failures"] == {
         "HTTP 500": 1,

@@ -37,6 +37,7 @@ def test_version_and_help(
         return capsys.readouterr().out
 
     assert said() == said("--help") != ""
+    assert "accuracy" in said("bench")  # a group alone shows its commands
     text = said("serve", "--help")
     for panel in ("Server", "Model", "Batching and memory", "Parallelism", "Logs"):
         assert panel in text
@@ -127,6 +128,7 @@ def test_server_process_starts_quickly_and_without_torch() -> None:
     assert any(start() < 2.0 * slowness() for _ in range(2))
 
 
+@pytest.mark.full
 def test_doctor_finds_that_embedded_models_can_be_served() -> None:
     done = negamax("doctor", "--json")
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from negamax.models.registry import bundled_spec
 from negamax.planner.floor import step_bytes
 
 M2 = bundled_spec("minimax-m2")
+BF16 = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "index_dtype": "bfloat16"}
 BASELINE = Path(__file__).parents[2] / "docs" / "results" / "vllm-0.26-h200.json"
 
 
@@ -26,10 +27,7 @@ def test_distinct_experts_under_uniform_routing(tokens: int, experts: float) -> 
 )
 def test_limit_of_minimax_m2_on_four_gpus(batch: int, milliseconds: float) -> None:
     """Computed by hand for 1500 tokens of context and 4.3 TB/s."""
-    num_bytes = step_bytes(
-        M2, batch=batch, context=1500, dtype="bfloat16", kv_dtype="bfloat16",
-        index_dtype="bfloat16", ranks=4,
-    )  # fmt: skip
+    num_bytes = step_bytes(M2, batch=batch, context=1500, **BF16, ranks=4)
     assert 1e3 * num_bytes / 4.3e12 == pytest.approx(milliseconds, rel=0.006)
 
 
@@ -42,20 +40,19 @@ def test_limit_of_minimax_m3_on_four_gpus(context: int, batch: int, milliseconds
 
     Sparse layers read at most 2,048 keys and values per token, and index keys only beyond that.
     """
-    num_bytes = step_bytes(
-        bundled_spec("minimax-m3-mxfp8"), batch=batch, context=context, dtype="bfloat16",
-        kv_dtype="fp8", index_dtype="fp8", ranks=4,
-    )  # fmt: skip
+    spec, dtypes = (
+        bundled_spec("minimax-m3-mxfp8"),
+        BF16 | {"kv_dtype": "fp8", "index_dtype": "fp8"},
+    )
+    num_bytes = step_bytes(spec, batch=batch, context=context, **dtypes, ranks=4)
     assert 1e3 * num_bytes / 4.25e12 == pytest.approx(milliseconds, rel=0.006)
 
 
 def test_limit_follows_layers_ranks_and_formats() -> None:
     def floor(kv_dtype: str = "bfloat16", **changes: object) -> float:
         spec = replace(M2, **changes)  # type: ignore[arg-type]
-        return step_bytes(
-            spec, batch=16, context=1000, dtype="bfloat16", kv_dtype=kv_dtype,
-            index_dtype="bfloat16", ranks=1,
-        )  # fmt: skip
+        dtypes = BF16 | {"kv_dtype": kv_dtype}
+        return step_bytes(spec, batch=16, context=1000, **dtypes, ranks=1)
 
     head = M2.vocab_size * M2.hidden_size * 2
     assert floor(num_layers=31) - head == pytest.approx((floor() - head) / 2)
@@ -67,9 +64,8 @@ def test_recorded_baseline_holds_both_configurations_with_their_conditions() -> 
     document = json.loads(BASELINE.read_text(encoding="utf-8"))
     assert document["conditions"]
     four, one = document["results"]
-    assert (four["num_layers"], four["tensor_parallel_size"]) == (62, 4)
-    assert (one["num_layers"], one["tensor_parallel_size"]) == (16, 1)
-    for result in (four, one):
+    for result, sizes in ((four, (62, 4)), (one, (16, 1))):
+        assert (result["num_layers"], result["tensor_parallel_size"]) == sizes
         assert [run["concurrency"] for run in result["runs"]] == [1, 4, 16, 64, 100]
     for run in four["runs"]:
         assert run["decode_tokens_per_second"] == pytest.approx(

@@ -10,18 +10,10 @@ from negamax.bench.serve_compare import group, load_of, read_results, table
 
 def result(**changes: Any) -> dict[str, Any]:
     """The used fields of `vllm bench serve --save-result`."""
-    return {
-        "backend": "vllm",
-        "label": None,
-        "model_id": "m",
-        "request_rate": "inf",
-        "max_concurrency": 4,
-        "completed": 10,
-        "output_throughput": 1234.5,
-        "median_ttft_ms": 20.0,
-        "p99_ttft_ms": 30.0,
-        "median_tpot_ms": 5.0,
-    } | changes
+    load = {"request_rate": "inf", "max_concurrency": 4, "completed": 10}
+    times = {"median_ttft_ms": 20.0, "p99_ttft_ms": 30.0, "median_tpot_ms": 5.0}
+    names = {"backend": "vllm", "label": None, "model_id": "m"}
+    return names | load | times | {"output_throughput": 1234.5} | changes
 
 
 def test_runs_of_one_label_are_a_series_by_rising_load() -> None:

@@ -10,12 +10,16 @@ from negamax.cli.main import main
 CASES = tomllib.loads(Path(__file__).with_name("launch_lines.toml").read_text(encoding="utf-8"))
 
 
+def explain(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(["serve", *shlex.split(line), "--explain"])
+    return code, *capsys.readouterr()
+
+
 @pytest.mark.parametrize("case", CASES["understood"], ids=lambda case: case["name"])
 def test_launch_line_is_understood(
     case: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(["serve", *shlex.split(case["line"]), "--explain"])
-    out, err = capsys.readouterr()
+    code, out, err = explain(case["line"], capsys)
     assert code == 0, err
     values = {row.split()[0]: row.split()[1] for row in out.splitlines()}
     assert {key: values[key] for key in case["expected"]} == case["expected"]
@@ -26,8 +30,7 @@ def test_launch_line_is_understood(
 def test_launch_line_is_refused_with_a_remedy(
     case: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(["serve", *shlex.split(case["line"]), "--explain"])
-    out, err = capsys.readouterr()
+    code, out, err = explain(case["line"], capsys)
     assert (code, out) == (2, "")
     refusal = err.splitlines()[-1]
     assert refusal.startswith("negamax: error: ")
@@ -45,5 +48,5 @@ def test_launch_line_is_refused_with_a_remedy(
     ],
 )
 def test_remedies_of_the_refusals_start(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", *shlex.split(line), "--explain"]) == 0
-    assert "secret" not in capsys.readouterr().out
+    code, out, _ = explain(line, capsys)
+    assert code == 0 and "secret" not in out

@@ -11,18 +11,13 @@ from negamax.cli.resolve import resolve
 GROUP: Any = typer.main.get_command(app)
 LWS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader.svc"}
 SLURM = {
-    "SLURM_STEP_NUM_NODES": "3",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NODEID": "2",
     "SLURM_STEP_NODELIST": "gpu-[07-09]",
-}
+}  # fmt: skip
 TORCHRUN = {
-    "WORLD_SIZE": "2",
-    "LOCAL_WORLD_SIZE": "1",
-    "GROUP_RANK": "0",
-    "MASTER_ADDR": "10.0.0.1",
+    "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500",
-}
+}  # fmt: skip
 NAMES = ("nnodes", "node_rank", "master_addr", "master_port")
 
 

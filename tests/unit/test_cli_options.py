@@ -1,5 +1,6 @@
 import dataclasses
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,24 @@ def group_of(command: Any) -> typer.core.TyperGroup:
     return group
 
 
-def parsed(*arguments: str, **defaults: Any) -> EngineOptions:
-    seen: list[EngineOptions] = []
+SEEN: list[EngineOptions] = []
+
+
+@cache
+def group_with(**defaults: Any) -> typer.core.TyperGroup:
+    """Make a command that keeps its options in `SEEN`."""
 
     @add_options(defaults=defaults)
     def command(*, engine: EngineOptions) -> None:
-        seen.append(engine)
+        SEEN.append(engine)
 
-    group = group_of(command)
+    return group_of(command)
+
+
+def parsed(*arguments: str, **defaults: Any) -> EngineOptions:
+    group = group_with(**defaults)
     group.main(resolve(group, ["run", *arguments]).words, standalone_mode=False)
-    return seen[0]
+    return SEEN.pop()
 
 
 def test_defaults_without_flags() -> None:
@@ -72,15 +81,12 @@ def test_every_name_of_a_flag_sets_its_field_and_nothing_else(
         assert parsed(f"{flag}={value}", "nano") == expected
 
 
-@pytest.mark.parametrize("flag", ["--no-enable-prefix-caching", "--disable-radix-cache"])
-def test_prefix_caching_is_on_until_switched_off(flag: str) -> None:
-    assert not parsed("nano", flag).enable_prefix_caching
+def test_switches_are_on_until_switched_off() -> None:
+    for flag in ("--no-enable-prefix-caching", "--disable-radix-cache"):
+        assert not parsed("nano", flag).enable_prefix_caching
     assert parsed("nano", "--enable-prefix-caching").enable_prefix_caching
-
-
-@pytest.mark.parametrize("flag", ["--no-async-scheduling", "--disable-overlap-schedule"])
-def test_overlap_is_on_until_switched_off(flag: str) -> None:
-    assert not parsed("nano", flag).enable_overlap
+    for flag in ("--no-async-scheduling", "--disable-overlap-schedule"):
+        assert not parsed("nano", flag).enable_overlap
 
 
 @pytest.mark.parametrize(
@@ -94,13 +100,8 @@ def test_overlap_is_on_until_switched_off(flag: str) -> None:
             "--speculative-algorithm EAGLE3 --speculative-draft-model-path a/b "
             "--speculative-num-steps 3 --speculative-eagle-topk 1 "
             "--speculative-num-draft-tokens 4 --speculative-adaptive false",
-            {
-                "method": "EAGLE3",
-                "model": "a/b",
-                "num_speculative_tokens": 3,
-                "num_draft_tokens": 4,
-                "adaptive": False,
-            },
+            {"method": "EAGLE3", "model": "a/b", "num_speculative_tokens": 3}
+            | {"num_draft_tokens": 4, "adaptive": False},
         ),
         (
             "--speculative-algorithm NGRAM --speculative-num-draft-tokens 8 "
@@ -135,13 +136,8 @@ def test_names_that_are_no_utf8_are_refused() -> None:
 
 
 def test_model_may_be_given_as_an_option() -> None:
-    assert (
-        parsed("--model", "x").model
-        == parsed("--model-path", "x").model
-        == parsed("x").model
-        == "x"
-    )
-    assert parsed("x", "--model", "x").model == "x"
+    for words in (("--model", "x"), ("--model-path", "x"), ("x",), ("x", "--model", "x")):
+        assert parsed(*words).model == "x"
     with pytest.raises(ConfigError, match="give one of them"):
         parsed("x", "--model", "y")
     with pytest.raises(ConfigError, match="MODEL is missing"):

@@ -55,22 +55,14 @@ def test_cases_parse_equally_whole_and_streamed(case: proof.Case, run: Run, tmp_
 
 
 def test_m2_begins_inside_thinking_and_m3_by_its_mode(run: Run) -> None:
-    assert json.loads(run("a</think>b\n", "--format", "m2")[1]) == {
-        "reasoning": "a",
-        "content": "b\n",
-        "tool_calls": [],
-    }
-    assert (
-        json.loads(run("a", "--format", "m3", "--thinking-mode", "enabled")[1])["reasoning"] == "a"
-    )
-    assert (
-        json.loads(run("a", "--format", "m3", "--thinking-mode", "disabled")[1])["content"] == "a"
-    )
-    assert json.loads(run("", "--format", "m3")[1]) == {
-        "reasoning": None,
-        "content": None,
-        "tool_calls": [],
-    }
+    for text, line, reasoning, content in (
+        ("a</think>b\n", "m2", "a", "b\n"),
+        ("a", "m3 --thinking-mode enabled", "a", None),
+        ("a", "m3 --thinking-mode disabled", None, "a"),
+        ("", "m3", None, None),
+    ):
+        found = json.loads(run(text, "--format", *line.split())[1])
+        assert found == {"reasoning": reasoning, "content": content, "tool_calls": []}
 
 
 def test_lone_surrogates_are_escaped(run: Run, tmp_path: Path) -> None:
@@ -88,35 +80,26 @@ def test_lone_surrogates_are_escaped(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("line", "says"),
     [
-        (["--format", "m4"], "--format is 'm4'; allowed: m2, m3"),
-        ([], "--format is missing"),
-        (["--format", "m3", "--stream", "0"], "--stream is '0'"),
-        (["--format", "m3", "--stream", "x"], "--stream is 'x'"),
-        (
-            ["--format", "m3", "--thinking-mode", "on"],
-            "--thinking-mode is 'on'; allowed: enabled, disabled, adaptive",
-        ),
-        (
-            ["--format", "m3", "--tools", "missing.json"],
-            "--tools missing.json cannot be read: No such file",
-        ),
-        (["--format", "m3", "--tools", "text.json"], "--tools text.json is no JSON"),
-        (
-            ["--format", "m3", "--tools", "object.json"],
-            "--tools object.json holds a JSON dict; a list",
-        ),
-        (["--format", "m3", "--tools", "list.json"], "holds a list with other values in it"),
+        ("--format m4", "--format is 'm4'; allowed: m2, m3"),
+        ("", "--format is missing"),
+        ("--format m3 --stream 0", "--stream is '0'"),
+        ("--format m3 --stream x", "--stream is 'x'"),
+        ("--format m3 --thinking-mode on", "is 'on'; allowed: enabled, disabled, adaptive"),
+        ("--format m3 --tools missing.json", "missing.json cannot be read: No such file"),
+        ("--format m3 --tools text.json", "--tools text.json is no JSON"),
+        ("--format m3 --tools object.json", "--tools object.json holds a JSON dict; a list"),
+        ("--format m3 --tools list.json", "holds a list with other values in it"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
-    arguments: list[str], says: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, says: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in (("text.json", "tools"), ("object.json", "{}"), ("list.json", "[1]")):
         (tmp_path / name).write_text(text, encoding="utf-8")
-    code, out, err = run("x", *arguments)
+    code, out, err = run("x", *line.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert says in err
 

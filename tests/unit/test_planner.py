@@ -134,8 +134,8 @@ def check_plan(
     [
         ("m2", 3, 96, None, "bfloat16"),
         ("m2 in int4", 2, 80, 150_000, "fp8"),
-        ("m3", 4, 141, 4096, "fp8"),
-        ("odd", 6, 24, None, "bfloat16"),
+        ("m3", 2, 141, 4096, "fp8"),
+        ("odd", 4, 24, None, "bfloat16"),
     ],
 )
 def test_offered_plans_are_accepted_and_refused_ones_are_not(
@@ -287,9 +287,8 @@ def test_sharding_the_cache_is_best_for_the_longest_requests() -> None:
     """In MXFP8 the split is faster; in bfloat16 no other holds such a request."""
     hardware, long = Hardware(MEASURED, 8), Workload(1, 900_000, 8000)
     plain = bundled_spec("minimax-m3")
-    for spec, load, asked in (
-        (M3, long, None), (plain, Workload(1), 1_000_000), (plain, long, None),
-    ):  # fmt: skip
+    cases = ((M3, long, None), (plain, Workload(1), 1_000_000), (plain, long, None))
+    for spec, load, asked in cases:
         plan = make_plan(spec, hardware, [load], max_model_len=asked)
         assert plan.fastest is plan.busiest is not None
         assert plan.fastest.topology == Topology(8, dcp=2)
@@ -300,14 +299,13 @@ def test_sharding_the_cache_is_best_for_the_longest_requests() -> None:
 
 
 def test_requests_beyond_the_cache_wait() -> None:
-    load = Workload(400, 20_000, 1000)
-    plan = make_plan(M2, Hardware(MEASURED, 4), [load])
+    plan = make_plan(M2, Hardware(MEASURED, 4), [Workload(400, 20_000, 1000)])
     for each in plan.candidates:
         found = each.predictions[0]
         assert found.concurrency <= each.cache_tokens // 21_000 < 400
 
 
-def test_every_layout_has_its_topology_once() -> None:
+def test_yields_each_layout_once() -> None:
     found = list(topologies(16, per_node=8, kv_heads=4))
     assert {each.dcp for each in found if each.tp == 16} == {1, 2, 4}
     assert len(found) == len(set(found)) == len({each.label for each in found})

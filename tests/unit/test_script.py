@@ -41,13 +41,10 @@ CALL = (
     "</invoke>\n</minimax:tool_call>"
 )
 ASKED = [{"role": "user", "content": "How is the weather?"}]
+MADE = [{"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}]
 CALLED = [
     *ASKED,
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}],
-    },
+    {"role": "assistant", "content": "", "tool_calls": MADE},
     {"role": "tool", "content": "sunny"},
     {"role": "user", "content": "<system-reminder>Be brief.</system-reminder>"},
 ]
@@ -58,13 +55,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> ScriptedAnswers:
     file = tmp_path_factory.mktemp("script") / "script.toml"
     file.write_text(SCRIPT)
     assert TEMPLATE is not None and EOS is not None
-    return ScriptedAnswers(
-        read_script(str(file)),
-        tokenizer=TOKENIZER,
-        template=TEMPLATE,
-        output_format=MINIMAX_M2,
-        eos_token_id=EOS,
-    )
+    model = {"tokenizer": TOKENIZER, "template": TEMPLATE, "eos_token_id": EOS}
+    return ScriptedAnswers(read_script(str(file)), output_format=MINIMAX_M2, **model)
 
 
 def rendered(messages: list[dict], **options: object) -> str:
@@ -116,8 +108,7 @@ def test_broken_scripts_are_refused(tmp_path: Path, text: str, message: str) -> 
     with pytest.raises(ConfigError, match=message):
         read_script(str(file))
 
-
-def test_unknown_script_names_the_bundled_ones() -> None:
+    # an unknown name names the bundled ones
     with pytest.raises(ConfigError, match="bundled script: agents"):
         read_script("agent")
     assert read_script("agents").context_length > 100_000
