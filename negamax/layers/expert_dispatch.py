@@ -13,8 +13,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations
 from negamax.kernels.attention.metadata import StepTokens
-from negamax.kernels.dispatch.expert_ranges import ExpertRanges
-from negamax.kernels.dispatch.op import COMBINE, DISPATCH
+from negamax.kernels.dispatch.op import COMBINE, DISPATCH, ExpertRanges
 from negamax.kernels.moe.op import PLACE
 from negamax.kernels.registry import KernelTable
 from negamax.parallel.collectives import Collective, Partial

@@ -25,10 +25,10 @@ from negamax.kernels.attention import op as attention
 from negamax.kernels.attention.triton_qk_norm import qk_norm_rope_write
 from negamax.kernels.block_sparse.triton_selection import SelectionConstants
 from negamax.kernels.block_sparse.triton_shard import MergePlan, merge_shards
-from negamax.kernels.cache_shards.partials import PartialResults
+from negamax.kernels.cache_shards.op import PartialResults
 from negamax.kernels.cache_shards.triton_merge import merge_partials
 from negamax.kernels.collectives.triton import all_reduce_add_rms
-from negamax.kernels.dispatch.expert_ranges import ExpertRanges
+from negamax.kernels.dispatch.op import ExpertRanges
 from negamax.kernels.dispatch.triton import combine, dispatch
 from negamax.kernels.kvcache.op import KvCache, TokenPlaces
 from negamax.kernels.norm.triton import prepare

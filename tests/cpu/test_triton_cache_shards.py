@@ -14,7 +14,7 @@ from negamax.kernels.attention.metadata import CacheShard, PagedShape, attention
 from negamax.kernels.block_sparse import op as sparse
 from negamax.kernels.cache_shards import op as spec
 from negamax.kernels.cache_shards import triton as kernels
-from negamax.kernels.cache_shards.partials import PartialResults
+from negamax.kernels.cache_shards.op import PartialResults
 from negamax.kernels.kvcache.op import FP8, KvCache
 
 RANKS = 2

@@ -6,7 +6,7 @@ from torch import Tensor
 from triton_support import Group, Ranks, words_of
 
 from negamax.kernels.dispatch import triton as kernels
-from negamax.kernels.dispatch.expert_ranges import ExpertRanges
+from negamax.kernels.dispatch.op import ExpertRanges
 
 EXPERTS, TOP_K, WIDTH = 8, 3, 256
 COLUMNS = (("weights", TOP_K), ("x", WIDTH // 2), ("scale", WIDTH // 128))  # words of each

@@ -420,7 +420,7 @@ def selections(context: ParallelContext, device: torch.device) -> Findings:
 
 def merges(context: ParallelContext, device: torch.device) -> Findings:
     """Compare merged attention over a sharded KV cache with an all-gather by bits; time both."""
-    from negamax.kernels.cache_shards.partials import PartialResults
+    from negamax.kernels.cache_shards.op import PartialResults
     from negamax.kernels.cache_shards.triton_merge import merge_partials
 
     group, count = context.attention_group, 8

@@ -33,7 +33,7 @@ class Batch:
     def __init__(
         self, num_rows: int, group: Collective, device: torch.device, *, seed: int
     ) -> None:
-        from negamax.kernels.dispatch.expert_ranges import ExpertRanges
+        from negamax.kernels.dispatch.op import ExpertRanges
 
         self.group, self.num_rows, world = group, num_rows, group.size
         generator = torch.Generator(device).manual_seed(seed)

@@ -4,8 +4,9 @@ A second call runs after the allocator's free memory is filled with NaN, which r
 outputs and reads of uninitialized memory.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -44,17 +45,12 @@ _BY_DTYPE = [
 
 def poison() -> None:
     """Fill the caching allocator's free memory with NaN (-1 as integers)."""
-    small = [
+    filled = [
         torch.full((2**exponent,), 255, dtype=torch.uint8, device="cuda")
-        for exponent in range(9, 21)
-        for _ in range(32)
+        for exponent in range(9, 29)
+        for _ in range(32 if exponent < 21 else 3)
     ]
-    large = [
-        torch.full((2**exponent,), 255, dtype=torch.uint8, device="cuda")
-        for exponent in range(21, 29)
-        for _ in range(3)
-    ]
-    del small, large
+    del filled
 
 
 def small_cases(kernel: Kernel, dtype: torch.dtype, *, seed: int) -> list[Case]:
@@ -86,20 +82,13 @@ def wide_problem(op: Op, want: Tensor, got: Tensor) -> str | None:
     if got.shape != want.shape:
         return f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
     if not want.is_floating_point():
-        other, allowed = (
-            (got != want).float().mean().item(),
-            OTHER_CHOICES if op.wide_error else 0.0,
-        )
+        other, allowed = (got != want).float().mean().item(), OTHER_CHOICES * bool(op.wide_error)
         return None if other <= allowed else f"{other:.2%} other whole numbers"
-    size = torch.linalg.vector_norm(want.float().nan_to_num(posinf=0.0, neginf=0.0)).clamp_min(
-        1e-30
-    )
-    error = (torch.linalg.vector_norm(distance(want, got)) / size).item()
-    return (
-        None
-        if error <= op.wide_error
-        else f"relative error {error:.2e}, allowed {op.wide_error:.0e}"
-    )
+    size = want.float().nan_to_num(posinf=0.0, neginf=0.0).norm().clamp_min(1e-30)
+    error = (distance(want, got).norm() / size).item()
+    if error <= op.wide_error:
+        return None
+    return f"relative error {error:.2e}, allowed {op.wide_error:.0e}"
 
 
 def distance(want: Tensor, got: Tensor) -> Tensor:
@@ -107,28 +96,31 @@ def distance(want: Tensor, got: Tensor) -> Tensor:
     return torch.where(want == got, torch.zeros_like(want), (got - want).abs())
 
 
-def outputs_twice(op: Op, kernel: Kernel, case: Case) -> Iterable[tuple[str, tuple[Tensor, ...]]]:
-    yield "first run", CASES[op].apply(kernel, case)
-    poison()
-    yield "poisoned memory", CASES[op].apply(kernel, case)
+def find_problems(
+    kernel: Kernel, case: Case, here: Case, find: Callable[[Op, Tensor, Tensor], str | None]
+) -> list[str]:
+    """Compare two runs of a kernel on `here`, `case` on the GPU, with the definition on `case`."""
+    op, problems = kernel.op, []
+    expected = CASES[op].apply(op.reference, case.upcast())
+    for when in ("first run", "poisoned memory"):
+        if when == "poisoned memory":
+            poison()
+        for index, (want, got) in enumerate(
+            zip(expected, CASES[op].apply(kernel, here), strict=True)
+        ):
+            if problem := find(op, want, got):
+                problems.append(f"{case.label}, {when}, output {index}: {problem}")
+    return problems
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), _BY_DTYPE)
 @torch.inference_mode()
 def test_kernel_computes_its_op_on_small_cases(kernel: Kernel, dtype: torch.dtype) -> None:
-    op, problems = kernel.op, []
+    problems = []
     for case in small_cases(kernel, dtype, seed=0):
-        expected = CASES[op].apply(op.reference, case.upcast())
-        for when, actual in outputs_twice(op, kernel, on_gpu(case)):
-            for index, (want, got) in enumerate(zip(expected, actual, strict=True)):
-                is_plain = (
-                    case.stored is PLAIN
-                )  # otherwise quantized factors: the full-size tolerance
-                problem = (
-                    small_problem(op, want, got, dtype) if is_plain else wide_problem(op, want, got)
-                )
-                if problem:
-                    problems.append(f"{case.label}, {when}, output {index}: {problem}")
+        # quantized factors have the tolerance of full sizes
+        find = partial(small_problem, dtype=dtype) if case.stored is PLAIN else wide_problem
+        problems += find_problems(kernel, case, on_gpu(case), find)
     assert not problems, "\n".join(problems)
 
 
@@ -149,13 +141,8 @@ def test_kernel_computes_its_op_at_full_width(kernel: Kernel, seed: int) -> None
         cases = cases[SEEDS.index(seed) :: len(SEEDS)]
     while cases:
         case = cases.pop(0)
-        expected = CASES[op].apply(op.reference, case.upcast())
-        for when, actual in outputs_twice(op, kernel, case):
-            for index, (want, got) in enumerate(zip(expected, actual, strict=True)):
-                problem = wide_problem(op, want, got)
-                if problem:
-                    problems.append(f"{case.label}, {when}, output {index}: {problem}")
-        del case, expected, actual, want, got
+        problems += find_problems(kernel, case, case, wide_problem)
+        del case
         torch.cuda.empty_cache()
     assert not problems, "\n".join(problems)
 
@@ -197,7 +184,7 @@ def test_kernel_gives_the_same_bits_in_a_graph(kernel: Kernel, dtype: torch.dtyp
 )
 @torch.inference_mode()
 def test_experts_with_uneven_loads(kernel: Kernel, choice: str) -> None:
-    op, problems = kernel.op, []
+    problems = []
     for case in small_cases(kernel, torch.bfloat16, seed=2):
         ids = case.tensors["ids"].clone()
         if choice.startswith("all"):
@@ -207,11 +194,8 @@ def test_experts_with_uneven_loads(kernel: Kernel, choice: str) -> None:
         else:
             ids[::2] = -1
         changed = replace(case, tensors={**case.tensors, "ids": ids})
-        (want,) = CASES[op].apply(op.reference, changed.upcast())
-        for when, (got,) in outputs_twice(op, kernel, on_gpu(changed)):
-            problem = small_problem(op, want, got, torch.bfloat16)
-            if problem:
-                problems.append(f"{case.label}, {when}: {problem}")
+        find = partial(small_problem, dtype=torch.bfloat16)
+        problems += find_problems(kernel, changed, on_gpu(changed), find)
     assert not problems, "\n".join(problems)
 
 

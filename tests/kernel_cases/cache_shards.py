@@ -17,8 +17,8 @@ from negamax.kernels.cache_shards.op import (
     PARTIAL_PREFILL,
     PARTIAL_SPARSE_DECODE,
     PARTIAL_SPARSE_PREFILL,
+    PartialResults,
 )
-from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.op import AnyKernel
 from tests.kernel_cases import attention as dense
 from tests.kernel_cases import block_sparse as sparse

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP
-from negamax.kernels.dispatch.expert_ranges import ExpertRanges
-from negamax.kernels.dispatch.op import COMBINE, DISPATCH
+from negamax.kernels.dispatch.op import COMBINE, DISPATCH, ExpertRanges
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.peers import PeerMemory, PeerRegion
 from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn

@@ -12,7 +12,7 @@ from negamax.kernels.moe.op import EXPERTS, NORM_ROUTE, PLACE, ROUTE, SelectedEx
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.quantize import op as quantize
 from tests.kernel_cases import norm, weight_only
-from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
+from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn, table
 from tests.kernel_cases.gemm import fp8_weight, stored_weight
 
 _TOKENS = (1, 4, 16, 64, 100, 1000)
@@ -142,23 +142,18 @@ def _norm_route_case(
     return Case(label, tensors, {**of_norm.numbers, "top_k": top_k, **numbers})
 
 
-def place_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _place_case(*sizes, generator=generator)
-        for sizes in ((0, 4, 2, 1), (1, 8, 8, 1), (3, 6, 3, 2), (70, 40, 6, 4), (300, 5, 1, 3))
-    ]
-
-
-def place_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _place_case(num_tokens, *sizes, generator=generator)
-        for sizes in ((256, 8, 4), (128, 4, 8))
-        for num_tokens in _TOKENS
-    ]
+# tokens, experts, top-k, copies of an expert at most
+_PLACE_SMALL = ((0, 4, 2, 1), (1, 8, 8, 1), (3, 6, 3, 2), (70, 40, 6, 4), (300, 5, 1, 3))
+_PLACE_WIDE = [(n, *sizes) for sizes in ((256, 8, 4), (128, 4, 8)) for n in _TOKENS]
 
 
 def _place_case(
-    num_tokens: int, num_experts: int, top_k: int, most: int, *, generator: torch.Generator
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    most: int,
 ) -> Case:
     draw = partial(torch.randint, generator=generator, device=generator.device)
     ids = _choices(num_tokens, num_experts, top_k, generator)["ids"]
@@ -483,6 +478,8 @@ def experts_cost(case: Case) -> Cost:
 CASES = {
     ROUTE: OpCases(route_small, apply_route, route_cost, route_full_size),
     NORM_ROUTE: OpCases(norm_route_small, apply_norm_route, norm_route_cost, norm_route_full_size),
-    PLACE: OpCases(place_small, apply_place, place_cost, place_full_size),
+    PLACE: OpCases(
+        table(_place_case, _PLACE_SMALL), apply_place, place_cost, table(_place_case, _PLACE_WIDE)
+    ),
     EXPERTS: OpCases(experts_small, apply_experts, experts_cost, experts_full_size),
 }

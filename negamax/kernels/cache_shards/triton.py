@@ -34,8 +34,8 @@ from negamax.kernels.cache_shards.op import (
     PARTIAL_PREFILL,
     PARTIAL_SPARSE_DECODE,
     PARTIAL_SPARSE_PREFILL,
+    PartialResults,
 )
-from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.cache_shards.triton_merge import merge_partials
 from negamax.kernels.cache_shards.triton_own_selection import filter_selection
 from negamax.kernels.kvcache.op import KvCache

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from negamax.kernels.activations import Hidden
 from negamax.kernels.attention.triton_shared import clamp_empty_max, outputs, result, write_heads
-from negamax.kernels.cache_shards.partials import PartialResults
+from negamax.kernels.cache_shards.op import PartialResults
 from negamax.kernels.collectives.triton_ll import add_flag, load_peer_base, load_peer_bases, poll
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.launch.triton_words import as_words, unpack

@@ -7,17 +7,25 @@ Each rank of a group has its own tokens, padded to the same number of rows on al
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP
-from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 from negamax.kernels.op import op, rounding_tolerance
 from negamax.kernels.peers import Collective
 
 MOST_CHOICES = 16  # experts per token, at most
+
+
+@dataclass(frozen=True)
+class ExpertRanges:
+    """Rank r has `count` experts, from firsts[r] on."""
+
+    firsts: Tensor  # [ranks] int32
+    count: int
 
 
 def most_words(hidden_size: int) -> int:

@@ -28,8 +28,7 @@ from torch import Tensor
 from negamax.kernels.collectives.triton import sum_over_ranks
 from negamax.kernels.collectives.triton_ll import add_flag, load_peer_base, load_peer_bases, poll
 from negamax.kernels.dispatch import op as spec
-from negamax.kernels.dispatch.expert_ranges import ExpertRanges
-from negamax.kernels.dispatch.op import COMBINE, DISPATCH
+from negamax.kernels.dispatch.op import COMBINE, DISPATCH, ExpertRanges
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
 from negamax.kernels.launch.triton_words import as_words, make_word_indices, num_parts, sum_parts

@@ -11,6 +11,8 @@ residual, after the logits of all programs have arrived.
 Rows, also those of the gate, are words of two columns (`launch/triton_words.py`).
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -195,14 +197,12 @@ def prepare(
     *,
     quantize: bool = False,
     gemma: bool = False,
-    scaling: float = 1.0,
-    shared: bool = False,
-    spin_wait: bool = True,
+    **router: Any,
 ) -> tuple[NormWeight, PreparedGate]:
     """Prepare the norm and the router as `norm.add_rms` and `moe.route` do."""
     return (
         norms.prepare(weight, eps, quantize=quantize, gemma=gemma),
-        prepare_gate(gate, bias, scaling=scaling, shared=shared, spin_wait=spin_wait),
+        prepare_gate(gate, bias, **router),
     )
 
 
