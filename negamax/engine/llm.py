@@ -194,7 +194,7 @@ class LLM:
             said += parser.feed(output.pieces) if output.events is None else output.events
             if output.finish_reason is not None:
                 if output.events is None:
-                    said += parser.finish(is_cut=output.finish_reason != "stop")
+                    said += parser.finish(is_truncated=output.finish_reason != "stop")
                 generations[position].outputs[output.index].message = collect(said)
         return generations
 
@@ -213,7 +213,7 @@ class LLM:
         return collect(
             [
                 *parser.feed(completion.pieces),
-                *parser.finish(is_cut=completion.finish_reason != "stop"),
+                *parser.finish(is_truncated=completion.finish_reason != "stop"),
             ]
         )
 

@@ -46,7 +46,7 @@ OF_NANO = {
     "test_session_of_a_coding_agent_keeps_its_prefix_and_never_breaks",
     "test_session_of_codex_replays_its_items",
     "test_the_second_time_the_prompt_comes_from_the_cache",
-    "test_without_tools_what_looks_like_a_call_is_text",
+    "test_text_like_a_call_is_content_without_tools",
 }  # fmt: skip
 STUB = "tests.e2e.stub_serve"  # program of a server without a model
 HELD = "tests.e2e.held_engine"  # ENGINE_MODULE of that program

@@ -202,7 +202,7 @@ def test_client_that_hangs_up_frees_its_sequence(
 
 
 @every_dialect
-def test_without_tools_what_looks_like_a_call_is_text(http: httpx.Client, dialect: Dialect) -> None:
+def test_text_like_a_call_is_content_without_tools(http: httpx.Client, dialect: Dialect) -> None:
     opener = "<minimax:tool_call>"
     bias = {str(Tokenizer.from_folder(EMBEDDED["nano"]).token_id(opener)): 100}
     off = {"chat_template_kwargs": {"enable_thinking": False}}

@@ -115,7 +115,7 @@ def test_structured_output_follows_the_thinking(http: httpx.Client) -> None:
         assert bool(message["reasoning"]) == (mode == "enabled")
 
 
-def test_without_tools_what_looks_like_a_call_is_text(http: httpx.Client) -> None:
+def test_text_like_a_call_is_content_without_tools(http: httpx.Client) -> None:
     opener = "]<]minimax[>[<tool_call>"
     found = chat(http, structured_outputs={"choice": [opener]}, thinking={"type": "disabled"})
     assert found["message"]["content"] == opener and "tool_calls" not in found["message"]

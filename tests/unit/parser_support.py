@@ -96,11 +96,11 @@ def parse(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     in_reasoning: bool | None = None,
-    is_cut: bool = False,
+    is_truncated: bool = False,
     **options: Any,
 ) -> ParsedOutput:
     parser = new_parser(format, tools=tools, in_reasoning=in_reasoning, **options)
-    return collect([*feed_text(parser, text), *parser.finish(is_cut=is_cut)])
+    return collect([*feed_text(parser, text), *parser.finish(is_truncated=is_truncated)])
 
 
 def stream(
@@ -496,7 +496,7 @@ def check_ended_early(output: GeneratedOutput, whole: ParsedOutput, places: Iter
     options: dict[str, Any] = {"tools": TOOLS, "in_reasoning": output.in_reasoning}
     for place in places:
         text = output.text[:place]
-        found = parse(output.format, text, is_cut=True, **options).tool_calls
+        found = parse(output.format, text, is_truncated=True, **options).tool_calls
         assert found[:-1] == whole.tool_calls[: max(0, len(found) - 1)], text
         if found:
             made, last = whole.tool_calls[len(found) - 1], found[-1]

@@ -73,7 +73,7 @@ def test_fields_of_openai_and_resembling_names_without_effect_are_ignored(name: 
         ({"max_new_tokens": 7}, {"max_completion_tokens": 5}),
     ],
 )
-def test_a_slip_is_no_slip_where_the_meant_field_is_there(
+def test_resembling_name_is_ignored_beside_the_known_field(
     fields: dict[str, Any], meant: dict[str, Any]
 ) -> None:
     assert refused(**fields).code == "unknown_parameter"
@@ -96,9 +96,7 @@ def test_integers_may_be_written_as_floats() -> None:
 @pytest.mark.parametrize(
     "model", [ChatRequest, MessagesRequest, CountRequest], ids=lambda model: model.__name__
 )
-def test_what_makes_messages_a_part_of_the_conversation_is_refused(
-    model: type[RequestModel], name: str
-) -> None:
+def test_fields_of_stored_conversations_are_refused(model: type[RequestModel], name: str) -> None:
     body = {"model": "m", "max_tokens": 5, "messages": HELLO}
     body[name] = {"type": "continue", "previous_message_id": "msg_1"}
     error = refusal(model, body)
@@ -315,7 +313,7 @@ def test_other_prompts_are_refused(prompt: object) -> None:
     assert (error.param or "").startswith("prompt")
 
 
-def test_a_delta_carries_only_what_is_new() -> None:
+def test_delta_has_only_new_fields() -> None:
     choice = json.loads(encode(ChatChunkChoice(0, Delta(content="x"))))
     always = {"logprobs": None, "finish_reason": None}
     assert choice == {"index": 0, "delta": {"content": "x"}, **always}

@@ -180,7 +180,7 @@ M3_LIKE = ChatTemplate("{{ thinking_mode }}")
     ],
     ids=str,
 )
-def test_what_a_thinking_choice_means_for_each_family(
+def test_mode_of_a_thinking_choice_in_each_family(
     choice: ThinkingChoice, of_m2: str | None, of_m3: str | None
 ) -> None:
     assert (choice.mode_for(M2_LIKE), choice.mode_for(M3_LIKE)) == (of_m2, of_m3)

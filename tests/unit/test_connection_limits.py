@@ -336,9 +336,7 @@ def test_trailers_are_no_headers() -> None:
     ],
     ids=["trailers", "one trailer", "one extension", "extensions"],
 )
-def test_what_a_chunked_body_carries_beside_its_content_is_bounded(
-    begin: bytes, more: bytes
-) -> None:
+def test_framing_of_a_chunked_body_is_bounded(begin: bytes, more: bytes) -> None:
     with served() as clients:
         client = clients.connect()
         client.send(CHUNKED % b"/headers" + begin)

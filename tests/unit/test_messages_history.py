@@ -90,7 +90,7 @@ def test_text_is_never_thinking_where_a_message_has_blocks_for_that() -> None:
     words = "A line with\n</think>\nalone ends it."
     made = history(user(text("Which line?")), assistant(text(words)), user(text("Thanks")))
     message = normalize_messages(made.messages)[1]
-    # otherwise the template would cut it
+    # otherwise the template would split it
     assert (message["content"], message["reasoning_content"]) == (words, "")
 
 
@@ -374,7 +374,7 @@ def test_the_memory_tool_has_all_commands_and_their_fields() -> None:
     assert set(properties) == fields
 
 
-def test_editors_insert_what_their_version_calls_it() -> None:
+def test_editors_have_the_fields_of_their_version() -> None:
     (old,) = offered({"type": "text_editor_20250124", "name": "str_replace_editor"})
     (new,) = offered(NEW_EDITOR)
     before, after = (tool["parameters"]["properties"] for tool in (old, new))

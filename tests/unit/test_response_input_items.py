@@ -20,7 +20,7 @@ def users(count: int) -> list[dict[str, Any]]:
     return [{"role": "user", "content": f"number {number}"} for number in range(count)]
 
 
-def test_texts_are_lists_of_parts_and_what_was_left_out_is_there() -> None:
+def test_texts_are_lists_of_parts_and_missing_fields_are_added() -> None:
     user, assistant, image, called, result, thought = items_of(
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": [{"type": "input_text", "text": "Hi"}]},

@@ -237,7 +237,7 @@ def test_call_that_no_client_could_run_has_no_item_of_its_own(name: str, argumen
     assert build_call_item(name, '{"commands": [', item_id="", status="", call_id="") is None
 
 
-def test_results_say_what_was_printed_and_how_it_ended() -> None:
+def test_results_have_the_output_and_the_exit_code() -> None:
     patch = {**client_call("apply_patch", ARGUMENTS["apply_patch"]), "call_id": "call_2"}
     outcomes: list[dict[str, Any]] = [
         {"type": "exit", "exit_code": 0},

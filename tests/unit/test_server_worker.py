@@ -21,7 +21,7 @@ DEAD = wire.EngineDead(1, "killed")
         ((LOST,), 1, False),
     ],
 )
-def test_it_serves_once_it_knows_of_every_engine_and_one_runs(
+def test_serves_once_the_state_of_every_engine_is_known_and_one_runs(
     messages: tuple[wire.EngineMessage, ...], num_replicas: int, expected: bool
 ) -> None:
     heard = dict(enumerate(messages))

@@ -40,7 +40,7 @@ def test_every_form_is_unpacked_in_packets_of_any_size(form: str, packet_bytes: 
     "num_bytes",
     [0, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, PIECE_BYTES + 200, 3 * PIECE_BYTES],
 )
-def test_what_ends_near_a_piece_is_whole(num_bytes: int) -> None:
+def test_body_that_ends_near_a_piece_is_whole(num_bytes: int) -> None:
     said = b"ab" * (num_bytes // 2) + b"c" * (num_bytes % 2)
     assert unpacked(b"gzip", gzip.compress(said), packet_bytes=10**6) == said
 

@@ -77,10 +77,10 @@ class BlockWriter:
                 case parsed_events.ToolCallEnd():
                     yield from self._close(is_whole=True)
 
-    def finish(self, *, is_cut: bool) -> Iterator[BlockEvent]:
-        """End the answer, truncated if `is_cut`. A call that is still open is always truncated."""
+    def finish(self, *, is_truncated: bool) -> Iterator[BlockEvent]:
+        """End the answer. A call that is still open is truncated in any case."""
         is_call = self._open is not None and self._open.kind is BlockKind.CALL
-        yield from self._close(is_whole=not (is_cut or is_call))
+        yield from self._close(is_whole=not (is_truncated or is_call))
 
     def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockEvent]:
         if self._open is None or self._open.kind is not kind:

@@ -150,7 +150,7 @@ class ChoiceReader(_CountingReader):
         if counter.is_undecided and not self._parser.in_reasoning:
             counter.call_began()
         if is_end and output.events is None:
-            events = [*events, *self.finish(is_cut=output.finish_reason != "stop")]
+            events = [*events, *self.finish(is_truncated=output.finish_reason != "stop")]
         if self._holds_back:
             events = list(self._chosen(events, is_end=is_end))
         for event in events:
@@ -176,9 +176,9 @@ class ChoiceReader(_CountingReader):
             self._counter.add(self._parser.in_reasoning)
         return events
 
-    def finish(self, *, is_cut: bool) -> list[ParserEvent]:
+    def finish(self, *, is_truncated: bool) -> list[ParserEvent]:
         """End the text, as in `OutputParser`."""
-        return self._parser.finish(is_cut=is_cut)
+        return self._parser.finish(is_truncated=is_truncated)
 
     def _finish_reason(self, of_engine: str) -> str:
         is_call = self.calls and not self._rules.is_call_forced_by_name

@@ -282,5 +282,5 @@ class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):
         self._logprobs += output.logprobs or ()
         grown = list(self._writer.push(events))
         if output.finish_reason is not None:
-            grown += self._writer.finish(is_cut=self._reader.finish_reason == "length")
+            grown += self._writer.finish(is_truncated=self._reader.finish_reason == "length")
         return grown

@@ -193,7 +193,7 @@ def _decode_text(literal: memoryview, limits: BodyLimits) -> str:
     is_ascii = True
     while start < len(literal):
         piece = bytes(literal[start : start + _PIECE_BYTES + _LONGEST_CHARACTER])
-        end = _find_cut(piece) if len(piece) > _PIECE_BYTES else len(piece)
+        end = _find_boundary(piece) if len(piece) > _PIECE_BYTES else len(piece)
         pieces.append(msgspec.json.decode(_QUOTE + piece[:end] + _QUOTE, type=str))
         start += end
         num_chars += len(pieces[-1])
@@ -208,7 +208,7 @@ def _decode_text(literal: memoryview, limits: BodyLimits) -> str:
     return "".join(pieces)
 
 
-def _find_cut(piece: bytes) -> int:
+def _find_boundary(piece: bytes) -> int:
     """Return the last position within `_PIECE_BYTES` at which a character begins."""
     start = _PIECE_BYTES - _LONGEST_CHARACTER
     while piece[start] & 0xC0 == 0x80:  # within a character

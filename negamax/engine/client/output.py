@@ -24,8 +24,8 @@ class TextReader(Protocol):
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool) -> list[ParserEvent]:
         """Take pieces of text. `may_stop` False: stop strings that end in them do not count."""
 
-    def finish(self, *, is_cut: bool) -> list[ParserEvent]:
-        """End the text; `is_cut`: the model did not end it."""
+    def finish(self, *, is_truncated: bool) -> list[ParserEvent]:
+        """End the text; `is_truncated`: the model did not end it."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -130,7 +130,7 @@ class ChoiceStream:
         else:
             pieces = self._detokenizer.push(text_ids)
         if finish_reason is not None and self._matched_stop is None:
-            pieces += self._finish(events, is_cut=finish_reason != "stop")
+            pieces += self._finish(events, is_truncated=finish_reason != "stop")
         reason: int | str | None = stop_reason
         if self._matched_stop is not None:
             finish_reason, reason = "stop", self._matched_stop
@@ -174,13 +174,13 @@ class ChoiceStream:
                 return pieces, position
         return pieces, len(token_ids)
 
-    def _finish(self, events: list[ParserEvent] | None, *, is_cut: bool) -> list[TextPiece]:
+    def _finish(self, events: list[ParserEvent] | None, *, is_truncated: bool) -> list[TextPiece]:
         """Return the text held back so far."""
         pieces = self._detokenizer.finish()
         if self._reader is not None and events is not None:
             events += self._reader.feed(pieces, may_stop=True)
             if self._reader.matched_stop is None:
-                events += self._reader.finish(is_cut=is_cut)
+                events += self._reader.finish(is_truncated=is_truncated)
         return pieces
 
 

@@ -99,9 +99,9 @@ class MiniMaxM2Block(CallBlock):
         self._take_in_value(lexeme)
         return False
 
-    def finish(self, *, is_cut: bool) -> None:
+    def finish(self, *, is_truncated: bool) -> None:
         """End the output: a string keeps its text, any other open value is dropped."""
-        if self._closer is not None and not is_cut:
+        if self._closer is not None and not is_truncated:
             ends_call = self._closer.kind is not TagKind.PARAMETER_CLOSE
             self._close_value()
             if ends_call:

@@ -79,7 +79,7 @@ class MiniMaxM3Block(CallBlock):
             arguments.add_text(lexeme.text)
         return lexeme.kind not in _NO_TAGS and self._take_in_call(lexeme, arguments)
 
-    def finish(self, *, is_cut: bool) -> None:
+    def finish(self, *, is_truncated: bool) -> None:
         if self._arguments is not None:
             self._calls.cut_call()
 

@@ -102,8 +102,8 @@ class CallBlock(ABC):
         """Process one lexeme. True: it ended the block."""
 
     @abstractmethod
-    def finish(self, *, is_cut: bool) -> None:
-        """End the output: an open call was truncated. `is_cut`: the model did not end it."""
+    def finish(self, *, is_truncated: bool) -> None:
+        """End the output: an open call was truncated. `is_truncated`: the model did not end it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,12 +142,12 @@ class OutputParser:
             self._take(lexeme)
         return self._taken_events()
 
-    def finish(self, *, is_cut: bool = False) -> list[ParserEvent]:
-        """End the output; return held text as events. `is_cut`: the model did not end it."""
+    def finish(self, *, is_truncated: bool = False) -> list[ParserEvent]:
+        """End the output; return held text as events. `is_truncated`: the model did not end it."""
         for lexeme in self._lexer.finish():
             self._take(lexeme)
         if self._block is not None:
-            self._block.finish(is_cut=is_cut)
+            self._block.finish(is_truncated=is_truncated)
             self._block = None
         if self._opener and self._opener_is_loose:
             self._write("".join(self._opener))

@@ -102,12 +102,14 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
 
     def response(self) -> items.ResponseAnswer:
         usage = self.usage
-        is_cut = self.finish_reason == "length"
+        is_truncated = self.finish_reason == "length"
         return replace(
             self._blank,
-            status="incomplete" if is_cut else "completed",
-            completed_at=None if is_cut else int(time.time()),
-            incomplete_details=items.IncompleteDetails("max_output_tokens") if is_cut else None,
+            status="incomplete" if is_truncated else "completed",
+            completed_at=None if is_truncated else int(time.time()),
+            incomplete_details=items.IncompleteDetails("max_output_tokens")
+            if is_truncated
+            else None,
             output=self._items(),
             usage=items.ResponseUsage(
                 input_tokens=usage.prompt_tokens,

@@ -58,9 +58,9 @@ def build_history(
     answered = {call_id for call_id in results if isinstance(call_id, str)}
     for place, item in items:
         kind = item.get("type", "message")
-        is_cut = kind in _CALLS and item.get("status") == "incomplete"
+        is_truncated = kind in _CALLS and item.get("status") == "incomplete"
         call_id = item.get("call_id")
-        if is_cut and isinstance(call_id, str | None) and call_id not in answered:
+        if is_truncated and isinstance(call_id, str | None) and call_id not in answered:
             continue
         is_assistants = kind in ("reasoning", *_CALLS) or (
             kind == "message" and item.get("role") == "assistant"
