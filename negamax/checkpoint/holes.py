@@ -1,6 +1,6 @@
 """Detection of holes: zeros that an interrupted download left in place of weights.
 
-Quantised formats refuse them, since no scale is 0. Plain matrices of zeros can be intended, such as
+Quantized formats refuse them, since no scale is 0. Plain matrices of zeros can be intended, such as
 pruned experts. A hole, however, does not end at a tensor border: the next tensor then starts or
 ends with zeros.
 """

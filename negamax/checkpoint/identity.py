@@ -1,4 +1,4 @@
-"""Identity of a checkpoint folder, by which caches and conversions recognise their source."""
+"""Identity of a checkpoint folder, by which caches and conversions recognize their source."""
 
 import hashlib
 import re

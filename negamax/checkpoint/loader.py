@@ -3,8 +3,8 @@
 Every tensor has one place and every slot is filled once; otherwise the start is refused. All names,
 shapes and dtypes are checked from the file headers before any data is read (`plan.py`). Tensors are
 then read layer by layer, in file order and in large pieces (`stream.py`), and each rank keeps only
-its part. A quantised matrix is copied as stored if a kernel reads its format. Otherwise the rank's
-part is dequantised while it is read.
+its part. A quantized matrix is copied as stored if a kernel reads its format. Otherwise the rank's
+part is dequantized while it is read.
 """
 
 import time
@@ -44,7 +44,7 @@ class CheckpointReport:
         )
         if self.num_dequantized:
             text += (
-                f", {self.num_dequantized} of them {self.dequantized_formats}, dequantised to the "
+                f", {self.num_dequantized} of them {self.dequantized_formats}, dequantized to the "
                 f"compute dtype"
             )
         if self.num_kept:
@@ -70,18 +70,18 @@ def fill(
     for reason in dict.fromkeys(move.slot.reason for move in dequantized):
         moves = [move for move in dequantized if move.slot.reason == reason]
         logger.info(
-            "%d weights (%s, %s) are dequantised to the compute dtype, one at a time: %s",
+            "%d weights (%s, %s) are dequantized to the compute dtype, one at a time: %s",
             len(moves), _formats(moves), format_bytes(sum(move.num_bytes for move in moves)),
             reason,
         )  # fmt: skip
     quantized = [move for move in needed if move.is_quantized and move.is_of_values]
     if quantized:
         made = ", ".join(sorted({move.slot.source.name for move in quantized}))
-        logger.info("%d weights are quantised to %s while they are read", len(quantized), made)
+        logger.info("%d weights are quantized to %s while they are read", len(quantized), made)
     unused = sum(t.role is Role.ACTIVATION for move in plan.moves for t, _ in move.tensors)
     if unused:
         logger.info(
-            "%d activation scales are not used: activations are not quantised with stored scales",
+            "%d activation scales are not used: activations are not quantized with stored scales",
             unused,
         )
     for reason, names in plan.skipped.items():

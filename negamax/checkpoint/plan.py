@@ -71,7 +71,7 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The tensors that fill one slot: one, or all those of a matrix to dequantise."""
+    """The tensors that fill one slot: one, or all those of a matrix to dequantize."""
 
     slot: WeightSlot
     tensors: tuple[tuple[StoredTensor, SourceTensor], ...]  # of the slot's format; values first
@@ -85,7 +85,7 @@ class Move:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the matrix is quantised while it is read, into one slot per tensor."""
+        """Whether the matrix is quantized while it is read, into one slot per tensor."""
         return self.slot.source.is_online
 
     @property
@@ -114,7 +114,7 @@ class Move:
 
     @property
     def read_region(self) -> Region:
-        """The part of a matrix to read for dequantisation or quantisation."""
+        """The part of a matrix to read for dequantization or quantization."""
         source, shape = self.slot.source, self.slot.matrix_shape
         if source.made_of is None:
             return source.enclose(self.slot.matrix_region, shape)
@@ -123,7 +123,7 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes read on this rank. A matrix to be quantised is read once for all its tensors."""
+        """Bytes read on this rank. A matrix to be quantized is read once for all its tensors."""
         if self.is_quantized and not self.is_of_values:
             return 0
         return sum(source.num_bytes(part) for _, source, part in self.parts())
@@ -375,13 +375,13 @@ def _module(name: str) -> str:
 _ONE = ((), (1,))
 _OTHER_MODEL = "config.json and the weights are not of the same model"
 _OTHER_CONFIG = "config.json has no quantization_config for this module"
-_INCOMPLETE = "the checkpoint is incomplete, or its quantisation config is that of another one"
+_INCOMPLETE = "the checkpoint is incomplete, or its quantization config is that of another one"
 _LOST_EXPERTS = (
     "only experts are missing: the tool that wrote the checkpoint left them out; write it again "
     "with a version that supports the model"
 )
 _UNLISTED = (
-    "modules that are stored plain must be listed in the checkpoint's quantisation config "
+    "modules that are stored plain must be listed in the checkpoint's quantization config "
     "(modules_to_not_convert, ignore)"
 )
 

@@ -2,9 +2,9 @@
 
 Parts that are adjacent in a file are read as one piece, so disks and networks get requests of
 megabytes in file order. Several pieces are in flight, each in a reused buffer; buffers for a GPU
-are pinned memory. The same threads dequantise matrices.
+are pinned memory. The same threads dequantize matrices.
 
-Host memory: BUFFERS pieces, the matrices that THREADS threads dequantise and the scales of a layer,
+Host memory: BUFFERS pieces, the matrices that THREADS threads dequantize and the scales of a layer,
 together 1 GiB for MiniMax-M2, plus the page cache.
 """
 
@@ -33,7 +33,7 @@ _ALIGNMENT = 64  # alignment of a piece in its buffer, as in its file
 
 
 class Part(NamedTuple):
-    """A rank's part of a matrix, its broken scales, and its plain values if quantised."""
+    """A rank's part of a matrix, its broken scales, and its plain values if quantized."""
 
     move: Move
     tensor: Tensor
@@ -46,7 +46,7 @@ GiveParts = Callable[[], Sequence[Part]]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The part of one tensor for a move, or for all moves of a matrix that is quantised."""
+    """The part of one tensor for a move, or for all moves of a matrix that is quantized."""
 
     moves: list[int]
     stored: StoredTensor
@@ -118,7 +118,7 @@ class _Stream:
         self._free: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._reads: deque[tuple[_Piece, Tensor, Future[list[_Found]]]] = deque()
         self._made: deque[tuple[Tensor, list[GiveParts]]] = deque()
-        # Matrices to dequantise or quantise: tensors that were read, and the number still missing.
+        # Matrices to dequantize or quantize: tensors that were read, and the number still missing.
         self._there: dict[int, list[_Found]] = {}
         self._missing = [sum(1 for _ in move.parts()) for move in moves]
 
@@ -203,7 +203,7 @@ class _Stream:
         return parts
 
     def _dequantize(self, move: Move, there: list[_Found]) -> list[Part]:
-        """Dequantise or quantise a matrix. Runs in a thread."""
+        """Dequantize or quantize a matrix. Runs in a thread."""
         plain = dequantize(move.slot.source, _kept(move, there))
         part = self._held(_within(plain, move.slot.region, move.read_region))
         return [Part(move, part, _broken(there))]
@@ -231,7 +231,7 @@ def _broken(there: Sequence[_Found]) -> list[BrokenScale]:
 
 
 def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
-    """Yield the parts of all tensors that a matrix is quantised to."""
+    """Yield the parts of all tensors that a matrix is quantized to."""
     source, device = moves[0].slot.source, moves[0].slot.device
     assert source.made_of is not None
     tensors = {name: tensor.to(device) for name, tensor in _kept(moves[0], there).items()}
@@ -271,7 +271,7 @@ def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) ->
 def _pieces(moves: Sequence[Move]) -> Iterator[_Piece]:
     """Yield the pieces to read, in order.
 
-    In each layer, the small tensors of matrices to dequantise come first, since they wait in memory
+    In each layer, the small tensors of matrices to dequantize come first, since they wait in memory
     for their values.
     """
     wanted: list[tuple[tuple[int, bool, str, int], _Wanted]] = []

@@ -320,7 +320,7 @@ def _check_rounding(modules: Mapping[str, TensorFormat], conversion: Conversion)
     }
     if rounded:
         raise ConfigError(
-            f"{conversion.model} is quantised already ({', '.join(sorted(rounded))}); --to "
+            f"{conversion.model} is quantized already ({', '.join(sorted(rounded))}); --to "
             f"{target.name} rounds it a second time, with a relative error of about "
             f"{target.error:.1%} in addition to its present error",
             hint="convert from bf16 weights, or add --allow-lossy",

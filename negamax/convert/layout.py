@@ -99,7 +99,7 @@ def _copy(weight: Weight) -> Piece:
 def _plain(weight: Weight, *, to_bf16: bool) -> Piece:
     """Store a weight plain, in its stored dtype.
 
-    Quantised weights become bf16. With `to_bf16`, so do all weights that the model does not hold in
+    Quantized weights become bf16. With `to_bf16`, so do all weights that the model does not hold in
     fp32.
     """
     entry = weight.move.entries[0]
@@ -185,7 +185,7 @@ def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator
 def _with_common_scale(
     weights: list[Weight], weight: Weight, stored: TensorFormat, read: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """Quantise `weight` with an extra row that holds the largest magnitude of all `weights`."""
+    """Quantize `weight` with an extra row that holds the largest magnitude of all `weights`."""
     plain = [one.dequantize(split_read(read, at)) for at, one in enumerate(weights)]
     rows, columns = weight.shape
     below = torch.zeros(1, columns)
@@ -202,6 +202,6 @@ def _with_common_scale(
 
 @cache
 def _dtypes(stored: TensorFormat) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of the tensors that the quantiser makes."""
+    """Return the dtypes of the tensors that the quantizer makes."""
     made = encode(stored, torch.zeros(stored.unit(Axis.ROWS), stored.unit(Axis.COLUMNS)))
     return tuple(made[tensor.name].dtype for tensor in stored.tensors)

@@ -49,7 +49,7 @@ class Weight:
 
     @property
     def module(self) -> str:
-        """Name of the module in quantisation configs."""
+        """Name of the module in quantization configs."""
         return self.name.removesuffix(f".{PLAIN.values.name}")
 
     @property
@@ -97,7 +97,7 @@ class Weight:
         return tensors
 
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Dequantise what `read` returned, to fp32. Errors: `CheckpointError` if not finite."""
+        """Dequantize what `read` returned, to fp32. Errors: `CheckpointError` if not finite."""
         if self.format is PLAIN:
             plain = tensors[PLAIN.values.name].float()
         else:

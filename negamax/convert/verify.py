@@ -103,7 +103,7 @@ def _norms(
 
 
 def group_by_kind(differences: Sequence[Difference]) -> list[KindSummary]:
-    """Summarise each kind, in the order of the weights."""
+    """Summarize each kind, in the order of the weights."""
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
     for one in differences:
         groups[one.kind, one.format].append(one.error)

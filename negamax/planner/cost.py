@@ -30,7 +30,7 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.planner.floor import cached_bytes
 from negamax.planner.gpus import MEASURED, GpuModel
 
-# Fractions of the vendor's figures. Copies, and GEMMs in FP8 blocks or unquantised, reach 4.25 of
+# Fractions of the vendor's figures. Copies, and GEMMs in FP8 blocks or unquantized, reach 4.25 of
 # 4.8 TB/s; weight-only GEMMs of other formats reach less, by the bits of their elements.
 READ_SHARE = 4.25 / 4.8
 WEIGHT_ONLY_SHARES = {8: 0.85, 4: 0.80}

@@ -1,1 +1,1 @@
-"""Quantisation methods: the format of each module of a checkpoint, one file per method."""
+"""Quantization methods: the format of each module of a checkpoint, one file per method."""

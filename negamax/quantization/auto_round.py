@@ -25,7 +25,7 @@ from negamax.quantization.fp8 import fp8_blocks
 from negamax.quantization.gptq import gptq
 from negamax.quantization.integers import (
     ACTIVATIONS,
-    OF_THE_QUANTISER,
+    OF_THE_QUANTIZER,
     PACKED_BITS,
     UNLESS_MORE,
     group_size,
@@ -69,7 +69,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         beside=(
             "activation_scheme", "bits", "block_name_to_quantize", "extra_config", "group_size",
             "packing_format", "quant_block_list", "quant_method", "to_quant_block_names",
-            "weight_block_size", *UNLESS_MORE, *ACTIVATIONS, *OF_THE_QUANTISER,
+            "weight_block_size", *UNLESS_MORE, *ACTIVATIONS, *OF_THE_QUANTIZER,
         ),
     )  # fmt: skip
     usual = _format(spec)
@@ -117,7 +117,7 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
 
 
 def _floats(spec: QuantizationSpec, data_type: str) -> TensorFormat:
-    """Read FP8, FP4 and the MX formats; activations may be quantised, too."""
+    """Read FP8, FP4 and the MX formats; activations may be quantized, too."""
     known = {**UNLESS_MORE, "data_type": (spec.fields["data_type"],)}
     check_fields(spec, {name: known[name] for name in known if name != "act_bits"})
     if data_type != "fp":
@@ -136,7 +136,7 @@ def _floats(spec: QuantizationSpec, data_type: str) -> TensorFormat:
 
 
 def _blocks(spec: QuantizationSpec) -> tuple[str, ...]:
-    """Return the prefixes of quantised modules; by default those of all layers."""
+    """Return the prefixes of quantized modules; by default those of all layers."""
     fields = ("quant_block_list", "block_name_to_quantize", "to_quant_block_names")
     field = next((name for name in fields if spec.fields.get(name)), fields[1])
     names = spec.fields.get(field) or "layers"

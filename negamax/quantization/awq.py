@@ -16,7 +16,7 @@ from negamax.formats.tensor_format import (
 )
 from negamax.quantization.integers import (
     ACTIVATIONS,
-    OF_THE_QUANTISER,
+    OF_THE_QUANTIZER,
     UNLESS_MORE,
     group_name,
     group_size,
@@ -59,7 +59,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         },
         beside=(
             "group_size", "modules_to_not_convert", "quant_block_list", "quant_method",
-            "to_quant_block_names", *ACTIVATIONS, *OF_THE_QUANTISER,
+            "to_quant_block_names", *ACTIVATIONS, *OF_THE_QUANTIZER,
         ),
     )  # fmt: skip
     stored = awq(group_size(spec))

@@ -1,4 +1,4 @@
-"""The table of quantisation methods. To add one, write its file and a line here."""
+"""The table of quantization methods. To add one, write its file and a line here."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,7 +47,7 @@ def detect(spec: QuantizationSpec | None) -> Scheme | None:
     read = online.read if spec.source == online.SOURCE else METHODS.get(spec.method)
     if read is None:
         raise ConfigError(
-            f"the checkpoint is quantised by {spec.method!r} ({spec.source}); supported: "
+            f"the checkpoint is quantized by {spec.method!r} ({spec.source}); supported: "
             f"{', '.join(METHODS)}",
             hint="use MiniMax's own FP8 checkpoint, or a BF16 one",
         )

@@ -20,7 +20,7 @@ from negamax.formats.tensor_format import (
 )
 from negamax.quantization.integers import (
     ACTIVATIONS,
-    OF_THE_QUANTISER,
+    OF_THE_QUANTIZER,
     PACKED_BITS,
     UNLESS_MORE,
     cache_format,
@@ -74,7 +74,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         beside=(
             "bits", "block_name_to_quantize", "desc_act", "dynamic", "group_size",
             "modules_in_block_to_quantize", "quant_block_list", "quant_method", *ACTIVATIONS,
-            *OF_THE_QUANTISER,
+            *OF_THE_QUANTIZER,
         ),
     )  # fmt: skip
     version = _VERSIONS[spec.fields.get("checkpoint_format") or spec.fields.get("format")]
@@ -126,7 +126,7 @@ def _rules(spec: QuantizationSpec) -> Iterator[tuple[bool, re.Pattern[str], Quan
         changed = QuantizationSpec(spec.method, dict(changes or {}), f"{spec.source}, {name}")
         is_skipped = pattern.startswith("-:")
         if not is_skipped:
-            known = ("bits", "desc_act", "group_size", *ACTIVATIONS, *OF_THE_QUANTISER)
+            known = ("bits", "desc_act", "group_size", *ACTIVATIONS, *OF_THE_QUANTIZER)
             check_fields(changed, UNLESS_MORE, beside=known)
         whole = QuantizationSpec(spec.method, {**spec.fields, **changed.fields}, changed.source)
         yield is_skipped, expression, whole

@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 PACKED_BITS = (2, 4, 8)  # a 32-bit word holds a whole number of them
 # Fields of AutoAWQ, GPTQModel and AutoRound that do not change what is stored.
-OF_THE_QUANTISER = (
+OF_THE_QUANTIZER = (
     "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "cache_block_outputs",
     "damp_auto_increment", "damp_percent", "dataset", "do_fuse", "enable_alg_ext",
     "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "exllama_config",
@@ -35,7 +35,7 @@ OF_THE_QUANTISER = (
     "static_attention_granularity", "static_groups", "static_kv_dtype", "static_kv_granularity",
     "supported_types", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
 )  # fmt: skip
-# Allowed values of fields that all three have. Others mean quantised activations, rotated weights
+# Allowed values of fields that all three have. Others mean quantized activations, rotated weights
 # or scales of scales.
 UNLESS_MORE: Mapping[str, Sequence[object]] = {
     "adapter": (None,), "act_bits": (None, 16, 32), "data_type": (None, "int"),
@@ -43,7 +43,7 @@ UNLESS_MORE: Mapping[str, Sequence[object]] = {
     "rotation_configs": (None, []), "static_attention_dtype": (None,), "super_bits": (None,),
     "super_group_size": (None,), "sym": (None, False, True),
 }  # fmt: skip
-# These have no meaning while activations are not quantised.
+# These have no meaning while activations are not quantized.
 ACTIVATIONS = ("act_data_type", "act_dynamic", "act_group_size", "act_sym")
 
 

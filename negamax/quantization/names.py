@@ -31,7 +31,7 @@ _BLOCKS = ("fp8", "fp8-per-block")  # also for MXFP8 checkpoints
 
 
 def check_name(name: str | None) -> str | None:
-    """Return the normalised `name`; None: the checkpoint decides. Errors: `ConfigError`."""
+    """Return the normalized `name`; None: the checkpoint decides. Errors: `ConfigError`."""
     plain = _plain(name or "")
     if plain in ("", "auto", "none"):
         return None
@@ -59,8 +59,8 @@ def quantized(
         return online.spec(wanted), None
     if spec is None:
         raise ConfigError(
-            f"--quantization is {name!r}; the checkpoint is not quantised",
-            hint=f"leave it out, or have its weights quantised while they are read: "
+            f"--quantization is {name!r}; the checkpoint is not quantized",
+            hint=f"leave it out, or have its weights quantized while they are read: "
             f"{', '.join(online.NAMES)}",
         )
     if wanted not in (_plain(spec.method), *map(_plain, _names(spec))):
@@ -69,7 +69,7 @@ def quantized(
         if wanted in _BLOCKS and _can_be_blocks(spec):
             return online.make_blocks_spec(spec), None
         raise ConfigError(
-            f"--quantization is {name!r}; the checkpoint is quantised by {spec.method!r} "
+            f"--quantization is {name!r}; the checkpoint is quantized by {spec.method!r} "
             f"({spec.source})",
             hint="leave it out",
         )
@@ -85,7 +85,7 @@ def _can_be_blocks(spec: QuantizationSpec) -> bool:
 
 
 def _names(spec: QuantizationSpec) -> list[str]:
-    """Return the names of a checkpoint's quantisation beside its method."""
+    """Return the names of a checkpoint's quantization beside its method."""
     method = _plain(spec.method)
     # some methods include the algorithm
     method = "modelopt" if method.startswith("modelopt") else method
@@ -96,5 +96,5 @@ def _names(spec: QuantizationSpec) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """Normalise spellings such as `auto_round`, `auto-round` and `AUTO-ROUND`."""
+    """Normalize spellings such as `auto_round`, `auto-round` and `AUTO-ROUND`."""
     return name.lower().replace("_", "-")

@@ -2,7 +2,7 @@
 
 q, k and v have a scale per output row. Experts are stacked and transposed, with a scale per 128 x
 128 block or, in mode per_row, per output row. All other weights are plain. That tool writes no
-description: `config/quantization.py` recognises its tensor names in the index. `negamax convert`
+description: `config/quantization.py` recognizes its tensor names in the index. `negamax convert`
 writes a description under this name.
 """
 

@@ -1,6 +1,6 @@
-"""Method "online": `--quantization` quantises matrices while they are read.
+"""Method "online": `--quantization` quantizes matrices while they are read.
 
-In a plain checkpoint, all matrices but embedding, router and head are quantised. In other
+In a plain checkpoint, all matrices but embedding, router and head are quantized. In other
 checkpoints, MXFP8 matrices become FP8 blocks.
 """
 
@@ -33,7 +33,7 @@ _PLAIN_MODULES = ("embed_tokens", "gate", "lm_head")
 
 
 def spec(name: str) -> QuantizationSpec:
-    """Return the description of a plain checkpoint that is quantised to the format `name`."""
+    """Return the description of a plain checkpoint that is quantized to the format `name`."""
     return QuantizationSpec("online", {"format": name.replace("-", "_")}, source=SOURCE)
 
 

@@ -51,7 +51,7 @@ class WeightFormat:
     """How one rank holds its weights.
 
     Plain weights have `dtype`. Matrices stay as `scheme` stores them if a kernel reads that format
-    and `keep_quantized` is set; otherwise they are dequantised at load.
+    and `keep_quantized` is set; otherwise they are dequantized at load.
     """
 
     dtype: torch.dtype

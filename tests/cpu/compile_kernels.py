@@ -95,7 +95,7 @@ def reason_against(platform: Platform, case: Case) -> str | None:
     except ConfigError as error:
         return str(error)
     if case.numbers.get("quantize") and Feature.FP8 not in platform.features:
-        return "weights are dequantised here, so no product asks for FP8 activations"
+        return "weights are dequantized here, so no product asks for FP8 activations"
     return None
 
 
@@ -158,7 +158,7 @@ def compile_for(platform: Platform, cases: list[tuple[Op, Case]], *, quiet: bool
         about = {"arch": platform.arch, "op": op, "case": case.label}
         refusal = reason_against(platform, case)
         if kernel is None:
-            refusal = f"{case.stored.name} is dequantised at load"
+            refusal = f"{case.stored.name} is dequantized at load"
         if kernel is None or refusal is not None:
             report(refused=refusal)
             continue

@@ -184,7 +184,7 @@ except NegamaxError as error:
 
 @pytest.mark.parametrize(
     ("load_format", "method", "words"),
-    [("auto", "bitsandbytes", "ConfigError the checkpoint is quantised by 'bitsandbytes'"),
+    [("auto", "bitsandbytes", "ConfigError the checkpoint is quantized by 'bitsandbytes'"),
      ("synthetic", "fp8", "MiniMaxM2ForCausalLM")],
 )  # fmt: skip
 def test_weights_of_refused_or_synthetic_models_are_not_fetched(

@@ -116,8 +116,8 @@ def test_fp8_blocks_are_dequantized_and_counted(
     assert_same(model, expected)
     assert report.num_tensors == len(stored)
     assert report.num_dequantized == 2 * (4 + 3 * 4) - 1
-    assert "fp8_e4m3_block_128x128, dequantised to the compute dtype" in report.summary()
-    assert any("31 weights" in each and "dequantised" in each for each in caplog.messages)
+    assert "fp8_e4m3_block_128x128, dequantized to the compute dtype" in report.summary()
+    assert any("31 weights" in each and "dequantized" in each for each in caplog.messages)
 
 
 @pytest.mark.parametrize("with_index", [True, False])

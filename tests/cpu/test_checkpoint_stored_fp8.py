@@ -246,10 +246,10 @@ def test_excluded_modules_stay_plain(tmp_path: Path, caplog: pytest.LogCaptureFi
     with caplog.at_level("INFO", logger="negamax"):
         report = load(mixed, stored, tmp_path)
     assert report.num_dequantized == 2
-    assert "2 of them fp8_e4m3_block_128x128, dequantised to the compute dtype" in report.summary()
-    (line,) = [text for text in caplog.messages if "are dequantised" in text]
+    assert "2 of them fp8_e4m3_block_128x128, dequantized to the compute dtype" in report.summary()
+    (line,) = [text for text in caplog.messages if "are dequantized" in text]
     assert re.fullmatch(
-        r"2 weights \(fp8_e4m3_block_128x128, .* MiB\) are dequantised to the compute dtype, one "
+        r"2 weights \(fp8_e4m3_block_128x128, .* MiB\) are dequantized to the compute dtype, one "
         "at a time: fused with weights in another format",
         line,
     )

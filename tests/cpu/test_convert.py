@@ -325,7 +325,7 @@ def test_complete_conversion_is_not_repeated(bf16: Path, converted: dict[str, Pa
     [
         ("fp8-block", "fp8-block", "is stored as fp8-block already"),
         ("bf16", "bf16", "is stored as bf16 already"),
-        ("int4", "fp8-block", r"quantised already .*int4.* error of about 2\.7%.*--allow-lossy"),
+        ("int4", "fp8-block", r"quantized already .*int4.* error of about 2\.7%.*--allow-lossy"),
         ("fp8-block", "int4", r"rounds it a second time, with a relative error of about 11\.1%"),
     ],
 )

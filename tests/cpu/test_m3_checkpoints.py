@@ -113,7 +113,7 @@ def add_wrapper(folder: Path) -> None:
     save_file({**whole, **more}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_plain_indexer_does_not_dequantise_the_attention(tmp_path: Path) -> None:
+def test_plain_indexer_does_not_dequantize_the_attention(tmp_path: Path) -> None:
     plain = write(tmp_path, CONFIG, TENSORS, FORMATS["modelslim-dynamic"])
     file = tmp_path / "quant_model_description.json"
     stored, said = load_file(tmp_path / "model.safetensors"), json.loads(file.read_text())

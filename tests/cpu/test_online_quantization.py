@@ -45,7 +45,7 @@ def test_without_a_kernel_values_equal_a_stored_checkpoint(
     load_weights(expected.weight_slots(), fp8, tmp_path / "stored")
     with caplog.at_level(logging.INFO, logger="negamax"):
         load_weights(found.weight_slots(), online_spec("fp8", **SIZES), tmp_path / "plain")
-    assert "32 weights are quantised to fp8_e4m3_block_128x128 while they are read" in caplog.text
+    assert "32 weights are quantized to fp8_e4m3_block_128x128 while they are read" in caplog.text
     for name, parameter in expected.parameters.items():
         assert torch.equal(found.parameters[name], parameter), name
     assert not torch.equal(found.parameters[NAME], tensors[NAME].float())
@@ -55,7 +55,7 @@ def test_without_a_kernel_values_equal_a_stored_checkpoint(
 @pytest.mark.parametrize("is_held", [True, False])
 @pytest.mark.parametrize("rows", [range(256), range(128, 256)])
 @pytest.mark.parametrize("columns", [range(384), range(128, 256)])
-def test_each_part_equals_the_whole_quantised(
+def test_each_part_equals_the_whole_quantized(
     tmp_path: Path, name: str, is_held: bool, rows: range, columns: range
 ) -> None:
     scheme = detect(online.spec(name))
@@ -105,7 +105,7 @@ def test_missing_and_broken_tensors_are_named_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", online.NAMES)
-def test_nan_is_refused_before_it_is_quantised(tmp_path: Path, name: str) -> None:
+def test_nan_is_refused_before_it_is_quantized(tmp_path: Path, name: str) -> None:
     spec = online_spec(name, **SIZES)
     tensors = random_tensors(spec)
     tensors[NAME][3, 5] = torch.nan

@@ -79,11 +79,11 @@ def test_a_checkpoint_is_checked_when_it_is_located(tmp_path: Path) -> None:
     found = locate(EngineOptions(model="minimax-m2", load_format="synthetic", quantization="fp8"))
     assert found.spec.notes[-1].startswith("--quantization fp8: detected in config.json")
     assert locate(EngineOptions(model="nano", quantization="fp8")).spec.notes
-    with pytest.raises(ConfigError, match="'awq'; the checkpoint is quantised by 'fp8'"):
+    with pytest.raises(ConfigError, match="'awq'; the checkpoint is quantized by 'fp8'"):
         locate(EngineOptions(model="nano", quantization="awq"))
     config = json.loads((EMBEDDED["nano"] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
-    with pytest.raises(ConfigError, match="'awq'; the checkpoint is not quantised"):
+    with pytest.raises(ConfigError, match="'awq'; the checkpoint is not quantized"):
         locate(EngineOptions(model=str(tmp_path), quantization="awq"))
     found = locate(EngineOptions(model=str(tmp_path), quantization="int8-per-channel-weight-only"))
     scheme = detect(found.spec.quantization)
@@ -124,5 +124,5 @@ def test_synthetic_weights_take_the_requested_format() -> None:
     for module in ("model.embed_tokens", "model.layers.3.block_sparse_moe.gate", "lm_head"):
         assert scheme.format_of(module) is PLAIN
     assert scheme.format_of("model.layers.3.self_attn.q_proj") == scheme.formats[0]
-    with pytest.raises(ConfigError, match="'awq'; the checkpoint is not quantised"):
+    with pytest.raises(ConfigError, match="'awq'; the checkpoint is not quantized"):
         locate(EngineOptions(model="minimax-m2", load_format="synthetic", quantization="awq"))

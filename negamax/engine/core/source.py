@@ -105,7 +105,7 @@ def _locate_draft(
         if spec.quantization is not None:
             raise ConfigError(
                 f"draft_lm_head_quantization is {speculation.draft_lm_head_quantization}; the "
-                f"draft is quantised by {spec.quantization.method} as a whole",
+                f"draft is quantized by {spec.quantization.method} as a whole",
                 hint="leave it out",
             )
         return replace(spec, quantization=online.make_head_spec("fp8_per_channel"))
