@@ -5,7 +5,7 @@ from torch import Tensor
 
 from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED, EMBED_NORMS, RECORD_DRAFTS
 from negamax.kernels.op import AnyKernel
-from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
+from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn, table
 
 
 def count_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
@@ -15,10 +15,10 @@ def count_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         firsts = (num_drafts + 1).cumsum(0) - num_drafts - 1
         sampled = draw(-1, 3, (int((num_drafts + 1).sum()),))
         index = (firsts.unsqueeze(1) + torch.arange(room)).clamp_max(len(sampled) - 1)
-        wrong = draw(0, 6, (len(num_drafts), room)) == 0
+        is_rejected = draw(0, 6, (len(num_drafts), room)) == 0
         tensors = {
             "sampled": sampled,
-            "drafts": sampled[index].masked_fill(wrong, 7),
+            "drafts": sampled[index].masked_fill(is_rejected, 7),
             "firsts": firsts,
             "num_drafts": num_drafts,
         }
@@ -89,26 +89,21 @@ def record_cost(case: Case) -> Cost:
     return Cost(num_bytes=7 * num_bytes(case.tensors["slots"]), flops=0)
 
 
-def embed_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    sizes = ((0, 64, True), (1, 128, True), (5, 192, True), (5, 96, False), (2, 7, True))
-    return [_embed_case(dtype, generator, *size) for size in sizes]
-
-
-def embed_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    sizes = ((1, 3072, True), (4, 3072, False), (400, 3072, True), (16, 6144, True))
-    return [_embed_case(dtype, generator, *size) for size in sizes]
+# tokens, width, whether hidden states are normed
+_EMBED_SMALL = ((0, 64, True), (1, 128, True), (5, 192, True), (5, 96, False), (2, 7, True))
+_EMBED_WIDE = ((1, 3072, True), (4, 3072, False), (400, 3072, True), (16, 6144, True))
 
 
 def _embed_case(
     dtype: torch.dtype, generator: torch.Generator, num_tokens: int, width: int, has_norm: bool
 ) -> Case:
     rows, device = 50, generator.device
-    table = randn(rows + 2, width, dtype=dtype, generator=generator)
-    table[0] = table[-1] = 0
+    embeddings = randn(rows + 2, width, dtype=dtype, generator=generator)
+    embeddings[0] = embeddings[-1] = 0
     weights = 1 + randn(2, width, dtype=dtype, generator=generator, scale=0.2)
     tensors = {
         "token_ids": torch.randint(-2, rows + 2, (num_tokens,), generator=generator, device=device),
-        "table": table,
+        "table": embeddings,
         "hidden": randn(num_tokens, width, dtype=dtype, generator=generator, scale=3.0),
         "weights": weights,
     }
@@ -130,5 +125,7 @@ CASES = {
     COUNT_ACCEPTED: OpCases(count_small, apply_count, count_cost),
     ADVANCE_ROWS: OpCases(advance_small, apply_advance, advance_cost),
     RECORD_DRAFTS: OpCases(record_small, apply_record, record_cost),
-    EMBED_NORMS: OpCases(embed_small, apply_embed, embed_cost, embed_full_size),
+    EMBED_NORMS: OpCases(
+        table(_embed_case, _EMBED_SMALL), apply_embed, embed_cost, table(_embed_case, _EMBED_WIDE)
+    ),
 }

@@ -77,7 +77,7 @@ class AttentionMetadata:
     shared_tokens: SharedTokens | None = None
     is_exact: bool = True
     # Adjacent decodes that may belong to one sequence, at most; each is one token longer than the
-    # previous. Set for steps with draft tokens whose lengths only the device knows.
+    # previous. Set for steps with draft tokens whose lengths only the device holds.
     max_decode_run: int = 1
     # The same decodes by sequence, for kernels that read the keys of adjacent decodes once; None:
     # not known, or one each.

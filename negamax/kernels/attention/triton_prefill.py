@@ -7,7 +7,7 @@ BLOCK_N at a time.
     k, v     [blocks, kv_heads, BLOCK_SIZE, DIM]   |  no mask   |  causal  |    BLOCK_M queries at
              by the sequence's block table         |            |          |    start .. end - 1
 
-The host lists the tiles, those with the most keys first; the device does if only it knows the
+The host lists the tiles, those with the most keys first; the device does if only it holds the
 lengths. If the queries of all heads of a KV head fit into one tile, as for a generated token in a
 captured step, the program of the first head attends for all of them.
 """
@@ -86,7 +86,7 @@ def list_query_tiles(queries: AttentionMetadata, size: int) -> Tensor:
 
 
 def _list_tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
-    """List the tiles [T / size + S, 4] of sequences whose counts only the device knows.
+    """List the tiles [T / size + S, 4] of sequences whose counts only the device holds.
 
     The last ones may be empty. In a sequence those with the most keys come first.
     """

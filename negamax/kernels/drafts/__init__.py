@@ -1,1 +1,1 @@
-"""How many draft tokens of a step are right, and what a draft model's pass reads."""
+"""How many draft tokens of a step are accepted, and what a draft model's pass reads."""

@@ -25,8 +25,8 @@ def count_accepted(
     places = torch.arange(drafts.shape[1], device=sampled.device)
     is_draft = (places < num_drafts.unsqueeze(1)) & (drafts >= 0)
     index = (firsts.unsqueeze(1) + places).clamp_max(sampled.shape[0] - 1)
-    is_right = ((sampled[index] == drafts) & is_draft).long()
-    return torch.sum(is_right.cumprod(dim=1), dim=1, out=out)
+    is_accepted = ((sampled[index] == drafts) & is_draft).long()
+    return torch.sum(is_accepted.cumprod(dim=1), dim=1, out=out)
 
 
 def advance_rows(
@@ -65,11 +65,11 @@ def record_drafts(
     Those are tokens (0 where there is none) and positions (`last` at most), [R] int64, and sequence
     lengths, 0 in the padding slot, [R] int32.
     """
-    guessed = ids[picked.clamp(-1, len(ids) - 2)]  # (-1 finds the last one)
-    drafts[:, place] = guessed
+    proposed = ids[picked.clamp(-1, len(ids) - 2)]  # (-1 finds the last one)
+    drafts[:, place] = proposed
     positions = (lengths - 1 + place).clamp(0, last)
     seq_lens = (positions + 1).masked_fill(slots == padding_slot, 0)
-    return guessed.clamp_min(0), positions, seq_lens.int()
+    return proposed.clamp_min(0), positions, seq_lens.int()
 
 
 def embed_norms(

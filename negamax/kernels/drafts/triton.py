@@ -36,8 +36,8 @@ def _count_accepted_kernel(
     sample = tl.load(
         sampled + first + place, mask=is_draft & (first + place < num_sampled), other=-1
     )
-    is_right = is_draft & (draft >= 0) & (draft == sample)
-    tl.store(accepted + row, tl.min(tl.where(is_right, ROOM_POW2, place), axis=0).to(tl.int64))
+    is_accepted = is_draft & (draft >= 0) & (draft == sample)
+    tl.store(accepted + row, tl.min(tl.where(is_accepted, ROOM_POW2, place), axis=0).to(tl.int64))
 
 
 def count_accepted(
@@ -84,12 +84,12 @@ def _advance_rows_kernel(
     """Advance one row. Rows of padding write equal values. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     launch_dependents_then_wait(PDL)
-    right = tl.load(accepted + row)
+    num_accepted = tl.load(accepted + row)
     num_drafts = tl.maximum(tl.load(counts + row) - 1, 0)
-    computed = tl.load(seq_lens + row) - num_drafts + right
+    computed = tl.load(seq_lens + row) - num_drafts + num_accepted
     tl.store(num_computed + tl.load(slots + row), computed)
     tl.store(lengths + row, computed + 1)
-    tl.store(ends + row, tl.load(firsts + row) + right)
+    tl.store(ends + row, tl.load(firsts + row) + num_accepted)
 
 
 def advance_rows(
@@ -131,10 +131,10 @@ def _record_drafts_kernel(
     launch_dependents_then_wait(PDL)
     token = tl.load(picked + row)
     token = tl.where(token < 0, num_ids, tl.minimum(token, num_ids - 1))
-    guess = tl.load(ids + token)
+    token_id = tl.load(ids + token)
     position = tl.minimum(tl.maximum(tl.load(lengths + row) - 1 + place, 0), last)
-    tl.store(drafts + row * stride + place, guess)
-    tl.store(token_ids + row, tl.maximum(guess, 0))
+    tl.store(drafts + row * stride + place, token_id)
+    tl.store(token_ids + row, tl.maximum(token_id, 0))
     tl.store(positions + row, position)
     is_padding = tl.load(slots + row) == padding_slot
     tl.store(seq_lens + row, tl.where(is_padding, 0, position + 1).to(tl.int32))

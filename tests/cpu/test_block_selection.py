@@ -11,7 +11,7 @@ from negamax.kernels.block_sparse.selection import (
 )
 
 
-def counted_out(scores: list[float], position: int, shape: SparseShape) -> list[int]:
+def select_by_counting(scores: list[float], position: int, shape: SparseShape) -> list[int]:
     local = position // shape.sparse_block_size
     last = range(max(0, local + 1 - shape.local_blocks), local + 1)
     forced = {*range(min(shape.init_blocks, local + 1)), *last}
@@ -21,7 +21,7 @@ def counted_out(scores: list[float], position: int, shape: SparseShape) -> list[
 
 
 @pytest.mark.parametrize(("topk", "init", "local"), [(1, 0, 1), (4, 0, 1), (4, 1, 2), (5, 3, 2)])
-def test_forced_blocks_and_the_best_of_the_others(topk: int, init: int, local: int) -> None:
+def test_selects_forced_blocks_and_the_best_of_the_others(topk: int, init: int, local: int) -> None:
     """Scores take few values, so there are many ties: the lower block wins."""
     shape = SparseShape(2, 1, 64, 32, topk, init, local)
     generator = torch.Generator().manual_seed(topk)
@@ -35,7 +35,7 @@ def test_forced_blocks_and_the_best_of_the_others(topk: int, init: int, local: i
     assert torch.equal(blocks_of_keys(torch.cat(shards, -1), positions, shape), ids)
     for token, position in enumerate(positions.tolist()):
         for head in range(2):
-            wanted = counted_out(scores[token, head].tolist(), position, shape)
+            wanted = select_by_counting(scores[token, head].tolist(), position, shape)
             assert ids[token, head].tolist() == wanted
     # each token's blocks, in cache blocks of two sparse blocks
     tables = torch.stack([torch.randperm(40, generator=generator)[:6] for _ in positions])
@@ -52,7 +52,7 @@ def test_forced_blocks_and_the_best_of_the_others(topk: int, init: int, local: i
             assert of_pages[pages[token, head].long()].flatten()[:length].tolist() == seen
 
 
-def test_a_row_of_padding_chooses_nothing() -> None:
+def test_selects_nothing_for_a_row_of_padding() -> None:
     shape = SparseShape(1, 1, 32, 32, 3)
     position = torch.tensor([-1])
     ids = choose(torch.zeros(1, 1, 4), position, shape)
