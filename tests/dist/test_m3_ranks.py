@@ -85,7 +85,8 @@ def test_the_engine_equals_transformers_on_several_ranks(
         stats, memory = engine.stats(), engine.info.memory
     check(model, prompts, generations)
     assert stats.cached_prompt_tokens > 0 and stats.preemption_count > 0
-    is_sharded = ranks.get("index_cache_sharding") == "on"
-    assert ("a shard of the index keys on each rank" in memory) == is_sharded
+    if "index_cache_sharding" in ranks:
+        is_sharded = ranks["index_cache_sharding"] == "on"
+        assert ("a shard of the index keys on each rank" in memory) == is_sharded
     has_shards = "decode_context_parallel_size" in ranks
     assert ("some blocks of each KV head on each rank" in memory) == has_shards
