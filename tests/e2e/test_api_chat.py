@@ -105,11 +105,6 @@ def test_prompt_logprobs_and_token_ids_are_returned_on_request(http: httpx.Clien
     assert len(answer["choices"][0]["token_ids"]) == 4
 
 
-def test_reasoning_can_be_left_out(http: httpx.Client) -> None:
-    said = CHAT_DIALECT.ask(http, CHAT_DIALECT.body(include_reasoning=False))
-    assert said.content and not said.reasoning
-
-
 def test_last_message_can_be_continued(http: httpx.Client) -> None:
     begun = {"role": "assistant", "reasoning_content": "47 + 38 = 85", "content": "He has"}
     body = CHAT_DIALECT.body([*QUESTION, begun], limit=16, return_token_ids=True)

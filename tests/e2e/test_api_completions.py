@@ -14,7 +14,13 @@ def complete(http: httpx.Client, **fields: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("prompt", "num_choices"),
-    [(PROMPT, 1), ([PROMPT, "Hello"], 2), ([5, 6, 7], 1), ([[5, 6], [7, 8, 9]], 2)],
+    [
+        (PROMPT, 1),
+        ([PROMPT, "Hello"], 2),
+        ([5, 6, 7], 1),
+        ([[5, 6], [7, 8, 9]], 2),
+        (["a", [5]], 2),
+    ],
     ids=str,
 )
 def test_every_shape_of_prompt_is_answered(client: Any, prompt: Any, num_choices: int) -> None:

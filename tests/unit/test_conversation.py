@@ -7,7 +7,7 @@ from message_support import ai, user
 from request_support import make_output
 from text_support import make_tokenizer
 
-from negamax.api.common.choice_reader import ChoiceReader, ReadingRules, make_call_id
+from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
 from negamax.api.common.conversation import ChatPrompt, Conversation, PromptBuilder
 from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice
 from negamax.base.errors import InvalidRequestError
@@ -282,9 +282,3 @@ def test_tokens_of_the_reasoning_are_counted_with_the_tags_that_it_quotes(
         reader.push(output("", token_ids=ids, pieces=pieces))
     reader.push(output("", finish="stop"))
     assert reader.num_reasoning_tokens == len(thought)
-
-
-def test_call_ids_have_the_form_of_openai() -> None:
-    call_id = make_call_id()
-    assert call_id.startswith("call_") and len(call_id) == 29
-    int(call_id.removeprefix("call_"), 16)
