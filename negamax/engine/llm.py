@@ -39,8 +39,6 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass
 class Completion:
-    """One choice. `LLM` updates it during generation."""
-
     index: int
     text: str = ""
     # the text with its token ids
@@ -54,8 +52,6 @@ class Completion:
 
 @dataclass
 class Generation:
-    """The result of one prompt."""
-
     prompt_token_ids: list[int]
     outputs: list[Completion]
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -64,8 +60,6 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class LLMOptions(EngineOptions):
-    """The keywords of `LLM`."""
-
     chat_template: str | None = None  # a file that replaces the checkpoint's template
 
 
@@ -128,7 +122,6 @@ class LLM:
         return self._loop.stats()
 
     def shutdown(self) -> None:
-        """Stop the workers."""
         self._loop.shutdown()
 
     def generate(
@@ -152,9 +145,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Continue one prompt and yield its outputs, step by step. Closing the iterator aborts the
-        rest. Several streams may be read in turns; they share steps.
-        """
+        """Continue one prompt, step by step; closing aborts it. Streams share steps."""
         prompts = [self._encode(prompt)]
         outputs = self._run(prompts, self._admit(prompts, sampling_params))
         return (output for _, output in outputs)
@@ -265,7 +256,6 @@ class LLM:
         prompts: list[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[SamplingParams]:
-        """Check and complete the parameters, one for each prompt."""
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(prompts)
         else:
@@ -285,9 +275,7 @@ class LLM:
         params: list[SamplingParams],
         parsers: Sequence[Sequence[OutputParser]] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Drive the loop until every choice of every prompt has ended. Yield (position of the
-        prompt, output). `parsers`: by prompt and choice, find stop strings.
-        """
+        """Drive the loop until all choices have ended. Yield (position of the prompt, output)."""
         waiting = deque(self._sequences(prompts, params, parsers))
         running: dict[str, tuple[int, ChoiceStream]] = {}
         updates: deque[SequenceUpdate] = deque()
@@ -343,7 +331,6 @@ class LLM:
         params: list[SamplingParams],
         parsers: Sequence[Sequence[OutputParser]] | None = None,
     ) -> Iterator[list[_Sequence]]:
-        """Yield the choices of each prompt, in order."""
         for position, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
             seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
             name = f"llm-{next(self._request_numbers)}"
@@ -390,7 +377,6 @@ def _collect(generation: Generation, output: RequestOutput) -> None:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (text or token ids) or several as a list."""
     if isinstance(prompts, str):
         return [prompts]
     if prompts and isinstance(prompts[0], int):

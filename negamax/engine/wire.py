@@ -26,11 +26,9 @@ class EngineAddress:
     folder: str
 
     def requests(self, server: int) -> str:
-        """The endpoint of a server process's requests."""
         return f"ipc://{self.folder}/requests-{server}"
 
     def outputs(self, server: int) -> str:
-        """The endpoint of a server process's outputs."""
         return f"ipc://{self.folder}/outputs-{server}"
 
 
@@ -57,8 +55,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
-    """Statistics of experts, if they are counted."""
-
     # of recent steps: mean tokens per rank over those of the busiest one, each summed over layers
     balancedness: float = 1.0
     num_rebalances: int = 0  # complete, with moved experts
@@ -133,7 +129,6 @@ def sum_generations(parts: Sequence[EngineStats]) -> EngineStats:
 
 
 def sum_fields(kind: type[RankStats], parts: Sequence[RankStats]) -> dict[str, Any]:
-    """Sum the additive fields of `kind` over `parts`."""
     accepted = itertools.zip_longest(*(part.accepted_per_position for part in parts), fillvalue=0)
     numbers = {
         name: sum(getattr(part, name) for part in parts)
@@ -225,8 +220,6 @@ class ExpertDump(msgspec.Struct, frozen=True):
 
 
 class ExpertRecord(msgspec.Struct, frozen=True, tag="expert_record"):
-    """The answer to `RecordExperts`."""
-
     number: int
     dump: ExpertDump | None = None
     problem: str | None = None  # why it failed

@@ -21,15 +21,12 @@ NUM_COLUMNS = _GROUP_TOKENS + _GROUPS
 class Admission:
     """Counts open sequences and admits or refuses new ones. Single writer: the engine's client.
 
-    A sequence waits from `enter` until `start`, and is open until `leave`. `max_running` sequences
-    run. `max_waiting` more may wait, with `max_waiting_tokens` prompt tokens in total. A prompt
-    that would wait alone is admitted at any length. Times are monotonic seconds.
+    A sequence waits from `enter` until `start`, and is open until `leave`. A prompt that would wait
+    alone is admitted at any length. Times are monotonic seconds. If tenants share the queue, none
+    may hold more of it than it leaves free: one alone gets half, two get a third each.
 
-    If tenants share the queue, none may hold more of it than it leaves free. One alone gets half,
-    two get a third each, and there is always room for the next one.
-
-    Several server processes may share an engine. Each counts its sequences in its row of `numbers`
-    and compares the totals; simultaneous requests to several processes may exceed a limit.
+    Each server process counts in its row of `numbers` and compares the totals; simultaneous
+    requests to several processes may exceed a limit.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class Admission:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens of sequences that wait."""
         return int(self._numbers.total(_WAITING_TOKENS))
 
     def check(
@@ -185,7 +181,6 @@ class Admission:
         self._row[_GROUP_TOKENS + group] += num_tokens
 
     def _publish(self) -> None:
-        """Publish the totals to the other processes."""
         self._row[_OPEN] = len(self._waiting) + len(self._running)
         self._row[_WAITING] = len(self._waiting)
 

@@ -1,8 +1,6 @@
-"""Sockets of a server process to an engine process, and, for the server that starts it, the
-engine's start, heartbeats and end.
+"""Sockets of a server process to an engine process, and the engine's start, heartbeats and end.
 
-The event loop reads a socket in the callback that reports it: no task runs between a frame and its
-receiver.
+The event loop reads a socket in its callback: no task runs between a frame and its receiver.
 """
 
 import asyncio
@@ -85,7 +83,6 @@ class EngineChannel:
         return wire.from_engine_decoder.decode(self._from_engine.recv())
 
     def start_reading(self) -> None:
-        """Pass on everything that arrives from here on."""
         self.last_beat = self.last_progress = time.monotonic()
         self._is_reading = True
         asyncio.get_running_loop().add_reader(self._fd, self.drain)
@@ -125,13 +122,11 @@ class EngineChannel:
             self._receive(steps)
 
     def fail(self, reason: str) -> None:
-        """Count the engine as dead. Later calls have no effect."""
         if self.is_open:
             self.is_open = False
             self._failed(reason)
 
     def stop_reading(self) -> None:
-        """Stop sending and passing on messages."""
         self.is_open = False
         if self._is_reading:
             self._is_reading = False
@@ -149,7 +144,6 @@ class EngineChannel:
     def _take(
         self, message: wire.Heartbeat | wire.ExpertRecord | wire.EngineReady | wire.EngineFailed
     ) -> None:
-        """Handle a message other than a step."""
         if isinstance(message, wire.Heartbeat):
             self._take_stats(message.stats)
             self.rank, self.rank_silence = message.rank, message.rank_silence
@@ -165,11 +159,8 @@ class EngineChannel:
 
 
 class EngineConnection:
-    """An engine process from start to end, for the server process that starts it. Single writer:
-    the event loop.
-
-    `ended` is done, with the reason, once the process died, reported a failure, or hangs.
-    `hang_seconds`: how long its loop may stand still while there is work.
+    """An engine process from start to end. Single writer: the event loop. `ended` gets the reason
+    once the process died, failed, or stood still for `hang_seconds` while there is work.
     """
 
     def __init__(
@@ -183,9 +174,7 @@ class EngineConnection:
         parent: ParentPulse | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the process with `variables` in its environment. The new process watches this one
-        by the pulse of `parent`. Call `handshake` to wait for it.
-        """
+        """Start the process with `variables`; it watches the pulse of `parent`."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._folder = PrivateFolder()
         self.address = wire.EngineAddress(self._folder.path)
@@ -202,9 +191,7 @@ class EngineConnection:
         return self._process.exit_code
 
     async def handshake(self) -> wire.ModelInfo:
-        """Send the options, wait until the engine is ready, and start reading. Errors:
-        `ConfigError` and its subclasses with the message of the failed start, `EngineDeadError`.
-        """
+        """Wait until the engine is ready. Errors: `ConfigError` of the start, `EngineDeadError`."""
         channel = self.channel
         await self._until(lambda: channel.can_send)
         channel.send(self._start)
@@ -260,7 +247,6 @@ class EngineConnection:
         return found
 
     async def _watch_process(self) -> None:
-        """Report an engine that died without a message, or that hangs."""
         channel = self.channel
         beat_seconds = min(BEAT_TIMEOUT_SECONDS, self._hang_seconds)
         beats, progress = Silence(), Silence()

@@ -60,18 +60,14 @@ class SharedQueue:
         )
 
     def clear(self, server: int) -> None:
-        """Clear the open requests of server process `server`, which is gone."""
         self.numbers.clear(server)
         self.loads.clear(server)
 
 
 class AsyncEngine:
-    """The engines of a server, and the requests they run for this process. Single writer: the event
-    loop it was made on.
-
-    The supervisor starts and replaces engines. Several server processes may share them: each has a
-    client with its own `index`, and they count open requests together. A request goes to the
-    replica where it costs least (`placement`), unless it names one.
+    """The engines of a server, and the requests they run for this process. Single writer: its event
+    loop. Several server processes, each with an `index`, may share the engines and count requests
+    together. A request goes to the replica where it costs least, unless it names one.
     """
 
     def __init__(
@@ -83,7 +79,6 @@ class AsyncEngine:
         index: int,
         queue: SharedQueue | None,
     ) -> None:
-        """Use `AsyncEngine.create` instead."""
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.info: wire.ModelInfo  # properties common to all engines
@@ -159,7 +154,6 @@ class AsyncEngine:
 
     @property
     def parallel(self) -> ParallelOptions:
-        """The parallel layout of the engine's ranks."""
         return self._options.parallel
 
     @property
@@ -167,9 +161,7 @@ class AsyncEngine:
         return sum(len(replica.open) for replica in self.replicas)
 
     def check_alive(self) -> None:
-        """Refuse while no engine runs: `UnavailableError` with the time after which to retry, or
-        `EngineDeadError` if none will run again.
-        """
+        """Refuse while no engine runs: `UnavailableError`, or `EngineDeadError` for good."""
         if self._stopped is not None:
             raise EngineDeadError(self._stopped, code="engine_dead")
         if not any(replica.alive for replica in self.replicas):
@@ -284,9 +276,7 @@ class AsyncEngine:
             self._prefixes.discard(replica.index)
 
     async def record_experts(self, action: wire.RecordAction) -> list[wire.ExpertDump]:
-        """Start or stop counting the selections of each expert, or return each replica's counts.
-        Errors: those of `check_alive`; `InvalidRequestError` if nothing is counted.
-        """
+        """Start, stop or return counts of experts. Errors: `InvalidRequestError` without any."""
         self.check_alive()
         asked = (replica.record_experts(action, server=self._index) for replica in self.replicas)
         return [dump for dump in await asyncio.gather(*asked) if dump is not None]
@@ -311,7 +301,6 @@ class AsyncEngine:
         self._resize()
 
     def on_engine_failed(self, replica: int, reason: str) -> None:
-        """Expect no other engine of a replica."""
         self.replicas[replica].on_engine_failed(reason)
         if all(each.has_failed for each in self.replicas):
             self.failed.set_result(reason)
@@ -323,7 +312,6 @@ class AsyncEngine:
             replica.fail_open(reason)
 
     def _resize(self) -> None:
-        """Set the limits of admission to the capacity of the running engines."""
         infos = [
             replica.info for replica in self.replicas if replica.alive and replica.info is not None
         ]

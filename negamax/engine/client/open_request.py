@@ -52,12 +52,10 @@ class Observer(Protocol):
 
 
 class OpenRequest:
-    """The choices of one prompt. Single user, in the engine's event loop: `run` to the end, or
-    `close`.
+    """The choices of one prompt. Single user, in the event loop: `run` to the end, or `close`.
 
-    The replica pushes updates in; no task runs between an update and `take`. While the user pauses,
-    updates are joined to one per choice, so a backlog costs only the memory of its token ids.
-    Outputs of fewer than `interval` tokens are joined too, except the first and last of a choice.
+    While the user pauses, updates are joined to one per choice, so a backlog costs only memory for
+    its token ids. Outputs of fewer than `interval` tokens are joined, except the first and last.
     """
 
     def __init__(
@@ -104,9 +102,7 @@ class OpenRequest:
         return self.requests[0].sampling
 
     async def first_output(self) -> None:
-        """Send the request to the engine and wait for its first output. Errors: those of
-        `AsyncEngine.enter`, and the error that ended the request early; close it then.
-        """
+        """Send the request and wait for its first output. Errors: its early end; then close it."""
         self._begin()
         if not self._updates and self._failure is None:
             self._arrival = asyncio.get_running_loop().create_future()
@@ -135,11 +131,9 @@ class OpenRequest:
         self.close()
 
     def pause(self) -> None:
-        """Hold back new outputs."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """Pass on held outputs and new ones."""
         self._is_paused = False
         self._hand_kept()
 

@@ -29,8 +29,6 @@ class TextReader(Protocol):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """New output of one choice since its last one."""
-
     request_id: str
     index: int  # index of the choice, 0 to n - 1
     token_ids: list[int]
@@ -160,9 +158,7 @@ class ChoiceStream:
     def _push_until_stop(
         self, token_ids: Sequence[int], events: list[ParserEvent] | None
     ) -> tuple[list[TextPiece], int]:
-        """The text of the next tokens, and the number of tokens up to a stop string (all without
-        one). The reader's events are added to `events`.
-        """
+        """The text up to a stop string, and its number of tokens; events go to `events`."""
         pieces: list[TextPiece] = []
         for position, token_id in enumerate(token_ids, start=1):
             new = self._detokenizer.push([token_id])
@@ -175,7 +171,6 @@ class ChoiceStream:
         return pieces, len(token_ids)
 
     def _finish(self, events: list[ParserEvent] | None, *, is_truncated: bool) -> list[TextPiece]:
-        """Return the text held back so far."""
         pieces = self._detokenizer.finish()
         if self._reader is not None and events is not None:
             events += self._reader.feed(pieces, may_stop=True)

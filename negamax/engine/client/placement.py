@@ -1,7 +1,5 @@
-"""Chooses a replica for a request by the load of each and the prompts sent to it.
-
-It asks no engine. The server processes count their requests in shared numbers, and remember prompts
-by the block hashes of the engines' prefix caches.
+"""Chooses a replica by the load of each and the prompts sent to it, which the server processes
+count in shared numbers. It asks no engine.
 """
 
 from collections.abc import Iterable, Sequence
@@ -69,11 +67,8 @@ class ReplicaLoad:
 
 
 class PrefixTable:
-    """Prompt blocks sent to each replica. All server processes read and write it without locks: an
-    entry is one number, and a wrong one only costs time.
-
-    A block has one place, where a later block may replace it. With as many places as the replica's
-    cache has blocks, entries age at a similar rate.
+    """Prompt blocks sent to each replica, shared without locks: an entry is one number, and a wrong
+    one only costs time. A block has one place, where a later block may replace it.
     """
 
     def __init__(self, numbers: SharedNumbers) -> None:
@@ -82,11 +77,9 @@ class PrefixTable:
         self._num_blocks = [MAX_BLOCKS] * numbers.num_rows
 
     def resize(self, replica: int, *, num_blocks: int) -> None:
-        """Set the number of blocks in the replica's cache."""
         self._num_blocks[replica] = max(1, min(num_blocks, MAX_BLOCKS))
 
     def discard(self, replica: int) -> None:
-        """Clear all blocks of a replica."""
         self._tags[replica][:] = [0.0] * MAX_BLOCKS
 
     def matches(self, tags: Sequence[int], replica: int) -> int:
@@ -98,7 +91,6 @@ class PrefixTable:
         return 0
 
     def add(self, tags: Sequence[int], replica: int) -> None:
-        """Record a prompt sent to the replica."""
         row, num_blocks = self._tags[replica], self._num_blocks[replica]
         for tag in tags:
             row[tag % num_blocks] = tag

@@ -23,7 +23,6 @@ class Replica:
     """One engine and its sequences of this process. Single writer: the event loop."""
 
     def __init__(self, index: int, *, admission: Admission, load: ReplicaLoad) -> None:
-        """Start without an engine."""
         self.index = index
         self.load = load
         self.info: wire.ModelInfo | None = None  # properties of the latest engine
@@ -47,7 +46,6 @@ class Replica:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine is dead for good."""
         return self._stays_dead
 
     @property
@@ -99,7 +97,6 @@ class Replica:
             self.send(wire.AbortRequests(known))
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
-        """End open sequences, as of `AsyncEngine.abort`."""
         meant = {
             sequence_id: request
             for sequence_id, request in self.open.items()
@@ -201,7 +198,6 @@ class Replica:
 
 
 def _merge_steps(steps: Sequence[wire.StepOutputs]) -> list[SequenceUpdate]:
-    """Merge steps to one update for each sequence."""
     merged: dict[str, SequenceUpdate] = {}
     for step in steps:
         for update in step.updates:

@@ -47,8 +47,6 @@ class EngineListener(Protocol):
 
 @dataclass(frozen=True)
 class _Servers:
-    """The servers in front of the engines."""
-
     engine: AsyncEngine  # the client of this process
     count: int
     listener: EngineListener | None
@@ -61,7 +59,6 @@ class EngineSupervisor:
     """The engines of all replicas and this process's client. Single writer: the event loop."""
 
     def __init__(self, options: EngineOptions, servers: _Servers) -> None:
-        """Use `start` or `run` instead."""
         self.engine = servers.engine
         self._engines = [
             _SupervisedEngine(replica, of_replica, variables=variables, servers=servers)
@@ -110,7 +107,6 @@ class EngineSupervisor:
         return supervisor
 
     def on_server_lost(self, server: int) -> None:
-        """End the requests of a server process that is gone."""
         for replica in self.engine.replicas:
             replica.send(AbortServer(server))
 
@@ -211,7 +207,6 @@ class _SupervisedEngine:
             servers.listener.on_engine_failed(self._replica, reason)
 
     def _dump_crash(self, reason: str, open_requests: list[GenerateRequest]) -> None:
-        """Write a crash dump for an engine that is gone, because a killed engine cannot."""
         connection, info = self._connection, self._client.info
         assert connection is not None and info is not None
 
@@ -238,9 +233,7 @@ class _SupervisedEngine:
 
 
 def make_replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Mapping[str, str]]]:
-    """For each replica its options and environment variables: the number in its log lines, and its
-    share of the GPUs that this process sees. Errors: `ConfigError` for too few GPUs.
-    """
+    """Options and variables (log number, GPUs) by replica. Errors: `ConfigError`: too few GPUs."""
     count = options.num_replicas
     if count == 1:
         return [(options, {})]

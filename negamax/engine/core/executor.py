@@ -1,11 +1,12 @@
 """Executors run plans: on a thread of this process, or in rank processes."""
 
 import contextlib
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Protocol
 
 import msgspec
 import zmq
@@ -13,7 +14,8 @@ import zmq
 from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.private_folder import PrivateFolder
-from negamax.engine.core.local_ranks import LocalRanks, RankHost
+from negamax.base.shared_numbers import SharedNumbers
+from negamax.base.supervision import Supervised, stop_children
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.draft_length import StepSeconds
 from negamax.scheduler.step import GrammarBitmask, RowFailures, StepPlan, StepResult
@@ -39,8 +41,6 @@ Results = Callable[[], list[StepResult]]
 
 
 class Executor(Protocol):
-    """Runs plans in the order of their launch."""
-
     ready: WorkerReady
 
     def launch(self, plans: Sequence[StepPlan]) -> Results:
@@ -68,8 +68,6 @@ class Executor(Protocol):
 
 
 class InProcessExecutor:
-    """One rank on a thread of this process."""
-
     def __init__(self, config: WorkerConfig) -> None:
         from negamax.worker.worker import Worker
 
@@ -120,7 +118,6 @@ class RowFailureLog:
         self._errors: dict[int, str] = {}  # by slot
 
     def launched(self, plan: StepPlan) -> None:
-        """Record a launched plan."""
         self._slots.append(plan.slots)
         for row in plan.new_rows:
             self._assigned[row.slot] = plan.step_id
@@ -141,10 +138,94 @@ class RowFailureLog:
         return msgspec.structs.replace(result, errors=errors | result.errors)
 
 
+class RankHost(Protocol):
+    """Some of an executor's ranks, which run on the same machine."""
+
+    ranks: range
+
+    def start(self) -> None:
+        """Start the ranks, each of which connects to its endpoint."""
+
+    def config_of(self, rank: int, config: WorkerConfig) -> WorkerConfig:
+        """Complete `config` for one rank with this machine's settings."""
+        ...
+
+    @property
+    def alarms(self) -> Sequence[IO[bytes]]:
+        """Files on which `POLLERR` reports that a rank may have ended."""
+        ...
+
+    def death(self) -> str | None:
+        """How the first dead rank ended; None: all ranks run. Any thread may ask."""
+        ...
+
+    def longest_silence(self) -> tuple[int, float]:
+        """Return the rank without a heartbeat for the longest time, and the seconds. Single user: a
+        thread that polls several times a second.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Abort kernels that wait for other ranks."""
+
+    def expect_end(self) -> None:
+        """Do not count ranks that end from here on as dead: all will be asked to end."""
+
+    def stop(self, *, timeout: float, restarts: bool) -> None:
+        """End the ranks; kill those that still run after `timeout` seconds. `restarts`: whether
+        others will replace them.
+        """
+
+
+class LocalRanks:
+    def __init__(self, ranks: range, addresses: RankAddresses) -> None:
+        self.ranks = ranks
+        self.processes: list[Supervised] = []
+        self._addresses = addresses
+        rows = len(addresses.plans) + 1
+        self._beats = SharedNumbers(1, num_rows=rows, path=Path(addresses.beats))
+
+    def start(self) -> None:
+        for rank in self.ranks:
+            self.processes.append(
+                Supervised(
+                    "negamax.worker.rank_process",
+                    self._addresses.plans[rank],
+                    str(rank),
+                    heartbeat=self._beats.row(rank),
+                )
+            )
+
+    def config_of(self, rank: int, config: WorkerConfig) -> WorkerConfig:
+        return replace(config, layout=config.layout.replace_rank(rank), addresses=self._addresses)
+
+    @property
+    def alarms(self) -> list[IO[bytes]]:
+        return [process.pipe for process in self.processes]
+
+    def death(self) -> str | None:
+        for rank, process in zip(self.ranks, self.processes, strict=False):
+            if process.is_gone:
+                return f"rank {rank} ended with {process.describe_end()}"
+        return None
+
+    def longest_silence(self) -> tuple[int, float]:
+        silences = [process.silence() for process in self.processes]
+        seconds = max(silences)
+        return self.ranks[silences.index(seconds)], seconds
+
+    def abort(self) -> None:
+        self._beats.row(self._beats.num_rows - 1)[0] = 1
+
+    def expect_end(self) -> None:
+        pass
+
+    def stop(self, *, timeout: float, restarts: bool = False) -> None:
+        stop_children(self.processes, timeout=timeout)
+
+
 class MultiProcessExecutor:
-    """`layout.world_size` rank processes, joined by gloo or NCCL. Of the ranks that run the same
-    plans, the first reports the results.
-    """
+    """`layout.world_size` ranks; of those with the same plans, the first reports results."""
 
     def __init__(
         self,
@@ -153,9 +234,7 @@ class MultiProcessExecutor:
         *,
         others: RankHost | None = None,
     ) -> None:
-        """`addresses`: of the ranks; None: sockets in a private folder. `others`: the other
-        machines.
-        """
+        """`addresses`: None: sockets in a private folder. `others`: the other machines."""
         layout, world_size = config.layout, config.layout.world_size
         self._folder = PrivateFolder()
         addresses = addresses or RankAddresses.local(self._folder.path, layout)
@@ -196,7 +275,7 @@ class MultiProcessExecutor:
             raise
         blocks = {ready.num_kv_blocks for ready in readies}
         assert len(blocks) == 1 or config.num_kv_blocks is None
-        self.ready = dataclasses.replace(
+        self.ready = replace(
             readies[0], num_kv_blocks=min(blocks), step_seconds=_find_slowest(readies)
         )
 
@@ -220,9 +299,7 @@ class MultiProcessExecutor:
         ]
 
     def receive(self, dp_rank: int = 0) -> StepResult:
-        """Receive the next result of a data-parallel rank, with the errors of rows that failed on
-        its other ranks. Errors: `EngineDeadError` if a rank process is gone.
-        """
+        """Receive the next result, with row errors of other ranks. Errors: `EngineDeadError`."""
         failures = self._row_failures[dp_rank]
         while True:
             frame = self._receive(self._result_sockets[dp_rank], self._result_pollers[dp_rank])
@@ -315,9 +392,7 @@ class MultiProcessExecutor:
     def _wait_for_any(
         self, sockets: list[zmq.Socket[bytes]], poller: zmq.Poller, *, seconds: float | None = None
     ) -> zmq.Socket[bytes]:
-        """Return the first ready socket of `sockets`. Errors: `EngineDeadError` if a rank ends
-        first; `TimeoutError` after about `seconds`.
-        """
+        """Return the first ready socket. Errors: `EngineDeadError`, `TimeoutError`."""
         milliseconds = None if seconds is None else 1000 * seconds
         while True:
             ready = dict(poller.poll(milliseconds))

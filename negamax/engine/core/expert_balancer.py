@@ -1,9 +1,7 @@
 """Count how often each expert is selected, and move experts between ranks (EPLB).
 
-Ranks count on their devices. Every `interval` steps a plan asks for the counts and its result
-returns them. A rebalance uses the counts of the latest steps and visits the layers, least balanced
-first. It computes a layer's placement before one step, then moves experts step by step. The tables
-here are ahead of the ranks by the steps in flight, which run in order.
+A rebalance visits the layers, least balanced first, and moves experts step by step. The tables here
+are ahead of the ranks by the steps in flight, which run in order.
 """
 
 from collections import deque
@@ -28,8 +26,6 @@ LEAST_GAIN = 0.02
 
 
 class ExpertBalancer:
-    """The state of expert balancing. Single writer: the engine loop."""
-
     def __init__(
         self,
         layout: ParallelLayout,
@@ -109,7 +105,6 @@ class ExpertBalancer:
         return ExpertDump(recorded.tolist(), slots, self._balancedness(recorded))
 
     def _begin(self, config: EplbConfig) -> None:
-        """Begin a rebalance unless the ranks are balanced."""
         self._loads = np.sum(self._recent, axis=0)
         if self._balancedness(self._loads) > config.min_rebalancing_utilization_threshold:
             return

@@ -99,7 +99,6 @@ def _check_shape(
     *,
     num_experts: int,
 ) -> None:
-    """Check for a row for each layer with a number for each expert, or slot."""
     of_slots, redundant = name == "physical_to_logical_map", layout.redundant_experts
     if len(rows) != spec.num_layers:
         raise ConfigError(
@@ -125,7 +124,6 @@ def _check_shape(
 def _check_slots(
     layer: int, slots: Sequence[int], layout: ParallelLayout, *, num_experts: int
 ) -> None:
-    """Check that every expert has a slot, and at most one on each rank."""
     hint = "a rank holds an expert once, and every expert is on some rank"
     where = f"{_FLAG}: in layer {layer} of physical_to_logical_map"
     if unknown := [expert for expert in slots if expert >= num_experts]:

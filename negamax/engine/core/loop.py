@@ -112,7 +112,6 @@ class EngineLoop:
         return [*self._grammars.opening_ids(), *running]
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, except blocks of running requests."""
         self._scheduler.reset_prefix_cache()
 
     def step(self) -> list[SequenceUpdate]:
@@ -281,9 +280,7 @@ class EngineLoop:
             self._scheduler.unblock(request_id)
 
     def _send_bitmasks(self, plans: list[StepPlan]) -> list[SequenceUpdate]:
-        """Send the grammar bitmasks of a launched step, after the previous step was committed.
-        Return the updates of requests that end.
-        """
+        """Send the bitmasks of a launched step. Return the updates of requests that end."""
         may_wait = all(len(plan.grammar_rows) == len(plan.slots) for plan in plans)
         ended: list[RequestGrammar] = []
         for dp_rank, (plan, rank) in enumerate(zip(plans, self._scheduler.ranks, strict=True)):
@@ -309,7 +306,6 @@ class EngineLoop:
         return updates
 
     def _wait(self) -> None:
-        """Wait for grammars when no request can run."""
         if self._grammars.is_waiting:
             self._grammars.wait(WAIT_SECONDS)
         elif self._scheduler.has_unfinished:

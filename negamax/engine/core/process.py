@@ -1,10 +1,8 @@
 """The engine process: `python -m negamax.engine.core.process FOLDER`, started by
 `engine.client.connection`.
 
-The first frame holds the options. Then one or more server processes send requests, and after every
-step each gets the updates of its sequences with statistics. A heartbeat thread watches the ranks.
-It reports five times a second whether the loop runs and how long a rank has been silent. Another
-thread watches the first server process.
+The first frame holds the options. Server processes send requests and get their updates after each
+step. A heartbeat thread watches the ranks, another one the first server process.
 """
 
 from __future__ import annotations
@@ -105,7 +103,6 @@ def _serve(
 
 
 def listen(requests: zmq.Socket[bytes], address: wire.EngineAddress, *, num_servers: int) -> None:
-    """Also receive requests of the other server processes, whenever they start."""
     requests.reconnect_ivl = RECONNECT_MS
     for server in range(1, num_servers):
         requests.connect(address.requests(server))
@@ -141,7 +138,6 @@ class Outbox(AbstractContextManager["Outbox"]):
         self._sockets[server].send(wire.encoder.encode(message))
 
     def frames(self, report: wire.StepOutputs) -> list[tuple[int, bytes]]:
-        """Encode the report as a frame for each server process it concerns."""
         parts = {0: report} if len(self._sockets) == 1 else _split_report(report)
         return [(server, wire.encoder.encode(part)) for server, part in parts.items()]
 

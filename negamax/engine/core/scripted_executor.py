@@ -24,8 +24,6 @@ NUM_WINDOWS = 8  # size of the KV cache, in full context lengths
 
 @dataclass
 class _Row:
-    """The sequence of a slot."""
-
     prompt: list[int]
     answer: list[int]
     sampling: SamplingParams
@@ -120,9 +118,7 @@ class ScriptedExecutor:
         return [StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors)]
 
     def _next(self, row: _Row, position: int, mask: bytes | None) -> int | None:
-        """The token at `position` of the answer. If the grammar forbids it: EOS if allowed, else
-        the first allowed token, if any.
-        """
+        """The token at `position`. Where the grammar forbids it: EOS, else any allowed token."""
         token = row.answer[position] if position < len(row.answer) else self._eos
         if mask is None:
             return token

@@ -197,7 +197,6 @@ def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -
 def _shard_index_keys(
     options: EngineOptions, spec: ModelSpec, layout: ParallelLayout, *, max_model_len: int
 ) -> ModelSpec:
-    """Shard the index keys of `spec` if options and sizes ask for it."""
     caches, sharding = spec.kv_caches(), options.index_cache_sharding
     check_index_options(caches, dtype=options.index_cache_dtype, sharding=sharding)
     dtypes = (options.index_cache_dtype, options.dtype, spec.dtype)
@@ -268,7 +267,6 @@ def _make_scheduler(
 def choose_chunk_length(
     options: EngineOptions, config: WorkerConfig, *, max_model_len: int
 ) -> ChunkLength:
-    """Choose chunk lengths for requests of up to `max_model_len` tokens."""
     layout, most = config.layout, config.max_num_batched_tokens
     if layout.pp == 1 or not options.enable_dynamic_chunking or max_model_len <= most:
         return EvenChunks()
@@ -292,9 +290,7 @@ def choose_chunk_length(
 
 
 def _find_gpu(device: str) -> GpuModel:
-    """The GPU model to calculate with. Only the ratio of attention to GEMM time matters, so another
-    model stands in for an unknown GPU.
-    """
+    """The GPU to calculate with. Only ratios of times matter, so any stands in for another."""
     if device == "cpu":
         return MEASURED
     try:
@@ -304,7 +300,6 @@ def _find_gpu(device: str) -> GpuModel:
 
 
 def _count_dp_ranks(options: EngineOptions, config: WorkerConfig) -> int:
-    """Number of data-parallel ranks; a script has one."""
     return 1 if options.script else config.layout.dp
 
 

@@ -23,9 +23,7 @@ from negamax.quantization.names import check_name, quantized
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Locations of a model's parts. A bundled spec has no files and borrows the tokenizer of its
-    family's embedded checkpoint.
-    """
+    """A model's parts. A bundled spec has no files but the tokenizer of its family."""
 
     spec: ModelSpec
     generation: GenerationDefaults

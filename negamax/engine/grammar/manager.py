@@ -1,9 +1,5 @@
 """The constraints of running requests: a grammar, the end of reasoning at its token budget, or
-both.
-
-The loop reports committed tokens and asks for the bitmask of a launched step. A separate process
-(`engine.grammar.process`) follows grammars, so that neither compilation nor a slow mask delays
-other requests.
+both. A process of its own follows grammars, so that a slow one delays no other request.
 """
 
 import time
@@ -68,7 +64,6 @@ class RequestGrammar:
 
     @property
     def problem(self) -> str | None:
-        """Why the request cannot be served."""
         return self.refusal or self.error
 
     @property
@@ -136,7 +131,6 @@ class GrammarManager:
 
     @property
     def num_opening(self) -> int:
-        """Number of requests that wait for their grammars."""
         return len(self._opening)
 
     def opening_ids(self) -> list[str]:
@@ -144,7 +138,6 @@ class GrammarManager:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a request waits for a grammar process or a tokenizer."""
         return bool(self._opening) or any(rule.is_late for rule in self._rules.values())
 
     def __contains__(self, request_id: str) -> bool:
@@ -286,7 +279,6 @@ class GrammarManager:
         return bitmask, ended
 
     def wait(self, seconds: float) -> None:
-        """Wait until a grammar process answers, at most `seconds`."""
         clients = self._clients()
         if clients:
             poller = zmq.Poller()
@@ -377,7 +369,6 @@ class GrammarManager:
         rule.client.send(wire.OpenGrammar(rule.key, grammar, rule.request.sampling.reasoning))
 
     def _receive(self) -> None:
-        """Handle the processes' answers; discard processes that are dead or hung."""
         for client in self._clients():
             if client not in self._clients():
                 continue  # discarded while another one's message was handled

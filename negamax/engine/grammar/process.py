@@ -1,9 +1,7 @@
-"""The grammar process: `python -m negamax.engine.grammar.process ADDRESS`. On a GPU it starts with
-the model, elsewhere with the first grammar.
+"""The grammar process: `python -m negamax.engine.grammar.process ADDRESS`.
 
-It holds the state of every output that follows a grammar. The compiler can take minutes and
-gigabytes for a small schema, cannot be interrupted, and takes seconds to import. In its own process
-it delays no other work and can be killed.
+It follows the outputs of all grammars. The compiler can take minutes and gigabytes for a small
+schema and cannot be interrupted; here it delays no other work and can be killed.
 """
 
 from __future__ import annotations
@@ -56,8 +54,6 @@ GrammarSpec = tuple[Grammar, Reasoning | None]
 
 
 class _Job:
-    """A grammar to compile, and the outputs that wait for it."""
-
     def __init__(self, spec: GrammarSpec) -> None:
         self.spec = spec
         self.keys: list[int] = []
@@ -256,7 +252,6 @@ class GrammarServer:
         threads.submit(partial(self._turn, stream, parts, [] if stream.is_slow else drafts))
 
     def _turn(self, stream: _FollowedOutput, parts: list[wire.Part], drafts: list[int]) -> None:
-        """Compute a mask, in a thread."""
         started = stream.turn_started = time.monotonic()
         try:
             answer = self._next_mask(stream, parts, drafts)
@@ -367,7 +362,6 @@ class GrammarServer:
 
 
 def main(address: str) -> int:
-    """Serve one engine until it stops this process."""
     exit_with_parent()
     log.setup_as_parent()
     _, most = resource.getrlimit(resource.RLIMIT_DATA)

@@ -29,8 +29,6 @@ class OpenGrammar(msgspec.Struct, frozen=True, tag="open"):
 
 
 class AdvanceGrammars(msgspec.Struct, frozen=True, tag="advance"):
-    """Advance outputs by their new parts."""
-
     parts: list[tuple[int, list[Part], list[int]]]  # key, parts, draft tokens that may follow
 
 

@@ -17,7 +17,7 @@ from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.base.private_folder import PrivateFolder
 from negamax.base.supervision import Silence
-from negamax.engine.core.local_ranks import LocalRanks
+from negamax.engine.core.executor import LocalRanks
 from negamax.engine.core.setup import choose_num_threads, find_device
 from negamax.engine.core.source import locate
 from negamax.engine.nodes import network, wire
@@ -54,9 +54,7 @@ class Agent:
         waits_again: bool = True,
         health: NodeHealth | None = None,
     ) -> None:
-        """`share`: this machine's settings; the agent adds its heartbeat file and interface.
-        Without `waits_again`, the agent ends with the first ranks that it starts.
-        """
+        """`share`: this machine's; without `waits_again` the agent ends with its first ranks."""
         self._health = health
         self._options = options
         self._facts = facts
@@ -110,10 +108,7 @@ class Agent:
     def _on_signal(self, *_: object) -> None:
         self._is_stopped = True
 
-    # The connection to node 0
-
     def _connect(self) -> None:
-        """Connect to node 0 once its name resolves and a route exists."""
         now = time.monotonic()
         if now < self._connected_at + wire.BEAT_SECONDS:
             time.sleep(_POLL_MS / 1000)
@@ -184,8 +179,6 @@ class Agent:
             logger.info("%s", text)
             self._logged, self._logged_at = text, time.monotonic()
 
-    # Messages
-
     def _receive(self) -> None:
         if self._socket is None:
             return
@@ -240,14 +233,12 @@ class Agent:
             self._leave_session()
 
     def _report(self) -> None:
-        """Send heartbeats, or ask node 0 to start the ranks."""
         if self._session:
             self._send_heartbeats()
         elif self._place is not None and self._datagrams is not None:
             self._send_join(self._place, self._datagrams)
 
     def _send_heartbeats(self) -> None:
-        """Send a heartbeat to node 0, by TCP and UDP, and to the other agents."""
         node = self._options.node_rank
         rank, silence = (0, 0.0) if self._ranks is None else self._ranks.longest_silence()
         death = self._death or (None if self._ranks is None else self._ranks.death())
@@ -280,8 +271,6 @@ class Agent:
             with contextlib.suppress(zmq.Again):  # it is not connected
                 self._socket.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
-    # The ranks
-
     def _start_ranks(self, start: wire.StartRanks) -> None:
         assert self._folder is not None
         self._session, self._death, self._last_heartbeat = start.session, None, 0
@@ -295,7 +284,6 @@ class Agent:
         self._logged = ""
 
     def _leave_session(self) -> None:
-        """End the ranks, if any, and join again."""
         if self._ranks is not None:
             self._end_ranks()
         self._session, self._death = "", None

@@ -13,31 +13,13 @@ from negamax.engine.core.source import ModelSource
 from negamax.options.engine import EngineOptions
 
 # options that may differ between nodes
-_OWN = frozenset(
-    [
-        "model",
-        "revision",
-        "source",
-        "download_dir",
-        "weight_cache",
-        "speculative_config",
-        "device",
-        "num_threads",
-        "node_rank",
-        "interface",
-        "master_addr",
-        "max_queued_requests",
-        "max_queued_tokens",
-        "max_logprobs",
-        "enable_prefix_caching",
-        "enable_overlap",
-        "log_level",
-        "log_format",
-        "show_progress",
-        "crash_dump_dir",
-        "init_expert_location",  # node 0's is used
-    ]
-)
+_OWN = {
+    "model", "revision", "source", "download_dir", "weight_cache", "speculative_config", "device",
+    "num_threads", "node_rank", "interface", "master_addr", "max_queued_requests",
+    "max_queued_tokens", "max_logprobs", "enable_prefix_caching", "enable_overlap", "log_level",
+    "log_format", "show_progress", "crash_dump_dir",
+    "init_expert_location",  # node 0's is used
+}  # fmt: skip
 _PACKAGES = ("torch", "triton", "msgspec", "pyzmq")
 
 
@@ -79,7 +61,6 @@ def _code_digest() -> str:
 
 
 def _tensors_digest(folder: Path | None) -> str:
-    """A digest of the checkpoint's index, or the size of its only file."""
     if folder is None:
         return "drawn"
     index = folder / "model.safetensors.index.json"

@@ -65,13 +65,11 @@ class _Node:
         return self.join is not None and self.join.agent == agent
 
     def start(self) -> None:
-        """Count silence from now on."""
         self.last_beat = self.last_datagram = 0
         self.num_signs = self.num_frames = 1
         self.silence, self.stall = Silence(), Silence()
 
     def problem(self, now: float) -> str | None:
-        """Return why the node counts as lost, or None."""
         silence = self.silence.seconds(self.num_signs)
         stall = self.stall.seconds(self.num_frames)
         # before the first heartbeat only TCP is used
@@ -86,11 +84,7 @@ class _Node:
 
 
 class NodeGroup:
-    """The ranks of all other nodes: a `RankHost` of the executor. One object per start of an
-    engine.
-
-    `meet` waits for the agents. After `start` a thread of its own receives from them.
-    """
+    """The ranks of other nodes, for one engine; a thread receives from them after `start`."""
 
     def __init__(
         self, options: NodeOptions, layout: ParallelLayout, *, facts: dict[str, str]
@@ -163,8 +157,6 @@ class NodeGroup:
                 KEY_VARIABLE,
             )
 
-    # The start
-
     def meet(self, check: Callable[[], None] = lambda: None) -> None:
         """Wait until every node has joined. `check` raises if an agent will never come."""
         logged_at, logged = float("-inf"), ""
@@ -198,8 +190,6 @@ class NodeGroup:
         assert join is not None
         share = msgspec.msgpack.decode(join.share, type=MachineShare)
         return replace(config, layout=layout).on_machine(share, self.addresses)
-
-    # While it runs
 
     @property
     def alarms(self) -> Sequence[IO[bytes]]:
@@ -236,7 +226,6 @@ class NodeGroup:
         self._folder.remove()
 
     def _watch(self) -> None:
-        """Send and receive heartbeats until `stop`."""
         next_beat = 0.0
         while self._stop is None:
             self._receive(_POLL_SECONDS)
@@ -256,7 +245,6 @@ class NodeGroup:
             self._receive(_POLL_SECONDS)
 
     def _send_heartbeats(self) -> None:
-        """Send heartbeats, or the reason why the ranks must end, to all agents."""
         self._num_sent += 1
         reason = self.death()
         message = wire.Node0Heartbeat(self._session, self._num_sent, reason)
@@ -273,10 +261,7 @@ class NodeGroup:
                 logger.error("%s", reason)
                 self._alarm[0].close()
 
-    # Messages
-
     def _receive(self, seconds: float) -> None:
-        """Receive and handle messages of agents for at most `seconds`."""
         if self._socket.poll(round(1000 * seconds)):
             with contextlib.suppress(zmq.Again):
                 while True:

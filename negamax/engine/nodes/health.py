@@ -37,7 +37,6 @@ class NodeHealth:
         self._missing = missing
 
     def turn(self) -> None:
-        """Note a turn of the agent's loop."""
         self._turned_at = time.monotonic()
 
     def _run(self) -> None:

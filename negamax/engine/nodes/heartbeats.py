@@ -1,7 +1,5 @@
-"""Heartbeats as datagrams, in addition to the TCP connections between nodes.
-
-After packet loss TCP doubles its retry delays: after an outage of 1.6 s, its next message arrives
-after 3 s. Datagrams arrive as soon as the network works.
+"""Heartbeats as datagrams, in addition to TCP, which doubles its retry delays after packet
+loss: after an outage of 1.6 s, its next message arrives after 3 s.
 """
 
 import contextlib
@@ -90,9 +88,7 @@ class Neighbours:
             self._numbers[node] = number
 
     def lost(self) -> str | None:
-        """Return a node that has stopped sending heartbeats, or None. Node 0 watches nodes that
-        never sent any, which may be behind a firewall.
-        """
+        """Return a node that stopped its heartbeats; node 0 watches those that never sent any."""
         for node, silence in self._silences.items():
             seconds = silence.seconds(self._numbers[node])
             if seconds > wire.NEIGHBOUR_SECONDS:

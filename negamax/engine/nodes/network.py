@@ -20,8 +20,6 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 @dataclass(frozen=True)
 class Place:
-    """A machine's address in the nodes' network."""
-
     address: str
     interface: str
     reason: str  # reason for this choice

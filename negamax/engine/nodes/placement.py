@@ -15,8 +15,6 @@ _SHOWN_NODES = 16  # most machines listed in a refusal
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources of a machine that Ray counts."""
-
     gpus: float
     cpus: float
 
@@ -30,8 +28,6 @@ class Resources:
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A machine of the cluster, with its total and its unreserved resources."""
-
     id: str
     address: str
     total: Resources
@@ -60,7 +56,6 @@ class RayPlacement:
 
     @property
     def master_addr(self) -> str:
-        """The address of node 0, unless the user sets one."""
         return self.options.master_addr or (
             "127.0.0.1" if self.is_on_loopback else self.own.address
         )
@@ -78,11 +73,9 @@ class RayPlacement:
         return Resources(gpus=0, cpus=ranks * (self.options.num_threads or 1))
 
     def counts(self) -> list[int]:
-        """The allowed numbers of nodes, smallest first."""
         return [count for count in self._divisors() if self._objection(count) is None]
 
     def choose(self) -> int | None:
-        """The fewest nodes with room now, or None."""
         return next((count for count in self.counts() if self._fits(count)), None)
 
     def refusal(self, seconds: float) -> ResourceError:

@@ -20,7 +20,6 @@ class ActorPlace(msgspec.Struct, frozen=True):
 
 
 def carried_variables() -> str:
-    """Environment variables for `RayAgent.run`, as JSON."""
     names = env.find_variables(*_CARRIED)
     kept = {name: names[name] for name in names if not name.endswith("_SOCKET_IFNAME")}
     return msgspec.json.encode(kept | env.find_variables(KEY_VARIABLE)).decode()
@@ -30,15 +29,12 @@ class RayAgent:
     """An actor. Ray sets the variables of its GPUs before any import."""
 
     def place(self) -> str:
-        """Return an `ActorPlace` as JSON."""
         found = {name: env.get(name) for name in DEVICE_VARIABLES}
         variables = {name: value for name, value in found.items() if value is not None}
         return msgspec.json.encode(ActorPlace(socket.gethostname(), variables)).decode()
 
     def run(self, options: str, variables: str) -> str:
-        """Run the agent of `options` (`EngineOptions`) until its ranks end. Return an error
-        message, or "". `variables`: from `carried_variables`.
-        """
+        """Run the agent of `options` until its ranks end. Return an error message, or ""."""
         for name, value in msgspec.json.decode(variables, type=dict[str, str]).items():
             if name == KEY_VARIABLE:
                 env.set_variable(name, value)

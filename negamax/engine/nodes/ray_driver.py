@@ -1,9 +1,7 @@
-"""The process that talks to Ray: `python -m negamax.engine.nodes.ray_driver FD`, started by
-`ray_launcher`. No other module imports Ray.
+"""The process that talks to Ray: `python -m negamax.engine.nodes.ray_driver FD`.
 
-The first line of its standard input is `EngineOptions`. It writes `Placed`, or `Failed`, to the
-open file FD. When its standard input ends, it ends the agents, removes the placement group and
-leaves the cluster.
+It reads `EngineOptions` from standard input and writes `Placed` or `Failed` to the open file FD.
+When its input ends, it ends the agents, removes the placement group and leaves the cluster.
 """
 
 import contextlib
@@ -156,7 +154,6 @@ class Driver:
             ray.wait(list(runs), num_returns=len(runs), timeout=_LEAVE_SECONDS)
 
     def close(self) -> None:
-        """Kill the actors, remove the placement group and leave the cluster."""
         if not self.is_connected:
             return
         import ray
@@ -202,9 +199,7 @@ class Driver:
 
 
 def find_cluster() -> str | None:
-    """The address in RAY_ADDRESS, or of the cluster that `ray start` joined, or None. Errors:
-    `ConfigError` for a cluster that does not answer.
-    """
+    """The address of the running cluster, or None. Errors: `ConfigError` if it is silent."""
     given = env.get("RAY_ADDRESS") or ""
     if given == "local":
         return None
@@ -279,7 +274,6 @@ def _resources(listed: dict[str, float]) -> Resources:
 
 
 def _last_line(error: Exception) -> str:
-    """The last line of Ray's message, which names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:_MAX_MESSAGE] if lines else type(error).__name__
 
@@ -291,9 +285,7 @@ def _ignore_signals() -> None:
 
 
 def _watch_parent(driver: Driver, stop: threading.Event) -> None:
-    """Set `stop` when standard input ends. Then end this process if it is not connected yet, or
-    after `_END_SECONDS`.
-    """
+    """Set `stop` when standard input ends; end this process now or after `_END_SECONDS`."""
     while os.read(0, 4096):
         pass
     stop.set()

@@ -36,8 +36,6 @@ class Placed(msgspec.Struct, frozen=True, tag="placed"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The driver cannot go on."""
-
     message: str
     exit_code: int
 
@@ -58,10 +56,7 @@ class RayLauncher:
     """Machines reserved by Ray, until `close`. One object for each start of an engine."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Wait until Ray has room. From then on this process sees only the GPUs that Ray assigns.
-        Errors: `ConfigError` if Ray is not installed or cannot be reached, `ResourceError` if it
-        has no room in time.
-        """
+        """Wait until Ray has room and hide other GPUs. Errors: `ConfigError`, `ResourceError`."""
         check_installed(options)
         env.set_default(KEY_VARIABLE, secrets.token_hex(32))  # sent to the agents
         reader, writer = os.pipe()

@@ -45,8 +45,6 @@ class PeerHeartbeat(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """An agent ends."""
-
     node: int
     agent: str
 
