@@ -1,6 +1,7 @@
-"""Functions start with verbs; names of test files are unique."""
+"""Functions start with verbs; names of classes and of test files are unique."""
 
 import ast
+from collections import Counter
 
 from tests.checks.sources import ROOT, SOURCES, nodes, room
 
@@ -39,3 +40,10 @@ def test_names_of_test_files_are_unique() -> None:
         if path.name != "conftest.py" and not (path.parent / "__init__.py").exists()
     ]
     assert sorted(names) == sorted(set(names))
+
+
+def test_names_of_classes_are_unique() -> None:
+    count = Counter(
+        node.name for path in SOURCES for node in nodes(path) if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, number in count.items() if number > 1] == []
