@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -97,3 +97,16 @@ class Collective(Protocol):
         self, *, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
     ) -> None:
         """Send a tensor to one rank of the group and receive one from another."""
+
+
+def find_region(
+    group: Collective | None,
+    name: Literal["reduce", "stats", "pick", "tokens"],
+    rows: int,
+    words: int,
+) -> PeerRegion | None:
+    """Return the region of the group's peer memory if it has room for `rows` rows, else None."""
+    peers = None if group is None else group.peers
+    region: PeerRegion | None = None if peers is None else getattr(peers, name)
+    fits = region is not None and rows <= region.rows and words <= region.words
+    return region if fits else None

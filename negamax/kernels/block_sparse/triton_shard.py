@@ -26,7 +26,7 @@ from negamax.kernels.block_sparse.triton_selection import (
 )
 from negamax.kernels.collectives.triton_ll import add_flag, load_peer_base, load_peer_bases, poll
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
-from negamax.kernels.peers import Collective, PeerRegion
+from negamax.kernels.peers import Collective, find_region
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ def merge_shards(keys: Tensor, plan: MergePlan, group: Collective | None) -> Blo
     choice = BlockSelection.empty(num_tokens, shape, device)
     if num_tokens == 0:
         return choice
-    region = None if group is None else _region(group, num_tokens, shape)
+    words = 2 * shape.kv_heads * shape.topk_blocks
+    region = find_region(group, "pick", num_tokens, words)
     if group is not None and region is None:
         keys = group.all_gather(keys, dim=0)
     world = 1 if region is None else shape.shard.ranks
@@ -146,11 +147,3 @@ def merge_shards(keys: Tensor, plan: MergePlan, group: Collective | None) -> Blo
         C=plan.constants, num_warps=1, **launch_options(device),
     )  # fmt: skip
     return choice
-
-
-def _region(group: Collective, num_tokens: int, shape: SparseShape) -> PeerRegion | None:
-    """Return the memory through which keys travel; None: there is none, or it is too small."""
-    region = None if group.peers is None else group.peers.pick
-    if region is None or num_tokens > region.rows:
-        return None
-    return region if 2 * shape.kv_heads * shape.topk_blocks <= region.words else None

@@ -21,7 +21,7 @@ from negamax.kernels.cache_shards.op import PartialResults
 from negamax.kernels.collectives.triton_ll import add_flag, load_peer_base, load_peer_bases, poll
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.launch.triton_words import as_words, unpack
-from negamax.kernels.peers import Collective, PeerRegion
+from negamax.kernels.peers import Collective, find_region
 
 
 class MergeConstants(NamedTuple):
@@ -143,7 +143,7 @@ def merge_partials(
     num_tokens, heads = parts.lse.shape[-2:]
     head_dim = parts.out.shape[-1] // heads
     assert head_dim % 2 == 0 and parts.out.itemsize == 2
-    region = None if group is None else _region(group, num_tokens, count * (head_dim // 2 + 1))
+    region = find_region(group, "reduce", num_tokens, count * (head_dim // 2 + 1))
     if group is not None and region is None:
         parts = parts.gathered(group)
     out, lse = parts.out, parts.lse
@@ -170,10 +170,3 @@ def merge_partials(
         num_warps=4, **launch_options(out.device),
     )  # fmt: skip
     return result(*output)
-
-
-def _region(group: Collective, num_tokens: int, words: int) -> PeerRegion | None:
-    """Return the peer memory that has room for `words` words of each token, or None."""
-    region = None if group.peers is None else group.peers.reduce
-    fits = region is not None and num_tokens <= region.rows and words <= region.words
-    return region if fits else None

@@ -32,7 +32,7 @@ from negamax.kernels.dispatch.op import COMBINE, DISPATCH, ExpertRanges
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
 from negamax.kernels.launch.triton_words import as_words, make_word_indices, num_parts, sum_parts
-from negamax.kernels.peers import Collective, PeerRegion
+from negamax.kernels.peers import Collective, PeerRegion, find_region
 
 
 class ExchangeConstants(NamedTuple):
@@ -168,9 +168,9 @@ def dispatch(
     group: Collective,
     num_rows: int,
 ) -> tuple[Tensor, list[Tensor]]:
-    region = None if group.peers is None else group.peers.tokens
     widths = tuple(column.shape[1] * column.itemsize // 4 for column in columns)
-    if region is None or num_rows > region.rows or ids.shape[1] + sum(widths) > region.words:
+    region = find_region(group, "tokens", num_rows, ids.shape[1] + sum(widths))
+    if region is None:
         return spec.dispatch(ids, columns, experts=experts, group=group, num_rows=num_rows)
     assert all(column.is_contiguous() for column in (ids, *columns))
     all_ids, *received = (
@@ -187,9 +187,9 @@ def dispatch(
 
 def combine(out: Tensor, ids: Tensor, *, experts: ExpertRanges, group: Collective) -> Tensor:
     """Run `dispatch.combine`; the sum over ranks is of fp32 values in rank order."""
-    region = None if group.peers is None else group.peers.reduce
     num_rows, width = len(out) // group.size, out.shape[-1]
-    if region is None or num_rows > region.rows or width > 2 * region.words or width % 2:
+    region = find_region(group, "reduce", num_rows, width // 2)
+    if region is None or width % 2:  # rows are not whole words
         return spec.combine(out, ids, experts=experts, group=group)
     assert out.is_contiguous() and ids.is_contiguous()
     sums = out.new_empty(num_rows, width)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from negamax.kernels import platform
-from negamax.kernels.launch.tile import Tile, has_h200_tiles
+from negamax.kernels.launch.tile import Tile, has_h200_tiles, round_to_power_of_two
 from negamax.kernels.weight_only.layout import Packing
 
 GEMV_MAX_M = 1  # FP8: up to here on the CUDA cores
@@ -59,14 +59,14 @@ class GemmTiles:
 
     def split_k(self, *, M: int, N: int, K: int) -> Tile:
         """Return a tile for FP8 weights, at any M that has no other tile."""
-        block_m = max(16, min(64, _power_of_two(M)))
+        block_m = max(16, min(64, round_to_power_of_two(M)))
         return Tile(
             block_m, 64, 128, num_warps=4, num_stages=2, split_k=self._splits(M, N, K, block_m)
         )
 
     def split_k_16bit(self, M: int) -> Tile:
         """Return a tile for bf16 and fp16 weights."""
-        return Tile(max(16, min(64, _power_of_two(M))), 64, 64, num_warps=4, num_stages=2)
+        return Tile(max(16, min(64, round_to_power_of_two(M))), 64, 64, num_warps=4, num_stages=2)
 
     def large_m(self, *, M: int, N: int) -> Tile | None:
         """Return a tile for FP8 weights with tokens as the tall operand, by TMA; None: no TMA."""
@@ -74,7 +74,7 @@ class GemmTiles:
 
     def packed(self, *, M: int, N: int, K: int) -> Tile:
         """Return a tile for weights of 4 and 8 bits, at any M. Not measured."""
-        block_m = max(16, min(64, _power_of_two(M)))
+        block_m = max(16, min(64, round_to_power_of_two(M)))
         return Tile(
             block_m, 64, 128, num_warps=4, num_stages=2, split_k=self._splits(M, N, K, block_m)
         )
@@ -112,7 +112,7 @@ class H200GemmTiles(GemmTiles):
         """Return a tile in which a warp has up to six blocks of 128 columns: 96 registers of a
         thread. With 128 registers in all, 25 MB are in flight together.
         """
-        warps = _power_of_two(-(-K // 768))
+        warps = round_to_power_of_two(-(-K // 768))
         if warps > 16:
             return None
         if M <= 8 and N * K <= 8192 * 3072:
@@ -122,7 +122,7 @@ class H200GemmTiles(GemmTiles):
         return None
 
     def split_k(self, *, M: int, N: int, K: int) -> Tile:
-        block_m = max(8, min(64, _power_of_two(M)))
+        block_m = max(8, min(64, round_to_power_of_two(M)))
         return Tile(
             block_m, 64, 128, num_warps=4, num_stages=6, split_k=self._splits(M, N, K, block_m)
         )
@@ -183,7 +183,7 @@ class H200GemmTiles(GemmTiles):
             return Tile(8, 8, 1, num_warps=8) if M == 1 and row_bytes <= 8192 else None
         if row_bytes > 6144:
             return None
-        warps = _power_of_two(-(-row_bytes // 384))
+        warps = round_to_power_of_two(-(-row_bytes // 384))
         if in_parts and warps > 4:
             if M > 1:
                 return Tile(8, 32, 1, num_warps=4, split_k=4)
@@ -223,7 +223,3 @@ def cublas_is_faster(M: int, num_weights: int) -> bool:
 def _at_most_four(splits: int) -> int:
     """Return the power of two up to `splits`, at most 4."""
     return 4 if splits >= 4 else 2 if splits >= 2 else 1
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

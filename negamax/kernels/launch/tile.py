@@ -50,6 +50,11 @@ class Launch:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
+def round_to_power_of_two(count: int) -> int:
+    """Return the least power of two from `count` (1 or more) on."""
+    return 1 << (count - 1).bit_length()
+
+
 def warps_of_row(width: int, *, measured: int) -> int:
     """Return the warps of a program for one row: `measured` for up to 4096 values.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from negamax.kernels.launch.tile import Tile, has_h200_tiles
+from negamax.kernels.launch.tile import Tile, has_h200_tiles, round_to_power_of_two
 from negamax.kernels.weight_only.layout import Packing
 
 SMALL_M_MAX_M = 256  # up to here each program searches topk_ids for its expert's tokens
@@ -190,7 +190,7 @@ class H200MoeTiles(MoeTiles):
             max_m = 2 if has_long_rows else 4
         if max(row_bytes) > 3072 or max_m < M:
             return None
-        first, second = (_power_of_two(-(-each // 384)) for each in row_bytes)
+        first, second = (round_to_power_of_two(-(-each // 384)) for each in row_bytes)
         is_light = has_few_scales and not gate_up.ZEROS
         if M > 1:
             rows, maxnreg = (16, 168) if is_light and not has_long_rows else (8, 128)
@@ -210,7 +210,7 @@ class H200MoeTiles(MoeTiles):
             return ExpertTiles(tile, Tile(8, 16, 1, num_warps=4, maxnreg=128))
         if gate_up <= 6144 and down <= 3072 and M <= 2:
             tile = Tile(8, 4, 1, num_warps=8, maxnreg=128)
-            warps = _power_of_two(-(-down // 384))
+            warps = round_to_power_of_two(-(-down // 384))
             other = Tile(8, 16, 1, num_warps=warps, maxnreg=128)
             return ExpertTiles(tile, other, starts_early=False)
         return None
@@ -241,13 +241,9 @@ class H200MoeTiles(MoeTiles):
 
 def search_chunk(num_tokens: int) -> int:
     """Return how many tokens small_m searches at a time for those of an expert."""
-    return min(64, max(16, _power_of_two(num_tokens)))
+    return min(64, max(16, round_to_power_of_two(num_tokens)))
 
 
 def tiles_for(device: torch.device) -> MoeTiles:
     """Return the sizes for `device`."""
     return H200MoeTiles() if has_h200_tiles(device) else MoeTiles()
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
