@@ -17,6 +17,7 @@ from negamax.convert.source import Source
 from negamax.convert.targets import find_target
 from negamax.models.memory import draft_bytes
 from tests import tiny, tiny_draft
+from tests.layouts import full
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2ForCausalLM
@@ -105,7 +106,8 @@ def outputs(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "variant", ["plain", "full vocabulary, norms", "biases, two layers", "another width"]
+    "variant",
+    [full("plain"), "full vocabulary, norms", full("biases, two layers"), "another width"],
 )
 def test_draft_tokens_are_those_before_the_rotation(
     variant: str,

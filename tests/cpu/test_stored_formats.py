@@ -72,8 +72,8 @@ M3_FORMATS = (
     "mxfp8", "fp8-block", "modelopt-mixed", "modelopt-nvfp4", "quark-mxfp4", "modelslim-dynamic",
     "compressed-mxfp8", "packed-int4", "awq",
 )  # fmt: skip
-CASES = [("m2", each) for each in sample(FORMATS, 3, 7)]
-CASES += [("m3", each) for each in sample(M3_FORMATS, 2, 4)]
+CASES = [("m2", each) for each in sample(FORMATS, 3, 10)]
+CASES += [("m3", each) for each in sample(M3_FORMATS, 2, 5)]
 
 
 @pytest.mark.parametrize(

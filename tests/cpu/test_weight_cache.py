@@ -232,8 +232,9 @@ def test_hub_snapshot_is_identified_by_its_commit(tmp_path: Path, checkpoint: Pa
 
 @pytest.mark.parametrize(
     "damage",
-    ["flip 0", "flip 9", "flip 200", "flip data", "flip end", "flip gap", "cut 1", "keep 0",
-     "keep 7", "longer", *map(full, ("flip 30", "flip 700", "flip 3000", "cut 5000", "keep 100"))],
+    ["flip 0", "flip 200", "flip data", "flip gap", "cut 1", "keep 0", "keep 7", "longer",
+     *map(full, ("flip 9", "flip 30", "flip 700", "flip 3000", "flip end", "cut 5000")),
+     full("keep 100")],
 )  # fmt: skip
 def test_damaged_file_is_not_used(
     tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture, damage: str

@@ -14,6 +14,7 @@ from stored_formats import FORMATS, write
 
 from negamax import LLM, SamplingParams
 from tests import tiny
+from tests.layouts import full
 
 STORED = FORMATS["compressed-fp8-channel"]
 
@@ -52,7 +53,7 @@ def logprobs(folder: Path, ranks: int) -> list[Any]:
         ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [full(1), 2])
 def test_logprobs_equal_those_of_plain_weights(folders: tuple[Path, Path], ranks: int) -> None:
     stored, plain = (logprobs(folder, ranks) for folder in folders)
     assert stored == plain and stored[0][1]
