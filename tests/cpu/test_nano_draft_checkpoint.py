@@ -111,18 +111,10 @@ def test_warns_of_the_draft_of_another_model(caplog: pytest.LogCaptureFixture) -
     assert "is minimax_m3_vl (target_model_type), and this one is minimax_m2" in said[0]
 
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 12}},
-            "required": ["city"],
-        },
-    },
-}
+CITY = {"type": "string", "maxLength": 12}
+PARAMETERS = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
+FUNCTION = {"name": "get_weather", "description": "The weather of a city"}
+WEATHER = {"type": "function", "function": FUNCTION | {"parameters": PARAMETERS}}
 PERSON = {
     "type": "object",
     "properties": {"mood": {"enum": ["good", "bad"]}, "age": {"type": "integer", "maximum": 99}},
@@ -205,17 +197,16 @@ def test_suite_is_solved_with_drafts_from_the_command_line(
 def test_whole_suites_give_the_same_tokens_with_drafts(model: str, suite: str) -> None:
     def solved(drafts: bool) -> tuple[SuiteResult, list[list[int]]]:
         with engine(model, drafts=drafts) as llm:
-            generate, said = llm.generate, list[list[int]]()
+            generate, made = llm.generate, list[Any]()
 
-            def noted(*args: Any) -> Any:
-                made = generate(*args)
-                said.extend(list(one.outputs[0].token_ids) for one in made)
-                return made
+            def keep(*args: Any) -> Any:
+                found = generate(*args)
+                made.extend(found)
+                return found
 
-            llm.generate = noted  # type: ignore[method-assign]
+            llm.generate = keep  # type: ignore[method-assign]
             result = run_suite(llm, suite, count=SUITES[suite])
-            print(result.as_dict(), counts(llm))
-            return result, said
+            return result, [list(one.outputs[0].token_ids) for one in made]
 
     (plain, texts), (drafted, same) = solved(False), solved(True)
     assert same == texts
