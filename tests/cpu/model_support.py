@@ -28,25 +28,17 @@ def tiny_config(seed: int, **overrides: int | float) -> dict[str, object]:
     num_experts = rng.choice((4, 5, 8, 16, 31, 32))
     rotary_dims = [dim for dim in (2, 4, 6, 8, head_dim // 4 * 2, head_dim) if dim <= head_dim]
     config: dict[str, object] = {
-        "architectures": [ARCHITECTURE],
-        "model_type": "minimax_m2",
-        "vocab_size": rng.choice((61, 96, 128)),
-        "hidden_size": rng.choice((37, 48, 56, 64, 72)),
-        "num_hidden_layers": rng.randint(1, 3),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "rotary_dim": rng.choice(rotary_dims),
-        "rope_theta": rng.choice((1e4, 5e6)),
-        "max_position_embeddings": 512,
-        "intermediate_size": rng.choice((15, 24, 40)),
+        "architectures": [ARCHITECTURE], "model_type": "minimax_m2",
+        "vocab_size": rng.choice((61, 96, 128)), "hidden_size": rng.choice((37, 48, 56, 64, 72)),
+        "num_hidden_layers": rng.randint(1, 3), "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head_dim,
+        "rotary_dim": rng.choice(rotary_dims), "rope_theta": rng.choice((1e4, 5e6)),
+        "max_position_embeddings": 512, "intermediate_size": rng.choice((15, 24, 40)),
         "num_local_experts": num_experts,
         "num_experts_per_tok": rng.randint(1, min(8, num_experts)),
-        "rms_norm_eps": rng.choice((1e-6, 1e-5)),
-        "dtype": "float32",
-        "bos_token_id": 1,
+        "rms_norm_eps": rng.choice((1e-6, 1e-5)), "dtype": "float32", "bos_token_id": 1,
         "eos_token_id": 2,
-    }
+    }  # fmt: skip
     return config | overrides
 
 

@@ -40,6 +40,7 @@ def held_bytes(slots: dict[str, WeightSlot]) -> int:
     )
 
 
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 8, "sym": True}
 FAMILIES = {"m2": SPEC, "m3": m3(40), "m3 beside": m3(80)}
 
 
@@ -86,10 +87,7 @@ def test_experts_that_no_kernel_takes_together_count_as_they_are_held(
     name = rf".*layers\.0\.mlp\.experts\.{expert}\.down_proj"
     if expert == "3":
         name = "model.layers.0.mlp.experts.3.down_proj"
-    described = {
-        "quant_method": "auto-round", "bits": 4, "group_size": 8, "sym": True,
-        "extra_config": {name: {"bits": bits}},
-    }  # fmt: skip
+    described = AUTO_ROUND | {"extra_config": {name: {"bits": bits}}}
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16}
     config = {**tiny_config(3, intermediate_size=48, **sizes), "quantization_config": described}
     spec = read_spec(config)
@@ -105,10 +103,7 @@ def test_experts_that_no_kernel_takes_together_count_as_they_are_held(
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_each_rank_counts_the_experts_that_it_has(rank: int) -> None:
     """Of eight experts on four ranks, the second rank has one in 8 bits, the last two."""
-    described = {
-        "quant_method": "auto-round", "bits": 4, "group_size": 8, "sym": True,
-        "extra_config": {r".*\.experts\.[267]\.": {"bits": 8}},
-    }  # fmt: skip
+    described = AUTO_ROUND | {"extra_config": {r".*\.experts\.[267]\.": {"bits": 8}}}
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 64}
     config = tiny_config(3, intermediate_size=48, hidden_size=64, head_dim=16, **sizes)
     spec = read_spec({**config, "quantization_config": described})

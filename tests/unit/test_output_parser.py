@@ -153,90 +153,67 @@ def delta(text: str) -> ToolArgumentsDelta:
     return ToolArgumentsDelta(0, text)
 
 
-STREAMS: dict[str, tuple[OutputFormat, list[tuple[str, list[ParserEvent]]]]] = {
-    "m2 string arguments": (
-        MINIMAX_M2,
-        [
-            ("x</think>\n\n<minimax:tool_call>\n", [ReasoningDelta("x")]),
-            ('<invoke name="write_file">', [ToolCallStart(0, "write_file")]),
-            ('\n<parameter name="content">', []),
-            ("def", [delta('{"content": "def')]),
-            (' f():\n  "', [delta(' f():\\n  \\"')]),
-            ("</parameter>\n", []),
-            ('<parameter name="mode">', [delta('"')]),
-            ("42", []),
-            ("0</parameter>\n</invoke>", [delta(', "mode": 420}'), ToolCallEnd(0)]),
-        ],
-    ),
-    "m2 nullable string": (
-        MINIMAX_M2,
-        [
-            (f'{M2_WRITE}<parameter name="note">', [ToolCallStart(0, "write_file")]),
-            ("nu", []),
-            ("ts", [delta('{"note": "nuts')]),
-        ],
-    ),
-    "m2 reasoning and content": (
-        MINIMAX_M2,
-        [
-            ("Let me", [ReasoningDelta("Let me")]),
-            (" see <b", [ReasoningDelta(" see <b")]),
-            ("\n</think>\n\nYes: 1 <", [ContentDelta("Yes: 1")]),
-            (" 2", [ContentDelta(" < 2")]),
-        ],
-    ),
-    "m3 strings at every depth": (
-        MINIMAX_M3,
-        [
-            (M3_EVENT, [ToolCallStart(0, "create_event")]),
-            (f"{M}<location>{M}<city>", []),
-            ("Ro", [delta('{"location": {"city": "Ro')]),
-            ("me]", [delta("me")]),
-            (" ", [delta("] ")]),
-            (f"{M}</city>{M}<zip>0", [delta('"')]),
-            (f"12{M}</zip>", [delta(', "zip": 12')]),
-            (f"{M}</location>{M}<guests>{M}<item>{M}<name>A", [delta('}, "guests": [{"name": "A')]),
-            (f"{M}</name>{M}</item>{M}</guests>{M}</invoke>", [delta('"}]}'), ToolCallEnd(0)]),
-        ],
-    ),
-    "m3 unknown type that is no bare word": (
-        MINIMAX_M3,
-        [
-            (f"{M3_EVENT}{M}<any>", [ToolCallStart(0, "create_event")]),
-            (" nul", []),
-            ("lable", [delta('{"any": " nullable')]),
-        ],
-    ),
-    "m3 nullable string": (
-        MINIMAX_M3,
-        [
-            (f"{M3_WRITE}{M}<note>", [ToolCallStart(0, "write_file")]),
-            ("nul", []),
-            ("la", [delta('{"note": "nulla')]),
-        ],
-    ),
-    "m3 undeclared tool": (
-        MINIMAX_M3,
-        [
-            (f'{M}<tool_call>{M}<invoke name="other">{M}<code>', [ToolCallStart(0, "other")]),
-            ("x = 1", [delta('{"code": "x = 1')]),
-        ],
-    ),
-    "m3 thinking, and the last bracket": (
-        MINIMAX_M3,
-        [
-            ("<mm:think>Let", [ReasoningDelta("Let")]),
-            (" me</mm:thi", [ReasoningDelta(" me")]),
-            ("nk>[SILENCE]", [ContentDelta("[SILENCE")]),
-            ("", [ContentDelta("]")]),  # the end
-        ],
-    ),
+# by format and case: texts, and the events after each
+STREAMS: dict[str, list[tuple[str, list[ParserEvent]]]] = {
+    "m2 string arguments": [
+        ("x</think>\n\n<minimax:tool_call>\n", [ReasoningDelta("x")]),
+        ('<invoke name="write_file">', [ToolCallStart(0, "write_file")]),
+        ('\n<parameter name="content">', []),
+        ("def", [delta('{"content": "def')]),
+        (' f():\n  "', [delta(' f():\\n  \\"')]),
+        ("</parameter>\n", []),
+        ('<parameter name="mode">', [delta('"')]),
+        ("42", []),
+        ("0</parameter>\n</invoke>", [delta(', "mode": 420}'), ToolCallEnd(0)]),
+    ],
+    "m2 nullable string": [
+        (f'{M2_WRITE}<parameter name="note">', [ToolCallStart(0, "write_file")]),
+        ("nu", []),
+        ("ts", [delta('{"note": "nuts')]),
+    ],
+    "m2 reasoning and content": [
+        ("Let me", [ReasoningDelta("Let me")]),
+        (" see <b", [ReasoningDelta(" see <b")]),
+        ("\n</think>\n\nYes: 1 <", [ContentDelta("Yes: 1")]),
+        (" 2", [ContentDelta(" < 2")]),
+    ],
+    "m3 strings at every depth": [
+        (M3_EVENT, [ToolCallStart(0, "create_event")]),
+        (f"{M}<location>{M}<city>", []),
+        ("Ro", [delta('{"location": {"city": "Ro')]),
+        ("me]", [delta("me")]),
+        (" ", [delta("] ")]),
+        (f"{M}</city>{M}<zip>0", [delta('"')]),
+        (f"12{M}</zip>", [delta(', "zip": 12')]),
+        (f"{M}</location>{M}<guests>{M}<item>{M}<name>A", [delta('}, "guests": [{"name": "A')]),
+        (f"{M}</name>{M}</item>{M}</guests>{M}</invoke>", [delta('"}]}'), ToolCallEnd(0)]),
+    ],
+    "m3 unknown type that is no bare word": [
+        (f"{M3_EVENT}{M}<any>", [ToolCallStart(0, "create_event")]),
+        (" nul", []),
+        ("lable", [delta('{"any": " nullable')]),
+    ],
+    "m3 nullable string": [
+        (f"{M3_WRITE}{M}<note>", [ToolCallStart(0, "write_file")]),
+        ("nul", []),
+        ("la", [delta('{"note": "nulla')]),
+    ],
+    "m3 undeclared tool": [
+        (f'{M}<tool_call>{M}<invoke name="other">{M}<code>', [ToolCallStart(0, "other")]),
+        ("x = 1", [delta('{"code": "x = 1')]),
+    ],
+    "m3 thinking, and the last bracket": [
+        ("<mm:think>Let", [ReasoningDelta("Let")]),
+        (" me</mm:thi", [ReasoningDelta(" me")]),
+        ("nk>[SILENCE]", [ContentDelta("[SILENCE")]),
+        ("", [ContentDelta("]")]),  # the end
+    ],
 }
 
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_text_streams_as_soon_as_it_is_certain(name: str) -> None:
-    format, steps = STREAMS[name]
+    format, steps = parsing.FORMATS[name[:2]], STREAMS[name]
     parser = new_parser(format, tools=TOOLS)
     assert parser.in_reasoning is (format is MINIMAX_M2)
     for text, events in steps:

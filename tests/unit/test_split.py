@@ -20,15 +20,12 @@ ODD = replace(M2, expert_width=1400, num_experts=6, experts_per_token=2)
 
 
 def offered(error: ConfigError) -> list[ParallelOptions]:
-    plain, _, whole = (error.hint or "").partition(", or ")
-    found = [ParallelOptions(int(size)) for size in re.findall(r"\d+", plain)]
-    if "--enable-expert-parallel" in plain:
-        found = [replace(each, enable_expert_parallel=True) for each in found]
-    if "--enable-expert-parallel" in whole:
-        found += [
-            ParallelOptions(int(size), enable_expert_parallel=True)
-            for size in re.findall(r"\d+", whole)
-        ]
+    """Return the options that the hint of a refusal names."""
+    found = []
+    for part in (error.hint or "").split(", or ", 1):
+        is_whole = "--enable-expert-parallel" in part
+        sizes = map(int, re.findall(r"\d+", part if is_whole or not found else ""))
+        found += [ParallelOptions(size, enable_expert_parallel=is_whole) for size in sizes]
     return found
 
 

@@ -113,35 +113,18 @@ TEXT = (
     "him; ✓ nobody. END of it all."
 )
 INFO = ModelInfo(
-    model="nano",
-    served_model_name="nano",
-    architecture="MiniMaxM2ForCausalLM",
-    max_model_len=4096,
-    vocab_size=10_000,
-    eos_token_ids=(EOS,),
-    bos_token_id=None,
-    sampling_defaults=SamplingDefaults(),
-    max_logprobs=20,
-    max_num_seqs=1,
-    block_size=16,
-    num_kv_blocks=1,
-    device="cpu",
-    dtype="float32",
-)
+    model="nano", served_model_name="nano", architecture="MiniMaxM2ForCausalLM",
+    max_model_len=4096, vocab_size=10_000, eos_token_ids=(EOS,), bos_token_id=None,
+    sampling_defaults=SamplingDefaults(), max_logprobs=20, max_num_seqs=1, block_size=16,
+    num_kv_blocks=1, device="cpu", dtype="float32",
+)  # fmt: skip
 Answer = dict[str, Any]
 
 
 def push(text: str, sizes: list[int], reader: ChoiceReader | None, **params: Any) -> Answer:
     """Push the tokens of `text` in groups of these sizes, then one by one; return the answer."""
-    stream = ChoiceStream(
-        TOKENIZER,
-        SamplingParams(**params),
-        info=INFO,
-        request_id="r",
-        index=0,
-        num_prompt_tokens=1,
-        reader=reader,
-    )
+    options: dict[str, Any] = {"request_id": "r", "index": 0, "num_prompt_tokens": 1}
+    stream = ChoiceStream(TOKENIZER, SamplingParams(**params), info=INFO, reader=reader, **options)
     ids, position = [*TOKENIZER.encode(text), EOS], 0
     events: list[ParserEvent] = []
     said, kept, logprobs = "", list[int](), 0

@@ -12,28 +12,13 @@ from foreign_family.config import ForeignSpec
 from tests.tiny import NANO, TOKENIZER_FILES
 
 CONFIG = {
-    "architectures": ["ForeignForCausalLM"],
-    "model_type": "foreign",
-    "vocab_size": 98,
-    "hidden_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "rotary_dim": 8,
-    "rope_theta": 1e4,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 256,
-    "mlp_width": 56,
-    "expert_width": 24,
-    "num_experts": 8,
-    "experts_per_token": 2,
-    "index_width": 5,
-    "index_top_k": 9,
-    "dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "architectures": ["ForeignForCausalLM"], "model_type": "foreign", "vocab_size": 98,
+    "hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 12, "rotary_dim": 8, "rope_theta": 1e4, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256, "mlp_width": 56, "expert_width": 24, "num_experts": 8,
+    "experts_per_token": 2, "index_width": 5, "index_top_k": 9, "dtype": "float32",
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 def random_tensors(spec: ForeignSpec) -> dict[str, Tensor]:
