@@ -1,3 +1,1 @@
-"""The step loop, the processes around it, and the two ways to talk to it (embedded LLM, async
-client).
-"""
+"""The step loop, the processes around it, and its embedded and asynchronous clients."""

@@ -197,9 +197,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         messages: Messages = (),
     ) -> ParsedOutput:
-        """Parse a completion of `prompt`, rendered from `messages`, into reasoning, content and
-        tool calls. Without tools, and calls in the messages, text like a call is content.
-        """
+        """Parse a completion into reasoning, content and calls (none without tools or calls)."""
         parser = self._parser(prompt, tools=tools, messages=messages, sampling=SamplingParams())
         return collect(
             [

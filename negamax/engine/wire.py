@@ -154,7 +154,6 @@ def server_of(sequence_id: str) -> int:
     return int(sequence_id[sequence_id.rfind("/") :].partition("@")[2] or 0)
 
 
-# server -> engine
 class StartEngine(msgspec.Struct, frozen=True):
     """The first frame, from the server process that starts the engine."""
 
@@ -185,9 +184,7 @@ RecordAction = Literal["start", "stop", "dump"]
 
 
 class RecordExperts(msgspec.Struct, frozen=True, tag="record_experts"):
-    """Start or stop recording how often each expert is selected, or dump the record. The answer to
-    `server` is an `ExpertRecord` with the same `number`.
-    """
+    """Start, stop or dump a record of experts. `ExpertRecord` answers with `number`."""
 
     server: int
     number: int
@@ -198,7 +195,6 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     pass
 
 
-# engine -> server
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     info: ModelInfo
 

@@ -159,9 +159,7 @@ class EngineChannel:
 
 
 class EngineConnection:
-    """An engine process from start to end. Single writer: the event loop. `ended` gets the reason
-    once the process died, failed, or stood still for `hang_seconds` while there is work.
-    """
+    """An engine process and its end (`ended`: the reason). Single writer: the event loop."""
 
     def __init__(
         self,

@@ -251,9 +251,7 @@ class AsyncEngine:
         )
 
     def enter(self, request: OpenRequest) -> Replica:
-        """Choose the replica that runs a request and count its sequences as open. Errors:
-        `UnavailableError`, `OverloadedError`, because the state may have changed since `generate`.
-        """
+        """Choose a replica and open the request's sequences there. Errors: as of `generate`."""
         self.check_alive()
         first = request.requests[0]
         tokens = self.prefill_tokens(

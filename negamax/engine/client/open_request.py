@@ -230,15 +230,12 @@ class OpenRequest:
         if self._interval > 1:
             waiting = self._waiting.pop(output.index, None)
             output = output if waiting is None else join_outputs(waiting, output)
-            if self._is_short(output):
+            num_tokens = len(output.token_ids)
+            is_first = num_tokens == output.num_output_tokens
+            if num_tokens < self._interval and not is_first and output.finish_reason is None:
                 self._waiting[output.index] = output
                 return
         self._take(self.prompt_index, output)
-
-    def _is_short(self, output: RequestOutput) -> bool:
-        num_tokens = len(output.token_ids)
-        is_first = num_tokens == output.num_output_tokens
-        return num_tokens < self._interval and not is_first and output.finish_reason is None
 
     def _hand_waiting(self) -> None:
         waiting, self._waiting = self._waiting, {}

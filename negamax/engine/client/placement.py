@@ -1,6 +1,4 @@
-"""Chooses a replica by the load of each and the prompts sent to it, which the server processes
-count in shared numbers. It asks no engine.
-"""
+"""Chooses a replica by the load of each and the prompts sent to it; asks no engine."""
 
 from collections.abc import Iterable, Sequence
 

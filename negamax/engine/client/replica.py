@@ -174,7 +174,13 @@ class Replica:
                     request.started(at)
             if self.on_steps is not None:
                 self.on_steps(step.step_tokens)
-        updates = steps[0].updates if len(steps) == 1 else _merge_steps(steps)
+        updates = steps[0].updates
+        if len(steps) > 1:
+            merged: dict[str, SequenceUpdate] = {}
+            for update in (update for step in steps for update in step.updates):
+                name, earlier = update.request_id, merged.get(update.request_id)
+                merged[name] = update if earlier is None else join_updates(earlier, update)
+            updates = list(merged.values())
         self.load.gained(updates)
         for update in updates:
             request = self.open.get(update.request_id)
@@ -195,12 +201,3 @@ class Replica:
         for sequence_id in sequence_ids:
             self._admission.leave(sequence_id, now=now)
             self.load.leave(sequence_id)
-
-
-def _merge_steps(steps: Sequence[wire.StepOutputs]) -> list[SequenceUpdate]:
-    merged: dict[str, SequenceUpdate] = {}
-    for step in steps:
-        for update in step.updates:
-            earlier = merged.get(update.request_id)
-            merged[update.request_id] = update if earlier is None else join_updates(earlier, update)
-    return list(merged.values())

@@ -67,9 +67,7 @@ class EngineSupervisor:
 
     @classmethod
     async def start(cls, options: EngineOptions) -> EngineSupervisor:
-        """Start engines for this process alone, without restarts. Errors: those of `run` and of
-        `AsyncEngine.create`.
-        """
+        """Start engines for this process alone, without restarts. Errors: as of `run`."""
         engine = await AsyncEngine.create(options)
         return await cls.run(engine, options, limits=SupervisionLimits(), module=ENGINE_MODULE)
 
@@ -142,9 +140,7 @@ class _SupervisedEngine:
         self._crash_dumps = CrashDumps(options.crash_dump_dir, part="server", options=described)
 
     async def start(self) -> None:
-        """Start a process, wait until it serves, and supervise it. Errors: those of
-        `EngineSupervisor.run`; nothing is left running then.
-        """
+        """Start a process, wait until it serves, and supervise it. Errors: as of `_connect`."""
         await self._connect()
         self._task = asyncio.create_task(self._supervise())
 

@@ -160,9 +160,7 @@ class RankHost(Protocol):
         ...
 
     def longest_silence(self) -> tuple[int, float]:
-        """Return the rank without a heartbeat for the longest time, and the seconds. Single user: a
-        thread that polls several times a second.
-        """
+        """Return the most silent rank and its seconds. Single user: a thread that polls often."""
         ...
 
     def abort(self) -> None:
@@ -172,9 +170,7 @@ class RankHost(Protocol):
         """Do not count ranks that end from here on as dead: all will be asked to end."""
 
     def stop(self, *, timeout: float, restarts: bool) -> None:
-        """End the ranks; kill those that still run after `timeout` seconds. `restarts`: whether
-        others will replace them.
-        """
+        """End the ranks, after `timeout` seconds by force. `restarts`: others will follow."""
 
 
 class LocalRanks:
@@ -361,7 +357,12 @@ class MultiProcessExecutor:
                 names = [f"{rank} (node {layout.replace_rank(rank).node})" for rank in awaited]
                 logger.info("waiting for rank %s to load", ", ".join(names))
                 continue
-            readies[self._sockets.index(socket)] = _decode_report(socket.recv())
+            report = msgspec.msgpack.decode(socket.recv(), type=RankReport)
+            if isinstance(report, RankFailed):
+                error = ConfigError(report.message)
+                error.exit_code = report.exit_code
+                raise error
+            readies[self._sockets.index(socket)] = report.ready
         return [readies[rank] for rank in range(len(self._sockets))]
 
     def _send(self, frame: bytes, dp_rank: int) -> None:
@@ -412,16 +413,6 @@ def _find_slowest(readies: Sequence[WorkerReady]) -> tuple[StepSeconds, ...]:
     for rows, drafts, seconds in (each for ready in readies for each in ready.step_seconds):
         found[rows, drafts] = max(seconds, found.get((rows, drafts), 0.0))
     return tuple((rows, drafts, seconds) for (rows, drafts), seconds in found.items())
-
-
-def _decode_report(frame: bytes) -> WorkerReady:
-    """Decode a rank's report. Errors: that of a rank that failed to start."""
-    report = msgspec.msgpack.decode(frame, type=RankReport)
-    if isinstance(report, RankFailed):
-        error = ConfigError(report.message)
-        error.exit_code = report.exit_code
-        raise error
-    return report.ready
 
 
 def start_executor(config: WorkerConfig) -> Executor:

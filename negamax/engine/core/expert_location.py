@@ -30,9 +30,7 @@ class _Location(msgspec.Struct, frozen=True):
 
 
 def place_experts(layout: ParallelLayout, spec: ModelSpec, location: str) -> ParallelLayout:
-    """Place the experts of `layout` by `location`: IN_ORDER, a JSON file, or JSON. Errors:
-    `ConfigError` if it is unreadable or does not fit the model and its ranks.
-    """
+    """Place experts by `location`: IN_ORDER, a JSON file, or JSON. Errors: `ConfigError`."""
     if location == IN_ORDER:
         return layout
     sizes = spec.expert_sizes()

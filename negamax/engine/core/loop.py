@@ -1,6 +1,4 @@
-"""The step loop: launch step N, then commit step N-1 while N runs. A pipeline of P stages commits
-step N-P.
-"""
+"""The step loop: launch step N, then commit step N-1 (of P stages: N-P) while N runs."""
 
 import dataclasses
 import time
@@ -143,9 +141,7 @@ class EngineLoop:
         return updates
 
     def report(self, updates: list[SequenceUpdate]) -> StepOutputs:
-        """Add statistics to `updates`: newly started requests and the tokens of each committed step
-        since the last report.
-        """
+        """Add statistics, newly started requests, and the tokens of steps since the last report."""
         report = StepOutputs(updates, self.stats(), list(self._admitted), list(self._step_tokens))
         self._admitted.clear()
         self._step_tokens.clear()
@@ -188,9 +184,7 @@ class EngineLoop:
         )
 
     def record_experts(self, action: str) -> ExpertDump | None:
-        """Record experts over all launched steps, as `ExpertBalancer.record` does. Errors:
-        `InvalidRequestError`, also if experts are not counted.
-        """
+        """Record experts, as of `ExpertBalancer.record`. Errors: `InvalidRequestError`."""
         if self._experts is None:
             raise InvalidRequestError(
                 "experts are not counted",
@@ -202,9 +196,7 @@ class EngineLoop:
         return self._experts.record(action, counts)
 
     def run_debug_command(self, name: str, argument: int = 0) -> list[DebugResult]:
-        """Run a command of `worker.config` on all ranks after the launched steps. Return the
-        results by rank. Timings are valid only if nothing else runs.
-        """
+        """Run a command on all ranks after the launched steps. Return the results by rank."""
         try:
             return self.executor.run_debug_command(DebugCommand(name, argument))
         finally:
@@ -215,9 +207,7 @@ class EngineLoop:
         self._crash_dumps.write(reason, details=self._crash_details, error=error)
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        """Stop the grammar process and the executor, and release Ray's machines. `restarts`:
-        another engine will follow.
-        """
+        """Stop grammars, executor and Ray's machines. `restarts`: another engine follows."""
         self._grammars.shutdown()
         try:
             self.executor.shutdown(restarts=restarts)
@@ -241,22 +231,17 @@ class EngineLoop:
         try:
             take(request)
         except Exception as error:
-            self._refuse(request, error)
-
-    def _refuse(self, request: GenerateRequest, error: Exception) -> None:
-        message = str(error)
-        if not isinstance(error, NegamaxError):
-            logger.error("request %s cannot be queued", request.request_id, exc_info=error)
-            message = f"{type(error).__name__} while this request was queued"
-        self._grammars.close(request.request_id)
-        self._pending_updates.append(
-            SequenceUpdate(request.request_id, [], finish_reason="error", error=message)
-        )
+            message = str(error)
+            if not isinstance(error, NegamaxError):
+                logger.exception("request %s cannot be queued", request.request_id)
+                message = f"{type(error).__name__} while this request was queued"
+            self._grammars.close(request.request_id)
+            self._pending_updates.append(
+                SequenceUpdate(request.request_id, [], finish_reason="error", error=message)
+            )
 
     def _add_opened(self) -> None:
-        """Queue requests whose grammars are compiled, end those whose grammar process is gone, and
-        unblock those whose bitmask has arrived.
-        """
+        """Queue requests with compiled grammars, end lost ones, unblock those with late masks."""
         for request_id, error in self._grammars.take_lost():
             end = self._scheduler.end(request_id, "error", error=error)
             if end is not None:

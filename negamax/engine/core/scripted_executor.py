@@ -1,6 +1,4 @@
-"""An executor without a model: every sequence gets the tokens of a scripted answer. Scheduler,
-prefix cache, limits and streams are real.
-"""
+"""An executor without a model: every sequence gets the tokens of a scripted answer."""
 
 import time
 from collections.abc import Sequence

@@ -45,9 +45,7 @@ logger = get_logger(__name__)
 
 
 def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
-    """Start the executor for `options`, on Ray's machines if asked, and a scheduler. After an error
-    nothing keeps running. Errors: those of the worker, and of `RayLauncher`.
-    """
+    """Start executor and scheduler for `options`. After an error nothing keeps running."""
     with ExitStack() as started:
         loop, info = _start_loop(options, started)
         started.pop_all()  # the loop shuts it down

@@ -7,9 +7,7 @@ from queue import SimpleQueue
 
 
 class FairThreads:
-    """Runs tasks in order of arrival. A library call cannot be interrupted, so a slow task must not
-    delay those after it. Single writer: the thread that calls `submit` and `tend`.
-    """
+    """Runs tasks in order; slow ones delay no others. Single writer: the submitting thread."""
 
     def __init__(self, size: int, *, patience: float, most: int, name: str) -> None:
         """Replace a thread that runs a task for `patience` seconds, up to `most` threads."""

@@ -19,7 +19,6 @@ class Setup(msgspec.Struct, frozen=True):
     draft_seconds: float  # after a message: time to begin masks after draft tokens
 
 
-# engine -> grammar process
 class OpenGrammar(msgspec.Struct, frozen=True, tag="open"):
     """Compile a grammar and follow an output by it, named `key`."""
 
@@ -36,15 +35,12 @@ class CloseGrammars(msgspec.Struct, frozen=True, tag="close"):
     keys: list[int]
 
 
-# grammar process -> engine
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """First: the compiler is loaded. Later: the process is still working."""
 
 
 class Overloaded(msgspec.Struct, frozen=True, tag="overloaded"):
-    """A thread is stuck in the library: replace this process when no output needs it. Refuses
-    `keys`, which waited for that thread, in the same message, so that none is tried again.
-    """
+    """A thread is stuck: replace this process when unused. `keys` are refused for good."""
 
     keys: list[int]
     message: str

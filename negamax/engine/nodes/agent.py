@@ -1,6 +1,4 @@
-"""The agent of every node except node 0. It joins node 0 and starts its machine's ranks on request.
-When it loses node 0, it ends the ranks and joins again.
-"""
+"""The agent of every node except node 0: it joins node 0 and starts its machine's ranks."""
 
 import contextlib
 import secrets

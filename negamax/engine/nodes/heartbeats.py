@@ -22,9 +22,7 @@ Address = tuple[Any, ...]  # host and port; IPv6 has more
 
 
 class Datagrams:
-    """A UDP socket whose frames are signed with the nodes' key. Frames may be lost, duplicated or
-    late. Nothing blocks, and a failing network is silent.
-    """
+    """A UDP socket with signed frames, which may be lost, duplicated or late. Never blocks."""
 
     def __init__(self, address: str, port: int = 0) -> None:
         """Bind `address` and `port` (0: any free port). Errors: `ResourceError` for a used port."""
@@ -71,9 +69,7 @@ class Datagrams:
 
 
 class Neighbours:
-    """Heartbeats of the other agents in one session: node 0 cannot see when two of them lose each
-    other. Single user: a thread that polls several times a second.
-    """
+    """Heartbeats of the other agents in one session. Single user: a thread that polls often."""
 
     def __init__(self, session: str, addresses: Mapping[int, tuple[str, int]]) -> None:
         """`addresses`: host and UDP port by node."""

@@ -1,6 +1,4 @@
-"""The engine's side of Ray. A child process reserves machines, starts the agents on them, and
-releases everything when the engine ends for any reason.
-"""
+"""The engine's side of Ray: a child process reserves, starts and releases machines."""
 
 import os
 import secrets
