@@ -86,7 +86,7 @@ def test_results_can_be_compared_with_those_of_the_same_conditions_only(
         read_baseline(file, conditions(OPTIONS, workload))
 
 
-def test_tokens_are_timed_behind_prompts_that_are_read_once(
+def test_times_tokens_after_prompts_that_are_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, batches = tmp_path / "out.json", list[list[GenerateRequest]]()

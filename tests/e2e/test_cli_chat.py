@@ -146,8 +146,8 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(
         terminal.interrupt("Ctrl-D ends the chat")  # does not end the chat at the prompt
         script.steps = [{"content": "All of it."}]
         ask(terminal, "Again", count=1)
-        told = [message["content"] for message in script.bodies[-1]["messages"]]
-        assert told == ["Tell me", "The beginning ", "Again"]
+        contents = [message["content"] for message in script.bodies[-1]["messages"]]
+        assert contents == ["Tell me", "The beginning ", "Again"]
         script.steps = [600.0]
         terminal.type("Nothing comes\n")
         assert eventually(lambda: len(script.bodies) == 3)

@@ -132,8 +132,10 @@ def test_server_process_starts_quickly_and_without_torch() -> None:
 def test_doctor_finds_that_embedded_models_can_be_served() -> None:
     done = negamax("doctor", "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["can_serve"]
-    assert {"torch", "CPU", "memory", "hub", "port"} <= {check["name"] for check in told["checks"]}
-    assert [check for check in told["checks"] if check["status"] == "fail"] == []
-    assert {"nano", "nano-m3"} <= {each["model"] for each in told["models"] if each["runs"]}
+    report = json.loads(done.stdout)
+    assert report["can_serve"]
+    assert {"torch", "CPU", "memory", "hub", "port"} <= {
+        check["name"] for check in report["checks"]
+    }
+    assert [check for check in report["checks"] if check["status"] == "fail"] == []
+    assert {"nano", "nano-m3"} <= {each["model"] for each in report["models"] if each["runs"]}

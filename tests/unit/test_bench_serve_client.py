@@ -101,16 +101,16 @@ def check_chat(reader: ResponseReader) -> None:
     }
 
 
-def test_a_chunked_stream_reads_the_same_however_it_is_cut() -> None:
+def test_a_chunked_stream_reads_the_same_in_any_pieces() -> None:
     raw = chunked(CHAT)
 
-    async def cut_everywhere() -> None:
+    async def read_in_pieces() -> None:
         for place in range(1, len(raw)):
             check_chat(await read([raw[:place], raw[place:]]))
         check_chat(await read([raw[place : place + 1] for place in range(len(raw))]))
         check_chat(await read([b"HTTP/1.1 100 Continue\r\n\r\n" + raw]))
 
-    asyncio.run(cut_everywhere())
+    asyncio.run(read_in_pieces())
 
 
 def test_transport_need_not_be_of_asyncios_class() -> None:
@@ -182,7 +182,7 @@ BROKEN: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize(("raw", "reason"), BROKEN, ids=[reason for _, reason in BROKEN])
-def test_broken_answers_have_a_reason_however_they_are_cut(raw: bytes, reason: str) -> None:
+def test_broken_answers_have_a_reason_in_any_pieces(raw: bytes, reason: str) -> None:
     for size in (len(raw), 7):
         pieces = [raw[at : at + size] for at in range(0, len(raw), size)]
         record = asyncio.run(read(pieces, closes=True)).record

@@ -188,7 +188,7 @@ def test_refuses_broken_files(
         read(str(file))
 
 
-def test_sessions_are_cut_to_the_number_of_requests() -> None:
+def test_sessions_are_truncated_to_the_number_of_requests() -> None:
     sessions = take_turns(iter(agent_sessions()), 40)
     assert [session.num_turns for session in sessions] == [15, 15, 10]
     assert [len(turns(session)) for session in sessions] == [15, 15, 10]
@@ -240,9 +240,9 @@ def test_live_sessions_send_the_servers_own_answers_back() -> None:
     assert [message["role"] for message in history[2:4]] == ["assistant", "tool"]
     assert history[2] == answer and history[3]["tool_call_id"] == "call_x" and history[3]["content"]
     assert normalize_messages(history)
-    cut_off = turns(session, answer, "length")[-1].body["messages"]
-    assert "tool_calls" not in cut_off[2] and cut_off[3]["role"] == "user"
-    assert normalize_messages(cut_off)
+    truncated = turns(session, answer, "length")[-1].body["messages"]
+    assert "tool_calls" not in truncated[2] and truncated[3]["role"] == "user"
+    assert normalize_messages(truncated)
 
 
 def test_live_session_ends_with_a_failed_answer() -> None:

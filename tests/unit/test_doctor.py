@@ -132,10 +132,10 @@ def test_broken_torch_is_a_finding(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["doctor", "--json", "--port", str(port)]) == 1
-        told = json.loads(capsys.readouterr().out)
+        report = json.loads(capsys.readouterr().out)
         assert main(["doctor", "--port", str(port)]) == 1
-    found = {check["name"]: check for check in told["checks"]}
-    assert not told["can_serve"] and told["models"] == []
+    found = {check["name"]: check for check in report["checks"]}
+    assert not report["can_serve"] and report["models"] == []
     assert found["torch"]["status"] == "fail"
     assert ("libcudart.so.13" if "OSError" in body else "exit code -6") in found["torch"]["detail"]
     assert found["port"]["status"] == "warn" and str(port) in found["port"]["detail"]
@@ -143,7 +143,7 @@ def test_broken_torch_is_a_finding(
     assert found["hub"]["detail"].startswith(str(tmp_path / "hub" / "hub"))
     text = capsys.readouterr().out
     assert "FAIL  torch" in text and "nothing: see the lines marked FAIL" in text
-    assert "hf_verysecret" not in text + json.dumps(told)
+    assert "hf_verysecret" not in text + json.dumps(report)
 
 
 def test_installation_that_lacks_a_package_still_has_its_doctor(tmp_path: Path) -> None:
