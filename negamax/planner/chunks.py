@@ -14,10 +14,7 @@ _POINTS = 64  # about how many costs are computed
 def plan_even_times(
     costs: Costs, *, max_num_batched_tokens: int, block_size: int, max_model_len: int
 ) -> EvenTimes:
-    """Return chunk sizes for prompts of up to `max_model_len` tokens.
-
-    Each chunk takes the slowest stage as long as the first `max_num_batched_tokens` tokens do.
-    """
+    """Return chunk sizes that take the slowest stage as long as `max_num_batched_tokens` do."""
     most = max_num_batched_tokens
     every = max(most, -(-max_model_len // _POINTS))
     least = min(most, max(block_size, most // LEAST_SHARE))
