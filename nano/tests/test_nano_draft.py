@@ -54,7 +54,7 @@ def test_unrolled_steps_propose_the_tokens_of_the_written_draft(tmp_path: Path) 
         return target.run(tokens[None], torch.ones(len(tokens), len(tokens)).tril().bool())
 
     streams, _, _ = states(known)
-    wanted = oracle.guess(streams[0, :-1].split(32, -1), known, draft_model.STEPS)
+    wanted = oracle.propose(streams[0, :-1].split(32, -1), known, draft_model.STEPS)
     tokens = torch.cat([known, torch.tensor(wanted)])
     streams, _, embeddings = states(tokens)
     mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
