@@ -98,6 +98,7 @@ class _HubHandler(_Handler):
         start = 0
         if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
             start = int(wanted[1])
+            self.server.ranges.append(wanted[0])
             headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
         body, cut = body[start:], None
         is_long = self.command == "GET" and len(body) > self.server.cut_at
@@ -137,6 +138,7 @@ class TinyHub(TinyServer):
     def __init__(self, files: Mapping[str, bytes]) -> None:
         super().__init__(files)
         self.cuts, self.cut_at = 0, 1000
+        self.ranges: list[str] = []  # requested byte ranges
         self.card: dict[str, Any] = {}  # licence fields of the model card
 
     @property
