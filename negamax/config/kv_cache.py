@@ -67,7 +67,7 @@ KvCacheSpecs = Sequence[Sequence[KvCacheSpec]]  # for each layer none, one or se
 
 
 def set_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
-    """Return `caches` with index keys in `dtype` unless they name another."""
+    """Return `caches` with `dtype` for the index caches that name no dtype of their own."""
     return [
         [replace(cache, dtype=cache.dtype or dtype) if cache.is_index else cache for cache in layer]
         for layer in caches

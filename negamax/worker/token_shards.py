@@ -3,7 +3,7 @@
 Prompt tokens are cut into 2 * ranks pieces. Rank i gets the i-th piece from the front and the i-th
 from the back: a token attends to all before it, so this balances the work. A piece is a sequence
 that ends with the piece. Earlier tokens may be on other ranks, because all keys of the step are in
-the caches before any rank attends. Single tokens are dealt out.
+the caches before any rank attends. Single tokens (decodes) go to the ranks in turn.
 
 Ranks derive the sharding from the plan without communication. For steps of other data-parallel
 ranks, the plan states whether they are sharded (all or none are) and the most tokens of a shard.

@@ -70,7 +70,7 @@ class ContentLogprobs:
         return entries
 
     def list_tokens(self, block: Block) -> list[ChatLogprob]:
-        """Return the tokens of a block so far. Blocks that `take` did not read come in order."""
+        """Return the tokens of a block so far. Call it for blocks in order."""
         for part in block.parts[self._num_parts.get(block.index, 0) :]:
             self.take(block, part)
         return self._of_block.get(block.index, [])

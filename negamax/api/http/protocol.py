@@ -285,7 +285,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _can_answer(self) -> bool:
-        """Whether an answer to the incoming message would be the next one and whole."""
+        """Whether a complete answer to the incoming message can be sent next."""
         if self.pipeline:
             return False
         if self._in_body:

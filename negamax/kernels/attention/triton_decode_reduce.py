@@ -7,7 +7,7 @@ A split writes its partial result, normalized, and the log2-sum-exp2 of its scor
         m_i + log2(l_i)   [PARTIAL_ROWS]            likewise; the rest of its 4 columns is not used
 
 As in the LL protocol, a word shows by its value that it has arrived: it differs from EMPTY, which
-no result has. So there is no counter and no fence. The reader sets words to EMPTY for the next
+no result has. No counter and no fence are needed. The reader sets words to EMPTY for the next
 layer.
 
 The program of a sequence's first tile reduces its splits and waits for the others. With

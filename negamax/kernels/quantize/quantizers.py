@@ -65,7 +65,7 @@ def to_e2m1_powers(matrix: Tensor, columns: int) -> Codes:
 def to_e2m1(matrix: Tensor, columns: int) -> Codes:
     """Quantize matrix [N, K] fp32 to FP4 with an e4m3 scale per row and `columns` columns.
 
-    One fp32 scale of the scales is the largest magnitude of the matrix / (6 * 448).
+    The e4m3 scales share one fp32 scale: the largest magnitude of the matrix / (6 * 448).
     """
     block = (1, columns)
     groups = _largest(matrix, block) / E2M1_MAX

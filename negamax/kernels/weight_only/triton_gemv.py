@@ -230,9 +230,10 @@ def _load_tokens(
     x_ptr, rows, first, P: tl.constexpr, NUM_WARPS: tl.constexpr, STEPS: tl.constexpr, split,
     SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """Load tokens for the tensor cores -> [NUM_WARPS, SPAN, TOKENS]: of the rows `rows` [TOKENS] of
-    x [any, K] the columns of one step, from `first` on, or those of STEPS steps, `first` [TOKENS,
-    1, 1, 1, 1]. A thread loads its own operands.
+    """Load rows `rows` [TOKENS] of x [any, K] for the tensor cores -> [NUM_WARPS, SPAN, TOKENS].
+
+    They are the columns of one step from `first` on, or of STEPS steps if `first` is [TOKENS, 1, 1,
+    1, 1]. A thread loads its own operands.
     """
     # [TOKENS, thread, NUM_WARPS, 8 columns apart, neighbors]
     thread = tl.arange(0, 4)[None, :, None, None, None]

@@ -108,7 +108,7 @@ class ResponseStore:
 
 
 def _change_users(turn: StoredTurn, change: int, *, store: ResponseStore) -> None:
-    """Add `change` to the users of `turn` and of the turns that it begins or ends to use."""
+    """Add `change` to the users of `turn`, and to those of each turn below that it uses."""
     below: StoredTurn | None = turn
     while below is not None:
         num_before = below.num_users
