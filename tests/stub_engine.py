@@ -48,13 +48,9 @@ class Answer:
     """A running request and its next tokens."""
 
     def __init__(
-        self,
-        request: GenerateRequest,
-        tokens: Sequence[int],
-        *,
-        steps: Iterator[int] | None = None,
-        num_cached_tokens: int = 0,
-    ) -> None:
+        self, request: GenerateRequest, tokens: Sequence[int], *,
+        steps: Iterator[int] | None = None, num_cached_tokens: int = 0,
+    ) -> None:  # fmt: skip
         """`steps` yields the number of tokens of each step; default: one."""
         self.request = request
         self.tokens = tokens
@@ -129,22 +125,14 @@ class StubEngine:
         self._hold = os.environ.get("STUB_HOLD")
         self._steps = 0
         self._tokens = 0
+        spec, generation = source.spec, source.generation
         self.info = wire.ModelInfo(
-            model=options.model,
-            served_model_name=source.name,
-            architecture=source.spec.architecture,
-            max_model_len=MAX_MODEL_LEN,
-            vocab_size=source.spec.vocab_size,
-            eos_token_ids=source.generation.eos_token_ids,
-            bos_token_id=source.spec.bos_token_id,
-            sampling_defaults=source.generation.sampling,
-            max_logprobs=options.max_logprobs,
-            max_num_seqs=MAX_NUM_SEQS,
-            block_size=BLOCK_SIZE,
-            num_kv_blocks=NUM_BLOCKS,
-            device="stub",
-            dtype="none",
-        )
+            model=options.model, served_model_name=source.name, architecture=spec.architecture,
+            max_model_len=MAX_MODEL_LEN, vocab_size=spec.vocab_size, bos_token_id=spec.bos_token_id,
+            eos_token_ids=generation.eos_token_ids, sampling_defaults=generation.sampling,
+            max_logprobs=options.max_logprobs, max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE,
+            num_kv_blocks=NUM_BLOCKS, device="stub", dtype="none",
+        )  # fmt: skip
 
     @property
     def has_work(self) -> bool:

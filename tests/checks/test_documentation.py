@@ -113,9 +113,7 @@ def understand(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", COMMANDS_OF, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_commands_are_understood(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_are_valid(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "server.toml").write_text('model = "nano"\n')
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -3,6 +3,8 @@
 import ast
 import json
 import re
+import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -44,10 +46,7 @@ def test_single_door(module: str, door: str) -> None:
     users = [
         room(path)
         for path in SOURCES
-        if any(
-            name == module or name.startswith(module + ".")
-            for name in (*imports(path), *attributes(path))
-        )
+        if any(f"{name}.".startswith(f"{module}.") for name in (*imports(path), *attributes(path)))
     ]
     assert [user for user in users if not re.match(door, user)] == []
 
@@ -82,9 +81,8 @@ def test_no_code_from_data() -> None:
             if isinstance(node, ast.Call):
                 called = node.func.id if isinstance(node.func, ast.Name) else ""
                 assert called not in ("eval", "exec", "compile", "__import__"), room(path)
-                assert "trust_remote_code" not in [keyword.arg for keyword in node.keywords], room(
-                    path
-                )
+                names = [keyword.arg for keyword in node.keywords]
+                assert "trust_remote_code" not in names, room(path)
 
 
 def test_files_and_functions_stay_readable() -> None:
@@ -137,3 +135,81 @@ def test_libraries_of_the_chat_page_comply_with_its_policy_and_are_licensed() ->
     package = ROOT / "tools" / "vendor_playground" / "package.json"
     for name, version in json.loads(package.read_text(encoding="utf-8"))["dependencies"].items():
         assert f"\n{name} {version} (" in licenses, name
+
+
+# Callbacks (`on_`), conversions (`to_`, `as_`) and alternative constructors may start with these.
+FIRST_WORDS = {
+    "a", "an", "the", "of", "at", "by", "in", "for", "from", "with", "without", "beside", "behind",
+    "between", "among", "under", "over", "above", "below", "after", "before", "since", "until",
+    "during", "within", "through", "across", "per", "into", "onto", "about", "against", "near",
+}  # fmt: skip
+
+
+def has_free_name(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether it is a property or may be an alternative constructor."""
+    decorators = " ".join(map(ast.unparse, function.decorator_list))
+    return any(word in decorators for word in ("property", "classmethod", "staticmethod"))
+
+
+def test_public_functions_do_not_start_with_a_preposition() -> None:
+    found = [
+        f"{room(path)}:{node.lineno}: {node.name}"
+        for path in SOURCES
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.split("_")[0] in FIRST_WORDS
+        and not has_free_name(node)
+    ]
+    assert found == []
+
+
+def test_names_of_test_files_are_unique() -> None:
+    """pytest imports test modules into one name space, except those of packages."""
+    names = [
+        path.name
+        for folder in (ROOT / "tests", ROOT / "nano")
+        for path in folder.rglob("*.py")
+        if path.name != "conftest.py" and not (path.parent / "__init__.py").exists()
+    ]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_names_of_classes_are_unique() -> None:
+    found = (node for path in SOURCES for node in nodes(path) if isinstance(node, ast.ClassDef))
+    count = Counter(node.name for node in found)
+    assert [name for name, number in count.items() if number > 1] == []
+
+
+TESTS = Path(__file__).parents[1]
+FOLDERS = (TESTS / "gpu", TESTS / "cpu")  # of modules that tests import by their bare names
+ALLOWED = {
+    "negamax", "nano", "numpy", "pytest", "safetensors", "tokenizers", "torch", "transformers",
+    "triton",
+}  # fmt: skip
+
+
+def find_module(name: str) -> Path | None:
+    """Return the file of a module of the tests, or None."""
+    if name.startswith("tests."):
+        path = TESTS.parent.joinpath(*name.split(".")).with_suffix(".py")
+        return path if path.is_file() else None
+    paths = (folder / f"{name.split('.')[0]}.py" for folder in FOLDERS)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def test_gpu_tests_import_only_packages_of_the_gpu_machine() -> None:
+    known = {*ALLOWED, *sys.stdlib_module_names, "tests"}
+    to_read, seen = list((TESTS / "gpu").glob("*.py")), set()
+    foreign: set[str] = set()
+    while to_read:
+        path = to_read.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for name in imports(path):
+            found, package = find_module(name), name.split(".")[0]
+            if found is not None:
+                to_read.append(found)
+            elif package not in known:
+                foreign.add(f"{path.relative_to(TESTS)}: {package}")
+    assert not foreign

@@ -12,12 +12,8 @@ def user(content: Any) -> Message:
 
 
 def ai(content: Any = "", *calls: Message, **more: Any) -> Message:
-    return {
-        "role": "assistant",
-        "content": content,
-        **more,
-        **({"tool_calls": list(calls)} if calls else {}),
-    }
+    made = {"tool_calls": list(calls)} if calls else {}
+    return {"role": "assistant", "content": content, **more, **made}
 
 
 def call(name: str = "f", *, id: str = "c1", **arguments: Any) -> Message:

@@ -64,11 +64,8 @@ _CREATE_EVENT = {
     "any": {"description": "anything"},
 }
 _DEFINITIONS = {"$defs": {"Guest": {"type": "object", "properties": _GUEST}}}
-TOOLS = [
-    _tool("write_file", _WRITE_FILE),
-    _tool("create_event", _CREATE_EVENT, **_DEFINITIONS),
-    _tool("ping"),
-]
+_EVENT_TOOL = _tool("create_event", _CREATE_EVENT, **_DEFINITIONS)
+TOOLS = [_tool("write_file", _WRITE_FILE), _EVENT_TOOL, _tool("ping")]
 
 
 # --- parsing -------------------------------------------------------------------------------------
@@ -91,27 +88,16 @@ def feed_text(parser: OutputParser, text: str) -> list[ParserEvent]:
 
 
 def parse(
-    format: OutputFormat,
-    text: str,
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    in_reasoning: bool | None = None,
-    is_truncated: bool = False,
-    **options: Any,
+    format: OutputFormat, text: str, *, is_truncated: bool = False, **options: Any
 ) -> ParsedOutput:
-    parser = new_parser(format, tools=tools, in_reasoning=in_reasoning, **options)
+    parser = new_parser(format, **options)
     return collect([*feed_text(parser, text), *parser.finish(is_truncated=is_truncated)])
 
 
 def stream(
-    format: OutputFormat,
-    chunks: Iterable[Sequence[TextPiece]],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    in_reasoning: bool | None = None,
-    **options: Any,
+    format: OutputFormat, chunks: Iterable[Sequence[TextPiece]], **options: Any
 ) -> list[list[ParserEvent]]:
-    parser = new_parser(format, tools=tools, in_reasoning=in_reasoning, **options)
+    parser = new_parser(format, **options)
     return [*(parser.feed(chunk) for chunk in chunks), parser.finish()]
 
 
@@ -423,11 +409,7 @@ def check_well_formed(events: Sequence[ParserEvent]) -> None:
 
 
 def check_readings(
-    source: Case | GeneratedOutput,
-    rng: random.Random,
-    *,
-    tools: Sequence[dict[str, Any]],
-    places: Iterable[int],
+    source: Case | GeneratedOutput, rng: random.Random, *, tools: Any, places: Iterable[int]
 ) -> None:
     """Read a text in every kind of pieces, and its packets; `places` are the splits in two."""
     text, format = source.text, source.format
@@ -442,11 +424,8 @@ def check_readings(
     counts = (max(1, len(tokens) // size) for size in (2, 3, 5, 8))
     by_token += [split_at_random(tokens, rng, count=count) for count in counts]
     tag_ids = {tag: TAG_IDS[tag] for tag in format.literals}
-    readings = [
-        *((chunks, None) for chunks in by_text),
-        *((chunks, tag_ids) for chunks in by_token),
-    ]
-    for chunks, ids in readings:
+    readings = [(chunks, None) for chunks in by_text]
+    for chunks, ids in (*readings, *((chunks, tag_ids) for chunks in by_token)):
         steps = stream(format, chunks, tag_ids=ids, **options)
         events = [event for step in steps for event in step]
         check_well_formed(events)

@@ -49,9 +49,7 @@ def test_the_last_integer_of_the_answer_counts(content: str, answer: int | None)
         ([("h", {"n": 1, "ok": True}), ("g", {})], False),
     ],
 )
-def test_calls_must_match_in_names_order_values_and_types(
-    calls: list[tuple[str, dict[str, Any]]], is_solved: bool
-) -> None:
+def test_calls_must_match(calls: list[tuple[str, dict[str, Any]]], is_solved: bool) -> None:
     expected = [{"name": "f", "arguments": {"n": 1, "ok": True}}, {"name": "g", "arguments": {}}]
     assert Problem("nano-tools", [], calls=expected).is_solved_by("", calls) is is_solved
 

@@ -53,9 +53,7 @@ def flat(name: object, kind: str = "function") -> dict[str, Any]:
     "shape",
     [of_chats(function("first"), function("third")), of_responses(flat("first"), flat("third"))],
 )
-def test_the_model_is_shown_all_tools_and_may_call_some(
-    shape: dict[str, Any], mode: str, parallel: bool
-) -> None:
+def test_some_shown_tools_may_be_called(shape: dict[str, Any], mode: str, parallel: bool) -> None:
     (shape.get("allowed_tools") or shape)["mode"] = mode
     for made in (chat_choice, responses_choice):
         tools, choice = made(shape, parallel_tool_calls=parallel)
@@ -73,9 +71,8 @@ def test_without_such_a_choice_every_tool_can_be_called() -> None:
 
 
 def test_responses_have_custom_tools_namespaces_and_tools_that_run_elsewhere() -> None:
-    shape = of_responses(
-        flat("patch", "custom"), flat("lamp"), {"type": "web_search"}, flat("home.lamp")
-    )
+    tools = flat("patch", "custom"), flat("lamp"), {"type": "web_search"}, flat("home.lamp")
+    shape = of_responses(*tools)
     assert responses_choice(shape)[1].allowed == ("patch", "home.lamp")
 
 

@@ -55,9 +55,7 @@ def choice(index: int, *, prompt: int = 0, is_prompt_only: bool = False) -> Choi
 
 
 @pytest.mark.parametrize("is_prompt_only", [False, True])
-def test_a_failed_request_is_an_error_also_where_only_the_prompt_is_read(
-    is_prompt_only: bool,
-) -> None:
+def test_a_failed_request_is_an_error(is_prompt_only: bool) -> None:
     failed = output(finish="error", error="no memory")
     choices = [choice(0, is_prompt_only=is_prompt_only)]
     with pytest.raises(EngineError, match="no memory"):

@@ -5,13 +5,18 @@ from pathlib import Path
 import pytest
 
 from negamax.base.errors import ConfigError
+from negamax.bench.group import Group, label, sizes
 from negamax.cli.bench_options import parse_counts
 from negamax.models.memory import expected_distinct_experts
 from negamax.models.registry import bundled_spec
+from negamax.options.engine import EngineOptions
+from negamax.parallel.layout import ParallelLayout
 from negamax.planner.floor import step_bytes
+from negamax.worker.config import DebugResult
 
 M2 = bundled_spec("minimax-m2")
 BF16 = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "index_dtype": "bfloat16"}
+CACHES = ("kv_dtype", "index_dtype")
 BASELINE = Path(__file__).parents[2] / "docs" / "results" / "vllm-0.26-h200.json"
 
 
@@ -40,10 +45,7 @@ def test_limit_of_minimax_m3_on_four_gpus(context: int, batch: int, milliseconds
 
     Sparse layers read at most 2,048 keys and values per token, and index keys only beyond that.
     """
-    spec, dtypes = (
-        bundled_spec("minimax-m3-mxfp8"),
-        BF16 | {"kv_dtype": "fp8", "index_dtype": "fp8"},
-    )
+    spec, dtypes = bundled_spec("minimax-m3-mxfp8"), BF16 | dict.fromkeys(CACHES, "fp8")
     num_bytes = step_bytes(spec, batch=batch, context=context, **dtypes, ranks=4)
     assert 1e3 * num_bytes / 4.25e12 == pytest.approx(milliseconds, rel=0.006)
 
@@ -64,8 +66,8 @@ def test_recorded_baseline_holds_both_configurations_with_their_conditions() -> 
     document = json.loads(BASELINE.read_text(encoding="utf-8"))
     assert document["conditions"]
     four, one = document["results"]
-    for result, sizes in ((four, (62, 4)), (one, (16, 1))):
-        assert (result["num_layers"], result["tensor_parallel_size"]) == sizes
+    for result, expected in ((four, (62, 4)), (one, (16, 1))):
+        assert (result["num_layers"], result["tensor_parallel_size"]) == expected
         assert [run["concurrency"] for run in result["runs"]] == [1, 4, 16, 64, 100]
     for run in four["runs"]:
         assert run["decode_tokens_per_second"] == pytest.approx(
@@ -78,3 +80,39 @@ def test_number_lists_are_read_and_others_refused_with_the_flag() -> None:
     for text in ("", "1,", "0", "-1", "1.5", "x", "²", "1" * 40, "1000001"):
         with pytest.raises(ConfigError, match="--batch"):
             parse_counts(text, flag="--batch")
+
+
+# two stages of two data-parallel ranks of two ranks each: rank = stage * 4 + group * 2 + tp
+LAYOUT = ParallelLayout(pp=2, dp=2, tp=2)
+
+
+def test_experts_are_those_of_all_tokens_of_a_step() -> None:
+    first = [[[1, 2], [3]], [[2, 5], [3, 4]]]  # of the two groups, in each of two layers
+    second = [[[7, 8]], [[7, 9]]]  # in the third layer
+    answers = [DebugResult(experts=group) for group in (*first, *second) for _ in range(2)]
+    assert Group(LAYOUT).distinct_experts(answers) == (3 + 2 + 3) / 3
+    assert Group(LAYOUT).distinct_experts([*answers[:-1], DebugResult()]) is None
+    for nothing in ([], [[], []]):  # a model without experts, a turn without a plan
+        answer = DebugResult(experts=nothing)
+        assert Group(ParallelLayout()).distinct_experts([answer]) is None
+
+
+def test_a_step_takes_as_long_as_the_slowest_rank_of_each_stage() -> None:
+    seconds = [0.001, 0.002, 0.0015, 0.001, 0.003, 0.001, 0.001, 0.001]
+    answers = [DebugResult(number=each) for each in seconds]
+    assert Group(LAYOUT).stage_milliseconds(answers) == [2.0, 3.0]
+    assert Group(LAYOUT).stage_milliseconds([*answers[:-1], DebugResult()]) == []
+
+
+def test_rows_take_turns_and_are_split() -> None:
+    group = Group(LAYOUT)
+    assert [group.step_rows(count) for count in (1, 2, 3, 100)] == [1, 1, 2, 50]
+    assert [group.rank_rows(count) for count in (1, 3, 100, 102)] == [1, 1, 25, 26]
+
+
+def test_results_say_how_the_model_was_split() -> None:
+    """Results without stages and groups keep the format of older files."""
+    options = EngineOptions("nano", tensor_parallel_size=2)
+    assert sizes(options) == {"tensor_parallel_size": 2} and label(sizes(options)) == "TP2"
+    options = EngineOptions("nano", pipeline_parallel_size=2, data_parallel_size=4)
+    assert label(sizes(options)) == "PP2 DP4 TP1"

@@ -1,13 +1,18 @@
 import json
 from array import array
+from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from negamax.base.errors import ConfigError
+from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.bench.serve import Measurement
 from negamax.bench.serve_client import ResponseRecord
+from negamax.bench.serve_compare import group, load_of, read_results, table
 from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_report import (
     block,
@@ -29,10 +34,7 @@ TIMES = st.lists(st.floats(min_value=0, max_value=1e6, allow_nan=False), min_siz
 
 
 def record(
-    *arrivals: float,
-    started: float = 10.0,
-    output: int | None = None,
-    running: tuple[int, ...] = (),
+    *arrivals: float, started: float = 10.0, output: Any = None, running: tuple[int, ...] = ()
 ) -> ResponseRecord:
     """Make a successful request; `arrivals` count from its start, and the last one ends it."""
     return ResponseRecord(
@@ -57,14 +59,9 @@ def measured(*records: ResponseRecord, seconds: float = 2.0) -> Measurement:
 
 
 @given(TIMES, st.floats(min_value=0.1, max_value=100))
-def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
-    assert percentile(sorted(values), percent) == pytest.approx(
-        numpy.percentile(values, percent), rel=1e-9, abs=1e-9
-    )
-
-
-@given(TIMES)
-def test_distribution_is_numpys(values: list[float]) -> None:
+def test_distributions_are_numpys(values: list[float], percent: float) -> None:
+    found = percentile(sorted(values), percent)
+    assert found == pytest.approx(numpy.percentile(values, percent), rel=1e-9, abs=1e-9)
     found = distribution(values, (95, 99.9))
     expected = {
         "mean": numpy.mean(values),
@@ -197,3 +194,106 @@ def test_document_is_json_and_keeps_requests_on_demand_only() -> None:
     assert lists["errors"] == ["HTTP 500", "", ""]
     assert lists["itls"][1] == pytest.approx([0.2])
     json.dumps(document(runs, options, summary, detailed=True))
+
+
+# --- comparison of files -------------------------------------------------------------------------
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    """The used fields of `vllm bench serve --save-result`."""
+    load = {"request_rate": "inf", "max_concurrency": 4, "completed": 10}
+    times = {"median_ttft_ms": 20.0, "p99_ttft_ms": 30.0, "median_tpot_ms": 5.0}
+    names = {"backend": "vllm", "label": None, "model_id": "m"}
+    return names | load | times | {"output_throughput": 1234.5} | changes
+
+
+def test_runs_of_one_label_are_a_series_by_rising_load() -> None:
+    runs = [
+        result(label="a", max_concurrency=16),
+        result(label="b", max_concurrency=None, request_rate=2.0),
+        result(label="a", max_concurrency=4),
+        result(label="b", max_concurrency=None),
+        result(label="b", max_concurrency=None, request_rate=0.5),
+    ]
+    found = {series.name: [load_of(run) for run in series.runs] for series in group(runs)}
+    assert found == {"a": ["4", "16"], "b": ["0.5/s", "2/s", "all at once"]}
+
+
+def test_other_models_are_other_series() -> None:
+    names = [series.name for series in group([result(), result(model_id="n")])]
+    assert names == ["vllm, m", "vllm, n"]
+
+
+def test_table_has_a_line_per_run() -> None:
+    lines = table(group([result(), result(max_concurrency=8, failed=2, p99_tpot_ms=9.0)]))
+    rows = [line.split() for line in lines.splitlines()[1:]]
+    assert rows == [
+        ["vllm", "4", "10", "-", "1,234.5", "20.00", "30.00", "5.00", "-"],
+        ["8", "10", "2", "1,234.5", "20.00", "30.00", "5.00", "9.00"],
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"output_throughput": 1.0})])
+def test_files_that_are_no_results_are_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.json"):
+        read_results([file])
+
+
+# --- drafts --------------------------------------------------------------------------------------
+
+
+METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 100.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 20.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 3.0e+02
+vllm:spec_decode_num_draft_tokens_total{engine="1",model_name="m"} 60.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 150.0
+vllm:spec_decode_num_accepted_tokens_total{engine="1",model_name="m"} 30.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 90.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="0"} 18.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 72.0
+vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",model_name="m",position="1"} 1.7e+09
+"""
+
+
+def test_counts_of_all_engines_are_added_and_a_run_has_its_own() -> None:
+    counts = DraftCounts.of_metrics(METRICS)
+    assert counts == DraftCounts(120, 360, 180, (108, 72))
+    assert counts.subtract(NO_DRAFTS) == counts
+    assert counts.subtract(DraftCounts(100, 300, 150, (90,))) == DraftCounts(20, 60, 30, (18, 72))
+    assert sum((counts, counts), NO_DRAFTS).drafts == 240
+
+
+def test_summary_has_the_names_of_vllm() -> None:
+    summary = DraftCounts.of_metrics(METRICS).summary()
+    assert summary["spec_decode_acceptance_rate"] == 50.0
+    assert summary["spec_decode_acceptance_length"] == 2.5
+    assert summary["spec_decode_per_position_acceptance_rates"] == pytest.approx([0.9, 0.6])
+    assert summary["spec_decode_synthetic"] is False
+    synthetic = f'{METRICS}negamax:synthetic_acceptance_length{{model_name="m"}} 2.5\n'
+    assert DraftCounts.of_metrics(synthetic).summary()["spec_decode_synthetic"] is True
+
+
+@pytest.mark.parametrize("value", ["3.7e-05", "1E-7", "NaN", "+Inf", "-2.5", "3 1395066363000"])
+def test_other_metrics_may_have_any_value(value: str) -> None:
+    other = f'other_metric{{name="a b"}} {value}\n'
+    assert DraftCounts.of_metrics(other + METRICS) == DraftCounts.of_metrics(METRICS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no metrics here\n",
+        "<html><body>Not found</body></html>",
+        "vllm:num_requests_running 3\n",
+        "vllm:spec_decode_num_drafts NaN\n",
+        "vllm:spec_decode_num_accepted_tokens_per_pos 3\n",
+        'vllm:spec_decode_num_accepted_tokens_per_pos{position="x"} 3\n',
+    ],
+)
+def test_servers_without_drafts_have_none(text: str) -> None:
+    assert DraftCounts.of_metrics(text).summary() == {}

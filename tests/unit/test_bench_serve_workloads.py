@@ -154,10 +154,8 @@ def test_recorded_requests_keep_sessions_delays_and_limits(tmp_path: Path) -> No
     options = BenchOptions(**names, num_prompts=3, custom_output_len=9)
     sessions = read_requests(str(file), options)
     recorded, alone = (turns(session) for session in sessions)
-    assert [(turn.body.get("max_tokens"), turn.pause) for turn in recorded] == [
-        (None, 0),
-        (6, 0.25),
-    ]
+    found = [(turn.body.get("max_tokens"), turn.pause) for turn in recorded]
+    assert found == [(None, 0), (6, 0.25)]
     assert alone[0].body["max_tokens"] == 9
     assert file_workload(sessions, options).num_requests == 3
 
@@ -179,9 +177,7 @@ def read_chats(path: str) -> list[Session]:
         (read_chats, "", "has no requests"),
     ],
 )
-def test_refuses_broken_files(
-    tmp_path: Path, read: Callable[[str], object], text: str, message: str
-) -> None:
+def test_bad_files(tmp_path: Path, read: Callable[[str], object], text: str, message: str) -> None:
     file = tmp_path / "requests"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -254,9 +250,7 @@ def test_live_session_ends_with_a_failed_answer() -> None:
 
 
 @pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
-def test_arrivals_have_the_rate_and_the_burstiness_asked_for(
-    burstiness: float, variation: float
-) -> None:
+def test_arrivals_have_the_rate_and_burstiness(burstiness: float, variation: float) -> None:
     times = list(islice(arrivals(BenchOptions(request_rate=5.0, burstiness=burstiness)), 20_001))
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert times[0] == 0.0
@@ -286,7 +280,5 @@ def test_requests_carry_only_the_sampling_that_was_asked_for() -> None:
         (BenchOptions(random_range_ratio=0.5, random_range_rule="sglang"), (500, 1000)),
     ],
 )
-def test_range_ratio_means_what_it_means_to_users_of_the_backend(
-    options: BenchOptions, lengths: tuple[int, int]
-) -> None:
+def test_range_ratio_by_backend(options: BenchOptions, lengths: tuple[int, int]) -> None:
     assert options.length_range(1000) == lengths

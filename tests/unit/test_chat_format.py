@@ -2,12 +2,8 @@ import pytest
 from parser_support import MARKER, MINIMAX_M2, MINIMAX_M3
 
 from negamax.base.errors import ConfigError
-from negamax.models.chat_format import (
-    REASONING_PARSERS,
-    TOOL_CALL_PARSERS,
-    ChatFormat,
-    check_parsers,
-)
+from negamax.models import chat_format as module
+from negamax.models.chat_format import REASONING_PARSERS, TOOL_CALL_PARSERS, ChatFormat
 from negamax.models.minimax_m2.chat import MINIMAX_M2_FAMILY
 from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
 from negamax.models.registry import CALL_STYLES, CHAT_FAMILIES, find_chat_family
@@ -102,11 +98,8 @@ def test_a_request_may_do_without_calls() -> None:
 
 
 def test_a_named_parser_needs_no_known_model() -> None:
-    for calls, reasoning, output in (
-        ("minimax_m2", "minimax", MINIMAX_M2),
-        ("minimax-m3", "auto", MINIMAX_M3),
-        ("none", "none", MINIMAX_M2),
-    ):
+    m2, m3 = ("minimax_m2", "minimax", MINIMAX_M2), ("minimax-m3", "auto", MINIMAX_M3)
+    for calls, reasoning, output in (m2, m3, ("none", "none", MINIMAX_M2)):
         parsers = {"tool_call_parser": calls, "reasoning_parser": reasoning}
         chat_format = ChatFormat.of_model("Llama", **parsers)
         assert (chat_format.output, chat_format.reads_calls) == (output, calls != "none")
@@ -141,10 +134,8 @@ APPEND = "minimax_m2_append_think"
         ("minimax_m2", "minimax_m3", "two model families"),
     ],
 )
-def test_refuses_unknown_parsers_with_the_known_ones(
-    calls: str, reasoning: str, words: str
-) -> None:
+def test_refuses_unknown_parsers(calls: str, reasoning: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ChatFormat.of_model(M2, tool_call_parser=calls, reasoning_parser=reasoning)
     with pytest.raises(ConfigError, match=words):
-        check_parsers(tool_call_parser=calls, reasoning_parser=reasoning)
+        module.check_parsers(tool_call_parser=calls, reasoning_parser=reasoning)

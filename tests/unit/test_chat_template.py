@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from message_support import ai, call, result, system, user
+from message_support import user
 from template_support import check_render, m2_template, m3_template, recorded_renders
 
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
@@ -11,17 +11,13 @@ from negamax.config.embedded import EMBEDDED
 from negamax.text.chat_template import ChatTemplate, check_template_kwargs
 from negamax.text.messages import normalize_messages
 
-RENDERS = [
-    pytest.param(family, case, id=f"{family}: {case['name']}")
-    for family in ("m2", "m3")
-    for case in recorded_renders(family)
-]
-
-
+RENDERS = [(family, case) for family in ("m2", "m3") for case in recorded_renders(family)]
 M2, M3 = m2_template(), m3_template()
 
 
-@pytest.mark.parametrize(("family", "case"), RENDERS)
+@pytest.mark.parametrize(
+    ("family", "case"), RENDERS, ids=[f"{family}: {case['name']}" for family, case in RENDERS]
+)
 def test_renders_are_those_of_the_models_own_templates(family: str, case: dict[str, Any]) -> None:
     template = M2 if family == "m2" else M3
     if case["expected"] is None:
@@ -43,51 +39,11 @@ def test_the_embedded_models_default_identity_is_its_own_and_can_be_replaced() -
     assert "]~b]system\nI am X.[e~[" in nano.render([user("Hi")], model_identity="I am X.")
 
 
-def turns(messages: Any, **options: Any) -> list[tuple[str, str]]:
-    """Return role and text of every turn of M3's prompt, with the open one at its end."""
-    prompt = M3.render(messages, **options)
-    found = [turn.partition("\n") for turn in prompt.removeprefix("]~!b[").split("]~b]")[1:]]
-    return [(role, text.removesuffix("\n").removesuffix("[e~[")) for role, _, text in found]
-
-
 def test_templates_report_which_variables_and_roles_they_read() -> None:
     assert (M2.has_root_role, M3.has_root_role) == (False, True)
     assert (M2.reads("thinking_mode"), M3.reads("thinking_mode")) == (False, True)
     assert M2.reads("model_identity") and not M3.reads("reasoning_effort")
     assert not ChatTemplate("{{ raise_exception('no') }}").has_root_role
-
-
-def test_m3_ranks_root_above_system_and_keeps_notes_in_place() -> None:
-    first = [{"role": "root", "content": "R"}, {"role": "developer", "content": "D"}, system("S")]
-    messages = [*first, user("u"), system("N")]
-    root, *others = turns(normalize_messages(messages, has_root=True))
-    assert root[0] == "system" and root[1].startswith("R\n\n<thinking_instructions>")
-    note = "<system-reminder>\nN\n</system-reminder>"
-    assert others == [("developer", "D\n\nS"), ("user", "u"), ("user", note), ("ai", "")]
-
-
-def test_m3_shows_all_thinking_and_calls_of_a_history() -> None:
-    calls = [call("f", id="a", city="Rome", days=[1, 2]), call("g", id="b")]
-    results = [result("2", id="b"), result("1", id="a")]
-    messages = [user("q"), ai("hm", *calls, reasoning="why"), *results, ai("yes"), user("z")]
-    shown = turns(normalize_messages(messages, has_root=True))
-    mark = "]<]minimax[>["
-    days = f"{mark}<days>{mark}<item>1{mark}</item>{mark}<item>2{mark}</item>{mark}</days>"
-    first = f'{mark}<invoke name="f">{mark}<city>Rome{mark}</city>{days}{mark}</invoke>\n'
-    block = f'{mark}<tool_call>\n{first}{mark}<invoke name="g">{mark}</invoke>\n{mark}</tool_call>'
-    assert shown[3] == ("ai", f"<mm:think>why</mm:think>hm{block}")
-    assert shown[4] == ("tool", "<response>1</response>\n<response>2</response>")
-    assert shown[5] == ("ai", "</mm:think>yes")
-
-
-@pytest.mark.parametrize(
-    ("mode", "ending"),
-    [("enabled", "<mm:think>"), ("disabled", "</mm:think>"), ("adaptive", ""), (None, "")],
-)
-def test_the_mode_of_m3_decides_how_the_answer_begins(mode: str | None, ending: str) -> None:
-    shown = turns([user("x")], **({"thinking_mode": mode} if mode else {}))
-    assert shown[-1] == ("ai", ending)
-    assert f"thinking mode: {mode or 'adaptive'}." in shown[0][1]
 
 
 def render(source: str, **kwargs: Any) -> str:
@@ -111,9 +67,7 @@ COMPACT = "{{ x | tojson(sort_keys=True, separators=(',', ':')) }}"
         ("{{ x | tojson(indent=1) }}", [1], "[\n 1\n]"),
     ],
 )
-def test_templates_have_the_syntax_and_filters_of_transformers(
-    source: str, value: Any, expected: str
-) -> None:
+def test_syntax_and_filters_of_transformers(source: str, value: Any, expected: str) -> None:
     assert render(source, x=value) == expected
     assert render("{{ strftime_now('%Y') }}").isdecimal()
 

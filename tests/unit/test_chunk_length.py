@@ -31,12 +31,8 @@ def costs(model: str, **sizes: int) -> Costs:
 
 
 def timed(model: str, stages: int) -> EvenTimes:
-    return plan_even_times(
-        costs(model, pp=stages),
-        max_num_batched_tokens=STEP,
-        block_size=BLOCK,
-        max_model_len=LONGEST,
-    )
+    sizes = {"max_num_batched_tokens": STEP, "block_size": BLOCK, "max_model_len": LONGEST}
+    return plan_even_times(costs(model, pp=stages), **sizes)
 
 
 @pytest.mark.parametrize("model", ["minimax-m2", "minimax-m3"])
@@ -150,9 +146,7 @@ DOUBLING = EvenTimes(8, 128, (1.0, 2.0, 4.0))
     ],
     ids=str,
 )
-def test_long_prompts_are_chunked_on_pipeline_stages(
-    options: dict[str, Any], kind: type[ChunkLength]
-) -> None:
+def test_chunks_of_pipeline_stages(options: dict[str, Any], kind: type[ChunkLength]) -> None:
     with LLM("nano", script="agents", device="cpu", **options) as llm:
         (rank,) = llm._loop._scheduler.ranks
         assert type(rank.limits.chunk_length) is kind

@@ -72,9 +72,7 @@ def test_defaults_without_flags() -> None:
         (("--log-level",), "log_level", "error"),
     ],
 )
-def test_every_name_of_a_flag_sets_its_field_and_nothing_else(
-    flags: tuple[str, ...], field: str, value: object
-) -> None:
+def test_names_of_flags_set_their_field(flags: tuple[str, ...], field: str, value: object) -> None:
     expected = dataclasses.replace(EngineOptions(model="nano"), **{field: value})  # type: ignore[arg-type]
     for flag in flags:
         assert parsed("nano", flag, str(value)) == expected
@@ -112,9 +110,7 @@ def test_switches_are_on_until_switched_off() -> None:
         ("--speculative-algorithm none", None),
     ],
 )
-def test_speculation_by_the_names_of_both_servers(
-    line: str, config: dict[str, object] | None
-) -> None:
+def test_speculation_by_names_of_both_servers(line: str, config: dict[str, object] | None) -> None:
     assert parsed("nano", *line.split()).speculative_config == config
 
 

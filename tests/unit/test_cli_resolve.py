@@ -1,4 +1,5 @@
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,15 @@ import typer
 
 from negamax.base.errors import ConfigError
 from negamax.cli.examples import EXAMPLES
+from negamax.cli.launchers import first_host
 from negamax.cli.main import app, main
 from negamax.cli.resolve import options_of, resolve
 from negamax.options.flags import Kind
 from negamax.options.foreign import foreign_options
 
+CASES = tomllib.loads(Path(__file__).with_name("launch_lines.toml").read_text(encoding="utf-8"))
 GROUP: Any = typer.main.get_command(app)
+RECORDER = "--expert-distribution-recorder-mode"
 # vLLM's line for two data-parallel ranks on each of two machines
 SECOND_NODE = (
     "-dp 4 -tp 2 --headless --data-parallel-start-rank 2 --data-parallel-address 10.0.0.1 "
@@ -41,15 +45,14 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Any:
         code = main(shlex.split(line))
         out, err = capsys.readouterr()
         assert (code, out) == (2, "")
-        (message,) = err.splitlines()
+        *notes, message = err.splitlines()
+        assert all(note.startswith("note: ") for note in notes)
         return str(message.removeprefix("negamax: error: "))
 
     return run
 
 
-def test_flag_before_variable_before_file_before_default(
-    explained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_precedence(explained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "server.toml"
     file.write_text(
         'model = "nano"\nmax-num-seqs = 5\nblock_size = 32\nport = 1\nenforce-eager = true\n'
@@ -72,9 +75,7 @@ def test_flag_before_variable_before_file_before_default(
     assert values["block-size"][0] == "32"
 
 
-def test_the_file_takes_lists_tables_and_other_servers_names(
-    explained: Any, tmp_path: Path
-) -> None:
+def test_the_file_takes_lists_tables_and_foreign_names(explained: Any, tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text(
         'served-model-name = ["a", "b"]\nmax-running-requests = 7\nenable-prefix-caching = '
@@ -90,10 +91,8 @@ def test_the_file_takes_lists_tables_and_other_servers_names(
     assert values["enable-prefix-caching"][0] == "off"
     assert values["max-cudagraph-capture-size"] == ("4", f"compilation-config in {file}")
     assert values["default-chat-template-kwargs"][0] == '{"thinking_mode": "enabled"}'
-    assert (
-        notes
-        == f"note: trust-remote-code in {file} has no effect: code in a checkpoint is never run\n"
-    )
+    reason = "code in a checkpoint is never run"
+    assert notes == f"note: trust-remote-code in {file} has no effect: {reason}\n"
 
 
 @pytest.mark.parametrize(
@@ -117,27 +116,21 @@ def test_refuses_a_bad_file(refused: Any, tmp_path: Path, text: str | None, word
     assert words in refused(f"serve nano --config {file}")
 
 
-def test_variables_of_a_kubernetes_service_are_no_options(
-    explained: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ignores_kubernetes_services(explained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     address = "tcp://10.0.0.11:8000"
-    variables = {"PORT": address, "PORT_8000_TCP": address, "PORT_8000_TCP_PORT": "8000"}
-    variables |= {"SERVICE_HOST": "10.0.0.11", "SERVICE_PORT": "8000"}
-    for name, value in variables.items():
-        monkeypatch.setenv(f"NEGAMAX_{name}", value)
+    for name in ("PORT", "PORT_8000_TCP"):
+        monkeypatch.setenv(f"NEGAMAX_{name}", address)
+    monkeypatch.setenv("NEGAMAX_SERVICE_HOST", "10.0.0.11")
+    monkeypatch.setenv("NEGAMAX_SERVICE_PORT", "8000")
     shown, notes = explained("nano")
     assert notes == "" and "tcp://" not in str(shown)
 
 
-def test_wrong_variables_are_named(
-    refused: Any, explained: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_variables(refused: Any, explained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEGAMAX_MAX_NUM_SEQ", "3")
     notes = explained("nano")[1]
-    assert notes == (
-        "note: the environment variable NEGAMAX_MAX_NUM_SEQ has no effect (did you mean "
-        "NEGAMAX_MAX_NUM_SEQS?)\n"
-    )
+    words = "NEGAMAX_MAX_NUM_SEQ has no effect (did you mean NEGAMAX_MAX_NUM_SEQS?)"
+    assert notes == f"note: the environment variable {words}\n"
     monkeypatch.delenv("NEGAMAX_MAX_NUM_SEQ")
     monkeypatch.setenv("NEGAMAX_BLOCK_SIZE", "many")
     assert refused("serve nano").startswith("NEGAMAX_BLOCK_SIZE is 'many': ")
@@ -161,9 +154,7 @@ def test_every_option_of_every_command_has_a_variable(monkeypatch: pytest.Monkey
                 assert choice.words or option.turns_off
 
 
-def test_last_of_several_values_is_the_model_only_without_another_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_last_of_several_values_may_be_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["serve", "--served-model-name", "a", "b"]
     assert resolve(GROUP, words).words == ["serve", "--served-model-name=a", "b"]
     monkeypatch.setenv("NEGAMAX_MODEL", "nano")
@@ -210,11 +201,7 @@ def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.Monke
         ("nano --no-enable-prefix-caching", "enable-prefix-caching", "off"),
         ("nano --enable-prefix-caching=false", "enable-prefix-caching", "off"),
         ("nano --enforce-eager=true", "enforce-eager", "on"),
-        (
-            "nano --default-chat-template-kwargs.thinking_mode enabled",
-            "default-chat-template-kwargs",
-            '{"thinking_mode": "enabled"}',
-        ),
+        ("nano --default-chat-template-kwargs.a b", "default-chat-template-kwargs", '{"a": "b"}'),
         ('nano --compilation-config \'{"cudagraph_mode": "NONE"}\'', "enforce-eager", "on"),
         ("nano --compilation_config.cudagraph_mode=NONE -cc.mode 3", "enforce-eager", "on"),
         ("nano --attention_config.indexer_kv_dtype fp8", "index-cache-dtype", "fp8"),
@@ -225,11 +212,7 @@ def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.Monke
         ("nano --cudagraph-capture-sizes 1 2 4", "max-cudagraph-capture-size", "4"),
         ("nano --cuda-graph-bs 1 2 8 --cuda-graph-max-bs 16", "max-cudagraph-capture-size", "16"),
         ("nano --cuda-graph-backend-decode disabled", "enforce-eager", "on"),
-        (
-            "nano --pipeline-parallel-size 1 --data-parallel-size 1 --ep-size 1 --nnodes 1",
-            "tensor-parallel-size",
-            "1",
-        ),
+        ("nano --pp-size 1 --data-parallel-size 1 --ep-size 1 --nnodes 1", "nnodes", "1"),
         ("nano --tokenizer nano", "model", "nano"),
         ("nano -dp 2 --data-parallel-size-local 2", "data-parallel-size", "2"),
         (
@@ -239,11 +222,7 @@ def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.Monke
             '{"num_redundant_experts": 8, "step_interval": 500, '
             '"min_rebalancing_utilization_threshold": 0.9}',
         ),
-        (
-            "nano --expert-distribution-recorder-mode stat_approx",
-            "expert-distribution-recorder-mode",
-            "stat",
-        ),
+        (f"nano {RECORDER} stat_approx", RECORDER[2:], "stat"),
         ("nano --tp 8 --attn-dp-size 4", "data-parallel-size tensor-parallel-size", "4 2"),
         ("nano --tp 8 --attn-cp-size 2 --attn-dp-size 2", "tensor-parallel-size", "2"),
         ("nano --tp 8 --attn-cp-size 2 --dp 4 --enable-dp-attention", "tensor-parallel-size", "1"),
@@ -261,9 +240,7 @@ def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.Monke
         ("nano -tp 4 -n 2 -r 0 --master-addr a --allow-cross-node-tp", "nnodes", "2"),
     ],
 )
-def test_values_and_names_of_other_servers(
-    explained: Any, line: str, option: str, value: str
-) -> None:
+def test_foreign_values_and_names(explained: Any, line: str, option: str, value: str) -> None:
     values, names = explained(line)[0], option.split()
     assert " ".join(values[name][0] for name in names) == value
 
@@ -273,19 +250,13 @@ def test_values_and_names_of_other_servers(
     [
         ("--speculative-config '{\"method'", "--speculative-config is no JSON"),
         ("--speculative-config eagle3", "--speculative-config is no JSON"),
-        (
-            '--kv-transfer-config \'{"kv_role": "kv_producer"}\'',
-            "prefill and decode run in one server",
-        ),
+        ('--kv-transfer-config \'{"kv_role": ""}\'', "prefill and decode run in one server"),
         ("--hf-overrides.rope_theta 1", "edit config.json"),
         ("--attn-cp-size 4 --tp 6", "which is 6 (use --tensor-parallel-size 4"),
         ("--dcp-size 2", "use --decode-context-parallel-size 1"),
         ("--tp 8 -pcp 2 -dcp 2", "each hold the whole KV cache (use one of them"),
         ("-pcp 2 --index-cache-sharding on", "use --index-cache-sharding off"),
-        (
-            "--attn-dp-size 2 --attn-cp-size 2 --tp 6",
-            "which is 6 in 2 groups (use --tensor-parallel-size 4",
-        ),
+        ("--attn-dp-size 2 --attn-cp-size 2 --tp 6", "6 in 2 groups (use --tensor-parallel-size 4"),
         ("--attn-dp-size 4 --tp 6", "which is 6 (use --tensor-parallel-size 4"),
         ("--ep-num-redundant-experts 8", "add --enable-eplb"),
         ("--enable-eplb", "add --enable-expert-parallel, with more than one rank"),
@@ -305,11 +276,7 @@ def test_values_and_names_of_other_servers(
         ("-tp 3 --nnodes 2 --master-addr a", "there are 3 ranks; each node has as many"),
         ("-tp 16 --nnodes 2 --master-addr a", "use --tensor-parallel-size 8 with --pipeline"),
         ("--data-parallel-hybrid-lb", "one server balances all data-parallel ranks"),
-        (
-            "--enable-lora --uds /tmp/x",
-            "--enable-lora: adapters are not loaded (merge the adapter into the checkpoint); "
-            "--uds is",
-        ),
+        ("--enable-lora --uds /tmp/x", "loaded (merge the adapter into the checkpoint); --uds is"),
         ("--tokenizer other", "--tokenizer is 'other': the tokenizer is the checkpoint's"),
         ('--quantization-config \'{"moe": "fp8"}\'', "--quantization names a format"),
         ("--dtype int3", "allowed: auto, bfloat16, float16, float32"),
@@ -346,10 +313,8 @@ def test_refusals_before_a_run(refused: Any, line: str, words: str) -> None:
 
 
 def test_options_without_effect_are_noted_once_per_reason(explained: Any) -> None:
-    _, notes = explained(
-        "nano --attention-backend FLASHINFER --moe-backend triton --speculative-eagle-topk 1 "
-        "--no-enable-lora"
-    )
+    backends = "--attention-backend FLASHINFER --moe-backend triton"
+    _, notes = explained(f"nano {backends} --speculative-eagle-topk 1 --no-enable-lora")
     assert notes.splitlines() == [
         "note: --attention-backend, --moe-backend have no effect: kernels are chosen at start, "
         "for the GPU and the model",
@@ -360,11 +325,8 @@ def test_options_without_effect_are_noted_once_per_reason(explained: Any) -> Non
 
 def test_every_foreign_option_is_translated_or_refused() -> None:
     """Each gives a note, options of ours, or a refusal with a remedy, never a crash."""
-    own = {
-        name
-        for option in options_of(GROUP.commands["serve"])
-        for name in (*option.names, *option.opposites)
-    }
+    options = options_of(GROUP.commands["serve"])
+    own = {name for each in options for name in (*each.names, *each.opposites)}
     samples = {Kind.SWITCH: [], Kind.VALUE: ["7"], Kind.LIST: ["7", "8"]}
     samples[Kind.JSON] = ['{"seven": 7}']
     assert not own & set(foreign_options())  # the table has none of our own names
@@ -406,9 +368,7 @@ def test_examples_of_the_help_are_understood(line: str) -> None:
     command.make_context("negamax", resolved.words[1 + (words[0] == "bench") :])
 
 
-def test_completion_knows_options_and_their_values(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for line, expected in (
         ("negamax serve nano --max-num-s", "--max-num-seqs"),
         ("negamax serve nano --dtype b", "bfloat16"),
@@ -420,3 +380,95 @@ def test_completion_knows_options_and_their_values(
         with pytest.raises(SystemExit):
             main([])
         assert capsys.readouterr().out.split() == [expected]
+
+
+# --- launch lines --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES["understood"], ids=lambda case: case["name"])
+def test_line_is_understood(explained: Any, case: dict[str, Any]) -> None:
+    values, notes = explained(case["line"])
+    assert {key: values[key][0].split()[0] for key in case["expected"]} == case["expected"]
+    assert all(note.startswith("note: ") for note in notes.splitlines())
+
+
+@pytest.mark.parametrize("case", CASES["refused"], ids=lambda case: case["name"])
+def test_line_is_refused(refused: Any, case: dict[str, Any]) -> None:
+    refusal = refused(f"serve {case['line']} --explain")
+    assert all(word in refusal for word in case["words"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "MiniMaxAI/MiniMax-M2 --trust-remote-code --tensor-parallel-size 4 --tool-call-parser "
+        "minimax_m2 --reasoning-parser minimax_m2_append_think --enable-auto-tool-choice",
+        "--model-path MiniMaxAI/MiniMax-M2 --tp-size 4 --tool-call-parser minimax-m2 "
+        "--reasoning-parser minimax-append-think --trust-remote-code --host 0.0.0.0 --port 8000 "
+        "--api-key secret",
+    ],
+)
+def test_remedies_of_the_refusals_start(explained: Any, line: str) -> None:
+    assert "secret" not in str(explained(line)[0])
+
+
+# --- launchers -----------------------------------------------------------------------------------
+
+LWS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader.svc"}
+SLURM = {
+    "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NODEID": "2",
+    "SLURM_STEP_NODELIST": "gpu-[07-09]",
+}  # fmt: skip
+TORCHRUN = {
+    "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}  # fmt: skip
+NAMES = ("nnodes", "node_rank", "master_addr", "master_port")
+
+
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], line: str = "serve nano -pp 6"
+) -> list[str]:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    choices = resolve(GROUP, line.split()).choices
+    return [choices[name].words[0].partition("=")[2] for name in NAMES if name in choices]
+
+
+@pytest.mark.parametrize(
+    ("variables", "options"),
+    [
+        (LWS, ["2", "1", "leader.svc"]),
+        (SLURM, ["3", "2", "gpu-07"]),
+        (TORCHRUN, ["2", "0", "10.0.0.1", "29501"]),
+        (LWS | {"LWS_GROUP_SIZE": "1"}, []),
+        (LWS | {"NEGAMAX_NNODES": "1"}, ["1"]),
+        (LWS | {"NEGAMAX_MASTER_ADDR": "other"}, ["2", "1", "other"]),
+        # the shell of an allocation, and jobs that start their own processes
+        ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, []),
+        ({"WORLD_SIZE": "8", "MASTER_ADDR": "a", "RANK": "3"}, []),
+    ],
+)
+def test_launcher_variables_are_used_without_flags_and_variables(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], options: list[str]
+) -> None:
+    assert chosen(monkeypatch, variables) == options
+
+
+def test_only_servers_are_started_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(monkeypatch, LWS, "generate nano -p x") == []
+
+
+def test_refuses_more_than_one_process_per_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks, processes = {"SLURM_STEP_NUM_TASKS": "12"}, {"LOCAL_WORLD_SIZE": "4"}
+    with pytest.raises(ConfigError, match="--ntasks-per-node=1"):
+        chosen(monkeypatch, SLURM | tasks)
+    for name in SLURM:
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match="--nproc-per-node 1"):
+        chosen(monkeypatch, TORCHRUN | processes)
+
+
+def test_first_host_of_a_slurm_list() -> None:
+    hosts = {"a": "a", "a,b": "a", "n[3-5,9],x": "n3", "n[08,10]-ib,x": "n08-ib", "a-b-1": "a-b-1"}
+    assert {each: first_host(each) for each in hosts} == hosts

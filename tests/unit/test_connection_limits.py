@@ -107,12 +107,9 @@ class Clients:
 
 @contextlib.contextmanager
 def served(
-    *,
-    keep_alive: int = 5,
-    slow_client_timeout: float = 60.0,
-    limits: ConnectionLimits = FREE,
+    *, keep_alive: int = 5, slow_client_timeout: float = 60.0, limits: ConnectionLimits = FREE,
     tls: TlsFiles | None = None,
-) -> Iterator[Clients]:
+) -> Iterator[Clients]:  # fmt: skip
     """Serve `app` in a thread, to which the clients connect."""
     kind = protocol.make_protocol_class(slow_client_timeout=slow_client_timeout)
     options: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None}
@@ -142,9 +139,7 @@ def served(
         listener.close()
 
 
-def test_head_that_does_not_come_in_time_ends_the_connection(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_late_head_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.2)
 
     with served() as clients:
@@ -191,9 +186,7 @@ def tls_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return certificate, key
 
 
-def test_handshakes_count_as_connections_and_end_in_time(
-    tls_files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_handshake_limits(tls_files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "HANDSHAKE_SECONDS", 0.7)
 
     context = ssl.create_default_context(cafile=tls_files[0])
@@ -240,9 +233,7 @@ def test_handshakes_count_as_connections_and_end_in_time(
         assert is_served(clients.port)
 
 
-def test_files_that_run_out_cost_a_line_of_the_log_and_no_service(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_running_out_of_files_costs_no_service(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), served() as clients:
         sockets = [socket.socket() for _ in range(60)]
         num_open = len(list(Path("/proc/self/fd").iterdir()))
@@ -366,9 +357,7 @@ def test_bodies_that_follow_each_other_have_no_framing(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_body_after_its_answer_is_not_taken_for_ever(
-    monkeypatch: pytest.MonkeyPatch, is_slow: bool
-) -> None:
+def test_late_body_is_not_taken_for_ever(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
     monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.4 if is_slow else 30.0)
     monkeypatch.setattr(protocol, "MAX_UNWANTED_BYTES", 100_000)
 
@@ -388,9 +377,7 @@ def test_body_after_its_answer_is_not_taken_for_ever(
             assert size < 8_000_000
 
 
-def test_connection_goes_on_after_a_body_that_came_after_its_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_connection_goes_on_after_a_late_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.4)
 
     with served(keep_alive=60) as clients:

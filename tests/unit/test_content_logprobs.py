@@ -8,6 +8,7 @@ from parser_support import write_block
 from negamax.api.common.blocks import BlockGrew, BlockKind, BlockWriter
 from negamax.api.common.choice_reader import StartedCall
 from negamax.api.common.content_logprobs import ContentLogprobs
+from negamax.api.common.logprobs import TextLogprobWriter
 from negamax.api.schemas.answers import ChatLogprob
 from negamax.models.chat_format import ChatFormat
 from negamax.scheduler.step import TokenLogprobs
@@ -81,11 +82,8 @@ def read(
                 found = streamed.take(event.block, event.text)
                 in_deltas.setdefault(event.block.index, []).extend(found)
     for block in writer.blocks:
-        assert (
-            streamed.list_tokens(block)
-            == whole.list_tokens(block)
-            == in_deltas.get(block.index, [])
-        )
+        tokens = whole.list_tokens(block)
+        assert streamed.list_tokens(block) == tokens == in_deltas.get(block.index, [])
         assert block.kind is BlockKind.CONTENT or whole.list_tokens(block) == []
     return [whole.list_tokens(block) for block in writer.blocks if block.kind is BlockKind.CONTENT]
 
@@ -139,3 +137,29 @@ def test_a_long_answer_is_read_to_its_end() -> None:
     token_ids, places = expected(parts)
     (found,) = read(token_ids, M2, size=50, fragments=200)
     assert [-1024 * entry.logprob for entry in found] == places[0]
+
+
+# --- completions ---------------------------------------------------------------------------------
+
+FIRST, SECOND, THIRD = (
+    next(number for number in range(300) if TOKENIZER.token_bytes(number) == bytes([byte]))
+    for byte in (0xE2, 0x82, 0xAC)
+)
+
+
+@pytest.mark.parametrize("chosen", [FIRST, SECOND, THIRD])
+def test_the_chosen_token_has_its_own_logprob_among_tokens_of_one_text(chosen: int) -> None:
+    assert {TOKENIZER.token_text(number) for number in (FIRST, SECOND, THIRD)} == {"\ufffd"}
+    logprobs = {FIRST: -0.5, SECOND: -1.0, THIRD: -9.0}
+    writer = TextLogprobWriter(TOKENIZER)
+    writer.push(TokenLogprobs(chosen, logprobs[chosen], 1, [FIRST, SECOND], [-0.5, -1.0]))
+    taken = writer.take()
+    assert taken.token_logprobs == [logprobs[chosen]]
+    assert taken.top_logprobs == [{"\ufffd": logprobs[chosen]}]
+
+
+def test_of_other_tokens_with_one_text_the_likeliest_counts() -> None:
+    writer = TextLogprobWriter(TOKENIZER)
+    letter = next(number for number in range(300) if TOKENIZER.token_bytes(number) == b"a")
+    writer.push(TokenLogprobs(letter, -2.0, 3, [FIRST, SECOND], [-0.5, -1.0]))
+    assert writer.take().top_logprobs == [{"\ufffd": -0.5, "a": -2.0}]

@@ -38,12 +38,8 @@ def greeting(**fields: Any) -> Conversation:
 
 
 def prompt(template: str, conversation: Conversation, **options: Any) -> ChatPrompt:
-    builder = PromptBuilder(
-        make_tokenizer(),
-        dataclasses.replace(FORMAT, template=ChatTemplate(template)),
-        max_model_len=1000,
-        **options,
-    )
+    chat_format = dataclasses.replace(FORMAT, template=ChatTemplate(template))
+    builder = PromptBuilder(make_tokenizer(), chat_format, max_model_len=1000, **options)
     return asyncio.run(builder.chat(conversation, num_bytes=0))
 
 
@@ -59,28 +55,21 @@ def prompt(template: str, conversation: Conversation, **options: Any) -> ChatPro
         (HAS_MODES, ThinkingChoice("disabled"), "ai:</think>", "none"),
     ],
 )
-def test_thinking_choice_decides_how_the_prompt_ends(
-    template: str, thinking: ThinkingChoice, ending: str, state: str
-) -> None:
+def test_prompt_endings(template: str, thinking: ThinkingChoice, ending: str, state: str) -> None:
     made = prompt(template, greeting(thinking=thinking))
     assert made.text.endswith(ending) and made.reasoning == state
     assert make_tokenizer().decode(made.token_ids, skip_special_tokens=False) == made.text
 
 
-@pytest.mark.parametrize(
-    ("thinking", "kwargs", "ending"),
-    [
+def test_template_variables_choose_the_mode_unless_the_request_does() -> None:
+    for thinking, kwargs, ending in (
         (ThinkingChoice(), {"thinking_mode": "enabled"}, "<think>"),
         (ThinkingChoice(), {"enable_thinking": False}, "</think>"),
         (ThinkingChoice(), {"thinking": True}, "<think>"),
         (ThinkingChoice("disabled"), {"thinking_mode": "enabled"}, "</think>"),
-    ],
-)
-def test_template_variables_choose_the_mode_unless_the_request_does(
-    thinking: ThinkingChoice, kwargs: dict[str, Any], ending: str
-) -> None:
-    made = prompt(HAS_MODES, greeting(thinking=thinking, template_kwargs=kwargs))
-    assert made.text.endswith(f"ai:{ending}")
+    ):
+        made = prompt(HAS_MODES, greeting(thinking=thinking, template_kwargs=kwargs))
+        assert made.text.endswith(f"ai:{ending}")
 
 
 def test_refuses_unknown_thinking_mode_in_template_variables() -> None:
@@ -88,31 +77,22 @@ def test_refuses_unknown_thinking_mode_in_template_variables() -> None:
         prompt(HAS_MODES, greeting(template_kwargs={"thinking_mode": "off"}))
 
 
-@pytest.mark.parametrize(
-    ("template", "default", "thinking", "state"),
-    [
+def test_request_precedes_the_default_of_the_server() -> None:
+    for template, default, thinking, state in (
         (HAS_MODES, {"thinking_mode": "enabled"}, ThinkingChoice(), "open"),
         (HAS_MODES, {"thinking_mode": "enabled"}, ThinkingChoice("disabled"), "none"),
         (HAS_MODES, {"thinking_mode": "enabled"}, ThinkingChoice(effort="none"), "none"),
         (HAS_MODES, {"enable_thinking": False}, ThinkingChoice(), "none"),
         (ALWAYS_THINKS, {"enable_thinking": False}, ThinkingChoice(), "none"),
         (ALWAYS_THINKS, {"enable_thinking": False}, ThinkingChoice("enabled"), "open"),
-    ],
-)
-def test_request_precedes_the_default_of_the_server(
-    template: str, default: dict[str, Any], thinking: ThinkingChoice, state: str
-) -> None:
-    made = prompt(template, greeting(thinking=thinking), default_template_kwargs=default)
-    assert made.reasoning == state
+    ):
+        made = prompt(template, greeting(thinking=thinking), default_template_kwargs=default)
+        assert made.reasoning == state
 
 
 def continued(last: dict[str, Any]) -> ChatPrompt:
-    return prompt(
-        ALWAYS_THINKS,
-        Conversation(
-            messages=[user("Hi"), last], add_generation_prompt=False, continue_final_message=True
-        ),
-    )
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    return prompt(ALWAYS_THINKS, Conversation(messages=[user("Hi"), last], **options))
 
 
 @pytest.mark.parametrize(
@@ -124,9 +104,7 @@ def continued(last: dict[str, Any]) -> ChatPrompt:
         (ai("", reasoning="I thi"), "I thi", "open", ""),
     ],
 )
-def test_continued_message_ends_the_prompt(
-    last: dict[str, Any], ending: str, state: str, content: str
-) -> None:
+def test_continued_messages(last: dict[str, Any], ending: str, state: str, content: str) -> None:
     made = continued(last)
     assert made.text.endswith(ending)
     assert (made.reasoning, made.continued) == (state, content)
@@ -214,11 +192,9 @@ def test_a_call_that_ends_too_early_stays_truncated(closer: str, finish: str) ->
 
 
 def test_a_continued_answer_keeps_its_line_breaks_and_no_closer() -> None:
-    reader = ChoiceReader(
-        dataclasses.replace(FORMAT, tag_ids=TAGS),
-        prompt=ChatPrompt("", [1], "none", continued="One,"),
-        rules=ReadingRules(),
-    )
+    asked = ChatPrompt("", [1], "none", continued="One,")
+    chat_format = dataclasses.replace(FORMAT, tag_ids=TAGS)
+    reader = ChoiceReader(chat_format, prompt=asked, rules=ReadingRules())
     texts = {"\n": 1, "two": 2, "</think>": 51, " `</think>`": None}
     pieces = [TextPiece(text, token_id) for text, token_id in texts.items()]
     answer = reader.push(output("", pieces=pieces, token_ids=[1, 2, 51, 3], finish="stop"))
@@ -231,11 +207,8 @@ def test_reasoning_in_the_content_stands_between_tags() -> None:
     assert said.content == "<think>I think.\nHard.\n</think>\n\nSome text."
     _, events = read("I thi", finish="length", reasoning=ReasoningPlace.CONTENT)
     assert collect(events).content == "<think>I thi"
-    of_server = ChoiceReader(
-        ChatFormat.of_model("minimax_m2", reasoning_parser="minimax_m2_append_think"),
-        prompt=ChatPrompt("", [1], "open"),
-        rules=ReadingRules(),
-    )
+    appended = ChatFormat.of_model("minimax_m2", reasoning_parser="minimax_m2_append_think")
+    of_server = ChoiceReader(appended, prompt=ChatPrompt("", [1], "open"), rules=ReadingRules())
     assert collect(of_server.push(output("I thi", finish="length"))).content == "<think>I thi"
 
 

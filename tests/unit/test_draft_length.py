@@ -55,11 +55,8 @@ def speeds(rows: int, curve: Curve) -> list[float]:
 
 
 def measured(error: float, rng: random.Random) -> list[tuple[int, int, float]]:
-    return [
-        (rows, drafts, seconds(rows, drafts) * noisy(rng, error))
-        for rows in (1, 2, 4, 8, 16, 32, 64, 128)
-        for drafts in range(MOST + 1)
-    ]
+    sizes = product((1, 2, 4, 8, 16, 32, 64, 128), range(MOST + 1))
+    return [(rows, drafts, seconds(rows, drafts) * noisy(rng, error)) for rows, drafts in sizes]
 
 
 def informed(error: float) -> AdaptiveDraftLength:
@@ -278,9 +275,7 @@ def plan(scheduled: list[int], drafts: list[int], *, proposed: int) -> StepPlan:
         ([4, 4, 4, 4], [3, 3, 3, 3], 1),  # other work follows
     ],
 )
-def test_ignores_times_of_steps_of_other_kinds(
-    scheduled: list[int], drafts: list[int], proposed: int
-) -> None:
+def test_ignores_other_steps(scheduled: list[int], drafts: list[int], proposed: int) -> None:
     policy, other = (informed(0.0) for _ in range(2))
     result = StepResult(0, [], {}, {}, {}, {0: 2, 1: 2})
     for _ in range(100):

@@ -4,15 +4,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.engine.core.source import locate
+from negamax.engine.core.source import ModelSource, locate
 from negamax.models import registry
 from negamax.models.eagle3.config import FAMILY, Eagle3Spec, read_spec
 from negamax.models.memory import draft_bytes, weight_bytes
 from negamax.models.registry import bundled_spec
 from negamax.options.engine import EngineOptions
+from negamax.options.speculation import SpeculationConfig
+from tests.tiny_draft import as_speculators
 
 # thoughtworks/MiniMax-M2.5-Eagle3, as SpecForge writes it
 M2: dict[str, Any] = {
@@ -69,34 +72,80 @@ def refused(read: Callable[[], object]) -> str:
     return caught.value.message
 
 
+CONFIG = as_speculators(M2, verifier="MiniMaxAI/MiniMax-M2.5", speculative_tokens=5)
+LAYER, USE = "transformer_layer_config", "speculators_config"
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    config = json.loads(json.dumps(CONFIG))
+    *folders, name = path.split(".")
+    inner = config
+    for folder in folders:
+        inner = inner[folder] if not folder.isdigit() else inner[int(folder)]
+    inner[name] = value
+    return dict(config)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["LlamaForCausalLM"]}, "architectures is ['LlamaForCausalLM']"),
+    ({"model_type": "qwen3"}, "model_type is 'qwen3'"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
+    ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+    ({"sliding_window": 512}, "sliding_window is 512"),
+    ({"layer_types": ["sliding_attention"]}, "layer_types[0] is 'sliding_attention'"),
+    ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
+    ({"eagle_config": {"rms_norm_eps": 1e-5}}, "rms_norm_eps is 1e-06"),
+    ({"fc_norm": "yes"}, "fc_norm is 'yes'"),
+    ({"draft_vocab_size": 300000}, "draft_vocab_size is 300000; supported: at most 200064"),
+    ({"parallel_drafting": True}, "parallel_drafting is True"),
+    ({"num_aux_hidden_states": 5}, "[2, 31, 59]; supported: 5 layers"),
+    ({"intermediate_size": None}, "no intermediate_size"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 9, 20]}}, "begin with 1"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 2}}, "layer_ids is 2; supported: a"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 58]}}, "a list of layers"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, "a list of layers"),
+    ({"rope_theta": None, "rope_parameters": {"partial_rotary_factor": 0.5}}, "head_dim (128)"),
+    ({"target_model_type": [1]}, "target_model_type"),
+    ({"target_num_hidden_layers": [1]}, "target_num_hidden_layers"),
+]
+REFUSED_OF_SPECULATORS: list[tuple[str, Any, str]] = [
+    ("speculators_model_type", "dflash", "speculators_model_type is 'dflash'; supported"),
+    ("architectures", ["EagleSpeculator"], "architectures is ['EagleSpeculator']"),
+    (LAYER, None, "transformer_layer_config is None; supported: an object"),
+    (f"{LAYER}.model_type", "qwen3", "model_type is 'qwen3'"),
+    (f"{LAYER}.hidden_size", None, "no hidden_size"),
+    (f"{LAYER}.vocab_size", None, "no vocab_size"),
+    (f"{LAYER}.rope_scaling", {"rope_type": "llama3"}, "rope_type is 'llama3'"),
+    (f"{LAYER}.tie_word_embeddings", True, "tie_word_embeddings is True"),
+    (f"{LAYER}.draft_vocab_size", 64000, "draft_vocab_size is 32000; supported: the value in"),
+    ("draft_vocab_size", None, "has no draft_vocab_size"),
+    ("draft_vocab_size", 300000, "draft_vocab_size is 300000; supported: at most 200064"),
+    ("norm_before_residual", None, "has no norm_before_residual"),
+    ("norm_before_residual", 1.5, "norm_before_residual is 1.5; supported: true or false"),
+    ("eagle_aux_hidden_state_layer_ids", [2, "x"], "eagle_aux_hidden_state_layer_ids is"),
+    ("eagle_aux_hidden_state_layer_ids", [2, 2, 9], "is [2, 2, 9]; supported: a list of"),
+    (USE, [], "speculators_config is []; supported: an object or null"),
+    (f"{USE}.algorithm", "dflash", "speculators_config.algorithm is 'dflash'"),
+    (f"{USE}.verifier", "M2.5", "speculators_config.verifier is 'M2.5'"),
+    (f"{USE}.verifier.name_or_path", 7, "verifier.name_or_path is 7"),
+    (f"{USE}.proposal_methods", [], "proposal_methods is []; supported: a list"),
+    (f"{USE}.proposal_methods", ["greedy"], "proposal_methods is ['greedy']"),
+    (f"{USE}.default_proposal_method", "tree", "default_proposal_method is 'tree'; supported"),
+    (f"{USE}.proposal_methods.0.speculative_tokens", None, "no speculative_tokens"),
+    (f"{USE}.proposal_methods.0.speculative_tokens", 0, "speculative_tokens is 0"),
+]
+
+
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("config", "words"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "architectures is ['LlamaForCausalLM']"),
-        ({"model_type": "qwen3"}, "model_type is 'qwen3'"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
-        ({"sliding_window": 512}, "sliding_window is 512"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types[0] is 'sliding_attention'"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
-        ({"eagle_config": {"rms_norm_eps": 1e-5}}, "rms_norm_eps is 1e-06"),
-        ({"fc_norm": "yes"}, "fc_norm is 'yes'"),
-        ({"draft_vocab_size": 300000}, "draft_vocab_size is 300000; supported: at most 200064"),
-        ({"parallel_drafting": True}, "parallel_drafting is True"),
-        ({"num_aux_hidden_states": 5}, "[2, 31, 59]; supported: 5 layers"),
-        ({"intermediate_size": None}, "no intermediate_size"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 9, 20]}}, "begin with 1"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 2}}, "layer_ids is 2; supported: a"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 58]}}, "a list of layers"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, "a list of layers"),
-        ({"rope_theta": None, "rope_parameters": {"partial_rotary_factor": 0.5}}, "head_dim (128)"),
-        ({"target_model_type": [1]}, "target_model_type"),
-        ({"target_num_hidden_layers": [1]}, "target_num_hidden_layers"),
+        *((M2 | fields, words) for fields, words in REFUSED),
+        *((changed(path, value), words) for path, value, words in REFUSED_OF_SPECULATORS),
     ],
 )
-def test_refuses_unsupported_values_by_name(fields: dict[str, Any], words: str) -> None:
-    assert words in refused(lambda: read_spec(M2 | fields))
+def test_refuses_unsupported_values_by_name(config: dict[str, Any], words: str) -> None:
+    assert words in refused(lambda: read_spec(config))
 
 
 def test_unknown_fields_are_noted() -> None:
@@ -104,20 +153,17 @@ def test_unknown_fields_are_noted() -> None:
     assert "draft_color" in note
 
 
-@pytest.mark.parametrize(
-    ("fields", "layers", "words"),
-    [
+def test_refuses_the_draft_of_another_model() -> None:
+    for fields, layers, words in (
         ({"vocab_size": 32000}, None, "vocab_size is 32000; the model's is 200064"),
         ({"target_hidden_size": 6144}, None, "target_hidden_size is 6144; the model's is 3072"),
         ({}, (2, 31), "reads layers [2, 31]; allowed: 3 in ascending order, up to 62"),
         ({}, (2, 31, 63), "reads layers [2, 31, 63]"),
-    ],
-)
-def test_refuses_the_draft_of_another_model(
-    fields: dict[str, Any], layers: tuple[int, ...] | None, words: str
-) -> None:
-    target = bundled_spec("minimax-m2.5")
-    assert words in refused(lambda: read_spec(M2 | fields).adapt_to(target, layers))
+    ):
+        target = bundled_spec("minimax-m2.5")
+        with pytest.raises(ConfigError) as caught:
+            read_spec(M2 | fields).adapt_to(target, layers)
+        assert words in caught.value.message
 
 
 def test_a_shallow_target_has_no_usual_layers() -> None:
@@ -145,7 +191,7 @@ def test_a_draft_is_found_by_its_bundled_name_or_its_folder(tmp_path: Path) -> N
 
 
 def test_refuses_a_draft_as_the_model_to_serve_or_as_that_of_another_model() -> None:
-    for config in (M2, M3):
+    for config in (M2, M3, CONFIG):
         with pytest.raises(ConfigError, match="is a draft model: it proposes tokens for another"):
             registry.read_spec(config)
     with pytest.raises(ConfigError, match="target_hidden_size is 6144; the model's is 3072"):
@@ -183,3 +229,223 @@ def test_a_draft_of_another_model_or_for_shorter_texts_is_doubted() -> None:
     assert doubts(short, length=2048) == []
     (one,) = doubts(short, length=2049)
     assert "made for 2048 tokens (max_position_embeddings), and sequences may have 2049" in one
+
+
+# --- speculators ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("published", [M2, M3])
+def test_it_reads_as_the_same_draft_in_other_configs(published: dict[str, Any]) -> None:
+    config = as_speculators(published, verifier="MiniMaxAI/X", speculative_tokens=5)
+    spec = read_spec(json.loads(json.dumps(config)))
+    assert (spec.speculative_tokens, spec.verifier, spec.notes) == (5, "MiniMaxAI/X", ())
+    assert replace(spec, speculative_tokens=None, verifier=None) == read_spec(published)
+
+
+def test_layers_are_named_by_their_inputs() -> None:
+    for ids in ([1, 30, 58], [0, 3, 62], [5, 6, 7]):
+        config = CONFIG | {"eagle_aux_hidden_state_layer_ids": ids}
+        assert read_spec(config).aux_layers == tuple(ids)
+    unnamed = read_spec(CONFIG | {"eagle_aux_hidden_state_layer_ids": None})
+    assert unnamed.adapt_to(bundled_spec("minimax-m2.5"), None).aux_layers == (2, 31, 59)
+
+
+def test_some_fields_may_be_absent() -> None:
+    layer = {name: value for name, value in CONFIG[LAYER].items() if name != "rms_norm_eps"}
+    config = CONFIG | {LAYER: layer | {"torch_dtype": "float16"}, USE: None, "torch_dtype": None}
+    spec = read_spec(config | {"architectures": ["Eagle3DraftModel"], "dtype": None})
+    assert (spec.speculative_tokens, spec.verifier, spec.dtype) == (None, None, "float16")
+    use = CONFIG[USE] | {"verifier": {"name_or_path": None}, "default_proposal_method": None}
+    assert read_spec(CONFIG | {USE: use}).speculative_tokens == 5
+
+
+def test_acceptance_by_rank_has_no_effect_and_is_named() -> None:
+    method = CONFIG[USE]["proposal_methods"][0] | {"verifier_accept_k": 5}
+    (note,) = read_spec(CONFIG | {USE: CONFIG[USE] | {"proposal_methods": [method]}}).notes
+    assert "verifier_accept_k of the draft is 5 and has no effect" in note
+
+
+def test_refuses_a_tree_of_drafts() -> None:
+    use = CONFIG[USE] | {
+        "default_proposal_method": "static_tree",
+        "proposal_methods": [
+            {"proposal_type": "greedy", "speculative_tokens": 3},
+            {"proposal_type": "static_tree", "speculative_tokens": 60},
+        ],
+    }
+    with pytest.raises(ConfigError, match="proposal_type is 'static_tree'; supported: 'greedy'"):
+        read_spec(CONFIG | {USE: use})
+    chosen = use | {"default_proposal_method": "greedy"}
+    assert read_spec(CONFIG | {USE: chosen}).speculative_tokens == 3
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> Callable[..., ModelSource]:
+    def located(config: dict[str, Any], model: str = "minimax-m2.5", **fields: Any) -> ModelSource:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return locate(options(str(tmp_path), model, fields, load_format="synthetic"))
+
+    return located
+
+
+def test_options_replace_the_draft_length_of_files(found: Callable[..., ModelSource]) -> None:
+    def length(config: dict[str, Any], **fields: Any) -> int:
+        speculation = found(config, **fields).speculation
+        assert speculation is not None
+        return speculation.num_speculative_tokens
+
+    assert length(CONFIG) == 5
+    assert length(CONFIG, num_speculative_tokens=2) == 2
+    assert length(CONFIG, num_draft_tokens=3) == 2  # SGLang's, which counts the token before
+    assert length(M2) == 3
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+    assert length(CONFIG, **synthetic) == 3
+    long = changed(f"{USE}.proposal_methods.0.speculative_tokens", 16)
+    assert length(long, num_speculative_tokens=15) == 15
+    with pytest.raises(ConfigError, match="16 speculative_tokens; allowed: 1 to 15") as caught:
+        found(long)
+    assert "goes before it" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("target_hidden_size", 4096, "target_hidden_size is 4096; the model's is 3072"),
+        (f"{LAYER}.vocab_size", 151936, "vocab_size is 151936; the model's is 200064"),
+        ("eagle_aux_hidden_state_layer_ids", [2, 31, 63], "reads layers [2, 31, 63]"),
+        ("eagle_aux_hidden_state_layer_ids", [31, 2, 59], "[31, 2, 59]; supported: a list of"),
+    ],
+)
+def test_refuses_speculators_of_another_model(
+    found: Callable[..., ModelSource], path: str, value: Any, words: str
+) -> None:
+    message = refused(lambda: found(changed(path, value)))
+    assert words in message and message.startswith("draft ")
+
+
+def test_a_draft_alone_stands_for_its_verifier(tmp_path: Path) -> None:
+    nano = {
+        "vocab_size": 4160, "hidden_size": 256, "intermediate_size": 384, "draft_vocab_size": 1024
+    }  # fmt: skip
+    config = as_speculators(M2 | nano, verifier="nano", speculative_tokens=4)
+    config["eagle_aux_hidden_state_layer_ids"] = [2, 3, 5]
+
+    def of(config: dict[str, Any], **options: Any) -> ModelSource:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return locate(EngineOptions(model=str(tmp_path), load_format="synthetic", **options))
+
+    source = of(config)
+    assert source.name == "nano" and source.spec.num_layers == 5
+    assert source.speculation is not None and source.speculation.num_speculative_tokens == 4
+    assert source.draft is not None and source.draft.spec.aux_layers == (2, 3, 5)
+    # explicit options replace the files' settings
+    with pytest.raises(ConfigError, match="is a draft model: it proposes") as caught:
+        of(config, speculative_config={"method": "ngram"})
+    assert "serve nano, and name this one in --speculative-config" in str(caught.value)
+    itself = str(tmp_path)
+    for verifier, words in (
+        (None, "is a draft model"),
+        ("no/such/model", "^draft .*: model 'no/such/model' is neither"),
+        (itself, f"^draft {itself}: a model of .* is a draft model"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            of(as_speculators(M2 | nano, verifier=verifier))
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+EAGLE3 = {"method": "eagle3", "model": "folder"}
+NGRAM = {"method": "ngram"}
+SYNTHETIC = {**NGRAM, "rejection_sample_method": "synthetic"}
+
+
+def read(fields: dict[str, Any]) -> SpeculationConfig:
+    return SpeculationConfig.read(fields, tensor_parallel_size=4)
+
+
+def test_configs_of_vllm_users() -> None:
+    found = read({**EAGLE3, "num_speculative_tokens": 5, "draft_tensor_parallel_size": 4})
+    assert found == SpeculationConfig("eagle3", 5, model="folder")
+    assert read({**NGRAM, "num_speculative_tokens": None}).num_speculative_tokens == 3
+    assert msgspec.convert(msgspec.to_builtins(found), type=SpeculationConfig) == found
+
+
+@pytest.mark.parametrize(
+    ("fields", "method"),
+    [
+        ({"model": "ngram"}, "ngram"),
+        ({"method": "[ngram]"}, "ngram"),
+        ({"method": "ngram_gpu"}, "ngram"),
+        ({"method": "NGRAM"}, "ngram"),
+        ({"model": "a/b"}, "eagle3"),
+    ],
+)
+def test_method_by_name_and_by_model(fields: dict[str, Any], method: str) -> None:
+    assert read(fields).method == method
+
+
+@pytest.mark.parametrize(
+    ("given", "low", "high"),
+    [({}, 5, 5), ({"min": 2}, 2, 2), ({"max": 4}, 4, 4), ({"min": 2, "max": 4}, 2, 4)],
+)
+def test_one_lookup_length_sets_both(given: dict[str, int], low: int, high: int) -> None:
+    found = read({**NGRAM, **{f"prompt_lookup_{key}": value for key, value in given.items()}})
+    assert (found.prompt_lookup_min, found.prompt_lookup_max) == (low, high)
+
+
+def test_sglang_counts_the_token_in_front_of_the_drafts() -> None:
+    assert read({**EAGLE3, "num_draft_tokens": 4}).num_speculative_tokens == 3
+    both = {**EAGLE3, "num_draft_tokens": 64, "num_speculative_tokens": 5}
+    assert read(both).num_speculative_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("length", "rates"), [(1, (0, 0, 0)), (1.25, (0.25, 0, 0)), (2.5, (1, 0.5, 0)), (4, (1, 1, 1))]
+)
+def test_schedule_of_a_synthetic_length(length: float, rates: tuple[float, ...]) -> None:
+    found = read({**SYNTHETIC, "synthetic_acceptance_length": length})
+    assert found.synthetic_acceptance_rates == rates
+    assert found.synthetic_acceptance_length == length
+
+
+def test_keys_without_effect_are_noted() -> None:
+    notes = read({**EAGLE3, "enforce_eager": True, "attention_backend": "FLASH_ATTN"}).notes
+    assert [note.split(" has no effect: ")[0].split()[-1] for note in notes] == [
+        "enforce_eager", "attention_backend"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"method": "medusa"}, "method is 'medusa'; allowed: eagle3, ngram"),
+        ({}, "has no method"),
+        ({"num_speculative_tokens": 3}, "has no method"),
+        ({"method": "eagle3"}, "has method eagle3 and no model"),
+        ({**EAGLE3, "model": 3}, "model is 3; allowed: a text"),
+        ({**NGRAM, "num_speculative_tokens": 16}, "num_speculative_tokens is 16; allowed: 1 to 15"),
+        ({**NGRAM, "num_speculative_tokens": True}, "num_speculative_tokens is True"),
+        ({**NGRAM, "num_draft_tokens": 64}, "num_speculative_tokens is 63"),
+        ({**NGRAM, "promt_lookup_max": 3}, "did you mean prompt_lookup_max?"),
+        ({**EAGLE3, "prompt_lookup_max": 3}, "prompt_lookup_max, which is for method ngram"),
+        ({**NGRAM, "revision": "main"}, "revision, which is for method eagle3"),
+        ({**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "at most prompt_lookup_max"),
+        ({**EAGLE3, "draft_tensor_parallel_size": 2}, "allowed: 1, or 4 as the model has"),
+        ({**EAGLE3, "adaptive": "no"}, "adaptive is 'no'; allowed: true or false"),
+        ({**EAGLE3, "eagle_aux_hidden_state_layer_ids": [3, 1]}, "in ascending order"),
+        ({**EAGLE3, "draft_lm_head_quantization": "int4"}, "'int4'; allowed: fp8"),
+        ({**EAGLE3, "draft_sample_method": "top"}, "'top'; allowed: greedy, probabilistic"),
+        ({**NGRAM, "rejection_sample_method": "fly"}, "rejection_sample_method is 'fly'"),
+        ({**NGRAM, "synthetic_acceptance_length": 2}, 'add "rejection_sample_method": "synthetic"'),
+        (SYNTHETIC, "with 0 of synthetic_acceptance_length, synthetic_acceptance_rates"),
+        ({**SYNTHETIC, "synthetic_acceptance_length": 4.5}, "allowed: 1 to 4"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": [1, 0.5, 0.6]}, "none above the one before"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": [1, 0.5]}, "3 numbers from 0 to 1"),
+        ('{"method": "ngram"}', "allowed: an object"),
+    ],
+)  # fmt: skip
+def test_refusals_name_value_limit_and_remedy(fields: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        EngineOptions("nano", speculative_config=fields, tensor_parallel_size=4)
+    assert words in str(refused.value)

@@ -87,9 +87,7 @@ def reference(tokenizer: Tokenizer, text: str) -> list[int]:
 @pytest.mark.parametrize("name", SPLIT)
 @settings(deadline=None, max_examples=30)
 @given(text=TEXTS, ends=st.lists(st.floats(0, 1), max_size=3))
-def test_every_beginning_has_the_tokens_of_the_library(
-    name: str, text: str, ends: list[float]
-) -> None:
+def test_beginnings_have_the_librarys_tokens(name: str, text: str, ends: list[float]) -> None:
     cache = EncodingCache(SPLIT[name])
     for end in (*sorted(ends), 1, *ends):  # a growing conversation, then earlier states of it
         beginning = text[: round(end * len(text))]

@@ -22,9 +22,8 @@ WORDS = "there is no room for the weights"
 
 
 def ended() -> EngineConnection:
-    return EngineConnection(
-        OPTIONS, num_servers=1, receive=lambda _: None, hang_seconds=300.0, module=MODULE
-    )
+    sizes = {"num_servers": 1, "hang_seconds": 300.0}
+    return EngineConnection(OPTIONS, receive=lambda _: None, module=MODULE, **sizes)
 
 
 @pytest.fixture(autouse=True)
@@ -32,19 +31,7 @@ def all_the_time_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_LAST_WORDS_SECONDS", 120.0)
 
 
-def test_a_failed_start_reports_its_reason() -> None:
-    async def scene() -> None:
-        engine = ended()
-        try:
-            await engine.handshake()
-        finally:
-            await engine.close(kill=True)
-
-    with pytest.raises(ConfigError, match=WORDS):
-        asyncio.run(scene())
-
-
-def test_a_later_failure_reports_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_report_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> str:
         engine = ended()
         try:
@@ -53,6 +40,8 @@ def test_a_later_failure_reports_its_reason(monkeypatch: pytest.MonkeyPatch) -> 
         finally:
             await engine.close(kill=True)
 
+    with pytest.raises(ConfigError, match=WORDS):
+        asyncio.run(scene())
     monkeypatch.setenv("HAS_STARTED", "1")
     assert asyncio.run(scene()) == WORDS
 

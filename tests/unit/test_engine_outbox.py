@@ -16,9 +16,8 @@ def test_ids_of_sequences_name_their_server(request_id: str, server: int) -> Non
     ids = {wire.sequence_id(request_id, choice, server=server) for choice in range(12)}
     assert len(ids) == 12
     assert {wire.server_of(name) for name in ids} == {server}
-    assert not ids & {
-        wire.sequence_id(request_id, choice, server=server + 1) for choice in range(12)
-    }
+    others = (wire.sequence_id(request_id, choice, server=server + 1) for choice in range(12))
+    assert ids.isdisjoint(others)
 
 
 def update(name: str, token_id: int) -> SequenceUpdate:
@@ -34,11 +33,8 @@ def test_each_server_gets_its_own_updates_and_steps_are_counted_once(tmp_path: P
         with Outbox(context, address, num_servers=3, linger=1000) as outbox:
             names = [wire.sequence_id("r", choice, server=choice % 3) for choice in range(6)]
             updates = [update(name, number) for number, name in enumerate(names)]
-            outbox.send(
-                outbox.frames(
-                    wire.StepOutputs(updates, STATS, [(names[4], 1.5), (names[2], 2.5)], [7, 8])
-                )
-            )
+            admitted = [(names[4], 1.5), (names[2], 2.5)]
+            outbox.send(outbox.frames(wire.StepOutputs(updates, STATS, admitted, [7, 8])))
             outbox.send(outbox.frames(wire.StepOutputs([update(names[1], 9)], STATS, [], [1])))
             servers[2].bind(address.outputs(2))  # it arrives late and misses nothing
             messages = []
@@ -49,11 +45,8 @@ def test_each_server_gets_its_own_updates_and_steps_are_counted_once(tmp_path: P
             assert not servers[0].poll(100) and not servers[2].poll(100)
         for socket in servers:
             socket.close(linger=0)
-    assert [[entry.token_ids for entry in message.updates] for message in messages] == [
-        [[0], [3]],
-        [[1], [4]],
-        [[2], [5]],
-    ]
+    found = [[entry.token_ids for entry in message.updates] for message in messages]
+    assert found == [[[0], [3]], [[1], [4]], [[2], [5]]]
     assert [message.admitted for message in messages] == [[], [(names[4], 1.5)], [(names[2], 2.5)]]
     assert [message.step_tokens for message in messages] == [[7, 8], [], []]
     assert second.step_tokens == [1] and [entry.token_ids for entry in second.updates] == [[9]]

@@ -141,10 +141,7 @@ def test_escapes_pass_json_of_ascii_and_messages_of_errors() -> None:
     made = prompt([user("é]~b]🙂\\udfff")], template)
     assert made.text == ']~b]"\\u00e9]~b]\\ud83d\\ude42\\\\udfff"[e~['
     assert added(made) == ["]~b]", "[e~["]
-    for source in (
-        "raise_exception('no ' ~ messages[0].content)",
-        "messages[messages[0].content].x",
-    ):
+    for source in ("raise_exception(messages[0].content)", "messages[messages[0].content].x"):
         with pytest.raises(InvalidRequestError) as refused:
             prompt([user("a[e~[")], ChatTemplate(f"{{{{ {source} }}}}"))
         str(refused.value).encode()

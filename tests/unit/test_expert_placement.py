@@ -1,6 +1,9 @@
 import json
+import re
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestErro
 from negamax.checkpoint import split
 from negamax.checkpoint.split import RANK_INDEX_NAME
 from negamax.engine.core.expert_balancer import COUNT_STEPS, ExpertBalancer
+from negamax.engine.core.expert_location import place_experts
 from negamax.models.memory import weight_bytes
 from negamax.models.registry import bundled_spec
 from negamax.options.engine import EngineOptions
@@ -39,9 +43,7 @@ def loads_of(num_experts: int) -> st.SearchStrategy[list[int]]:
 
 
 @given(sizes(), st.data())
-def test_packing_gives_every_rank_as_many_and_none_twice(
-    size: tuple[int, int, int], data: st.DataObject
-) -> None:
+def test_packing_gives_every_rank_as_many(size: tuple[int, int, int], data: st.DataObject) -> None:
     ranks, experts, slots = size
     loads = data.draw(loads_of(experts))
     copies = copies_of(loads, slots, ranks)
@@ -53,9 +55,7 @@ def test_packing_gives_every_rank_as_many_and_none_twice(
 
 
 @given(sizes(), st.data())
-def test_moves_lead_to_the_placement_and_lose_no_expert(
-    size: tuple[int, int, int], data: st.DataObject
-) -> None:
+def test_moves_lead_to_the_placement(size: tuple[int, int, int], data: st.DataObject) -> None:
     ranks, experts, num_slots = size
     per_rank = num_slots // ranks
     start = [slot % experts for slot in range(num_slots)]
@@ -190,10 +190,8 @@ def test_redundant_experts_are_dealt_out_evenly(redundant: int, nearest: int) ->
 def test_memory_of_redundant_experts_is_counted() -> None:
     """One more expert of MiniMax-M2 on each of four ranks: 14.2 MB in 62 layers."""
     spec = bundled_spec("minimax-m2")
-    sizes = [
-        weight_bytes(spec, dtype="bfloat16", layout=ParallelLayout(tp=4, ep=4, redundant_experts=n))
-        for n in (0, 4)
-    ]
+    layouts = [ParallelLayout(tp=4, ep=4, redundant_experts=count) for count in (0, 4)]
+    sizes = [weight_bytes(spec, dtype="bfloat16", layout=layout) for layout in layouts]
     assert sizes[1] - sizes[0] == pytest.approx(62 * 3 * 3072 * 1536, rel=1e-3)
 
 
@@ -205,3 +203,108 @@ def test_a_checkpoint_of_ranks_has_no_room_for_copies(tmp_path: Path) -> None:
     split.check_split(tmp_path, ParallelLayout(tp=2, ep=2))
     with pytest.raises(CheckpointError, match=r"without redundant experts; .*leave it out, or"):
         split.check_split(tmp_path, ParallelLayout(tp=2, ep=2, redundant_experts=2))
+
+
+# --- locations from files ------------------------------------------------------------------------
+
+
+EXPERTS = 4
+COUNTS = [[90, 80, 1, 2], [0, 0, 0, 0], [5, 5, 5, 400]]
+RANKS = ParallelLayout(tp=2, ep=2)
+COPIES = ParallelLayout(tp=2, ep=2, redundant_experts=2)
+
+
+@dataclass(frozen=True)
+class Spec:
+    num_layers: int = len(COUNTS)
+    experts: tuple[int, int] | None = (EXPERTS, 8)
+
+    def expert_sizes(self) -> tuple[int, int] | None:
+        return self.experts
+
+
+def place(layout: ParallelLayout, location: Any, spec: Spec = Spec()) -> ParallelLayout:
+    text = location if isinstance(location, str) else json.dumps(location)
+    return place_experts(layout, spec, text)  # type: ignore[arg-type]
+
+
+def test_experts_lie_in_order_by_default() -> None:
+    assert place(RANKS, "trivial") == RANKS
+    assert place(ParallelLayout(), "trivial", Spec(experts=None)) == ParallelLayout()
+
+
+def test_counts_determine_the_placement(tmp_path: Path) -> None:
+    path = tmp_path / "dump.json"
+    # a server's answer, with fields that do not matter here
+    path.write_text(json.dumps({"logical_count": COUNTS, "engines": [{"balancedness": 0.5}]}))
+    for layout, most in ((RANKS, (91, 0, 405)), (COPIES, (88, 0, 210))):
+        placed = place(layout, str(path))
+        for layer, (counts, load) in enumerate(zip(COUNTS, most, strict=True)):
+            slots = placed.expert_slots(EXPERTS, layer)
+            assert set(slots) == set(range(EXPERTS))
+            assert max(rank_loads(counts, slots, 2)) <= load
+        assert placed.expert_slots(EXPERTS, 1) == layout.expert_slots(EXPERTS, 1)
+        balancer = ExpertBalancer(placed, num_layers=3, num_experts=EXPERTS, config=None)
+        balancer.record("start", bytes(8 * 3 * EXPERTS))
+        dump = balancer.record("dump", bytes(8 * 3 * EXPERTS))
+        assert dump is not None
+        assert tuple(map(tuple, dump.physical_to_logical_map)) == placed.expert_placement
+        # that server's dump is left in place
+        again = place(layout, {"physical_to_logical_map": dump.physical_to_logical_map})
+        assert again == placed
+
+
+GOOD = [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("location", "words"),
+    [
+        ("/no/such/file.json", "cannot be read: No such file"),
+        ("trival", "use 'trivial', or the path"),
+        ("\0", "is invalid"),
+        ("counts.pt", "a pickle can run any code.*as JSON"),
+        ("{", "is invalid"),
+        ("{}", "neither logical_count nor.*POST /dump_expert"),
+        ({"logical_count": []}, "is invalid"),
+        ({"logical_count": [GOOD]}, "has 1 layers, the model has 3"),
+        ({"logical_count": [GOOD, GOOD, [1, 2, 3]]}, "3 numbers in layer 2; expected: 4 experts"),
+        ({"logical_count": [GOOD, GOOD, [1, 2, 3, -4]]}, r"\$\.logical_count\[2\]\[3\]|>= 0"),
+        ({"logical_count": [GOOD, GOOD, [1, 2, 3, 2**60]]}, "<="),
+        ({"logical_count": [GOOD, GOOD, [1, 2, 3, 1.5]]}, "got `float`"),
+        ({"logical_count": [GOOD, GOOD, [1, 2, 3, True]]}, "got `bool`"),
+        ({"logical_count": {"0": GOOD}}, "got `object`"),
+        ({"physical_to_logical_map": [GOOD] * 4}, "has 4 layers"),
+        ({"physical_to_logical_map": [GOOD, GOOD, [0, 1, 2, 4]]}, "is expert 4; allowed: 0 to 3"),
+        ({"physical_to_logical_map": [GOOD, [0, 1, 2, 2], GOOD]}, "layer 1.* expert 3 has no slot"),
+        ({"physical_to_logical_map": [[0, 1, 2, 3, 0, 1]] * 3}, 'num_redundant_experts": 2'),
+    ],
+)
+def test_data_of_another_model_is_refused(location: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match="--init-expert-location") as caught:
+        place(RANKS, location)
+    assert re.search(words, f"{caught.value.message} {caught.value.hint}")
+
+
+def test_no_rank_gets_an_expert_twice() -> None:
+    with pytest.raises(ConfigError, match="rank 1 of 2 has expert 3 2 times"):
+        place(COPIES, {"physical_to_logical_map": [[0, 1, 2, 3, 3, 0]] * 3})
+
+
+def test_sharded_experts_are_refused() -> None:
+    text = json.dumps({"logical_count": COUNTS})
+    with pytest.raises(ConfigError, match="a part of every expert") as caught:
+        place(ParallelLayout(tp=2), text)
+    assert caught.value.hint == "add --enable-expert-parallel"
+    with pytest.raises(ConfigError, match="the model has none"):
+        place(RANKS, text, Spec(experts=None))
+
+
+def test_copies_are_allowed_without_rebalancing() -> None:
+    copies = {"num_redundant_experts": 2}
+    sizes: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    placed = EngineOptions("m", **sizes, eplb_config=copies, init_expert_location="{}")
+    assert placed.parallel.redundant_experts == 2 and placed.eplb is None
+    for config, location in ((copies, "trivial"), (copies | {"window_size": 2}, "{}")):
+        with pytest.raises(ConfigError, match="experts stay where they are"):
+            EngineOptions("m", **sizes, eplb_config=config, init_expert_location=location)

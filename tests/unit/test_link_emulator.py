@@ -30,16 +30,13 @@ class Ends:
         ends = range(PACKET_BYTES, len(data) + 1, PACKET_BYTES)
         return [int.from_bytes(data[end - 2 : end], "big") for end in ends]
 
-    def close(self) -> None:
-        os.close(self._reader)
-        os.close(self._writer)
-
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     found = Ends()
     yield found
-    found.close()
+    os.close(found._reader)
+    os.close(found._writer)
 
 
 def test_packets_are_late_and_in_order(ends: Ends) -> None:

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from negamax.base import log_output
+from negamax.base import log, log_output, progress
 from negamax.base.log_output import RateLimit, StderrHandler, TextFormatter
+from negamax.base.progress import Progress, format_bytes
 
 FORMATTER = TextFormatter("%(levelname)s %(name)s: %(message)s")
 
@@ -20,18 +21,12 @@ def record(
 
 
 def test_control_characters_are_escaped() -> None:
-    line = FORMATTER.format(
-        record("path %s", "/a\nERROR negamax: forged\r\x1b[2J\x7f\x9b\u2028\u202e\u00e9")
-    )
-    assert (
-        line
-        == r"WARNING negamax.test: path /a\nERROR negamax: forged\r\x1b[2J\x7f\x9b\u2028\u202e"
-        + "\u00e9"
-    )
-    assert (
-        FORMATTER.format(record("table:\n%s", "a\nb\x07"))
-        == "WARNING negamax.test: table:\n    a\n    b\\x07"
-    )
+    path = "/a\nERROR negamax: forged\r\x1b[2J\x7f\x9b\u2028\u202e"
+    escaped = r"/a\nERROR negamax: forged\r\x1b[2J\x7f\x9b\u2028\u202e"
+    line = FORMATTER.format(record("path %s", f"{path}\u00e9"))
+    assert line == f"WARNING negamax.test: path {escaped}\u00e9"
+    line = FORMATTER.format(record("table:\n%s", "a\nb\x07"))
+    assert line == "WARNING negamax.test: table:\n    a\n    b\\x07"
 
 
 def test_an_exception_cannot_forge_a_line() -> None:
@@ -77,9 +72,7 @@ def test_an_unread_pipe_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(read)
 
 
-def test_a_standard_error_that_was_replaced_is_not_written_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_replaced_standard_error_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", first)
     handler = StderrHandler()
@@ -99,3 +92,73 @@ def test_the_last_lines_of_a_process_are_written() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.endswith("WARNING negamax.x: the end of it\n")
+
+
+# --- progress ------------------------------------------------------------------------------------
+
+
+GIB = 2**30
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def load(clock: pytest.MonkeyPatch, *, seconds: int, **options: object) -> None:
+    now = [100.0]
+    clock.setattr(progress.time, "monotonic", lambda: now[0])
+    with Progress("loading weights", unit=format_bytes, **options) as shown:  # type: ignore[arg-type]
+        for part in range(1, 11):
+            now[0] += seconds / 10
+            shown(part * GIB, 10 * GIB)
+
+
+def test_a_terminal_gets_one_line_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    load(monkeypatch, seconds=20)
+    drawn = terminal.getvalue()
+    assert "loading weights: 2.0 GiB of 10.0 GiB, 512.0 MiB/s, 16 s left" in drawn
+    assert "\n" not in drawn and drawn.endswith("\r\x1b[K")
+
+
+def test_short_and_quiet_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    load(monkeypatch, seconds=0)
+    load(monkeypatch, seconds=60, enabled=False)
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize(("level", "lines"), [("info", 5), ("warning", 5), ("error", 0)])
+def test_off_a_terminal_lines_are_written_unless_only_errors_are_logged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], level: str, lines: int
+) -> None:
+    log.setup(level)
+    load(monkeypatch, seconds=30)
+    written = capsys.readouterr().err.splitlines()
+    assert len(written) == lines
+    assert all("loading weights: " in line and "s left" in line for line in written)
+    log.setup()
+
+
+def test_a_json_log_on_a_terminal_stays_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    log.setup("info", "json")
+    load(monkeypatch, seconds=30)
+    written = terminal.getvalue().splitlines()
+    assert written and all(line.startswith("{") for line in written)
+    logging.getLogger().handlers[:] = []
+    log.setup()
+
+
+def test_of_several_ranks_all_log_and_the_first_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.setup("info")
+    load(monkeypatch, seconds=30, rank=3)
+    assert "rank 3: loading weights: 2.0 GiB of 10.0 GiB" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    load(monkeypatch, seconds=30, rank=3)
+    assert terminal.getvalue() == ""
+    load(monkeypatch, seconds=30, rank=0)
+    assert "rank 0: loading weights" in terminal.getvalue()

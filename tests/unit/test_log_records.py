@@ -26,23 +26,13 @@ def test_load_covers_the_time_between_two_reports() -> None:
     report = LoadReport(stats(), now=0.0)
     assert report.next(stats(), now=10.0) is None
     busy = stats(
-        num_running=3,
-        num_waiting=1,
-        num_free_kv_blocks=75,
-        step_count=40,
-        prompt_tokens=1000,
-        cached_prompt_tokens=400,
-        generated_tokens=200,
-        prefill_tokens=600,
-    )
+        num_running=3, num_waiting=1, num_free_kv_blocks=75, step_count=40, prompt_tokens=1000,
+        cached_prompt_tokens=400, generated_tokens=200, prefill_tokens=600,
+    )  # fmt: skip
     assert report.next(busy, now=20.0) == {
-        "running": 3,
-        "waiting": 1,
-        "kv_cache_usage": 0.25,
-        "prefill_tokens_per_s": 60.0,
-        "decode_tokens_per_s": 20.0,
-        "prefix_cache_hit_rate": 0.4,
-    }
+        "running": 3, "waiting": 1, "kv_cache_usage": 0.25, "prefill_tokens_per_s": 60.0,
+        "decode_tokens_per_s": 20.0, "prefix_cache_hit_rate": 0.4,
+    }  # fmt: skip
     stuck = report.next(busy, now=30.0)  # sequences without progress are a load, too
     assert stuck is not None and stuck["decode_tokens_per_s"] == 0.0
     later = report.next(stats(step_count=42, generated_tokens=210), now=40.0)
@@ -64,19 +54,11 @@ def test_record_holds_the_end_of_a_request(
     reasons: dict[int, str], error: BaseException | None, expected: str
 ) -> None:
     record = RequestRecord(
-        request_id="r",
-        http_request_id="h",
-        route="/",
-        model="m",
-        headers={},
-        num_prompt_tokens=1,
-        is_stream=False,
-        arrival=0.0,
-        sampling=SamplingParams(n=2),
+        request_id="r", http_request_id="h", route="/", model="m", headers={}, num_prompt_tokens=1,
+        is_stream=False, arrival=0.0, sampling=SamplingParams(n=2), error=error,
         measured=Measurements(SharedNumbers(NUM_COLUMNS), index=0),
         choices={index: ChoiceRecord(finish_reason=reason) for index, reason in reasons.items()},
-        error=error,
-    )
+    )  # fmt: skip
     assert record.finish_reason == expected
 
 

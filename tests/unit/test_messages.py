@@ -8,12 +8,8 @@ from template_support import m2_template, m3_template
 from negamax.base.errors import InvalidRequestError
 from negamax.models.minimax_m2.chat import MINIMAX_M2_FAMILY
 from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
-from negamax.text.messages import (
-    normalize_messages,
-    plain_text,
-    split_inline_reasoning,
-    system_note,
-)
+from negamax.text import messages as module
+from negamax.text.messages import normalize_messages, plain_text, system_note
 from tests.speed import cpu_seconds, is_linear
 
 M2 = m2_template()
@@ -85,9 +81,7 @@ N1, N2 = system_note("N1"), system_note("N2")
         ([result("", id="b"), system("N1")], N1),
     ],
 )
-def test_instructions_in_a_tool_loop_become_notes_in_the_last_result(
-    after: list[Message], last: str
-) -> None:
+def test_instructions_in_a_tool_loop_become_notes(after: list[Message], last: str) -> None:
     placed = contents([*LOOP, *after, ai("done")])
     results = [("tool", "1"), ("tool", last)]
     assert placed == [("user", "x"), ("assistant", ""), *results, ("assistant", "done")]
@@ -99,13 +93,6 @@ def test_a_note_in_a_tool_loop_keeps_the_thinking_before_it() -> None:
     noted = M2.render(normalize_messages([*loop, system("NOTE")]))
     assert "PLAN" in noted and "NOTE" in noted
     assert noted.startswith(plain[: plain.index("1</response>") + 1])
-
-
-def test_no_instruction_vanishes_from_the_prompt() -> None:
-    first = [developer("DEV"), root("ROOT"), system("SYS")]
-    messages = [*first, user("x"), system("LATER"), developer("LAST")]
-    prompt = M2.render(normalize_messages(messages))
-    assert all(word in prompt for word in ("ROOT", "DEV", "SYS", "LATER", "LAST"))
 
 
 def test_null_and_empty_contents_become_empty_text() -> None:
@@ -158,10 +145,8 @@ def test_reasoning_is_found_under_every_name(fields: Message, expected: str | No
         ("no tags", None, "no tags"),
     ],
 )
-def test_a_think_block_at_the_start_of_content_is_reasoning(
-    content: str, reasoning: str | None, rest: str
-) -> None:
-    assert split_inline_reasoning(content) == (reasoning, rest)
+def test_a_leading_think_block_is_reasoning(content: str, reasoning: str | None, rest: str) -> None:
+    assert module.split_inline_reasoning(content) == (reasoning, rest)
     for given in (content, [text(content[:9]), text(content[9:])]):
         message = normalize(ai(given))
         found = message.get("reasoning_content"), plain_text(message["content"])
@@ -241,11 +226,9 @@ def test_parts_that_the_model_cannot_see_become_notes(kind: str, note: str) -> N
 @pytest.mark.parametrize("kind", ["image_url", "input_image", "image", "video_url"])
 def test_refuses_parts_that_the_model_could_see(kind: str) -> None:
     parts = [text("Look:"), unseen_part(kind)]
-    for before, message in (
-        ([], user(parts)),
-        ([user("x")], ai(parts, call())),
-        ([user("x"), ai("", call())], result(parts)),
-    ):
+    begun = [user("x"), ai("", call())]
+    for count, message in enumerate((user(parts), ai(parts, call()), result(parts))):
+        before = begun[:count]
         place = rf"messages\[{len(before)}\]\.content\[1\]"
         refusal = rf"{place} has type '{kind}'; MiniMax-M3 supports it"
         with pytest.raises(InvalidRequestError, match=refusal) as caught:
@@ -300,26 +283,14 @@ TWO_CALLS = ai("", call(id="a"), call(id="b"))
         ([user("x"), result("y")], "messages[1] answers no call"),
         ([system("a"), system("b"), user("x"), result("y")], "messages[3] answers no call"),
         ([ai("", call()), result("x"), user("y"), result("z")], "messages[3] answers no call"),
-        (
-            [ai("", call()), user("x"), result("y")],
-            "[0].tool_calls has calls without a result: ['c1",
-        ),
-        (
-            [ai("", call()), result("x", id="c9")],
-            "[1].tool_call_id is 'c9'; the calls before it are",
-        ),
+        ([ai("", call()), user("x"), result("y")], "[0].tool_calls has calls without a result: ['"),
+        ([ai("", call()), result("x", id="c9")], "[1].tool_call_id is 'c9'; the calls before it"),
         ([ai("", call()), {"role": "tool", "content": "x"}], "messages[1].tool_call_id is None"),
         ([ai("", call()), result("x") | {"tool_call_id": ["c1"]}], "tool_call_id is ['c1']"),
-        (
-            [ai("", call()), result("x"), result("y")],
-            "[2].tool_call_id is 'c1', which was answered",
-        ),
+        ([ai("", call()), result("x"), result("y")], "[2].tool_call_id is 'c1', which was answer"),
         ([TWO_CALLS, result("x", id="b"), user("y")], "without a result: ['a']"),
         ([TWO_CALLS, result("x", id="a")], "without a result: ['b']"),
-        (
-            [TWO_CALLS, result("x", id="a"), system("s"), user("y"), result("x", id="b")],
-            "without a result: ['b']",
-        ),
+        ([TWO_CALLS, result("x", id="a"), system("s"), user("y")], "without a result: ['b']"),
         ([ai("", call()), result({"ok": True})], "messages[1].content is a dict"),
     ],
 )
@@ -330,11 +301,8 @@ def test_refuses_bad_conversations_by_position(messages: Any, problem: str) -> N
     assert error.value.param is not None and error.value.param.startswith("messages")
 
 
-def test_calls_at_the_end_need_no_result_yet() -> None:
-    assert normalize_messages([user("x"), ai("", call())])[1]["tool_calls"]
-
-
 def test_truncated_calls_without_a_result_are_left_out() -> None:
+    assert normalize_messages([user("x"), ai("", call())])[1]["tool_calls"]  # at the end
     whole, cut = call(id="1"), raw_call('{"a": "b', id="2")
     read = normalize_messages([user("x"), ai("text", whole, cut), result("r", id="1"), user("y")])
     assert [one["id"] for one in read[1]["tool_calls"]] == ["1"]

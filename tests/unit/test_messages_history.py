@@ -123,9 +123,7 @@ PASSING = system("Today only.", clear_at="next_user_message")
     ],
     ids=["inline", "until the user writes", "after the user wrote", "never cleared"],
 )
-def test_system_messages_stay_in_their_place_while_they_apply(
-    messages: list[dict[str, Any]], contents: list[str]
-) -> None:
+def test_system_messages_that_apply(messages: list[dict[str, Any]], contents: list[str]) -> None:
     assert [content for _, content in shown(*messages)] == contents
 
 
@@ -163,23 +161,18 @@ def test_tabs_of_a_browser_are_text() -> None:
     assert results_of(made) == [f"done\n{lines}"]
 
 
-@pytest.mark.parametrize(
-    ("message", "place"),
-    [
+def test_images_are_refused_for_a_model_that_could_see_them() -> None:
+    for message, place in (
         (user(text("Look:"), {"type": "image"}), "content[1]"),
         (user(result(1, [text("a"), {"type": "image"}])), "content[0].content[1]"),
         (assistant(text("Here:"), {"type": "image"}), "content[1]"),
-    ],
-)
-def test_images_are_refused_for_a_model_that_could_see_them(
-    message: dict[str, Any], place: str
-) -> None:
-    with pytest.raises(
-        InvalidRequestError, match="has type 'image'; MiniMax-M3 supports"
-    ) as caught:
-        history(message, family=MINIMAX_M3_FAMILY)
-    assert str(caught.value).startswith(f"messages[0].{place} has type 'image'")
-    history(message)
+    ):
+        with pytest.raises(
+            InvalidRequestError, match="has type 'image'; MiniMax-M3 supports"
+        ) as caught:
+            history(message, family=MINIMAX_M3_FAMILY)
+        assert str(caught.value).startswith(f"messages[0].{place} has type 'image'")
+        history(message)
 
 
 def test_blocks_of_other_servers_are_passed_over() -> None:
@@ -239,18 +232,12 @@ def test_refuses_what_cannot_be_shown_by_its_place(message: dict[str, Any], plac
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (400, "invalid_request_error"),
-        (401, "authentication_error"),
-        (403, "permission_error"),
-        (404, "not_found_error"),
-        (405, "invalid_request_error"),
-        (413, "request_too_large"),
-        (429, "rate_limit_error"),
-        (500, "api_error"),
-        (503, "overloaded_error"),
+        (400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error"),
+        (404, "not_found_error"), (405, "invalid_request_error"), (413, "request_too_large"),
+        (429, "rate_limit_error"), (500, "api_error"), (503, "overloaded_error"),
         (529, "overloaded_error"),
     ],
-)
+)  # fmt: skip
 def test_errors_have_anthropics_types(status: int, kind: str) -> None:
     def built(**fields: Any) -> Any:
         error = build_error("too much", error_type="whatever", **fields)
@@ -327,12 +314,9 @@ def declared() -> list[dict[str, str]]:
     from anthropic.types import tool_union_param
     from anthropic.types.beta import beta_tool_union_param
 
-    types = (
-        *typing.get_args(beta_tool_union_param.BetaToolUnionParam),
-        *typing.get_args(tool_union_param.ToolUnionParam),
-    )
+    unions = (beta_tool_union_param.BetaToolUnionParam, tool_union_param.ToolUnionParam)
     tools = {}
-    for tool in types:
+    for tool in (each for union in unions for each in typing.get_args(union)):
         hints = typing.get_type_hints(tool)
         kinds = typing.get_args(hints.get("type"))
         if kinds and str(kinds[0]).startswith(RUN_BY_CLIENTS):
@@ -406,15 +390,12 @@ def test_the_effort_of_the_last_system_message_that_has_one_counts() -> None:
         low = {"effort": "low"}
         return request(*messages, output_config=low).thinking_choice.effort
 
-    high, unchanged = (
-        {"role": "system", "content": "x", "output_config": config}
-        for config in ({"effort": "high"}, {})
-    )
+    high, unchanged = (system("x", output_config=each) for each in ({"effort": "high"}, {}))
     assert effort() == effort(unchanged) == "low"
     assert effort(high, *HELLO, unchanged) == "high"
     for config, place in (({"effort": "huge"}, ".effort"), (3, "")):
         with pytest.raises(InvalidRequestError) as caught:
-            effort({"role": "system", "content": "x", "output_config": config})
+            effort(system("x", output_config=config))
         assert caught.value.param == f"messages[1].output_config{place}"
 
 
@@ -444,9 +425,7 @@ def defined(tool: object) -> dict[str, Any]:
     ],
     ids=["added", "removed", "back", "added and removed", "of a server", "unknown", "of MCP"],
 )
-def test_messages_change_tools_between_turns(
-    changes: list[dict[str, Any]], names: list[str]
-) -> None:
+def test_messages_change_tools(changes: list[dict[str, Any]], names: list[str]) -> None:
     tools = [message_tool("a"), message_tool("b")]
     offered_tools = request(*changes, tools=tools).offered_tools or []
     assert [tool["function"]["name"] for tool in offered_tools] == names

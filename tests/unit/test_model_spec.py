@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -6,7 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from negamax.base.errors import ConfigError
+from negamax.base.errors import CheckpointError, ConfigError
+from negamax.config.generation import GenerationDefaults, SamplingDefaults, read_generation_defaults
+from negamax.config.json_file import read_json_object
 from negamax.config.kv_cache import (
     block_bytes,
     choose_block_size,
@@ -16,6 +19,7 @@ from negamax.config.kv_cache import (
 )
 from negamax.config.model_spec import ModelSpec
 from negamax.models.memory import weight_bytes
+from negamax.models.minimax_m2.config import FAMILY
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
 from negamax.models.registry import bundled_names, bundled_spec, import_names, read_spec
 from negamax.parallel.layout import ParallelLayout
@@ -272,27 +276,25 @@ def test_refuses_unsupported_and_absent_values(config: Config, words: str) -> No
     check_refused(config, words)
 
 
+NAMED = r"quantization_config\.{} is .*; supported: "
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("described", "words"),
     [
-        ("fmt", "float8_e5m2"),
-        ("activation_scheme", "static"),
-        ("scale_fmt", "ue8m0"),
-        ("weight_block_size", [128]),
-        ("weight_block_size", [0, 128]),
-        ("modules_to_not_convert", "lm_head"),
+        (FP8 | {"fmt": "float8_e5m2"}, NAMED.format("fmt")),
+        (FP8 | {"activation_scheme": "static"}, NAMED.format("activation_scheme")),
+        (FP8 | {"scale_fmt": "ue8m0"}, NAMED.format("scale_fmt")),
+        (FP8 | {"weight_block_size": [128]}, NAMED.format("weight_block_size")),
+        (FP8 | {"weight_block_size": [0, 128]}, NAMED.format("weight_block_size")),
+        (FP8 | {"modules_to_not_convert": "lm_head"}, NAMED.format("modules_to_not_convert")),
+        ({"quant_method": "bitsandbytes"}, r"by 'bitsandbytes' \(config.json"),
+        ({"quant_method": "int4"}, r"by 'int4' \(config.json"),
     ],
 )
-def test_refuses_unsupported_quantization_by_name(field: str, value: Any) -> None:
-    spec = read_spec(change(M2, quantization_config={**FP8, field: value}))
-    with pytest.raises(ConfigError, match=rf"quantization_config\.{field} is .*; supported: "):
-        detect(spec.quantization)
-
-
-@pytest.mark.parametrize("method", ["bitsandbytes", "int4"])
-def test_refuses_unknown_quantization_methods_by_name(method: str) -> None:
-    spec = read_spec(change(M2, quantization_config={"quant_method": method}))
-    with pytest.raises(ConfigError, match=rf"by '{method}' \(config.json"):
+def test_refuses_unsupported_quantization_by_name(described: Config, words: str) -> None:
+    spec = read_spec(change(M2, quantization_config=described))
+    with pytest.raises(ConfigError, match=words):
         detect(spec.quantization)
 
 
@@ -303,9 +305,7 @@ def test_refuses_unknown_quantization_methods_by_name(method: str) -> None:
         ("quant_model_description.json", r"quant_model_description\.json\.\*\.weight is None"),
     ],
 )
-def test_quantization_may_be_described_beside_config_json(
-    tmp_path: Path, name: str, message: str
-) -> None:
+def test_quantization_may_be_in_another_file(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_text("{}")
     plain = change(M2, quantization_config=None)
     with pytest.raises(ConfigError, match=message):
@@ -518,3 +518,90 @@ def test_index_keys_are_sharded_where_that_is_faster_for_the_longest_sequence() 
         assert shards_index(caches, asked, dtype="fp8", **sizes) == expected
     dense = bundled_spec("minimax-m2").kv_caches()
     assert sharding_crossover(dense, dtype="fp8", ranks=4) == inf
+
+
+# --- generation_config.json ----------------------------------------------------------------------
+
+
+def defaults(folder: Path, config: Any = None, spec: ModelSpec | None = None) -> GenerationDefaults:
+    if config is not None:
+        (folder / "generation_config.json").write_text(json.dumps(config))
+    spec = spec or bundled_spec("minimax-m2")
+    return read_generation_defaults(folder, spec, absent=FAMILY.sampling)
+
+
+def test_generation_defaults_of_minimax(tmp_path: Path) -> None:
+    sampling = {"temperature": 1.0, "top_p": 0.95, "top_k": 40}
+    minimax = GenerationDefaults(sampling=SamplingDefaults(**sampling), eos_token_ids=(200020,))
+    assert defaults(tmp_path) == minimax
+    ids = {"bos_token_id": 200019, "eos_token_id": 200020}
+    assert defaults(tmp_path, {**ids, "do_sample": True, **sampling}) == minimax
+
+
+def test_the_tokenizers_end_replaces_one_of_config_json_alone(tmp_path: Path) -> None:
+    spec = replace(bundled_spec("minimax-m2"), eos_token_ids=(2,))  # of NVIDIA's NVFP4
+
+    def ends() -> tuple[int, ...]:
+        return defaults(tmp_path, spec=spec).eos_token_ids
+
+    def write_config(eos_token: Any) -> None:
+        added = {"200019": {"content": "]~b]"}, "200020": {"content": "[e~["}}
+        config = {"eos_token": eos_token, "added_tokens_decoder": added}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+
+    assert ends() == (2,)
+    for name in ("[e~[", {"content": "[e~["}):
+        write_config(name)
+        assert ends() == (200_020,)
+    for generation, expected in (("{}", 200_020), ('{"eos_token_id": 200019}', 200_019)):
+        (tmp_path / "generation_config.json").write_text(generation)
+        assert ends() == (expected,)
+    (tmp_path / "generation_config.json").unlink()
+    write_config("</s>")
+    assert ends() == (2,)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"eos_token_id": [3, 4]}, SamplingDefaults(temperature=1.0, top_p=1.0, top_k=0)),
+        ({"do_sample": False, "temperature": 0.7}, SamplingDefaults(temperature=0.0)),
+        (
+            {"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1},
+            SamplingDefaults(top_k=0, min_p=0.1, repetition_penalty=1.1),
+        ),
+    ],
+)
+def test_a_generation_config_replaces_all_defaults(
+    tmp_path: Path, config: dict[str, Any], expected: SamplingDefaults
+) -> None:
+    found = defaults(tmp_path, config)
+    assert found.sampling == expected
+    assert found.eos_token_ids == tuple(config.get("eos_token_id", (200_020,)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("temperature", value) for value in (-1, "hot", nan)),
+        *(("top_p", value) for value in (0, 1.5)),
+        *(("top_k", value) for value in (2.5, -2)),
+        *(("min_p", 2), ("repetition_penalty", 0), ("do_sample", "yes")),
+        *(("eos_token_id", value) for value in ("x", 200064)),
+    ],
+)
+def test_refuses_bad_generation_values_by_name(tmp_path: Path, field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"generation_config\.json: {field} is "):
+        defaults(tmp_path, {field: value})
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b'"text"']
+)
+def test_refuses_files_without_a_json_object_by_path(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_bytes(content)
+    words = r"config\.json is missing" if content is None else r"config\.json"
+    with pytest.raises(CheckpointError, match=words):
+        read_json_object(path)

@@ -6,15 +6,15 @@ import pytest
 
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.engine.nodes import health as module
+from negamax.engine.nodes import wire
 from negamax.engine.nodes.health import NodeHealth
+from negamax.engine.nodes.heartbeats import Neighbours
 from tests.probes import probe
 
 HOST = "127.0.0.1"
 
 
-def test_a_node_is_live_while_it_starts_and_while_its_loop_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_node_is_live_while_its_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     health = NodeHealth(HOST, 0)
     monkeypatch.setattr(module, "STILL_SECONDS", 0.0)  # reads without a time limit
     assert probe(HOST, health.port, "/livez") == (200, "ok")
@@ -68,3 +68,26 @@ def test_a_used_port_and_a_foreign_host_are_refused() -> None:
         NodeHealth("192.0.2.1", 0)
     with pytest.raises(ConfigError, match="cannot be resolved"):
         NodeHealth("no such host", 0)
+
+
+def test_a_neighbour_that_stops_its_heartbeats_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("negamax.base.supervision.time.monotonic", lambda: now)
+    neighbours = Neighbours("s", {2: ("10.0.0.3", 1), 3: ("10.0.0.4", 1)})
+
+    def pass_seconds(seconds: float) -> str | None:
+        nonlocal now
+        lost = None
+        for _ in range(round(seconds / 0.2)):
+            now += 0.2
+            lost = neighbours.lost()
+        return lost
+
+    assert pass_seconds(10.0) is None  # UDP between them may be blocked
+    neighbours.receive(wire.PeerHeartbeat(2, "s", 5))
+    assert pass_seconds(wire.NEIGHBOUR_SECONDS) is None
+    for stale in ((2, "s", 5), (2, "s", 4), (2, "another", 9), (9, "s", 9)):
+        neighbours.receive(wire.PeerHeartbeat(*stale))
+    assert pass_seconds(0.4) == "node 2 sent no heartbeat for 2.6 s"
+    neighbours.receive(wire.PeerHeartbeat(2, "s", 6))
+    assert pass_seconds(0.2) is None

@@ -28,19 +28,11 @@ IDS = TOKENIZER.encode(TEXT)
 
 
 def update(
-    name: str,
-    token_ids: list[int],
-    *,
-    end: str | None = None,
-    logprobs: bool = False,
-    **fields: Any,
+    name: str, token_ids: list[int], *, end: str | None = None, logprobs: bool = False
 ) -> SequenceUpdate:
-    entries = (
-        [TokenLogprobs(token_id, -1.0, 1, [], []) for token_id in token_ids] if logprobs else None
-    )
-    return SequenceUpdate(
-        name, token_ids, entries, None, end, 7 if end else None, 3, None, **fields
-    )
+    entries = [TokenLogprobs(token_id, -1.0, 1, [], []) for token_id in token_ids]
+    reason = 7 if end else None
+    return SequenceUpdate(name, token_ids, entries if logprobs else None, None, end, reason, 3)
 
 
 class Engine:
@@ -83,14 +75,9 @@ class Scene:
     """A request of `n` choices that an engine runs; `taken` holds the outputs passed on."""
 
     def __init__(
-        self,
-        *,
-        n: int = 1,
-        stop: tuple[str, ...] = (),
-        seconds: float | None = None,
-        interval: int = 1,
-        take: Callable[[int, RequestOutput], object] | None = None,
-    ) -> None:
+        self, *, n: int = 1, stop: tuple[str, ...] = (), seconds: float | None = None,
+        interval: int = 1, take: Callable[[int, RequestOutput], object] | None = None,
+    ) -> None:  # fmt: skip
         self.engine, self.watcher, self.taken = Engine(), Watcher(), list[RequestOutput]()
         sampling = SamplingParams(stop=stop)
         requests = [

@@ -105,9 +105,7 @@ def test_generated_outputs_read_the_same_in_pieces(format: OutputFormat, seed: i
 @by_format
 @settings(max_examples=300, deadline=None)
 @given(seed=SEEDS)
-def test_generated_outputs_read_the_same_when_split_at_each_place(
-    format: OutputFormat, seed: int
-) -> None:
+def test_generated_outputs_read_the_same_at_each_split(format: OutputFormat, seed: int) -> None:
     parsing.check_generated(format, random.Random(seed), all_places=True)
 
 
@@ -131,9 +129,7 @@ def test_m3_values_without_a_marker_are_kept(parts: list[str], place: int) -> No
     mode=st.integers(),
     tags=st.lists(st.text(UNICODE)),
 )
-def test_m2_calls_in_the_templates_spelling_are_read_back(
-    texts: tuple[str, str], mode: int, tags: list[str]
-) -> None:
+def test_m2_calls_are_read_back(texts: tuple[str, str], mode: int, tags: list[str]) -> None:
     arguments = {"path": texts[0], "content": texts[1], "mode": mode, "tags": tags}
     block = parsing.write_block(MINIMAX_M2, [("write_file", arguments)])
     output = parse(MINIMAX_M2, f"why\n</think>\n\n{block}", tools=TOOLS)
@@ -262,27 +258,17 @@ def test_a_closer_that_is_a_token_is_never_content(thinking: Thinking, step: int
     assert output == ParsedOutput(None, "So `</think>` ends it.\n\nYes.", [])
 
 
-@pytest.mark.parametrize(
-    ("format", "text", "in_reasoning", "expected"),
-    [
-        (
-            MINIMAX_M2,
-            "\n  why\n</think>\n\n    code\n  more\n",
-            True,
-            ("  why", "    code\n  more\n"),
-        ),
+def test_reasoning_and_content_are_split() -> None:
+    for format, text, in_reasoning, expected in (
+        (MINIMAX_M2, "\n  why\n</think>\n\n    co\n  de\n", True, ("  why", "    co\n  de\n")),
         (MINIMAX_M2, f"a</think>\n\nb\n{M2_CALL}\n", True, ("a", "b")),  # space around calls
         (MINIMAX_M2, "a</think>\n\nb\n", True, ("a", "b\n")),
         (MINIMAX_M2, "\nHello.", False, (None, "Hello.")),
         (MINIMAX_M2, "<think>a</think>b", False, ("a", "b")),
         (MINIMAX_M2.drop_calls(), f"x</think>\n\nok\n{M2_CALL}", True, ("x", f"ok\n{M2_CALL}")),
-    ],
-)
-def test_reasoning_and_content_are_split(
-    format: OutputFormat, text: str, in_reasoning: bool, expected: tuple[str | None, str]
-) -> None:
-    output = parse(format, text, tools=TOOLS, in_reasoning=in_reasoning)
-    assert (output.reasoning, output.content) == expected
+    ):
+        output = parse(format, text, tools=TOOLS, in_reasoning=in_reasoning)
+        assert (output.reasoning, output.content) == expected
 
 
 def test_endless_tags_are_released_as_text() -> None:
@@ -292,10 +278,8 @@ def test_endless_tags_are_released_as_text() -> None:
 
 
 def test_duplicate_parameter_leaves_the_last_value() -> None:
-    text = (
-        f'{M2_WRITE}<parameter name="path">a</parameter><parameter name="path">b</parameter>'
-        "</invoke></minimax:tool_call>"
-    )
+    path = '<parameter name="path">'
+    text = f"{M2_WRITE}{path}a</parameter>{path}b</parameter></invoke></minimax:tool_call>"
     (call,) = parse(MINIMAX_M2, text, tools=TOOLS).tool_calls
     assert call.arguments == '{"path": "a", "path": "b"}'
 
@@ -323,9 +307,7 @@ def test_thinking_can_stay_in_the_content_as_generated(thinking: Thinking, opene
         (MINIMAX_M3, "quoted <mm:think>[e~[\n]~b]ai\n", False),
     ],
 )
-def test_prompts_open_reasoning_in_their_last_turn(
-    format: OutputFormat, prompt: str, expected: bool
-) -> None:
+def test_prompts_that_open_reasoning(format: OutputFormat, prompt: str, expected: bool) -> None:
     assert format.opens_reasoning(prompt) is expected
 
 

@@ -67,13 +67,10 @@ def test_m2_begins_inside_thinking_and_m3_by_its_mode(run: Run) -> None:
 
 def test_lone_surrogates_are_escaped(run: Run, tmp_path: Path) -> None:
     tools = tmp_path / "tools.json"
-    tools.write_text(
-        '[{"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}]', encoding="utf-8"
-    )
-    text = (
-        '</think><minimax:tool_call><invoke name="f"><parameter '
-        'name="x">["\\ud800"]</parameter></invoke>'
-    )
+    schema = {"properties": {"x": {"type": "array"}}}
+    tools.write_text(json.dumps([{"name": "f", "parameters": schema}]), encoding="utf-8")
+    call = '<invoke name="f"><parameter name="x">["\\ud800"]</parameter></invoke>'
+    text = f"</think><minimax:tool_call>{call}"
     code, out, _ = run(text, "--format", "m2", "--tools", str(tools))
     assert code == 0
     assert json.loads(out)["tool_calls"] == [{"name": "f", "arguments": {"x": ["\ud800"]}}]
@@ -109,9 +106,7 @@ def test_bytes_that_are_no_utf8_are_refused(run: Run) -> None:
     assert (code, err) == (2, "negamax: error: standard input is no UTF-8: byte 2 is 0xff\n")
 
 
-def test_tools_of_a_chat_are_refused_alike(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refuses_bad_tools_of_a_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tools = tmp_path / "tools.json"
     for text, says in (("[" * 100_000, "is no JSON"), ("[1]", "other values in it")):
         tools.write_text(text, encoding="utf-8")

@@ -18,10 +18,7 @@ from negamax.text.parser.events import (
 from negamax.text.parser.output_format import OutputFormat
 from negamax.text.parser.packets import HOLD_SECONDS, PacedPackets, Packets
 
-ESSAY = (
-    "The history of tea begins, as many stories do, with an accident: leaves fell into a pot of "
-    "water. " * 40
-)
+ESSAY = "The history of tea begins, as many do, with an accident: leaves fell into a pot. " * 45
 CODE = "def area(r: float) -> float:\n    return 3.14159 * r ** 2  # [m2]\n"
 PROPERTIES = {
     "write": {"filename": {"type": "string"}, "content": {"type": "string"}},
@@ -79,9 +76,7 @@ def packets_of(format: OutputFormat, text: str, *, tokens_per_step: int) -> list
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 8, 10_000])
 @pytest.mark.parametrize("format", [MINIMAX_M2, MINIMAX_M3], ids=["m2", "m3"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_shares_of_fragment_sizes_are_within_limits(
-    name: str, format: OutputFormat, tokens_per_step: int
-) -> None:
+def test_sizes_are_within_limits(name: str, format: OutputFormat, tokens_per_step: int) -> None:
     reasoning, content, calls, limits = SCENARIOS[name]
     thinking = f"<mm:think>{reasoning}</mm:think>" if reasoning else ""
     if format is MINIMAX_M2:
@@ -159,10 +154,8 @@ def send(
 ) -> list[list[str]]:
     """Return the fragments sent with each given one; one comes every `step` seconds."""
     packets, last = PacedPackets(), len(fragments) - 1
-    return [
-        texts(packets.push([kind(text)], now=100 + i * step, is_last=i == last))
-        for i, text in enumerate(fragments)
-    ]
+    times = [(kind(text), 100 + i * step, i == last) for i, text in enumerate(fragments)]
+    return [texts(packets.push([event], now=now, is_last=ends)) for event, now, ends in times]
 
 
 def test_first_text_is_sent_at_once_and_the_next_is_sized() -> None:

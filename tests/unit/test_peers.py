@@ -19,28 +19,18 @@ def request(*, hang_up: asyncio.Event) -> Request:
         await hang_up.wait()
         return {"type": "http.disconnect"}
 
-    names = {"host": "here", "authorization": "Bearer k", "connection": "keep-alive"}
-    headers = [
-        (name.encode(), value.encode()) for name, value in (names | {"x-request-id": "old"}).items()
-    ]
+    names = {b"host": b"here", b"authorization": b"Bearer k", b"connection": b"keep-alive"}
+    headers = [*names.items(), (b"x-request-id", b"old")]
     scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/responses/x y",
-        "raw_path": b"/v1/responses/x%20y",
-        "query_string": b"a=1",
-        "headers": headers,
+        "type": "http", "method": "POST", "path": "/v1/responses/x y",
+        "raw_path": b"/v1/responses/x%20y", "query_string": b"a=1", "headers": headers,
         "state": {"request_id": "rid"},
-    }
+    }  # fmt: skip
     return Request(scope, receive)
 
 
 async def relayed(
-    folder: Path,
-    peer: Peer,
-    *,
-    hang_up: asyncio.Event | None = None,
-    sent: list[dict[str, Any]] | None = None,
+    folder: Path, peer: Peer, *, hang_up: asyncio.Event | None = None, sent: Any = None
 ) -> list[dict[str, Any]]:
     """Return process 1's answer as process 0 relays it, also piecewise in `sent`."""
     rank = ServerRank.of(0, 2, folder)
@@ -105,9 +95,7 @@ def test_process_that_dies_breaks_the_answer_off(tmp_path: Path, head: bytes) ->
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_client_that_hangs_up_ends_the_request_at_the_other_process(
-    tmp_path: Path, has_begun: bool
-) -> None:
+def test_hang_up_ends_the_request_at_the_other_process(tmp_path: Path, has_begun: bool) -> None:
     ended = False
 
     async def scene() -> None:

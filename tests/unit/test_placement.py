@@ -1,7 +1,5 @@
-import asyncio
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +20,7 @@ from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.scheduler import ROW_COST
 from negamax.scheduler.step import SequenceUpdate
+from tests.unit.test_open_request import in_loop
 from tests.unit.test_stop_strings import INFO, TOKENIZER
 
 BLOCK = 16
@@ -68,19 +67,6 @@ def ask(
     request._replica, request._has_started = replica, True
     replica.send(*map(AddRequest, request.requests))
     return request, replica.index
-
-
-def in_loop(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test in an event loop."""
-
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        async def scene() -> None:
-            test(**fixtures)
-
-        asyncio.run(scene())
-
-    return run
 
 
 def prompt(number: int, length: int = 40) -> list[int]:
@@ -150,7 +136,7 @@ def test_prefixes_are_shared_by_processes_and_discarded(tmp_path: Path) -> None:
 
 
 @in_loop
-def test_requests_are_spread_and_follow_their_prefixes_until_load_outweighs_them() -> None:
+async def test_requests_are_spread_and_follow_their_prefixes_until_load_outweighs_them() -> None:
     engine, _ = engine_of(3)
     places = [ask(engine, prompt(10 * number), f"r{number}")[1] for number in range(9)]
     assert sorted(places) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -171,7 +157,7 @@ def test_requests_are_spread_and_follow_their_prefixes_until_load_outweighs_them
 
 
 @in_loop
-def test_single_requests_alternate_between_replicas() -> None:
+async def test_single_requests_alternate_between_replicas() -> None:
     engine, _ = engine_of(2)
     places = []
     for number in range(6):
@@ -182,7 +168,7 @@ def test_single_requests_alternate_between_replicas() -> None:
 
 
 @in_loop
-def test_a_named_rank_is_used_at_any_load() -> None:
+async def test_a_named_rank_is_used_at_any_load() -> None:
     engine, channels = engine_of(2, ranks=2)
     assert engine.num_ranks == 4
     for rank in (3, 3, 3, 2, 0):
@@ -194,7 +180,7 @@ def test_a_named_rank_is_used_at_any_load() -> None:
 
 
 @in_loop
-def test_dead_and_silent_replicas_get_nothing_while_others_run() -> None:
+async def test_dead_and_silent_replicas_get_nothing_while_others_run() -> None:
     engine, channels = engine_of(2)
     full = engine.admission._max_open
     lost, _ = ask(engine, prompt(1), "lost", rank=1)
@@ -224,7 +210,7 @@ def test_dead_and_silent_replicas_get_nothing_while_others_run() -> None:
 
 
 @in_loop
-def test_server_ends_when_no_replica_is_left() -> None:
+async def test_server_ends_when_no_replica_is_left() -> None:
     engine, channels = engine_of(2)
     for replica in (1, 0):
         assert not engine.failed.done()
@@ -242,7 +228,7 @@ def test_server_ends_when_no_replica_is_left() -> None:
 
 
 @in_loop
-def test_counters_continue_after_an_engine_died() -> None:
+async def test_counters_continue_after_an_engine_died() -> None:
     def stats(tokens: int) -> EngineStats:
         ranks = tuple(
             RankStats(1, 0, 50, 20, 3, 0, 5, 0, tokens + at, accepted_per_position=(tokens, at))
@@ -272,7 +258,7 @@ def test_counters_continue_after_an_engine_died() -> None:
 
 
 @in_loop
-def test_abort_of_a_servers_requests_reaches_all_replicas() -> None:
+async def test_abort_of_a_servers_requests_reaches_all_replicas() -> None:
     engine, channels = engine_of(2)
     for rank in (0, 1):
         ask(engine, prompt(rank), f"r{rank}", rank=rank)
@@ -326,7 +312,7 @@ def test_number_of_replicas_has_limits(count: int) -> None:
 
 
 @in_loop
-def test_later_choices_compute_the_prompt_only_where_they_cannot_share_it() -> None:
+async def test_later_choices_compute_the_prompt_only_where_they_cannot_share_it() -> None:
     engine, _ = engine_of(1)
     sampling = SamplingParams()
     assert engine.prefill_tokens(100, sampling, num_choices=3) == [100, 1, 1]

@@ -35,9 +35,7 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_name: str) ->
     ("visible", "count"),
     [(None, 4), ("0,2", 2), ("", 0), ("GPU-3aaaaaaa", 1), ("1,7,2", 1), ("-1", 0)],
 )
-def test_gpus_are_those_that_cuda_sees(
-    visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_visible_gpus(visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = visible_gpus()
@@ -47,9 +45,7 @@ def test_gpus_are_those_that_cuda_sees(
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_split_files_are_planned_for_their_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plans_split_files_for_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "split"
     shutil.copytree(EMBEDDED["nano"], folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     sizes = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "rank": 0}
@@ -128,9 +124,7 @@ def test_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("gpu_name", ["NVIDIA Abacus"])
-def test_unknown_gpus_are_named(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_gpu(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     assert main(["plan", "minimax-m2"]) == 2
     assert "--gpu is 'NVIDIA Abacus'; known: A100-40GB" in capsys.readouterr().err
     assert main(["plan", "minimax-m2", "--gpus", "4", "--gpu", "H200"]) == 0

@@ -28,6 +28,7 @@ from negamax.planner.gpus import GIB, GPUS, MEASURED, find_gpu
 from negamax.planner.plan import Candidate, Hardware, Plan, make_plan
 from negamax.planner.topology import Topology, gpu_reserve, topologies
 from negamax.quantization import online
+from tests.layouts import full
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 PAGE = (RESULTS.parent / "parallelism.md").read_text(encoding="utf-8")
@@ -60,14 +61,9 @@ def bytes_on_rank(spec: ModelSpec, layout: ParallelLayout, *, is_sharded: bool =
 
 
 def counted(
-    spec: ModelSpec,
-    layout: ParallelLayout,
-    budget: int,
-    *,
-    kv_dtype: str = "bfloat16",
-    shards_index: bool = False,
-    longest: int | None = None,
-) -> tuple[int, int, int]:
+    spec: ModelSpec, layout: ParallelLayout, budget: int, *, kv_dtype: str,
+    shards_index: bool = False, longest: int | None = None,
+) -> tuple[int, int, int]:  # fmt: skip
     """Return tokens, weight bytes and cache bytes per token of the tightest stage.
 
     257 request slots share the memory; each has the tokens of the `longest` request, or fewer if
@@ -106,13 +102,9 @@ def check_plan(
         check_split(layout, spec, gpus=each.topology.ranks)
         assert each.topology.gpus <= gpus
         tokens, *bytes_each = counted(
-            spec,
-            layout,
-            budget,
-            kv_dtype=kv_dtype,
-            shards_index=each.shards_index,
+            spec, layout, budget, kv_dtype=kv_dtype, shards_index=each.shards_index,
             longest=context_length,
-        )
+        )  # fmt: skip
         assert [each.memory.weights, each.memory.token] == bytes_each
         assert each.context_length <= tokens == each.memory.tokens
         assert context_length in (None, each.context_length)
@@ -131,19 +123,14 @@ def check_plan(
         assert Topology(ranks, splits.num_expert_ranks, replicas=gpus // ranks) in found
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus", "gib", "context_length", "kv_dtype"),
-    [
+def test_offered_plans_are_accepted_and_refused_ones_are_not() -> None:
+    for name, gpus, gib, context_length, kv_dtype in (
         ("m2", 3, 96, None, "bfloat16"),
         ("m2 in int4", 2, 80, 150_000, "fp8"),
         ("m3", 2, 141, 4096, "fp8"),
         ("odd", 4, 24, None, "bfloat16"),
-    ],
-)
-def test_offered_plans_are_accepted_and_refused_ones_are_not(
-    name: str, gpus: int, gib: int, context_length: int | None, kv_dtype: str
-) -> None:
-    check_plan(SPECS[name], gpus, gib=gib, context_length=context_length, kv_dtype=kv_dtype)
+    ):
+        check_plan(SPECS[name], gpus, gib=gib, context_length=context_length, kv_dtype=kv_dtype)
 
 
 @pytest.mark.full
@@ -200,12 +187,7 @@ def recorded(name: str) -> dict[str, Any]:
     return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["results"][0])
 
 
-RUNS = {
-    "h200_tp1_16_layers": "1, 16 layers",
-    "h200_tp2": "2",
-    "h200_tp4": "4",
-    "h200_tp4_fp8_kv": "4, FP8 cache",
-}
+RUNS = {"tp1_16_layers": "1, 16 layers", "tp2": "2", "tp4": "4", "tp4_fp8_kv": "4, FP8 cache"}
 
 
 def predicted(found: dict[str, Any], run: dict[str, Any]) -> tuple[Candidate, float]:
@@ -222,7 +204,7 @@ def test_page_compares_predictions_with_measurements() -> None:
     """docs/parallelism.md: time per token within 5 %, prompts within 15 %."""
     expected = []
     for name, label in RUNS.items():
-        found = recorded(name)
+        found = recorded(f"h200_{name}")
         for run in found["runs"]:
             each, prompts = predicted(found, run)
             milliseconds, measured = 1e3 * each.predictions[0].token_seconds, run["tpot_ms"]
@@ -245,15 +227,11 @@ def test_best_candidates_are_best() -> None:
     assert plan.fastest.topology == Topology(8) != plan.candidates[0].topology
     assert plan.busiest.topology.ep > 1  # its expert shards need no padding
     # A second machine doubles the answers: twice the servers, each under half the load.
-    one, two = (
-        make_plan(M2, Hardware(MEASURED, 4 * count, count), [Workload(32 * count)])
-        for count in (1, 2)
-    )
-
-    def of(plan: Plan, label: str) -> Candidate:
-        return next(each for each in plan.candidates if each.topology.label == label)
-
-    single, double = of(one, "TP4").predictions[0], of(two, "2 x TP4").predictions[0]
+    found = []
+    for count, label in ((1, "TP4"), (2, "2 x TP4")):
+        plan = make_plan(M2, Hardware(MEASURED, 4 * count, count), [Workload(32 * count)])
+        found += [each.predictions[0] for each in plan.candidates if each.topology.label == label]
+    single, double = found
     assert double.token_seconds == single.token_seconds
     assert double.tokens_per_second == pytest.approx(2 * single.tokens_per_second)
 
@@ -331,6 +309,9 @@ def test_gpus_are_found_by_the_name_that_their_driver_gives(driver: str, name: s
     assert find_gpu(driver).name == name
 
 
+SHORT = "--gpus 2 --max-model-len 1k --input-len 900"
+
+
 def plan_json(line: str, capsys: pytest.CaptureFixture[str]) -> Any:
     main(["plan", *line.split(), "--json"])
     return json.loads(capsys.readouterr().out)
@@ -340,9 +321,7 @@ def plan_json(line: str, capsys: pytest.CaptureFixture[str]) -> Any:
     "line",
     [
         "minimax-m2 --gpus 4 --gpu H100 --kv-cache-dtype fp8",
-        pytest.param(
-            "minimax-m3-mxfp8 --gpus 16 --nodes 2 --index-cache-dtype fp8", marks=pytest.mark.full
-        ),
+        full("minimax-m3-mxfp8 --gpus 16 --nodes 2 --index-cache-dtype fp8"),
         "minimax-m2 --gpus 2 --quantization int4 --input-len 10 --output-len 100 "
         "--concurrency 1,512,700",
         "nano --gpus 2 --nodes 2 --max-model-len 2K",
@@ -392,10 +371,7 @@ def test_table_names_the_two_best_and_reasons(capsys: pytest.CaptureFixture[str]
         ("--gpus 4 --gpu-memory 0", "--gpu-memory is 0; allowed: 1 to 4096"),
         ("--gpus 4 --max-model-len 1M", "is 1048576; the model's context length is 196608"),
         ("--gpus 4 --input-len 200000", "200001 tokens; the model's context length is 196608"),
-        (
-            "--gpus 4 --max-model-len 1k --input-len 900 --output-len 101",
-            "1001 tokens; --max-model-len is 1000 (lower",
-        ),
+        (f"{SHORT} --output-len 101", "1001 tokens; --max-model-len is 1000 (lower"),
         ("--gpus 4 --concurrency 0", "--concurrency is '0'; allowed: numbers from 1"),
         ("--gpus 4 --quantization vtq", "--quantization is 'vtq'; allowed: "),
     ],
@@ -410,7 +386,7 @@ def test_refuses_bad_input(line: str, said: str, capsys: pytest.CaptureFixture[s
     [
         ("", (1000, 1000)),
         ("--max-model-len 1k", (500, 500)),
-        ("--max-model-len 1k --input-len 900", (900, 100)),
+        (SHORT, (900, 100)),
         ("--max-model-len 1k --output-len 10", (990, 10)),
         ("--output-len 10", (1000, 10)),
     ],
@@ -434,9 +410,7 @@ ROWS = re.findall(r"^\| [^|]+ \| `(M[23]\S* --.+?)` \| (.+) \|$", PAGE, re.M)
 
 
 @pytest.mark.parametrize(("line", "said"), ROWS)
-def test_recipes_run_or_are_refused_as_the_page_says(
-    line: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recipes_of_the_page(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     refusal = re.fullmatch(r"refused: (.+)", said)
     model, *options = shlex.split(line)
     code = main(["serve", f"MiniMaxAI/MiniMax-{model}", *options, "--explain"])
@@ -480,9 +454,7 @@ def test_page_predicts_unmeasured_splits() -> None:
     assert [name for name, *_ in rows] == names
     for name, prompts, cells in rows:
         (each,) = [one for one in plan.candidates if one.topology.label == name]
-        found = [
-            f"{1e3 * one.token_seconds:.1f}, {one.tokens_per_second:,.0f}"
-            for one in each.predictions
-        ]
         assert prompts == f"{each.prefill_rate:,.0f}"
-        assert [cell.strip() for cell in cells.split("|")] == found
+        for one, cell in zip(each.predictions, cells.split("|"), strict=True):
+            times = f"{1e3 * one.token_seconds:.1f}, {one.tokens_per_second:,.0f}"
+            assert cell.strip() == times

@@ -129,25 +129,8 @@ def test_tokens_from_the_cache(num_blocks: int, requests: list[Any]) -> None:
     scheduler = make_scheduler(num_blocks=num_blocks)
     for number, (prompt, fields, cached) in enumerate(requests):
         assert admit_start(scheduler, f"r{number}", prompt, **fields) == cached
-
-
-def test_cache_switched_off() -> None:
     scheduler = make_scheduler(enable_prefix_caching=False)
     assert [admit_start(scheduler, name, PROMPT) for name in "ab"] == [0, 0]
-
-
-def test_running_sequences_share_blocks_and_free_them_once() -> None:
-    scheduler = make_scheduler()
-    scheduler.add("a", PROMPT, max_tokens=20)
-    first = scheduler.next_plan()
-    scheduler.commit(first)
-    scheduler.add("b", PROMPT, max_tokens=20)
-    second = scheduler.next_plan()
-    assert second.new_rows[0].block_ids[:2] == first.new_rows[0].block_ids[:2]
-    assert scheduler.num_free_blocks == 64 - 3 - 1
-    scheduler.commit(second)
-    scheduler.run_all()
-    assert scheduler.num_free_blocks == 64
 
 
 def test_block_is_found_only_after_the_step_that_filled_it_was_committed() -> None:

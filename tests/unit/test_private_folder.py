@@ -28,9 +28,7 @@ def test_only_this_user_can_enter_and_it_is_removed(temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_a_folder_with_a_long_path_is_skipped(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skips_a_folder_with_a_long_path(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = temporary / ("a" * 90)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -39,23 +37,16 @@ def test_a_folder_with_a_long_path_is_skipped(
         listener.bind(f"{folder.path}/requests-63")
     folder.remove()
     monkeypatch.setattr(private_folder, "_MOST_BYTES", 30)
-    with pytest.raises(
-        ResourceError,
-        match=r"sockets in it need one of at most \d+ \(set TMPDIR to a shorter one\)",
-    ):
+    words = r"sockets in it need one of at most \d+ \(set TMPDIR to a shorter one\)"
+    with pytest.raises(ResourceError, match=words):
         PrivateFolder()
 
 
-def test_folders_of_killed_processes_are_removed_and_used_ones_are_not(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = (
-        "import os; from negamax.base.private_folder import PrivateFolder; "
-        "print(PrivateFolder().path, flush=True); os.abort()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={"TMPDIR": str(temporary)}, capture_output=True, text=True
-    )
+def test_abandoned_folders_are_removed(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = "import os; from negamax.base.private_folder import PrivateFolder"
+    command = [sys.executable, "-c", f"{load}; print(PrivateFolder().path, flush=True); os.abort()"]
+    environment = {"TMPDIR": str(temporary)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     abandoned, foreign = Path(done.stdout.strip()), temporary / "negamax-notes"
     foreign.mkdir()
     used = PrivateFolder()

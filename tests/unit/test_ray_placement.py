@@ -92,9 +92,7 @@ def test_resources_of_each_machine() -> None:
         ([(8, 64)] * 20, {"data_parallel_size": 512}, "; and 4 more (use smaller sizes, or add"),
     ],
 )
-def test_a_refusal_names_wanted_and_available_resources(
-    nodes: list[tuple[float, float]], options: dict[str, Any], words: str
-) -> None:
+def test_refusals(nodes: list[tuple[float, float]], options: dict[str, Any], words: str) -> None:
     wanted = placement(*nodes, **options)
     assert wanted.choose() is None
     assert words in str(wanted.refusal(3.0))
@@ -148,9 +146,7 @@ def test_other_names_of_the_backend(words: str, backend: str | None) -> None:
 
 
 @pytest.mark.parametrize("words", ["--distributed-executor-backend ray", "--use-ray", "-dpb ray"])
-def test_variables_of_other_launchers_have_no_effect(
-    monkeypatch: pytest.MonkeyPatch, words: str
-) -> None:
+def test_ignores_variables_of_other_launchers(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     for name, value in {"GROUP_SIZE": "2", "WORKER_INDEX": "0", "LEADER_ADDRESS": "a"}.items():
         monkeypatch.setenv(f"LWS_{name}", value)
     line = ["serve", "nano", "-pp", "2"]
@@ -158,9 +154,7 @@ def test_variables_of_other_launchers_have_no_effect(
     assert "nnodes" not in resolve(GROUP, [*line, *words.split()]).choices
 
 
-def test_a_missing_ray_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(ray_launcher, "find_spec", lambda name: None)
     line = shlex.split("serve nano --distributed-executor-backend ray")
     for words in (line, [*line, "--explain"]):

@@ -18,32 +18,20 @@ TOKENS = {
 
 
 def make_gate(
-    state: str = "open",
-    *,
-    by_id: bool = True,
-    budget: int | None = None,
-    calls_end_it: bool = True,
-    closing: tuple[int, ...] = CLOSING,
+    state: str = "open", *, by_id: bool = True, budget: int | None = None,
+    calls_end_it: bool = True, closing: tuple[int, ...] = CLOSING,
     table: dict[int, bytes] = TOKENS,
-) -> ReasoningGate:
+) -> ReasoningGate:  # fmt: skip
     ids = (OPEN, CLOSE, CALL) if by_id else (None, None, None)
     texts = ("<mm:think>", "</mm:think>", "]<]")
     opener, closer, call_opener = map(Marker, texts, ids)
     reasoning = Reasoning(
-        state="open" if state == "open" else "optional",
-        opener=opener,
-        closer=closer,
-        call_opener=call_opener,
-        closing_ids=closing,
-        max_newlines=0,
-    )
+        state="open" if state == "open" else "optional", opener=opener, closer=closer,
+        call_opener=call_opener, closing_ids=closing, max_newlines=0,
+    )  # fmt: skip
     assert needs_text(reasoning) is not by_id
-    return ReasoningGate(
-        reasoning,
-        budget=budget,
-        calls_end_it=calls_end_it,
-        token_bytes=None if by_id else table.__getitem__,
-    )
+    lookup = None if by_id else table.__getitem__
+    return ReasoningGate(reasoning, budget=budget, calls_end_it=calls_end_it, token_bytes=lookup)
 
 
 def spell(text: str) -> list[int]:

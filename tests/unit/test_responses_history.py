@@ -239,14 +239,10 @@ def test_call_that_no_client_could_run_has_no_item_of_its_own(name: str, argumen
 
 def test_results_have_the_output_and_the_exit_code() -> None:
     patch = {**client_call("apply_patch", ARGUMENTS["apply_patch"]), "call_id": "call_2"}
-    outcomes: list[dict[str, Any]] = [
-        {"type": "exit", "exit_code": 0},
-        {"type": "exit", "exit_code": 2},
-        {"type": "timeout"},
-    ]
     printed = [
-        {"stdout": stdout, "stderr": stderr, "outcome": outcome}
-        for stdout, stderr, outcome in zip(("a\n", "", "b"), ("", "no", ""), outcomes, strict=True)
+        {"stdout": "a\n", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}},
+        {"stdout": "", "stderr": "no", "outcome": {"type": "exit", "exit_code": 2}},
+        {"stdout": "b", "stderr": "", "outcome": {"type": "timeout"}},
     ]
     failed = {"type": "apply_patch_call_output", "call_id": "call_2", "status": "failed"}
     shell = client_call("shell", ARGUMENTS["shell"])

@@ -45,16 +45,9 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
 
 def test_limits_themselves_are_accepted() -> None:
     params = SamplingParams(
-        n=128,
-        temperature=2.0,
-        top_p=1.0,
-        top_k=-1,
-        min_p=1.0,
-        max_tokens=1,
-        logprobs=20,
-        stop=("x",) * 32,
-        seed=-(2**63),
-    )
+        n=128, temperature=2.0, top_p=1.0, top_k=-1, min_p=1.0, max_tokens=1, logprobs=20,
+        stop=("x",) * 32, seed=-(2**63),
+    )  # fmt: skip
     params.check(max_logprobs=20, vocab_size=10)
 
 

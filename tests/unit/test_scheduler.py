@@ -8,7 +8,7 @@ from negamax.scheduler.blocks import BlockPool
 from negamax.scheduler.prefix_cache import BlockHashes, match_prefix
 from negamax.scheduler.step import SequenceUpdate, StepResult, TokenLogprobs
 from tests.unit import plan_support
-from tests.unit.plan_support import RankScheduler, list_admitted, make_request, make_result
+from tests.unit.plan_support import RankScheduler, list_admitted, make_result
 
 EOS = 0
 make_scheduler = partial(plan_support.make_scheduler, enable_prefix_caching=False)
@@ -20,11 +20,8 @@ def test_refuses_a_prompt_that_leaves_no_room_for_output() -> None:
         scheduler.add("a", 10)
     scheduler.add("b", 9)
     assert scheduler.step()[0].finish_reason == "length"
-
-
-def test_refuses_an_empty_prompt() -> None:
     with pytest.raises(InvalidRequestError, match="0 tokens"):
-        make_scheduler().add("a", 0)
+        scheduler.add("c", 0)
 
 
 def test_refuses_an_id_in_use_until_the_request_ended() -> None:
@@ -45,11 +42,8 @@ def test_refuses_a_request_that_could_outgrow_the_pool_with_a_remedy() -> None:
     with pytest.raises(InvalidRequestError, match="shorten the prompt"):
         scheduler.add("c", 13, max_tokens=1)
     assert len(scheduler.run_all()) == 8
-
-
-def test_context_length_bounds_the_blocks_of_a_request() -> None:
     scheduler = make_scheduler(num_blocks=3, max_model_len=13)
-    scheduler.add("a", 5, max_tokens=1000)
+    scheduler.add("a", 5, max_tokens=1000)  # the context length bounds its blocks
     assert len(scheduler.run_all()) == 8
 
 
@@ -107,23 +101,6 @@ def test_no_more_requests_run_than_the_budget_has_tokens() -> None:
     assert [plan.slots for plan in scheduler.next_plans(4)] == [[0, 1], [0, 1], [0, 1], [2]]
 
 
-def test_block_is_appended_when_the_last_one_is_full() -> None:
-    scheduler = make_scheduler()
-    scheduler.add("a", 7)
-    first, *plans = scheduler.next_plans(4)
-    assert first.new_rows[0].block_ids == [0, 1]
-    appended = [(plan.appended_slots, plan.appended_blocks) for plan in plans]
-    assert appended == [([], []), ([0], [2]), ([], [])]
-
-
-def test_new_row_has_the_tokens_and_parameters_of_its_request() -> None:
-    scheduler, request = make_scheduler(), make_request("a", 5, seed=3)
-    scheduler.add("a", 5, seed=3)
-    (row,) = scheduler.next_plan().new_rows
-    assert (tuple(row.token_ids), row.prompt_len) == (request.prompt_token_ids, 5)
-    assert row.sampling == request.sampling
-
-
 def test_admission_leaves_one_block_free_while_others_run() -> None:
     scheduler = make_scheduler(num_blocks=6)
     scheduler.add("a", 8, max_tokens=2)
@@ -148,9 +125,7 @@ def test_blocked_request_is_admitted_as_soon_as_blocks_are_free() -> None:
     assert list_admitted(scheduler.next_plan()) == "c"
 
 
-def test_blocked_request_is_not_looked_up_again_while_nothing_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocked_request_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     lookups: list[int] = []
 
     def counted(pool: BlockPool, block_hashes: BlockHashes, *, max_blocks: int) -> list[int]:
@@ -194,16 +169,6 @@ def test_stop_rules(
     assert (updates[-1].finish_reason, updates[-1].stop_reason) == (reason, stop_reason)
     assert not scheduler.has_unfinished
     assert scheduler.num_free_blocks == scheduler.limits.num_blocks
-
-
-@pytest.mark.parametrize(("max_model_len", "max_tokens"), [(128, 2), (6, 100)])
-def test_never_planned_past_a_length_limit(max_model_len: int, max_tokens: int) -> None:
-    scheduler = make_scheduler(max_model_len=max_model_len)
-    scheduler.add("a", 4, max_tokens=max_tokens)
-    plans = scheduler.next_plans(2)
-    assert scheduler.plan() is None and scheduler.has_unfinished
-    updates = [scheduler.commit(plan)[0] for plan in plans]
-    assert [update.finish_reason for update in updates] == [None, "length"]
 
 
 def test_abort_frees_at_once_and_drops_rows_in_flight() -> None:

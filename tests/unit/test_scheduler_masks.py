@@ -1,4 +1,5 @@
 import random
+from typing import Any
 
 import msgspec
 from hypothesis import given, settings
@@ -14,16 +15,9 @@ from tests.unit.test_scheduler_traces import GARBAGE, ModelWorker, Row, Trace, a
 GRAMMAR = Grammar(kind="json_object")
 
 
-def add(
-    scheduler: RankScheduler,
-    name: str,
-    length: int = 6,
-    *,
-    grammar: Grammar | None = GRAMMAR,
-    max_tokens: int = 8,
-) -> None:
-    prompt = list(range(10, 10 + length))
-    scheduler.add(name, prompt, seed=1, max_tokens=max_tokens, ignore_eos=True, grammar=grammar)
+def add(scheduler: RankScheduler, name: str, length: int = 6, **fields: Any) -> None:
+    fields = {"seed": 1, "ignore_eos": True, "grammar": GRAMMAR, **fields}
+    scheduler.add(name, list(range(10, 10 + length)), **fields)
 
 
 def test_a_plan_lists_sampled_rows_with_grammars() -> None:

@@ -27,9 +27,7 @@ def run_until_preemption(scheduler: RankScheduler) -> StepPlan:
     ("priorities", "left"),
     [((0, 0, 0), "ab"), ((0, 1, 0), "ac"), ((2, 1, 1), "bc"), ((0, 2, 1), "ac")],
 )
-def test_preempts_the_lowest_priority_then_the_latest_arrival(
-    priorities: tuple[int, ...], left: str
-) -> None:
+def test_preempts_by_priority_then_arrival(priorities: tuple[int, ...], left: str) -> None:
     scheduler = make_scheduler(max_model_len=64, num_blocks=9, enable_prefix_caching=False)
     for name, priority in zip("abc", priorities, strict=True):
         # 2 blocks, the third in step 2, the fourth in step 6
@@ -100,17 +98,3 @@ def test_resumed_request_uses_its_blocks_in_the_cache() -> None:
     # as at its first admission
     assert updates[-1].request_id == "b" and updates[-1].num_cached_tokens == 0
     assert (scheduler.prompt_tokens, scheduler.cached_prompt_tokens) == (16, 0)
-
-
-def test_preempted_request_leaves_shared_blocks_to_the_other_holder() -> None:
-    scheduler = make_scheduler(max_model_len=64, num_blocks=7)
-    for name in "ab":
-        scheduler.add(name, list(range(100, 109)), max_tokens=13)
-        plan = scheduler.next_plan()
-        scheduler.commit(plan)
-    shared, pool = plan.new_rows[0].block_ids[:2], scheduler._pool
-    assert scheduler.starts[plan.step_id] == [9, 8]
-    assert [pool.ref_count(block_id) for block_id in shared] == [2, 2]
-    run_until_preemption(scheduler)
-    assert [pool.ref_count(block_id) for block_id in shared] == [1, 1]
-    assert scheduler.num_free_blocks == 7 - 6  # a's six blocks, the shared ones among them

@@ -41,13 +41,11 @@ class Pipeline:
         plans = self.scheduler.plan()
         after_oldest = list(self.in_flight)[len(self.in_flight) == self.stages :]
         for rank, plan in enumerate(plans or []):
+            earlier = [others[rank] for others in after_oldest if others is not None]
             in_flight = {
                 slot
-                for others in after_oldest
-                if others is not None
-                for slot, is_sampled in zip(
-                    others[rank].slots, others[rank].needs_sampling, strict=True
-                )
+                for each in earlier
+                for slot, is_sampled in zip(each.slots, each.needs_sampling, strict=True)
                 if is_sampled
             }
             reassigned = {row.slot for row in plan.new_rows}
@@ -61,11 +59,8 @@ class Pipeline:
         return plans
 
     def run(self, plan: StepPlan) -> StepResult:
-        accepted = {
-            row: self.rng.randint(0, num_drafts)
-            for row, num_drafts in enumerate(plan.num_draft_tokens)
-            if num_drafts
-        }
+        drafts = [(row, count) for row, count in enumerate(plan.num_draft_tokens) if count]
+        accepted = {row: self.rng.randint(0, count) for row, count in drafts}
         num_tokens = sum(plan.needs_sampling) + sum(accepted.values())
         self.num_accepted += sum(accepted.values())
         return StepResult(plan.step_id, [7] * num_tokens, {}, {}, {}, accepted)

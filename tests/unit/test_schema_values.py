@@ -194,7 +194,7 @@ def test_members_and_items_are_found_at_every_depth_of_a_recursive_schema() -> N
     assert again is again.member("children").item(2)
 
 
-INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
+INTEGER, TEXT, FLAG = {"type": "integer"}, {"type": "string"}, {"type": "boolean"}
 
 
 @pytest.mark.parametrize(
@@ -205,10 +205,7 @@ INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
         ({"prefixItems": [INTEGER], "items": False}, ["integer", None]),
         ({"anyOf": [{"type": "array", "items": INTEGER}, {"type": "null"}]}, ["integer"]),
         ({"type": "array", "items": [INTEGER, TEXT]}, ["integer", "string", None]),
-        (
-            {"type": "array", "prefixItems": [INTEGER, TEXT], "items": {"type": "boolean"}},
-            ["integer", "string", "boolean", "boolean"],
-        ),
+        ({"prefixItems": [INTEGER, TEXT], "items": FLAG}, ["integer", "string", *["boolean"] * 2]),
     ],
 )
 def test_items_have_the_type_of_their_place(schema: Any, types: list[str | None]) -> None:

@@ -75,9 +75,7 @@ def rendered(messages: list[dict], **options: object) -> str:
     ],
     ids=["call", "no such tool", "tool result", "thinking closed", "no turns"],
 )
-def test_the_first_matching_rule_answers(
-    answers: ScriptedAnswers, prompt: str, answer: str
-) -> None:
+def test_first_matching_rule_answers(answers: ScriptedAnswers, prompt: str, answer: str) -> None:
     tokens = answers.answer(TOKENIZER.encode(prompt))
     assert tokens[-1] == EOS
     assert TOKENIZER.decode(tokens[:-1], skip_special_tokens=False) == answer

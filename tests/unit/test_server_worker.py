@@ -1,7 +1,5 @@
 from typing import Any, cast
 
-import pytest
-
 from negamax.api.processes import wire
 from negamax.api.server_worker import can_serve
 
@@ -10,19 +8,14 @@ LOST = wire.EngineLost(1, "killed", 1.0)
 DEAD = wire.EngineDead(1, "killed")
 
 
-@pytest.mark.parametrize(
-    ("messages", "num_replicas", "expected"),
-    [
+def test_serves_once_the_state_of_every_engine_is_known_and_one_runs() -> None:
+    for messages, num_replicas, expected in (
         ((), 1, False),
         ((RUNS,), 1, True),
         ((RUNS,), 2, False),  # the other engine may run
         ((RUNS, LOST), 2, True),
         ((RUNS, DEAD), 2, True),
         ((LOST,), 1, False),
-    ],
-)
-def test_serves_once_the_state_of_every_engine_is_known_and_one_runs(
-    messages: tuple[wire.EngineMessage, ...], num_replicas: int, expected: bool
-) -> None:
-    heard = dict(enumerate(messages))
-    assert can_serve(heard, num_replicas=num_replicas) is expected
+    ):
+        heard = dict(enumerate(messages))
+        assert can_serve(heard, num_replicas=num_replicas) is expected

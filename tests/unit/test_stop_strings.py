@@ -40,13 +40,9 @@ def truncate(content: str, stop: Sequence[str], *, includes_stop: bool) -> tuple
 
 
 def read(
-    pieces: Sequence[TextPiece],
-    stop: Sequence[str],
-    *,
-    step: int,
-    format: OutputFormat = MINIMAX_M2,
-    **options: Any,
-) -> tuple[ParsedOutput, str | None]:
+    pieces: Sequence[TextPiece], stop: Sequence[str], *, step: int,
+    format: OutputFormat = MINIMAX_M2, **options: Any,
+) -> tuple[ParsedOutput, str | None]:  # fmt: skip
     values = {"tools": TOOLS, "in_reasoning": True, "tag_ids": TAG_IDS, "stop": stop, **options}
     parser = new_parser(format, **values)
     events: list[ParserEvent] = []
@@ -82,9 +78,7 @@ def test_content_ends_at_the_first_stop_string_and_thinking_at_none(
 
 @pytest.mark.parametrize("thinking", list(Thinking))
 @pytest.mark.parametrize("step", [1, 100])
-def test_thinking_that_stays_in_the_content_has_no_stop_strings_either(
-    thinking: Thinking, step: int
-) -> None:
+def test_thinking_in_the_content_has_no_stop_strings(thinking: Thinking, step: int) -> None:
     pieces = [*chars("one\n\ntwo\n"), TextPiece("</think>", 51), *chars("\n\nThree.\n\nFour.")]
     said, matched = read(pieces, ["\n\n", "o\n\nt"], step=step, thinking=thinking)
     assert matched == "\n\n" and (said.content or "").endswith("Three.")
@@ -182,9 +176,7 @@ def test_any_grouping_of_tokens_gives_the_same_text(stop: tuple[str, ...], min_t
 @pytest.mark.parametrize("tools", [False, True])
 @pytest.mark.parametrize("min_tokens", [0, 40])
 @pytest.mark.parametrize("stop", [("\n\n",), ("END",), ("it.\n\nE", "look"), ("absent",)])
-def test_any_grouping_of_tokens_gives_the_same_answer(
-    stop: tuple[str, ...], min_tokens: int, tools: bool
-) -> None:
+def test_grouping_changes_no_answer(stop: tuple[str, ...], min_tokens: int, tools: bool) -> None:
     second = CALL if tools else "Again"
     text = f"The keeper counts.\n\nEND of it.\n</think>\n\nI look.\n{second}\n\nSo be it.\n\nEND"
     options: dict[str, Any] = {"min_tokens": min_tokens, "tools": tools}

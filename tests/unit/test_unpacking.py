@@ -1,11 +1,15 @@
 import gzip
+import json
 import random
 import zlib
 
+import msgspec
 import pytest
 
 from negamax.api.http.unpacking import PIECE_BYTES, Unpacker, find_encoding
 from negamax.base.errors import InvalidRequestError, UnsupportedMediaTypeError
+from negamax.base.unicode import valid_escapes, valid_unicode
+from tests.speed import cpu_seconds, is_linear
 
 SAYS = b'{"prompt": "%s"}' % random.Random(1).randbytes(50_000).hex().encode()
 RAW = zlib.compressobj(wbits=-15)
@@ -59,13 +63,10 @@ def test_refuses_truncated_and_broken_bodies(form: str) -> None:
 @pytest.mark.parametrize(
     ("value", "encoding"),
     [
-        (b"gzip", b"gzip"),
-        (b"GZIP", b"gzip"),
-        (b" identity", None),
-        (b"", None),
+        (b"gzip", b"gzip"), (b"GZIP", b"gzip"), (b" identity", None), (b"", None),
         (b"identity, deflate", b"deflate"),
     ],
-)
+)  # fmt: skip
 def test_encodings_that_are_read(value: bytes, encoding: bytes | None) -> None:
     assert find_encoding([(b"host", b"x"), (b"content-encoding", value)]) == encoding
 
@@ -76,3 +77,38 @@ def test_other_encodings_are_named_in_the_refusal(value: bytes) -> None:
     with pytest.raises(UnsupportedMediaTypeError, match=allowed) as error:
         find_encoding([(b"content-encoding", value)])
     assert value[:20].decode() in error.value.message and len(error.value.message) < 150
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ("plain é 😀", "plain é 😀"),
+        ("a\ud83db", "a\ufffdb"),
+        ("\ude00\ud83d", "\ufffd\ufffd"),
+        ("\ud83d\ud83d\ude00", "\ufffd😀"),
+    ],
+)
+def test_lone_surrogates_of_a_text_are_replaced(text: str, valid: str) -> None:
+    assert valid_unicode(text) == valid
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'"\ud83d"', rb'"\uD83D\uDE00"', rb'"\ud83d\uDE00\ud83d"', rb'"\\ud83d"', rb'"\\\ud83d"',
+        rb'"\\ud83d\ude00"', rb'"\ude00\ud83d\ud83d\ude00x"', rb'"\ud83d\\ude00"',
+        rb'"\\\\\ud83d\n"',
+    ],
+)  # fmt: skip
+def test_escaped_lone_surrogates_are_replaced_unless_the_backslash_is_escaped(body: bytes) -> None:
+    """Python's JSON reader keeps lone surrogates, so it is the reference."""
+    assert msgspec.json.decode(valid_escapes(body)) == valid_unicode(json.loads(body))
+
+
+@pytest.mark.parametrize("unit", [rb"\\", rb"\ud83d\ude00", rb"\ud83d", rb"\\ud83d"])
+def test_large_bodies_take_linear_time(unit: bytes) -> None:
+    def seconds(num: int) -> float:
+        body = b'"' + unit * num + rb'\ude00"'
+        return cpu_seconds(lambda: valid_escapes(body))
+
+    assert is_linear(seconds, 320_000)  # most have several pieces
