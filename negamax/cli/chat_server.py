@@ -9,14 +9,7 @@ from urllib.parse import urlsplit
 
 from negamax.base.errors import ConfigError, InvalidRequestError, UnavailableError
 from negamax.cli.chat_session import ChatInput, Show, TokenCounts
-from negamax.text.parser.events import (
-    ContentDelta,
-    ParserEvent,
-    ReasoningDelta,
-    ToolArgumentsDelta,
-    ToolCallEnd,
-    ToolCallStart,
-)
+from negamax.text.parser import events
 
 _CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 600.0  # until the server must send a byte
@@ -74,29 +67,29 @@ def _read_stream(chunks: Iterator[dict[str, Any]], show: Show) -> TokenCounts:
             raise InvalidRequestError(_message(chunk["error"]))
         counts = _counts(chunk.get("usage")) or counts
         for choice in chunk.get("choices") or ():
-            events = list(_delta_events(choice.get("delta") or {}, open_calls))
+            deltas = list(_delta_events(choice.get("delta") or {}, open_calls))
             if choice.get("finish_reason") not in (None, "length"):
-                events += [ToolCallEnd(index) for index in sorted(open_calls)]
+                deltas += [events.ToolCallEnd(index) for index in sorted(open_calls)]
                 open_calls.clear()
-            show(events)
+            show(deltas)
     return counts
 
 
-def _delta_events(delta: dict[str, Any], open_calls: set[int]) -> Iterator[ParserEvent]:
+def _delta_events(delta: dict[str, Any], open_calls: set[int]) -> Iterator[events.ParserEvent]:
     thought = delta.get("reasoning_content") or delta.get("reasoning")
     if thought:
-        yield ReasoningDelta(thought)
+        yield events.ReasoningDelta(thought)
     if delta.get("content"):
-        yield ContentDelta(delta["content"])
+        yield events.ContentDelta(delta["content"])
     for call in delta.get("tool_calls") or ():
         index, function = call.get("index", 0), call.get("function") or {}
         if index not in open_calls:
-            yield from (ToolCallEnd(before) for before in sorted(open_calls))
+            yield from (events.ToolCallEnd(before) for before in sorted(open_calls))
             open_calls.clear()
             open_calls.add(index)
-            yield ToolCallStart(index, function.get("name") or "")
+            yield events.ToolCallStart(index, function.get("name") or "")
         if function.get("arguments"):
-            yield ToolArgumentsDelta(index, function["arguments"])
+            yield events.ToolArgumentsDelta(index, function["arguments"])
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

@@ -11,14 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
 
-from negamax.text.parser.events import (
-    ContentDelta,
-    ParserEvent,
-    ReasoningDelta,
-    ToolArgumentsDelta,
-    ToolCallEnd,
-    ToolCallStart,
-)
+from negamax.text.parser import events
 
 _CONTROL_CODES = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
@@ -72,20 +65,20 @@ class AnswerView:
         self._calls: list[dict[str, Any]] = []
         self._complete_calls = 0
 
-    def show(self, events: Sequence[ParserEvent]) -> None:
+    def show(self, shown: Sequence[events.ParserEvent]) -> None:
         """Show new events."""
-        for event in events:
+        for event in shown:
             self._show(event)
 
-    def _show(self, event: ParserEvent) -> None:
+    def _show(self, event: events.ParserEvent) -> None:
         match event:
-            case ReasoningDelta(text):
+            case events.ReasoningDelta(text):
                 if self._content and self._markdown is not None:
                     self._markdown.finish()
                 self._reasoning += text
                 if self._thinking is not None:
                     self._write(self._thinking, text, style="dim")
-            case ContentDelta(text):
+            case events.ContentDelta(text):
                 if not self._content:
                     self._break_after_thinking()
                 self._content += text
@@ -93,14 +86,14 @@ class AnswerView:
                     self._markdown.push(text.translate(_CONTROL_CODES))
                 else:
                     self._write(self._console, text)
-            case ToolCallStart(_, name):
+            case events.ToolCallStart(_, name):
                 self._end_content()
                 function = {"name": name, "arguments": ""}
                 call_id = f"call_{secrets.token_hex(12)}"
                 self._calls.append({"id": call_id, "type": "function", "function": function})
-            case ToolArgumentsDelta(index, text):
+            case events.ToolArgumentsDelta(index, text):
                 self._calls[index]["function"]["arguments"] += text
-            case ToolCallEnd(index):
+            case events.ToolCallEnd(index):
                 self._complete_calls += 1
                 function = self._calls[index]["function"]
                 text = f"\n[call] {function['name']}({function['arguments']})"
