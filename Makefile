@@ -25,12 +25,12 @@ serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
 # Those that pass only then are defects all the same, and build/second-run.json lists them.
 test: $(VENV)/.dev    ## run the tests that need no GPU
 	@rm -f build/second-run.json
-	$(PYTEST) --workers 4 || { mkdir -p build; \
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder || { mkdir -p build; \
 	  cp .pytest_cache/v/cache/lastfailed build/second-run.json; \
 	  $(PYTEST) --last-failed --last-failed-no-failures none; }
 
 test-full: $(VENV)/.ray  ## what the gate leaves out: more splits over ranks, attacks at full size
-	$(BIN)/python -m pytest -m full --workers 4
+	$(BIN)/python -m pytest -m full -n 4 --dist loadfile
 
 fault-table: $(VENV)/.dev  ## kill and stop each part of a server, and measure what clients see
 	$(BIN)/python tests/attacks/fault_table.py

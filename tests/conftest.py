@@ -38,13 +38,6 @@ MAY_SKIP = re.compile(
 )
 
 
-pytest_plugins = ("tests.forked_workers",)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--workers", type=int, default=1, help="run test files in N processes")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Let Triton interpret its kernels unless this run is for the GPU, and set PyTorch's threads.
 
