@@ -16,15 +16,12 @@ SUBJECT = re.compile(rf"(?:{AREAS})(?:\([a-z0-9_-]+\))?: [a-z][^\n]*[^.\n]")
 def find_faults(message: str) -> list[str]:
     """Return the faults of a commit message."""
     subject, _, body = message.strip().partition("\n")
-    return [
-        fault
-        for fault, found in (
-            ("subject is not `area: imperative summary`", not SUBJECT.fullmatch(subject)),
-            (f"subject has {len(subject)} characters, at most 72", len(subject) > 72),
-            ("no body after an empty line", not re.match(r"\n\s*\S", body)),
-        )
-        if found
-    ]
+    faults = {
+        "subject is not `area: imperative summary`": not SUBJECT.fullmatch(subject),
+        f"subject has {len(subject)} characters, at most 72": len(subject) > 72,
+        "no body after an empty line": not re.match(r"\n\s*\S", body),
+    }
+    return [fault for fault, found in faults.items() if found]
 
 
 def read_new_messages() -> list[str]:

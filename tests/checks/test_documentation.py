@@ -71,11 +71,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 # Records of the past may name removed commands and tools.
-COMMANDS_OF = [
-    page
-    for page in PAGES
-    if not {"decisions", "log"} & {*page.parts} and page.name != "CHANGELOG.md"
-]
+PAST = {"decisions", "log", "CHANGELOG.md"}
+COMMANDS_OF = [page for page in PAGES if PAST.isdisjoint(page.parts)]
 
 
 def blocks(page: Path, language: str) -> Iterator[str]:

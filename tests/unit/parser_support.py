@@ -46,12 +46,9 @@ def _tool(name: str, properties: dict[str, Any] | None = None, **more: Any) -> d
 
 _GUEST = {"name": _STRING, "age": _INTEGER, "vip": {"type": "boolean"}}
 _WRITE_FILE = {
-    "path": _STRING,
-    "content": _STRING,
-    "mode": _INTEGER,
-    "note": {"type": ["string", "null"]},
+    "path": _STRING, "content": _STRING, "mode": _INTEGER, "note": {"type": ["string", "null"]},
     "tags": {"type": "array", "items": _STRING},
-}
+}  # fmt: skip
 _CREATE_EVENT = {
     "title": _STRING,
     "location": {"type": "object", "properties": {"city": _STRING, "zip": _INTEGER}},

@@ -90,14 +90,10 @@ def test_unserved_sequences_do_not_change_the_rate() -> None:
     assert queue.retry_after(1.0) == 1.0
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(("enter", "start", "leave")), st.integers(0, 8), st.integers(1, 50)
-        ),
-        max_size=80,
-    )
-)
+ACTIONS = st.sampled_from(("enter", "start", "leave"))
+
+
+@given(st.lists(st.tuples(ACTIONS, st.integers(0, 8), st.integers(1, 50)), max_size=80))
 def test_counts_are_zero_when_all_have_left(steps: list[tuple[str, int, int]]) -> None:
     queue = admission()
     open_ids: set[str] = set()

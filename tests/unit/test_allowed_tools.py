@@ -21,12 +21,8 @@ def chat_choice(choice: dict[str, Any], *, names: tuple[str, ...] = NAMES, **fie
 
 
 def responses_choice(choice: dict[str, Any], **fields: Any) -> Choice:
-    tools = [
-        *map(flat, NAMES),
-        flat("patch", "custom"),
-        {"type": "namespace", "name": "home", "tools": [flat("lamp")]},
-        {"type": "web_search"},
-    ]
+    home = {"type": "namespace", "name": "home", "tools": [flat("lamp")]}
+    tools = [*map(flat, NAMES), flat("patch", "custom"), home, {"type": "web_search"}]
     body = {"input": "Hello", "tools": tools, "tool_choice": choice, **fields}
     return ResponsesRequest.parse(body).choice()
 

@@ -108,16 +108,11 @@ def test_fields_of_stored_conversations_are_refused(model: type[RequestModel], n
 @pytest.mark.parametrize(
     ("slip", "meant"),
     [
-        ("max_token", "max_tokens"),
-        ("maxTokens", "max_tokens"),
-        ("temprature", "temperature"),
-        ("Stop", "stop"),
-        ("tool_choices", "tool_choice"),
-        ("response-format", "response_format"),
-        ("top_k_", "top_k"),
-        ("enable_thinkng", "enable_thinking"),
+        ("max_token", "max_tokens"), ("maxTokens", "max_tokens"), ("temprature", "temperature"),
+        ("Stop", "stop"), ("tool_choices", "tool_choice"), ("response-format", "response_format"),
+        ("top_k_", "top_k"), ("enable_thinkng", "enable_thinking"),
     ],
-)
+)  # fmt: skip
 def test_misspelt_field_is_refused(slip: str, meant: str) -> None:
     error = refused(**{slip: 1})
     assert (error.param, error.code) == (slip, "unknown_parameter")
@@ -195,9 +190,6 @@ def test_wrong_value_is_refused_with_the_field_as_param(field: str, value: objec
 @pytest.mark.parametrize("body", [None, [], "text", 3, True])
 def test_body_that_is_no_object_is_refused(body: object) -> None:
     assert "object" in refusal(ChatRequest, body).message
-
-
-def test_missing_messages_are_named() -> None:
     error = refusal(ChatRequest, {"model": "nano"})
     assert (error.param, error.code) == ("messages", "missing_parameter")
 

@@ -64,13 +64,10 @@ def test_distributions_are_numpys(values: list[float], percent: float) -> None:
     assert found == pytest.approx(numpy.percentile(values, percent), rel=1e-9, abs=1e-9)
     found = distribution(values, (95, 99.9))
     expected = {
-        "mean": numpy.mean(values),
-        "median": numpy.median(values),
-        "std": numpy.std(values),
-        "p95": numpy.percentile(values, 95),
-        "p99.9": numpy.percentile(values, 99.9),
+        "mean": numpy.mean(values), "median": numpy.median(values), "std": numpy.std(values),
+        "p95": numpy.percentile(values, 95), "p99.9": numpy.percentile(values, 99.9),
         "max": numpy.max(values),
-    }
+    }  # fmt: skip
     assert list(found) == list(expected)
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
@@ -123,9 +120,8 @@ def test_output_per_second_spreads_tokens_over_the_chunks() -> None:
 
 def test_block_has_the_lines_that_scripts_look_for() -> None:
     options = BenchOptions(max_concurrency=8, request_rate=2.5, goodput={"ttft": 500.0})
-    runs = measured(
-        record(0.5, 0.7, output=3), failed("HTTP 429", "Retry-After 1: full"), failed("HTTP 429")
-    )
+    full = failed("HTTP 429", "Retry-After 1: full")
+    runs = measured(record(0.5, 0.7, output=3), full, failed("HTTP 429"))
     lines = block(summarize(runs, options), options).splitlines()
     assert lines[0] == "============ Serving Benchmark Result ============"
     assert lines[1] == "Successful requests:                     1"

@@ -106,10 +106,8 @@ def test_each_prefix_is_used_equally_often_and_suffixes_differ() -> None:
     named = {f"prefix_repetition_{name}": size for name, size in sizes.items()}
     options = BenchOptions(num_prompts=12, num_warmups=2, **named)
     workload = endless_workload(prefix_repetition_turns(Prompts(options, None)), options)
-    timed, warm = (
-        [tuple(ids(turn)) for session in sessions for turn in turns(session)]
-        for sessions in (workload.sessions, workload.warmups)
-    )
+    both = (workload.sessions, workload.warmups)
+    timed, warm = ([tuple(ids(turn)) for each in part for turn in turns(each)] for part in both)
     assert sorted(Counter(prompt[:6] for prompt in timed).values()) == [3, 3, 3, 3]
     assert len(set(timed)) == 12
     assert len(warm) == 2 and not set(warm) & set(timed)

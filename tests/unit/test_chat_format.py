@@ -92,11 +92,6 @@ def test_without_parsers_everything_stays_text(none: str | None) -> None:
     assert read_parts(M2_ANSWER, reasoning_parser=none) == (None, "why\n</think>\n\nok", 1)
 
 
-def test_a_request_may_do_without_calls() -> None:
-    output = read(ChatFormat.of_model(M2), f"why</think>{CALL}", may_call=False)
-    assert output == ParsedOutput("why", CALL, [])
-
-
 def test_a_named_parser_needs_no_known_model() -> None:
     m2, m3 = ("minimax_m2", "minimax", MINIMAX_M2), ("minimax-m3", "auto", MINIMAX_M3)
     for calls, reasoning, output in (m2, m3, ("none", "none", MINIMAX_M2)):

@@ -62,10 +62,9 @@ def test_chunks_take_equally_long(model: str, behind: int) -> None:
 def test_a_pipeline_gives_the_first_token_of_a_long_prompt_sooner(stages: int, gain: float) -> None:
     """Compare with equal chunks; M2 at 128K tokens."""
     cost = costs("minimax-m2", pp=stages)
-    even, in_time = (
-        cost.chunks_seconds(chunks(each, LONGEST, budget=STEP))
-        for each in (EvenChunks(), timed("minimax-m2", stages))
-    )
+    lengths = (EvenChunks(), timed("minimax-m2", stages))
+    splits = [chunks(length, LONGEST, budget=STEP) for length in lengths]
+    even, in_time = map(cost.chunks_seconds, splits)
     assert even == pytest.approx(cost.prefill_seconds(LONGEST, chunk=STEP))
     assert even > gain * in_time
     assert cost.chunk_seconds(STEP, after=LONGEST) > 10 * cost.chunk_seconds(STEP, after=0)

@@ -79,10 +79,8 @@ def test_only_complete_blocks_are_final(text: str, complete: str) -> None:
 
 
 def test_stream_shows_what_the_whole_would() -> None:
-    text = (
-        "# H\n\nOne *two*\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```c\nint "
-        "i;\n\n```\n\n<div>\nx\n</div>\n\nend"
-    )
+    text = "# H\n\nOne *two*\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```c\nint i;\n\n```\n\n"
+    text += "<div>\nx\n</div>\n\nend"
     shown = []
     for step in (1, 7, len(text)):
         console = Console(file=io.StringIO(), width=60)

@@ -18,10 +18,8 @@ CASES = tomllib.loads(Path(__file__).with_name("launch_lines.toml").read_text(en
 GROUP: Any = typer.main.get_command(app)
 RECORDER = "--expert-distribution-recorder-mode"
 # vLLM's line for two data-parallel ranks on each of two machines
-SECOND_NODE = (
-    "-dp 4 -tp 2 --headless --data-parallel-start-rank 2 --data-parallel-address 10.0.0.1 "
-    "--data-parallel-rpc-port 13389"
-)
+FIRST_NODE = "--data-parallel-address 10.0.0.1 --data-parallel-rpc-port 13389"
+SECOND_NODE = f"-dp 4 -tp 2 --headless --data-parallel-start-rank 2 {FIRST_NODE}"
 
 
 @pytest.fixture

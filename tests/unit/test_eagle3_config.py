@@ -266,13 +266,9 @@ def test_acceptance_by_rank_has_no_effect_and_is_named() -> None:
 
 
 def test_refuses_a_tree_of_drafts() -> None:
-    use = CONFIG[USE] | {
-        "default_proposal_method": "static_tree",
-        "proposal_methods": [
-            {"proposal_type": "greedy", "speculative_tokens": 3},
-            {"proposal_type": "static_tree", "speculative_tokens": 60},
-        ],
-    }
+    kinds = {"greedy": 3, "static_tree": 60}
+    methods = [{"proposal_type": kind, "speculative_tokens": kinds[kind]} for kind in kinds]
+    use = CONFIG[USE] | {"default_proposal_method": "static_tree", "proposal_methods": methods}
     with pytest.raises(ConfigError, match="proposal_type is 'static_tree'; supported: 'greedy'"):
         read_spec(CONFIG | {USE: use})
     chosen = use | {"default_proposal_method": "greedy"}

@@ -133,10 +133,8 @@ def turns(count: int, *, chars: int) -> Iterator[str]:
     text = "]~!b[]~b]system\nYou are a helpful assistant.[e~[\n"
     for turn in range(count):
         said = f"turn {turn} " * (chars // 7)
-        text += (
-            f"]~b]user\n{said[:chars]}[e~[\n]~b]ai\n<think>\nso "
-            f"{said[::-1][:chars]}</think>\n\n{said[3:chars]}[e~[\n"
-        )
+        text += f"]~b]user\n{said[:chars]}[e~[\n]~b]ai\n<think>\nso "
+        text += f"{said[::-1][:chars]}</think>\n\n{said[3:chars]}[e~[\n"
         yield text
 
 

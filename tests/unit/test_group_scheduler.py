@@ -88,17 +88,6 @@ def test_a_rank_without_room_leaves_requests_to_the_others_and_to_the_queue() ->
     assert scheduler.num_waiting == 0
 
 
-def test_ranks_without_requests_have_empty_plans_of_the_same_step() -> None:
-    scheduler = group(3)
-    scheduler.add(request("a", [3] * 8, data_parallel_rank=1))
-    assert [plan.slots for plan in step(scheduler)] == [[], [0], []]
-    plans = step(scheduler)
-    assert [plan.num_tokens for plan in plans] == [0, 1, 0]
-    assert plans[0].of_all == StepSize(1, 1, 0, 9, True)
-    assert scheduler.end("a", "abort") is not None
-    assert scheduler.plan() is None
-
-
 def test_all_data_parallel_ranks_shard_a_step_or_none_does() -> None:
     scheduler = group(3, max_num_batched_tokens=32, num_shards=4)
     scheduler.add(request("short", [3] * 7))  # of 8 pieces one would be empty

@@ -167,15 +167,11 @@ def options(**short: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "layout"),
     [
-        ({}, (1, 1)),
-        (options(tp=4), (4, 1)),
-        (options(tp=4, whole=True), (4, 4)),
-        (options(tp=4, ep=2), (4, 2)),
-        (options(tp=4, whole=True, ep=2), (4, 2)),
-        (options(whole=True), (1, 1)),
-        (options(tp=2, pcp=2, whole=True), (2, 4)),
+        ({}, (1, 1)), (options(tp=4), (4, 1)), (options(tp=4, whole=True), (4, 4)),
+        (options(tp=4, ep=2), (4, 2)), (options(tp=4, whole=True, ep=2), (4, 2)),
+        (options(whole=True), (1, 1)), (options(tp=2, pcp=2, whole=True), (2, 4)),
     ],
-)
+)  # fmt: skip
 def test_experts_are_split_over_ranks(given: dict[str, Any], layout: tuple[int, int]) -> None:
     found = ParallelLayout.of(EngineOptions(model="nano", **given).parallel)
     assert (found.tp, found.ep) == layout

@@ -86,10 +86,8 @@ def test_a_replaced_standard_error_is_not_written_to(monkeypatch: pytest.MonkeyP
 
 
 def test_the_last_lines_of_a_process_are_written() -> None:
-    code = (
-        "from negamax.base import log; log.setup(); log.get_logger('negamax.x').warning('the "
-        "end of %s', 'it')"
-    )
+    warn = "log.get_logger('negamax.x').warning('the end of %s', 'it')"
+    code = f"from negamax.base import log; log.setup(); {warn}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.endswith("WARNING negamax.x: the end of it\n")
 

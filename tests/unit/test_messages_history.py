@@ -151,11 +151,8 @@ def test_failed_results_say_so_and_images_in_results_end_no_session() -> None:
 
 
 def test_tabs_of_a_browser_are_text() -> None:
-    tabs = [
-        {"tab_id": "1", "title": "News", "url": "https://a.example", "active": True},
-        {"tab_id": "2", "title": "", "url": ""},
-    ]
-    state = {"type": "browser_state", "tabs": tabs}
+    news = {"tab_id": "1", "title": "News", "url": "https://a.example", "active": True}
+    state = {"type": "browser_state", "tabs": [news, {"tab_id": "2", "title": "", "url": ""}]}
     made = history(user(text("Go")), assistant(call(1)), user(result(1, [text("done"), state])))
     lines = "[the tab 1 News https://a.example, which is active]\n[the tab 2]"
     assert results_of(made) == [f"done\n{lines}"]

@@ -32,10 +32,8 @@ M = MARKER
 TAG_IDS = {"<think>": 50, "</think>": 51, "<minimax:tool_call>": 52, "</minimax:tool_call>": 53}
 CLOSER = TextPiece("</think>", 51)
 M2_WRITE = '</think><minimax:tool_call><invoke name="write_file">'
-M2_CALL = (
-    '<minimax:tool_call>\n<invoke name="write_file">\n<parameter name="path">a</parameter>\n'
-    "</invoke>\n</minimax:tool_call>"
-)
+M2_PATH = '<invoke name="write_file">\n<parameter name="path">a</parameter>\n</invoke>'
+M2_CALL = f"<minimax:tool_call>\n{M2_PATH}\n</minimax:tool_call>"
 M3_WRITE = f'{M}<tool_call>\n{M}<invoke name="write_file">'
 M3_EVENT = f'{M}<tool_call>\n{M}<invoke name="create_event">'
 M3_END = f"{M}</invoke>\n{M}</tool_call>"

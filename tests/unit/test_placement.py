@@ -50,10 +50,8 @@ def engine_of(
 
 
 def run(engine: AsyncEngine, replica: int, channel: Channel, *, ranks: int = 1) -> None:
-    known = replace(
-        INFO, block_size=BLOCK, num_kv_blocks=1000, max_num_seqs=4, max_model_len=9000,
-        data_parallel_size=ranks,
-    )  # fmt: skip
+    sizes = {"num_kv_blocks": 1000, "max_num_seqs": 4, "max_model_len": 9000}
+    known = replace(INFO, block_size=BLOCK, data_parallel_size=ranks, **sizes)
     engine.on_engine_ready(replica, cast(EngineChannel, channel), known)
 
 
@@ -110,10 +108,8 @@ def test_prefixes_are_shared_by_processes_and_discarded(tmp_path: Path) -> None:
             one.resize(replica, num_blocks=1000)
 
     def tags(tokens: Sequence[int], salt: str = "") -> list[int]:
-        request = GenerateRequest(
-            request_id="r", prompt_token_ids=tuple(tokens), sampling=SamplingParams(),
-            cache_salt=salt,
-        )  # fmt: skip
+        fields = {"request_id": "r", "sampling": SamplingParams(), "cache_salt": salt}
+        request = GenerateRequest(prompt_token_ids=tuple(tokens), **fields)
         return hash_blocks(request, block_size=BLOCK)
 
     long = prompt(0, 100)
@@ -230,14 +226,11 @@ async def test_server_ends_when_no_replica_is_left() -> None:
 @in_loop
 async def test_counters_continue_after_an_engine_died() -> None:
     def stats(tokens: int) -> EngineStats:
-        ranks = tuple(
-            RankStats(1, 0, 50, 20, 3, 0, 5, 0, tokens + at, accepted_per_position=(tokens, at))
-            for at in range(2)
-        )
-        return EngineStats(
-            2, 1, 100, 40, 3, 0, 10, 0, 2 * tokens + 1, accepted_per_position=(tokens,), at=1.0,
-            ranks=ranks,
-        )  # fmt: skip
+        counts = (1, 0, 50, 20, 3, 0, 5, 0)
+        pairs = [(tokens + at, (tokens, at)) for at in range(2)]
+        ranks = tuple(RankStats(*counts, made, accepted_per_position=each) for made, each in pairs)
+        counts, options = (2, 1, 100, 40, 3, 0, 10, 0), {"at": 1.0, "ranks": ranks}
+        return EngineStats(*counts, 2 * tokens + 1, accepted_per_position=(tokens,), **options)
 
     engine, _ = engine_of(2, ranks=2)
     for replica in range(2):

@@ -20,10 +20,8 @@ RAY = {"distributed_executor_backend": "ray"}
 
 def placement(*nodes: tuple[float, float], **options: Any) -> RayPlacement:
     total = Resources(gpus=8, cpus=64)
-    cluster = [
-        ClusterNode(str(place), f"10.0.0.{place + 1}", total, Resources(*free))
-        for place, free in enumerate(nodes)
-    ]
+    named = [(str(at), f"10.0.0.{at + 1}", Resources(*free)) for at, free in enumerate(nodes)]
+    cluster = [ClusterNode(name, address, total, free) for name, address, free in named]
     return make_placement(EngineOptions("nano", **RAY, **options), cluster, "0")
 
 
@@ -131,14 +129,11 @@ def test_ray_knows_the_address_of_node_0() -> None:
 @pytest.mark.parametrize(
     ("words", "backend"),
     [
-        ("--distributed-executor-backend ray", "ray"),
-        ("--distributed-executor-backend uni", "mp"),
-        ("--use-ray", "ray"),
-        ("--worker-use-ray", "ray"),
-        ("--data-parallel-backend ray", "ray"),
+        ("--distributed-executor-backend ray", "ray"), ("--distributed-executor-backend uni", "mp"),
+        ("--use-ray", "ray"), ("--worker-use-ray", "ray"), ("--data-parallel-backend ray", "ray"),
         ("-dpb mp", "mp"),
     ],
-)
+)  # fmt: skip
 def test_other_names_of_the_backend(words: str, backend: str | None) -> None:
     choices = resolve(GROUP, ["serve", "nano", *words.split()]).choices
     chosen = choices.get("distributed_executor_backend")

@@ -8,13 +8,9 @@ from negamax.text.grammar.reasoning_gate import ReasoningGate, needs_text
 OPEN, CLOSE, CALL = 900, 901, 902  # tokens of their own
 CLOSING = (10, CLOSE, 11)
 TOKENS = {
-    **{i: chr(i).encode() for i in range(256)},
-    OPEN: b"<mm:think>",
-    CLOSE: b"</mm:think>",
-    500: b"ink>x",
-    501: b"\xe2\x82",
-    502: b"k>\n\n",
-}
+    **{i: chr(i).encode() for i in range(256)}, OPEN: b"<mm:think>", CLOSE: b"</mm:think>",
+    500: b"ink>x", 501: b"\xe2\x82", 502: b"k>\n\n",
+}  # fmt: skip
 
 
 def make_gate(

@@ -4,10 +4,8 @@ from negamax.api.dialects.responses.store import ResponseStore, StoredResponse, 
 
 
 def kept(parent: StoredTurn | None, number: int, *, size: int = 10) -> StoredResponse:
-    given, said = (
-        json.dumps([{"id": f"{name}{number}", "text": text * size}]).encode()
-        for name, text in (("in", "x"), ("out", "y"))
-    )
+    items = [{"id": f"{name}{number}", "text": name[-1] * size} for name in ("in", "out")]
+    given, said = (json.dumps([item]).encode() for item in items)
     turn = StoredTurn(parent, input_items=given, output_items=said)
     return StoredResponse(b'{"body": 1}', turn, [f"out{number}"])
 
@@ -21,7 +19,7 @@ def test_least_used_responses_make_room() -> None:
     assert [name for name in ("r0", "r1", "r2", "r3") if store.get(name)] == ["r0", "r2", "r3"]
     # invented ids are not searched
     assert store.items({"out0", "out1", "out3", "in0", "x"}) == {
-        f"out{number}": {"id": f"out{number}", "text": "y" * 10} for number in (0, 3)
+        f"out{number}": {"id": f"out{number}", "text": "t" * 10} for number in (0, 3)
     }
     assert store.items({"out0"}, tenant="another") == {}
 

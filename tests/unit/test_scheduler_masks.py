@@ -9,7 +9,7 @@ from negamax.config.grammar import Grammar
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import StepPlan, StepResult
-from tests.unit.plan_support import RankScheduler, make_result, make_scheduler
+from tests.unit.plan_support import RankScheduler, make_scheduler
 from tests.unit.test_scheduler_traces import GARBAGE, ModelWorker, Row, Trace, any_limits
 
 GRAMMAR = Grammar(kind="json_object")
@@ -43,27 +43,6 @@ def test_without_constrained_requests_no_row_waits_for_a_bitmask() -> None:
     add(scheduler, "c")
     scheduler.end("c", "abort")
     assert scheduler.next_plan().grammar_rows == []
-
-
-def test_a_postponed_row_is_sampled_again_and_others_go_on() -> None:
-    scheduler = make_scheduler()
-    add(scheduler, "late")
-    add(scheduler, "other", 5, grammar=None)
-    first = scheduler.next_plan()
-    scheduler.postpone(first, [0])
-    (update,) = scheduler.commit(first)
-    assert (update.request_id, update.token_ids) == ("other", [7])
-    second = scheduler.next_plan()
-    assert (second.slots, scheduler.starts[second.step_id]) == ([first.slots[1]], [5])
-    scheduler.unblock("late")
-    scheduler.commit(second)
-    third = scheduler.next_plan()
-    # the last token of the prompt again
-    assert (scheduler.starts[third.step_id][0], third.num_scheduled[0]) == (5, 1)
-    assert third.grammar_rows == [0]
-    updates = scheduler.commit(third, make_result(third, [8, 9]))
-    tokens = [(update.request_id, update.token_ids) for update in updates]
-    assert tokens == [("late", [8]), ("other", [9])]
 
 
 def test_the_block_of_a_postponed_row_is_cached_only_after_its_last_token_ran_again() -> None:
@@ -193,12 +172,9 @@ class LateTrace(Trace):
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
-    limits=any_limits(),
-    num_ranks=st.sampled_from((1, 1, 2)),
-    seed=st.integers(0, 2**32),
-    depth=st.integers(0, 1),
-    trouble=st.booleans(),
-)
+    limits=any_limits(), num_ranks=st.sampled_from((1, 1, 2)), seed=st.integers(0, 2**32),
+    depth=st.integers(0, 1), trouble=st.booleans(),
+)  # fmt: skip
 def test_late_masks_never_change_tokens(
     limits: SchedulerLimits, num_ranks: int, seed: int, depth: int, trouble: bool
 ) -> None:

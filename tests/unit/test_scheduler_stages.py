@@ -41,13 +41,10 @@ class Pipeline:
         plans = self.scheduler.plan()
         after_oldest = list(self.in_flight)[len(self.in_flight) == self.stages :]
         for rank, plan in enumerate(plans or []):
-            earlier = [others[rank] for others in after_oldest if others is not None]
-            in_flight = {
-                slot
-                for each in earlier
-                for slot, is_sampled in zip(each.slots, each.needs_sampling, strict=True)
-                if is_sampled
-            }
+            in_flight: set[int] = set()
+            for others in filter(None, after_oldest):
+                samples = zip(others[rank].slots, others[rank].needs_sampling, strict=True)
+                in_flight |= {slot for slot, is_sampled in samples if is_sampled}
             reassigned = {row.slot for row in plan.new_rows}
             assert in_flight.isdisjoint(set(plan.slots) - reassigned)
         if len(self.in_flight) == self.stages:

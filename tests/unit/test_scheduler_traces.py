@@ -161,12 +161,9 @@ def request_of(seed: int, limits: SchedulerLimits) -> GenerateRequest:
         logit_bias={0: salt},  # passes the salt to the model worker; a real one does not get it
     )
     return GenerateRequest(
-        request_id=f"request {seed}",
-        prompt_token_ids=prompt_of(seed),
-        sampling=sampling,
-        priority=rng.choice((0, 0, 0, 1, -1)),
-        cache_salt=str(salt),
-    )
+        request_id=f"request {seed}", prompt_token_ids=prompt_of(seed), sampling=sampling,
+        priority=rng.choice((0, 0, 0, 1, -1)), cache_salt=str(salt),
+    )  # fmt: skip
 
 
 def expected_output(
@@ -409,12 +406,9 @@ def any_limits(draw: st.DrawFn) -> SchedulerLimits:
 
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(
-    limits=any_limits(),
-    num_ranks=st.sampled_from((1, 1, 2, 3)),
-    seed=st.integers(0, 2**32),
-    depth=st.integers(0, 2),
-    trouble=st.booleans(),
-)
+    limits=any_limits(), num_ranks=st.sampled_from((1, 1, 2, 3)), seed=st.integers(0, 2**32),
+    depth=st.integers(0, 2), trouble=st.booleans(),
+)  # fmt: skip
 def test_random_traces(
     limits: SchedulerLimits, num_ranks: int, seed: int, depth: int, trouble: bool
 ) -> None:

@@ -134,10 +134,8 @@ def test_every_text_gives_valid_json(text: str, types: frozenset[str]) -> None:
     parse_json(json_value(text, types))
 
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-)
+SIMPLE = st.none() | st.booleans() | st.integers() | st.text()
+VALUES = st.recursive(SIMPLE, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 
 
 @settings(deadline=None, max_examples=50)
@@ -217,11 +215,8 @@ def test_items_have_the_type_of_their_place(schema: Any, types: list[str | None]
 
 @pytest.mark.parametrize(
     "tools",
-    [
-        None, [], [tool("f")], [tool("f", {})], [tool("f", True)], [tool("f", [])],
-        [{"type": "web_search"}],
-    ],
-)  # fmt: skip
+    [None, [], [{"type": "web_search"}], *([tool("f", each)] for each in (None, {}, True, []))],
+)
 def test_missing_schemas_mean_text(tools: list[dict[str, Any]] | None) -> None:
     arguments = ToolSchemas(tools).arguments("f")
     assert arguments.member("x").types == arguments.member("x").item(0).types == frozenset()
