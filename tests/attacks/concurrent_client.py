@@ -112,15 +112,9 @@ class ConcurrentClient:
 
     def _run(self) -> None:
         question = {"role": "user", "content": "Tell me something."}
-        body = {
-            "model": "nano",
-            "messages": [question],
-            "stream": True,
-            "max_tokens": 2000,
-            "ignore_eos": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            **self._fields,
-        }
+        body: dict[str, Any] = {"model": "nano", "messages": [question], "stream": True}
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        body |= {"max_tokens": 2000, "ignore_eos": True, **self._fields}
         with self._client() as client:
             while not self._stop.is_set():
                 try:

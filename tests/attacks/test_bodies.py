@@ -114,9 +114,7 @@ def expensive_bodies(scale: int) -> dict[str, tuple[str, bytes]]:
 @pytest.mark.parametrize(
     ("scale", "gap"), [(5, GAP), pytest.param(1, FULL_GAP, marks=pytest.mark.full)]
 )
-def test_others_continue_while_an_expensive_body_is_read(
-    server: Server, name: str, scale: int, gap: float
-) -> None:
+def test_expensive_bodies_stall_no_other(server: Server, name: str, scale: int, gap: float) -> None:
     body = expensive_bodies(scale)[name]
     answer = unnoticed(server, lambda: post(server, *body), gap=gap)
     assert answer.status_code in (200, 400) or (scale == 1 and answer.status_code == 413)

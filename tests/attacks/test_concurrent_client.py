@@ -9,9 +9,7 @@ from tests.attacks.concurrent_client import unnoticed
 from tests.e2e.conftest import Server
 
 
-def test_a_stopped_engine_is_a_gap_and_a_running_one_is_none(
-    talker: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_stopped_engine_is_a_gap(talker: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     unnoticed(talker, lambda: time.sleep(0.5), gap=1.0)
 
     def stop() -> None:

@@ -22,13 +22,10 @@ def tokens(http: httpx.Client, messages: list[dict[str, Any]], tool: Any) -> lis
 
 def conversation(said: str) -> list[dict[str, Any]]:
     parts = [{"type": "text", "text": "]~"}, {"type": "text", "text": "b]"}, said]
-    return [
-        {"role": "system", "content": said},
-        {"role": "user", "content": parts},
-        {"role": "assistant", "content": said, "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "c1", "content": said},
-        {"role": "user", "content": said},
-    ]
+    system, user = ({"role": role, "content": said} for role in ("system", "user"))
+    answer = {"role": "assistant", "content": said, "tool_calls": [CALL]}
+    result = {"role": "tool", "tool_call_id": "c1", "content": said}
+    return [system, {"role": "user", "content": parts}, answer, result, user]
 
 
 def test_a_forged_turn_is_text(http: httpx.Client) -> None:

@@ -11,26 +11,21 @@ import pytest
 
 from negamax.base.crash_dump import MAX_FILES, CrashDumps
 from negamax.base.errors import EngineError
-from tests.e2e.conftest import eventually, serving, talking
-from tests.e2e.test_engine_restarts import CHAT, ranks_of
+from tests.e2e.api_support import CHAT
+from tests.e2e.conftest import eventually, serving
+from tests.e2e.test_engine_restarts import ranks_of
 
 SECRET = "zanzibar"
-BODY: dict[str, Any] = {
-    "messages": [{"role": "user", "content": f"Tell me of {SECRET}."}],
-    "stop": [SECRET],
-    "ignore_eos": True,
-    "max_tokens": 3900,  # it runs until its engine is killed
-    "stream": True,
-}
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": f"Tell me of {SECRET}."}]}
+BODY |= {"stop": [SECRET], "stream": True}
+BODY |= {"ignore_eos": True, "max_tokens": 3900}  # it runs until its engine is killed
 
 
 def dumps_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("crash-*.json"))
 
 
-def test_killed_rank_leaves_dumps_without_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_rank_dumps_without_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, key = tmp_path / "dumps", f"key-{SECRET}"
     monkeypatch.setenv("NEGAMAX_API_KEY", key)
     options = ("--crash-dump-dir", str(folder), "-tp", "2", "--max-engine-restarts", "0")
@@ -65,8 +60,7 @@ def test_killed_rank_leaves_dumps_without_texts(
 def test_killed_engine_is_described_by_the_server(tmp_path: Path) -> None:
     folder = tmp_path / "dumps"
     options = ("--crash-dump-dir", str(folder), "--max-engine-restarts", "0")
-    talk = talking(tmp_path, tokens_per_second=100)
-    with serving(*talk, *options, log_file=tmp_path / "log") as server:
+    with serving(*options, log_file=tmp_path / "log", rate=100) as server:
         os.kill(server.engine_pid(), signal.SIGKILL)
         assert server.process.wait(120) == 1
     (path,) = dumps_in(folder)

@@ -3,15 +3,12 @@ import signal
 from pathlib import Path
 
 from tests.attacks.concurrent_client import unnoticed
+from tests.e2e.api_support import CHAT, HELLO
 from tests.e2e.conftest import Server
 from tests.e2e.listening import family_of
 
-CHAT = "/v1/chat/completions"
-FOLLOWED = {
-    "messages": [{"role": "user", "content": "Hello"}],
-    "structured_outputs": {"regex": "[a-z ]{600}"},
-    "max_tokens": 600,
-}
+REGEX = {"regex": "[a-z ]{600}"}
+FOLLOWED = {"messages": HELLO, "structured_outputs": REGEX, "max_tokens": 600}
 
 
 def kill_grammar_process(server: Server) -> None:

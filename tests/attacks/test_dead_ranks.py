@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.api_support import CHAT, error_of
 from tests.e2e.conftest import HELD, STUB, Server, eventually, serving
-from tests.e2e.test_api_errors import error_of
-from tests.e2e.test_engine_restarts import CHAT, LONG, last_lines_after, ranks_of, wait_until_ready
+from tests.e2e.test_engine_restarts import LONG, last_lines_after, ranks_of, wait_until_ready
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,8 @@ def test_rank_that_dies_while_idle_is_replaced(mortal_ranks: Server, held: Path,
         held.touch()
         os.kill(ranks_of(engine)[rank], signal.SIGKILL)
         assert eventually(lambda: http.get("/readyz").status_code == 503)
-        assert (
-            f"rank {rank} ended with exit code -9" in error_of(http.get("/readyz"), 503)["message"]
-        )
+        message = error_of(http.get("/readyz"), 503)["message"]
+        assert f"rank {rank} ended with exit code -9" in message
         error_of(http.post(CHAT, json=LONG), 503, code="engine_restarting")
         held.unlink()
         wait_until_ready(mortal_ranks)
@@ -46,9 +45,7 @@ def test_rank_that_dies_while_idle_is_replaced(mortal_ranks: Server, held: Path,
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_rank_that_dies_during_streams_ends_them_with_a_retryable_error(
-    mortal_ranks: Server, rank: int
-) -> None:
+def test_streams_of_a_dead_rank_end_with_a_retryable_error(mortal_ranks: Server, rank: int) -> None:
     victim = ranks_of(mortal_ranks.engine_pid())[rank]
     error, done = last_lines_after(mortal_ranks, lambda: os.kill(victim, signal.SIGKILL))
     assert f"rank {rank} ended with exit code -9" in error and "service_unavailable_error" in error

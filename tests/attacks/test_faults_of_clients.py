@@ -1,14 +1,13 @@
 """Nonsensical requests are client errors: never a 500 or a log line."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.attacks.test_tenants_of_several_processes import BY_ID
-from tests.e2e.conftest import Server, serving, talking
+from tests.e2e.conftest import Server, shared
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "x"}
@@ -23,13 +22,7 @@ WRONG: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("two")
-    talk = talking(folder, tokens_per_second=100)
-    with serving(*talk, "--api-server-count", "2", log_file=folder / "log") as server:
-        yield server
-        assert "Traceback" not in server.log
+two = shared("--api-server-count 2", rate=100)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -51,9 +44,7 @@ def test_ids_of_nothing_are_not_found(request: pytest.FixtureRequest, count: int
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "root"])
-def test_calls_of_others_than_the_assistant_are_refused_whatever_their_type(
-    http: httpx.Client, role: str
-) -> None:
+def test_refuses_calls_of_others_than_the_assistant(http: httpx.Client, role: str) -> None:
     for calls, lead in itertools.product(WRONG, ([], [USER])):
         message = {"role": role, "content": "x", "tool_calls": calls}
         answer = http.post(CHAT, json={"messages": [*lead, message, USER], "max_tokens": 1})

@@ -15,13 +15,9 @@ BOMB = ThoughtSigner(MODEL).signature("x" * (7 * MiB), is_hidden=True)
 
 
 def of_messages() -> list[dict[str, Any]]:
-    return [
-        {"role": "user", "content": "Go"},
-        {
-            "role": "assistant",
-            "content": [{"type": "thinking", "thinking": "", "signature": BOMB}] * NUM_BOMBS,
-        },
-    ]
+    block = {"type": "thinking", "thinking": "", "signature": BOMB}
+    answer = {"role": "assistant", "content": [block] * NUM_BOMBS}
+    return [{"role": "user", "content": "Go"}, answer]
 
 
 def of_responses() -> list[dict[str, Any]]:

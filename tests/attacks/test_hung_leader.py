@@ -4,37 +4,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
-import pytest
 
 from tests.attacks.test_tenants_of_several_processes import holder
-from tests.e2e.conftest import Server, eventually, serving, talking
+from tests.e2e.api_support import CHAT, HELLO
+from tests.e2e.conftest import Server, eventually, serving, shared
 from tests.e2e.test_engine_restarts import is_alive
 
-CHAT = "/v1/chat/completions"
-LONG: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "Hello"}],
-    "ignore_eos": True,
-    "max_tokens": 3000,
-    "n": 8,
-    "stream": True,
-}
+LONG = {"messages": HELLO, "ignore_eos": True, "max_tokens": 3000, "n": 8, "stream": True}
 HANG_SECONDS = 5
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("two")
-    talk = talking(folder, tokens_per_second=100)
-    options = ("--api-server-count", "2", "--engine-hang-timeout", str(HANG_SECONDS))
-    with serving(*talk, *options, log_file=folder / "log") as server:
-        yield server
-        server.process.kill()  # stopped if its test failed
-        assert "Traceback" not in server.log
+two = shared(f"--api-server-count 2 --engine-hang-timeout {HANG_SECONDS}", rate=100)
 
 
 def children_of(server: Server) -> list[int]:
@@ -98,9 +79,8 @@ def test_hung_first_process_is_ended_by_its_children(two: Server) -> None:
 
 
 def test_server_of_one_process_is_ended_by_its_engine(tmp_path: Path) -> None:
-    talk = talking(tmp_path, tokens_per_second=100)
     options = ("--engine-hang-timeout", str(HANG_SECONDS))
-    with serving(*talk, *options, log_file=tmp_path / "log") as server:
+    with serving(*options, log_file=tmp_path / "log", rate=100) as server:
         engine = server.engine_pid()
         os.kill(server.process.pid, signal.SIGSTOP)
         ended = eventually(lambda: server.process.poll() is not None)

@@ -14,17 +14,13 @@ MAX_DEPTH = 6
 EXTRA_ITEMS = 3  # beyond the minimum that a schema requires
 # keeps requests short; drawn values could let them run for minutes
 SHORT = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2, "timeout": 2}
-TEXTS = st.one_of(
-    st.sampled_from(("", "nano", "auto", "user", "text", "Hello")), st.text(max_size=8)
-)
+SETTINGS: dict[str, Any] = {"derandomize": True, "database": None, "deadline": None}
+SETTINGS["suppress_health_check"] = list(HealthCheck)
+WORDS = st.sampled_from(("", "nano", "auto", "user", "text", "Hello"))
+TEXTS = st.one_of(WORDS, st.text(max_size=8))
+NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
 ANY = st.recursive(
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(),
-        st.floats(allow_nan=False, allow_infinity=False),
-        TEXTS,
-    ),
+    st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXTS, inner, max_size=3)),
     max_leaves=6,
 )
@@ -111,13 +107,7 @@ def fuzz(server: Server, *, count: int) -> None:
         routes = routes_of(document)
         assert {"/v1/chat/completions", "/v1/responses", "/v1/messages"} <= set(routes)
 
-        @settings(
-            max_examples=count,
-            derandomize=True,
-            database=None,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        )
+        @settings(max_examples=count, **SETTINGS)
         @given(data=st.data())
         def attack(data: st.DataObject) -> None:
             path = data.draw(st.sampled_from(sorted(routes)))

@@ -23,14 +23,12 @@ def doubling(levels: int) -> dict[str, Any]:
 
 CHAT = "/v1/chat/completions"
 SAID = {"messages": [{"role": "user", "content": "Hi"}]}
+BELOW = {"allOf": [{"$ref": "#/properties/a"}]}
 SCHEMAS = {
     "unlisted": unlisted(5),
     "doubling": doubling(24),
     "itself": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}},
-    "itself below": {
-        "type": "object",
-        "properties": {"a": {"allOf": [{"$ref": "#/properties/a"}]}},
-    },
+    "itself below": {"type": "object", "properties": {"a": BELOW}},
 }
 
 
@@ -52,7 +50,7 @@ def test_endlessly_expanding_schema_delays_no_other_request(
         assert "message" in answer.json()["error"]
 
 
-THINKS = {"type": "enabled", "budget_tokens": 1024}
+THINKS = {"max_tokens": 99, "thinking": {"type": "enabled", "budget_tokens": 1024}}
 ITSELF = {"$ref": "#"}
 FORM = {"type": "json_schema", "json_schema": {"name": "f", "schema": ITSELF}}
 TYPED = {"type": "json_schema", "name": "f", "schema": ITSELF}
@@ -69,10 +67,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
         (CHAT, {**SAID, "tools": [TOOL], "tool_choice": "required"}),
         ("/v1/completions", {"prompt": "Hi", "guided_json": ITSELF}),
         ("/v1/responses", {"input": "Hi", "text": {"format": TYPED}}),
-        (
-            "/v1/messages",
-            {**SAID, "max_tokens": 99, "output_config": {"format": TYPED}, "thinking": THINKS},
-        ),
+        ("/v1/messages", {**SAID, **THINKS, "output_config": {"format": TYPED}}),
     ],
 )
 def test_a_self_referring_schema_is_refused_before_the_answer(

@@ -9,28 +9,21 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import STUB, Server, eventually, serving, talking
+from tests.e2e.api_support import CHAT, RESPONSES, error_of
+from tests.e2e.conftest import STUB, Server, eventually, serving, shared
 
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 FOREVER = {"max_tokens": 3000, "ignore_eos": True, "stream": True}
 MESSAGES = [{"role": "user", "content": "Tell me something."}]
 SHORT = {"messages": MESSAGES, "max_tokens": 1}
 
 
-@pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("keyed")
-    talk = talking(folder, tokens_per_second=200)
-    options = "--api-key anna --api-key bert --admin-api-key root --max-num-seqs 2"
-    with serving(*talk, *options.split(), log_file=folder / "log") as running:
-        yield running
-        assert "Traceback" not in running.log
+KEYS = "--api-key anna --api-key bert --admin-api-key root"
+keyed = shared(f"{KEYS} --max-num-seqs 2", rate=200)
 
 
 def as_holder(server: Server, key: str) -> httpx.Client:
-    return httpx.Client(
-        base_url=server.url, timeout=120, headers={"authorization": f"Bearer {key}"}
-    )
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.Client(base_url=server.url, timeout=120, headers=headers)
 
 
 def begin(http: httpx.Client, **fields: Any) -> Iterator[str]:
@@ -53,12 +46,8 @@ def test_an_abort_ends_exactly_the_named_request(http: httpx.Client) -> None:
 
 
 def test_a_name_of_several_prompts_ends_them_all(http: httpx.Client) -> None:
-    body = {
-        "text": ["a", "b"],
-        "rid": "r",
-        "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True},
-        "stream": True,
-    }
+    endless = {"max_new_tokens": 3000, "ignore_eos": True}
+    body = {"text": ["a", "b"], "rid": "r", "sampling_params": endless, "stream": True}
     with http.stream("POST", "/generate", json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
@@ -72,17 +61,10 @@ def test_operations_on_all_need_the_admin_key(keyed: Server) -> None:
     with as_holder(keyed, "anna") as anna, as_holder(keyed, "root") as root:
         one = begin(anna)
         next(one)
-        for path, body in (
-            ("/abort_request", {"abort_all": True}),
-            ("/flush_cache", {}),
-            ("/start_expert_distribution_record", {}),
-            ("/stop_expert_distribution_record", {}),
-            ("/dump_expert_distribution_record", {}),
-        ):
-            answer = anna.post(path, json=body)
-            assert (
-                answer.status_code == 403 and answer.json()["error"]["code"] == "admin_key_needed"
-            )
+        recording = [f"/{name}_expert_distribution_record" for name in ("start", "stop", "dump")]
+        for path in ("/abort_request", "/flush_cache", *recording):
+            body = {"abort_all": True} if path == "/abort_request" else {}
+            error_of(anna.post(path, json=body), 403, code="admin_key_needed")
         next(one)
         assert root.post("/abort_request", json={"abort_all": True}).json() == {"num_aborted": 1}
         list(one)
@@ -102,27 +84,20 @@ def test_without_an_admin_key_nobody_is_administrator(tmp_path: Path) -> None:
         assert anna.post("/abort_request", json={"rid": "x"}).json() == {"num_aborted": 0}
 
 
-FOREIGN = [
-    {"origin": "https://evil.example"},
-    {"origin": "https://evil.example", "sec-fetch-site": "cross-site"},
-    {"origin": "null"},
-    {"sec-fetch-site": "same-site"},
-    {"origin": "http://127.0.0.1:1"},
-]
+EVIL = {"origin": "https://evil.example"}
+FOREIGN = [EVIL, EVIL | {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"}]
+FOREIGN += [{"origin": "null"}, {"origin": "http://127.0.0.1:1"}]
 
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=json.dumps)
-def test_a_page_of_another_site_changes_nothing(
-    http: httpx.Client, headers: dict[str, str]
-) -> None:
+def test_pages_of_other_sites_change_nothing(http: httpx.Client, headers: dict[str, str]) -> None:
     for path in ("/flush_cache", "/abort_request", CHAT, RESPONSES):
         sent = {"content-type": "text/plain", **headers}
         answer = http.post(path, content=b'{"abort_all": true}', headers=sent)
-        assert answer.status_code == 403, (path, answer.text)
-        assert answer.json()["error"]["code"] == "cross_site"
+        error_of(answer, 403, code="cross_site")
 
 
-def test_own_pages_programs_and_keys_in_headers_are_allowed(
+def test_own_pages_programs_and_keys_pass(
     server: Server, http: httpx.Client, keyed: Server
 ) -> None:
     own = [{}, {"origin": server.url}]
@@ -140,9 +115,8 @@ def test_one_key_does_not_fill_the_queue_before_another(keyed: Server) -> None:
         many = begin(anna, n=40, max_tokens=150)
         next(many)
         assert bert.post(CHAT, json=SHORT).status_code == 200
-        (waiting,) = re.findall(
-            r"^vllm:num_requests_waiting\S* (\S+)$", bert.get("/metrics").text, re.MULTILINE
-        )
+        metrics = bert.get("/metrics").text
+        (waiting,) = re.findall(r"(?m)^vllm:num_requests_waiting\S* (\S+)$", metrics)
         assert float(waiting) >= 6
         anna.close()
 

@@ -7,26 +7,15 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.attacks.test_tenants import CHAT, FOREVER, MESSAGES, RESPONSES, as_holder, begin
-from tests.e2e.conftest import Server, eventually, serving, talking
-from tests.e2e.test_api_errors import error_of
+from tests.attacks.test_tenants import FOREVER, KEYS, MESSAGES, as_holder, begin
+from tests.e2e.api_support import CHAT, RESPONSES, error_of
+from tests.e2e.conftest import Server, eventually, shared
 
 BY_ID = (("GET", ""), ("GET", "/input_items"), ("DELETE", ""), ("POST", "/cancel"))
 COUNT = 2
 QUEUE = 8
-
-
-@pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("keyed")
-    options = (
-        "--api-key anna --api-key bert --api-key carl --admin-api-key root --max-num-seqs 2 "
-        f"--max-queued-requests {QUEUE} --api-server-count {COUNT}"
-    )
-    talk = talking(folder, tokens_per_second=200)
-    with serving(*talk, *options.split(), log_file=folder / "log") as running:
-        yield running
-        assert "Traceback" not in running.log
+SIZES = f"--max-num-seqs 2 --max-queued-requests {QUEUE} --api-server-count {COUNT}"
+keyed = shared(f"{KEYS} --api-key carl {SIZES}", rate=200)
 
 
 @contextlib.contextmanager
@@ -68,7 +57,7 @@ def test_responses_are_their_own_keys(keyed: Server, one: int, other: int) -> No
 
 
 @pytest.mark.parametrize(("one", "other"), BOTH)
-def test_responses_in_the_background_are_cancelled_by_their_own_key(
+def test_background_responses_are_cancelled_by_their_key(
     keyed: Server, one: int, other: int
 ) -> None:
     wanted = {"input": "Hello", "background": True, "max_output_tokens": 30_000, "ignore_eos": True}

@@ -24,8 +24,21 @@ PERSON = {
     "required": ["mood", "age", "name"],
     "additionalProperties": False,
 }
+TAGGED = {
+    "type": "tag",
+    "begin": "<p>",
+    "content": {"type": "json_schema", "json_schema": PERSON},
+    "end": "</p>",
+}
 TOKENIZER = Tokenizer.from_folder(Path(negamax.__file__).parent / "assets" / "nano")
 SPACES = {i: -8.0 for i in range(4096) if TOKENIZER.token_text(i).isspace()}
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    """Declare a tool whose properties are required."""
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    parameters |= {"required": list(properties)} if properties else {}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 def schema(value: Any, *, strict: bool = True) -> Grammar:

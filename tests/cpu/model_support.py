@@ -77,9 +77,8 @@ def build(
     }
     kernels = replace(kernels, candidates={**kernels.candidates, **chosen})
     context = context or ParallelContext.single()
-    model = build_model(
-        spec, context=context, dtype=dtype, device=torch.device("cpu"), kernels=kernels
-    )
+    place = {"dtype": dtype, "device": torch.device("cpu")}
+    model = build_model(spec, context=context, kernels=kernels, **place)
     if loaded:
         assert weights is not None
         for name, slot in model.weight_slots().items():

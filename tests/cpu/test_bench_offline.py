@@ -21,6 +21,7 @@ from negamax.engine.wire import ModelInfo
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import GenerateRequest
 
+Engine = tuple[EngineLoop, ModelInfo]
 OPTIONS = EngineOptions(model="nano", num_threads=1, device="cpu")
 
 
@@ -31,7 +32,7 @@ def measure(line: str, file: Path | None = None) -> int:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[tuple[EngineLoop, ModelInfo]]:
+def engine() -> Iterator[Engine]:
     loop, info = start_loop(OPTIONS)
     yield loop, info
     loop.shutdown()
@@ -45,9 +46,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_document_holds_conditions_configuration_and_one_run_per_batch_size(
-    document: dict[str, Any],
-) -> None:
+def test_document_holds_conditions_and_a_run_per_batch_size(document: dict[str, Any]) -> None:
     (result,) = document["results"]
     assert (result["model"], result["num_layers"], result["tensor_parallel_size"]) == ("nano", 5, 1)
     assert result["options"]["num_threads"] == 1
@@ -118,7 +117,7 @@ def test_batches_that_cannot_run_together_are_refused(capsys: pytest.CaptureFixt
     assert "--concurrency is '1,two'" in capsys.readouterr().err
 
 
-def test_prompts_fit_the_engine_and_are_all_different(engine: tuple[EngineLoop, ModelInfo]) -> None:
+def test_prompts_fit_the_engine_and_are_all_different(engine: Engine) -> None:
     _, info = engine
     prompts = RandomPrompts(info, seed=1, temperature=1.0)
     size = {"input_len": 20, "output_len": 2}
@@ -135,9 +134,7 @@ def test_prompts_fit_the_engine_and_are_all_different(engine: tuple[EngineLoop, 
         prompts.batch(info.max_num_seqs + 1, input_len=1, output_len=1)
 
 
-def test_a_batch_is_timed_from_its_start_to_its_last_token(
-    engine: tuple[EngineLoop, ModelInfo],
-) -> None:
+def test_a_batch_is_timed_from_its_start_to_its_last_token(engine: Engine) -> None:
     loop, info = engine
     requests = RandomPrompts(info, seed=2, temperature=0.0).batch(2, input_len=30, output_len=5)
     seen: list[int] = []
@@ -151,7 +148,7 @@ def test_a_batch_is_timed_from_its_start_to_its_last_token(
 
 
 def test_a_command_between_steps_is_not_part_of_their_times(
-    engine: tuple[EngineLoop, ModelInfo], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, info = engine
     pause, found, commit = 0.3, [], loop._scheduler.commit
@@ -167,19 +164,17 @@ def test_a_command_between_steps_is_not_part_of_their_times(
     assert len(found) >= 4 and statistics.median(found) < pause / 2
 
 
-def test_prompts_from_the_prefix_cache_are_noticed(engine: tuple[EngineLoop, ModelInfo]) -> None:
+def test_prompts_from_the_prefix_cache_are_noticed(engine: Engine) -> None:
     loop, info = engine
-    requests = [
-        RandomPrompts(info, seed=3, temperature=0.0).batch(1, input_len=64, output_len=3)
-        for _ in range(2)
-    ]
-    assert run_batch(loop, requests[0]).cached_tokens == 0
-    assert run_batch(loop, requests[1]).cached_tokens > 0
+    counts = []
+    for _ in range(2):
+        prompts = RandomPrompts(info, seed=3, temperature=0.0)
+        batch = prompts.batch(1, input_len=64, output_len=3)
+        counts.append(run_batch(loop, batch).cached_tokens)
+    assert counts[0] == 0 < counts[1]
 
 
-def test_decode_steps_go_on_until_the_iterator_is_closed(
-    engine: tuple[EngineLoop, ModelInfo],
-) -> None:
+def test_decode_steps_go_on_until_the_iterator_is_closed(engine: Engine) -> None:
     loop, info = engine
     prompts = RandomPrompts(info, seed=4, temperature=0.0)
     stepper = decode_batch(loop, prompts.batch(2, input_len=10, output_len=50))
@@ -217,17 +212,11 @@ def test_limit_counts_the_kv_cache_in_its_own_dtype() -> None:
     spec = locate(EngineOptions(model="minimax-m2", load_format="synthetic")).spec
     limits = []
     for kv_dtype in ("auto", "fp8"):
-        result: dict[str, Any] = {
-            "info": {"dtype": "bfloat16"},
-            "options": {"kv_cache_dtype": kv_dtype},
-            "input_len": 1000,
-            "output_len": 128,
-            "tensor_parallel_size": 4,
-            "runs": [
-                {"concurrency": 100, "tpot_ms": 20.0},
-                {"concurrency": 100, "tpot_ms": 8.0, "spec_decode_num_drafts": 7},
-            ],
-        }
+        runs = [{"concurrency": 100, "tpot_ms": milliseconds} for milliseconds in (20.0, 8.0)]
+        runs[1]["spec_decode_num_drafts"] = 7
+        result: dict[str, Any] = {"input_len": 1000, "output_len": 128, "tensor_parallel_size": 4}
+        result |= {"info": {"dtype": "bfloat16"}, "options": {"kv_cache_dtype": kv_dtype}}
+        result["runs"] = runs
         add_limits(result, spec, bytes_per_second=4e12)
         limits.append(result["runs"][0]["limit_tpot_ms"])
         assert "limit_tpot_ms" not in result["runs"][1]  # its steps yield several tokens

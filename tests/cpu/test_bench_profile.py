@@ -47,12 +47,8 @@ def test_every_launched_triton_kernel_is_known() -> None:
 
 
 def test_groups_add_up_to_what_was_recorded() -> None:
-    times = [
-        KernelTime("_add_rms", 40, 80.0),
-        KernelTime("_sum_parts", 20, 20.0),
-        KernelTime("_unheard_of", 2, 300.0),
-    ]
-    entries = group(times, steps=10)
+    times = (("_add_rms", 40, 80.0), ("_sum_parts", 20, 20.0), ("_unheard_of", 2, 300.0))
+    entries = group([KernelTime(*each) for each in times], steps=10)
     assert [(entry.operation, entry.microseconds, entry.launches) for entry in entries] == [
         ("_unheard_of", 30.0, 0.2),
         ("add + norm", 10.0, 6.0),
@@ -66,7 +62,7 @@ def test_groups_add_up_to_what_was_recorded() -> None:
     assert ["total", "20.0 (3.10)", "20.0 (3.10)"] in rows
 
 
-def test_command_records_decode_steps_of_every_batch_size(
+def test_command_records_every_batch_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "out.json"

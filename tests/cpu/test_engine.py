@@ -58,9 +58,7 @@ def test_a_following_turn_reuses_generated_tokens_too(llm: LLM) -> None:
     assert llm.generate([longer], GREEDY)[0].num_cached_tokens >= 44
 
 
-def test_without_prefix_caching_nothing_is_cached_and_the_text_is_the_same(
-    folder: Path, llm: LLM
-) -> None:
+def test_without_prefix_caching_the_text_is_the_same(folder: Path, llm: LLM) -> None:
     with start(folder, enable_prefix_caching=False) as plain:
         generations = [plain.generate([prompt(1)], GREEDY)[0] for _ in range(2)]
     assert [generation.num_cached_tokens for generation in generations] == [0, 0]
@@ -80,10 +78,8 @@ def test_a_small_cache_preempts_and_keeps_the_texts(folder: Path, llm: LLM, over
 def test_preemption_and_chunking_are_bit_identical_in_bfloat16(folder: Path) -> None:
     """A token's kernels depend on whether it is prompt or output, not on its step."""
     prompts = [prompt(seed, 30 + seed) for seed in range(8)]
-    params = [
-        SamplingParams(temperature=1.0, seed=i, max_tokens=60, ignore_eos=True, logprobs=0)
-        for i in range(8)
-    ]
+    drawn = replace(GREEDY, temperature=1.0, max_tokens=60, logprobs=0)
+    params = [replace(drawn, seed=seed) for seed in range(8)]
     texts = []
     for options in ({}, {"num_kv_blocks": 64, "max_num_batched_tokens": 13}):
         with start(folder, dtype="bfloat16", **options) as engine:
@@ -95,14 +91,10 @@ def test_preemption_and_chunking_are_bit_identical_in_bfloat16(folder: Path) -> 
 
 
 def test_same_seed_gives_the_same_text_in_any_batch(llm: LLM) -> None:
-    seeded = SamplingParams(
-        temperature=1.0, top_k=40, top_p=0.95, seed=5, max_tokens=30, ignore_eos=True
-    )
+    drawn = replace(GREEDY, temperature=1.0, seed=5)
+    seeded = replace(drawn, top_k=40, top_p=0.95, max_tokens=30)
     alone = generate_tokens(llm, [prompt(20)], seeded)[0]
-    others = [
-        SamplingParams(temperature=1.5, top_k=0, seed=i, max_tokens=10 + i, ignore_eos=True)
-        for i in range(6)
-    ]
+    others = [replace(drawn, temperature=1.5, top_k=0, seed=i, max_tokens=10 + i) for i in range(6)]
     mixed = llm.generate([prompt(21 + i) for i in range(6)] + [prompt(20)], [*others, seeded])
     assert mixed[-1].outputs[0].token_ids == alone
     assert generate_tokens(llm, [prompt(20)], replace(seeded, seed=6)) != [alone]
@@ -118,10 +110,8 @@ def test_n_choices_differ_and_the_first_is_the_single_one(llm: LLM) -> None:
 
 def test_the_choices_of_a_prompt_compute_it_once(llm: LLM) -> None:
     before = llm.stats()
-    llm.generate(
-        [prompt(31), prompt(32)],
-        SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, n=3),
-    )
+    params = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, n=3)
+    llm.generate([prompt(31), prompt(32)], params)
     after = llm.stats()
     assert after.prompt_tokens - before.prompt_tokens == 6 * 30
     # full blocks of 4, plus two choices each
@@ -216,9 +206,7 @@ def test_request_with_nan_fails_alone(folder: Path) -> None:
     assert read_tokens([*first[good], *updates[good]]) == clean
 
 
-def test_step_that_raises_is_repeated_row_by_row(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_step_is_repeated_row_by_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with start(folder) as engine:
         expected = generate_tokens(engine, [prompt(62)], GREEDY)[0]
         biased = SamplingParams(logit_bias={1: 1.0}, max_tokens=20)
@@ -240,7 +228,7 @@ def test_step_that_raises_is_repeated_row_by_row(
     assert read_tokens([*first[good], *updates[good]]) == expected
 
 
-def test_a_request_that_cannot_be_queued_fails_alone(
+def test_request_that_cannot_be_queued_fails_alone(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (request,) = admitted(llm, [prompt(64)], [GREEDY])
@@ -252,10 +240,8 @@ def test_a_request_that_cannot_be_queued_fails_alone(
         patch.setattr(llm._loop._scheduler, "add", broken)
         llm._loop.add(request)
     (update,) = llm._loop.step()
-    assert (update.finish_reason, update.error) == (
-        "error",
-        "OverflowError while this request was queued",
-    )
+    error = "OverflowError while this request was queued"
+    assert (update.finish_reason, update.error) == ("error", error)
     assert len(generate_tokens(llm, [prompt(65)], GREEDY)[0]) == 20
 
 
@@ -273,42 +259,33 @@ def test_bad_prompts_and_parameters_are_refused_before_anything_runs(llm: LLM) -
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("option", "value", "words"),
     [
-        ({"max_model_len": 257}, "257"),
-        ({"tensor_parallel_size": 3}, "heads"),
-        ({"dtype": "int8"}, "int8"),
-        ({"block_size": 0}, "block-size"),
-        ({"kv_cache_memory": 1000}, "KV cache"),
+        ("max_model_len", 257, "257"),
+        ("tensor_parallel_size", 3, "heads"),
+        ("dtype", "int8", "int8"),
+        ("block_size", 0, "block-size"),
+        ("kv_cache_memory", 1000, "KV cache"),
     ],
 )
-def test_options_that_cannot_work_are_refused_with_numbers(
-    folder: Path, options: dict[str, object], words: str
-) -> None:
+def test_refuses_impossible_options(folder: Path, option: str, value: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        LLM(str(folder), **options)
+        LLM(str(folder), **{option: value})
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        (
-            {"dtype": "float", "load_format": "dummy"},
-            {"dtype": "float32", "load_format": "synthetic"},
-        ),
-        (
-            {"dtype": "half", "load_format": "hf"},
-            {"dtype": "float16", "load_format": "safetensors"},
-        ),
-        ({"dtype": "bf16", "quantization": "None"}, {"dtype": "bfloat16"}),
+        ("dtype=float load_format=dummy", "dtype=float32 load_format=synthetic"),
+        ("dtype=half load_format=hf", "dtype=float16 load_format=safetensors"),
+        ("dtype=bf16 quantization=None", "dtype=bfloat16"),
     ],
 )
-def test_values_may_have_vllm_names(
-    folder: Path, theirs: dict[str, Any], ours: dict[str, Any]
-) -> None:
+def test_values_may_have_vllm_names(folder: Path, theirs: str, ours: str) -> None:
     outputs = []
-    for options in (theirs, ours):
-        with start(folder, num_kv_blocks=8, **{"dtype": "auto", **options}) as engine:
+    for words in (theirs, ours):
+        options = dict(word.split("=") for word in words.split())
+        with start(folder, num_kv_blocks=8, **options) as engine:
             outputs.append(generate_tokens(engine, [prompt(1)], GREEDY))
     assert outputs[0] == outputs[1] != [[]]
 

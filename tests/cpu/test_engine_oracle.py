@@ -19,41 +19,24 @@ def oracle_logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     "seed", [*range(14), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(14, 24))]
 )
 def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path) -> None:
-    sizes = tiny.random_sizes(seed)
-    vocab_size = sizes["vocab_size"]
-    model = tiny.make_model(seed, **sizes)
+    model_sizes = tiny.random_sizes(seed)
+    vocab_size = model_sizes["vocab_size"]
+    model = tiny.make_model(seed, **model_sizes)
     generator = torch.Generator().manual_seed(1000 + seed)
-    prompts = [
-        torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in (1, 5, 23, 58)
-    ]
-    engine = LLM(
-        str(tiny.save(model, tmp_path)),
-        dtype="float32",
-        block_size=8,
-        max_num_batched_tokens=11,
-        max_num_seqs=3,
-        num_threads=1,
-    )
-    with engine:
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=NUM_TOKENS,
-            ignore_eos=True,
-            logprobs=5,
-            prompt_logprobs=5,
-            repetition_penalty=1.0,
-        )
+    sizes = (1, 5, 23, 58)
+    prompts = [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in sizes]
+    limits = {"block_size": 8, "max_num_batched_tokens": 11, "max_num_seqs": 3, "num_threads": 1}
+    counts = {"max_tokens": NUM_TOKENS, "logprobs": 5, "prompt_logprobs": 5}
+    params = SamplingParams(temperature=0.0, ignore_eos=True, repetition_penalty=1.0, **counts)
+    with LLM(str(tiny.save(model, tmp_path)), dtype="float32", **limits) as engine:
         generations = engine.generate(prompts, params)
     for prompt, generation in zip(prompts, generations, strict=True):
         completion = generation.outputs[0]
         answer = completion.token_ids
         logits = oracle_logits(model, prompt + answer)
-        # Each token is the oracle's choice after its prefix, so the text is the oracle's greedy
-        # text.
-        assert (
-            answer == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
-            and len(answer) == NUM_TOKENS
-        )
+        # each token is the oracle's after its prefix: the text is the oracle's greedy text
+        assert answer == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+        assert len(answer) == NUM_TOKENS
         logprobs = torch.log_softmax(logits, dim=-1)
         entries = (generation.prompt_logprobs or []) + (completion.logprobs or [])
         assert len(entries) == len(prompt) - 1 + NUM_TOKENS

@@ -54,13 +54,10 @@ def folder(tensors: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory)
 
 
 def new_model(spec: ForeignSpec, *, ranks: int = 1) -> Decoder:
-    return build_model(
-        spec,
-        context=replace(ParallelContext.single(), layout=ParallelLayout(tp=ranks)),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        kernels=resolve(platform=CPU, dtype=torch.float32),
-    )
+    context = replace(ParallelContext.single(), layout=ParallelLayout(tp=ranks))
+    place = {"dtype": torch.float32, "device": torch.device("cpu")}
+    kernels = resolve(platform=CPU, dtype=torch.float32)
+    return build_model(spec, context=context, kernels=kernels, **place)
 
 
 # --- the same in plain PyTorch, over a whole sequence at once ------------------------------------
@@ -130,15 +127,11 @@ def plain(tensors: Mapping[str, Tensor], token_ids: list[int]) -> Tensor:
 # --- served --------------------------------------------------------------------------------------
 
 
-def test_the_engine_gives_what_plain_pytorch_gives(
-    folder: Path, tensors: dict[str, Tensor]
-) -> None:
+def test_engine_gives_what_plain_pytorch_gives(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Cover paging, chunks mixed with decodes, and the prefix cache."""
     generator = torch.Generator().manual_seed(5)
-    prompts = [
-        torch.randint(3, CONFIG["vocab_size"], (length,), generator=generator).tolist()
-        for length in (1, 6, 23, 58)
-    ]
+    drawn = {"low": 3, "high": CONFIG["vocab_size"], "generator": generator}
+    prompts = [torch.randint(size=(length,), **drawn).tolist() for length in (1, 6, 23, 58)]
     prompts.append(prompts[-1][:40] + prompts[2])
     params = SamplingParams(
         temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=1

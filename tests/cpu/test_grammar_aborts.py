@@ -3,7 +3,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from grammar_support import PERSON, reasoning, regex, require_call, schema, seeded
+from grammar_support import PERSON, reasoning, regex, require_call, schema, seeded, tool
 
 from negamax import LLM
 from negamax.engine.grammar import wire
@@ -11,18 +11,7 @@ from negamax.engine.grammar.client import GrammarClient
 from tests.layouts import full
 from tests.loop_driver import admitted, drive, free_all, read_tokens
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "note",
-        "parameters": {
-            "type": "object",
-            "properties": {"text": {"type": "string", "maxLength": 16}},
-            "required": ["text"],
-        },
-    },
-}
-CALL = require_call([TOOL])
+CALL = require_call([tool("note", text={"type": "string", "maxLength": 16})])
 Answer = tuple[list[int], str | None]
 # more requests than rows and too few blocks: some wait, some are preempted
 SIZES: dict[str, Any] = {
@@ -33,10 +22,8 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    draft = {
-        "method": "eagle3", "model": "nano-draft", "num_speculative_tokens": 3, "adaptive": False
-    }  # fmt: skip
-    with LLM("nano", speculative_config=draft, **SIZES) as engine:
+    draft = {"method": "eagle3", "model": "nano-draft", "num_speculative_tokens": 3}
+    with LLM("nano", speculative_config=draft | {"adaptive": False}, **SIZES) as engine:
         yield engine
 
 
@@ -49,9 +36,8 @@ def load(llm: LLM) -> list[Any]:
         {"grammar": schema(PERSON), "temperature": 0.0, "logprobs": 1},
         {"grammar": regex("[a-z ]{30,40}")},
         {"temperature": 0.0, "ignore_eos": True, "logit_bias": {}},
-        {"grammar": regex(r"(.|\n){1,40}"), "temperature": 0.0,
-         "logit_bias": {}},
-    ]  # fmt: skip
+        {"grammar": regex(r"(.|\n){1,40}"), "temperature": 0.0, "logit_bias": {}},
+    ]
     params = [seeded(n, **{"max_tokens": 50, **kinds[n % len(kinds)]}) for n in range(18)]
     return admitted(llm, asked, params)
 

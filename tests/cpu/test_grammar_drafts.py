@@ -9,6 +9,7 @@ import zmq
 from grammar_support import (
     PERSON,
     SPACES,
+    TAGGED,
     TOKENIZER,
     choice,
     reasoning,
@@ -16,6 +17,7 @@ from grammar_support import (
     require_call,
     schema,
     seeded,
+    tool,
 )
 from msgspec.structs import replace
 
@@ -35,23 +37,7 @@ from tests.drafts import ACCEPTED, KINDS, RANDOM, REJECTED, Key
 from tests.loop_driver import admitted, drive, free_all, read_tokens
 
 SCHEMA = schema({**PERSON, "properties": dict(list(PERSON["properties"].items())[:3])})
-TAGGED = {
-    "type": "tag",
-    "begin": "<p>",
-    "content": {"type": "json_schema", "json_schema": PERSON},
-    "end": "</p>",
-}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 12}},
-            "required": ["city"],
-        },
-    },
-}
+TOOL = tool("get_weather", city={"type": "string", "maxLength": 12})
 LETTERS = regex("[a-z ]{30,60}")
 OPEN, SPELLED = reasoning(), reasoning(by_id=False)
 OPTIONAL = replace(reasoning("optional"), closing_ids=OPEN.closing_ids)
@@ -64,8 +50,7 @@ FIELDS: list[dict[str, Any]] = [
     {"grammar": require_call([TOOL]), "reasoning": OPEN, "thinking_token_budget": 9},
     {"grammar": SCHEMA, "reasoning": OPEN, "thinking_token_budget": 14, "temperature": 0.0},
     {"grammar": SCHEMA, "reasoning": SPELLED, "thinking_token_budget": 5},
-    {"grammar": regex("(no ){9}"), "reasoning": OPTIONAL,
-     "thinking_token_budget": 4,
+    {"grammar": regex("(no ){9}"), "reasoning": OPTIONAL, "thinking_token_budget": 4,
      "logit_bias": SPACES | {TOKENIZER.token_id("<think>") or 0: 100.0}},
     {"reasoning": OPEN, "thinking_token_budget": 7, "ignore_eos": True},
     {"grammar": LETTERS, "min_tokens": 12, "logit_bias": {TOKENIZER.eos_token_id or 0: 100.0}},
@@ -97,11 +82,12 @@ class Changing(drafts.ScriptedProposer):
 
     is_checked = False
 
-    def __init__(self) -> None:
-        super().__init__(RANDOM, {})
+    def __init__(self, known: dict[Key, list[int]]) -> None:
+        super().__init__(RANDOM, known)
+        self._known = known
 
-    def be(self, kind: str, outputs: dict[Key, list[int]]) -> None:
-        self._kind, self._outputs = kind, outputs
+    def be(self, kind: str, outputs: dict[Key, list[int]] | None = None) -> None:
+        self._kind, self._outputs = kind, outputs or self._known
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +101,14 @@ def expected(model: str) -> list[Any]:
         return answers(llm)
 
 
-@pytest.fixture(scope="module")
-def known(expected: list[Any]) -> dict[Key, list[int]]:
-    columns = zip(PARAMS, PROMPTS, expected, strict=True)
-    return {(params.seed or 0, tuple(tokens)): one[0] for params, tokens, one in columns}
+def map_outputs(chosen: slice, outputs: list[list[int]]) -> dict[Key, list[int]]:
+    columns = zip(PARAMS[chosen], PROMPTS[chosen], outputs, strict=True)
+    return {(params.seed or 0, tuple(tokens)): output for params, tokens, output in columns}
 
 
 @pytest.fixture(scope="module")
-def proposer() -> Changing:
-    return Changing()
+def proposer(expected: list[Any]) -> Changing:
+    return Changing(map_outputs(slice(None), [one[0] for one in expected]))
 
 
 @pytest.fixture(scope="module")
@@ -143,17 +128,12 @@ def verified(llm: LLM) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_do_not_change_constrained_texts(
-    llm: LLM,
-    proposer: Changing,
-    expected: list[Any],
-    known: dict[Key, list[int]],
-    kind: str,
-    monkeypatch: pytest.MonkeyPatch,
+def test_drafts_keep_constrained_texts(
+    llm: LLM, proposer: Changing, expected: list[Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GRACE_SECONDS", "ALONE_SECONDS"):  # a late mask would void accepted drafts
         monkeypatch.setattr(manager, name, 9.0)
-    proposer.be(kind, known)
+    proposer.be(kind)
     before = verified(llm)
     assert answers(llm) == expected
     free_all(llm)
@@ -165,11 +145,7 @@ def test_drafts_do_not_change_constrained_texts(
 
 
 def test_late_masks_void_the_drafts_of_their_rows(
-    llm: LLM,
-    proposer: Changing,
-    expected: list[Any],
-    known: dict[Key, list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    llm: LLM, proposer: Changing, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late: list[int] = []
     voided: set[tuple[int, int]] = set()  # step and row
@@ -180,17 +156,15 @@ def test_late_masks_void_the_drafts_of_their_rows(
         # every third step waits for its masks
         monkeypatch.setattr(manager, "GRACE_SECONDS", 9.0 if step_id % 3 == 0 else -1.0)
         found = bitmask_of(self, step_id, rows, may_wait=may_wait)
-        late.extend(row.num_drafts for row in rows if row.row in found[0].postponed)
-        voided.update(
-            (step_id, row.row) for row in rows if row.row in found[0].postponed and row.num_drafts
-        )
+        postponed = [row for row in rows if row.row in found[0].postponed]
+        late.extend(row.num_drafts for row in postponed)
+        voided.update((step_id, row.row) for row in postponed if row.num_drafts)
         return found
 
     def noted(self: GroupScheduler, plans: Any, results: Any, **options: Any) -> Any:
         for one in results:
-            uncounted.update(
-                (one.step_id, row) for row, num in one.num_draft_tokens.items() if not num
-            )
+            rows = one.num_draft_tokens.items()
+            uncounted.update((one.step_id, row) for row, num in rows if not num)
         return commit(self, plans, results, **options)
 
     monkeypatch.setattr(manager.GrammarManager, "bitmask", counted)
@@ -198,7 +172,7 @@ def test_late_masks_void_the_drafts_of_their_rows(
     monkeypatch.setattr(manager, "ALONE_SECONDS", -1.0)
     before = verified(llm)
     for kind in (RANDOM, ACCEPTED):
-        proposer.be(kind, known)
+        proposer.be(kind)
         assert answers(llm) == expected
     assert sum(late) > 30 and verified(llm)[1] > before[1] + 100
     free_all(llm)
@@ -206,13 +180,9 @@ def test_late_masks_void_the_drafts_of_their_rows(
 
 
 def test_steps_that_do_not_overlap_and_choices_of_one_prompt(
-    llm: LLM,
-    proposer: Changing,
-    expected: list[Any],
-    known: dict[Key, list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    llm: LLM, proposer: Changing, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proposer.be(ACCEPTED, known)
+    proposer.be(ACCEPTED)
     monkeypatch.setattr(llm._loop, "_overlap", False)
     assert answers(llm) == expected
     several = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=40, grammar=LETTERS)
@@ -228,10 +198,8 @@ def test_steps_that_do_not_overlap_and_choices_of_one_prompt(
     free_all(llm)
 
 
-def test_death_of_a_grammar_process_ends_its_requests_alone(
-    llm: LLM, proposer: Changing, expected: list[Any], known: dict[Key, list[int]]
-) -> None:
-    proposer.be(RANDOM, known)
+def test_dead_process_ends_its_requests(llm: LLM, proposer: Changing, expected: list[Any]) -> None:
+    proposer.be(RANDOM)
     answers(llm)  # starts the process
     requests = admitted(llm, PROMPTS, PARAMS)
     updates = drive(llm, requests, num_steps=1)
@@ -268,9 +236,8 @@ def test_no_launch_waits_for_drafts_of_constrained_rows(
         with LLM(model, **sizes) as llm:
             found = [one[0] for one in answers(llm, chosen)]
             if not expected:
-                expected, keys = found, zip(PARAMS[chosen], PROMPTS[chosen], found, strict=True)
-                known = {(params.seed or 0, tuple(tokens)): one for params, tokens, one in keys}
-                proposer.be(RANDOM, known)
+                expected = found
+                proposer.be(RANDOM, map_outputs(chosen, found))
                 drafts.install(monkeypatch.setattr, proposer)
                 assert reads == []
                 continue

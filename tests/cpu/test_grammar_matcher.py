@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grammar_support import TOKENIZER, choice, reasoning, regex, schema
+from grammar_support import TOKENIZER, choice, reasoning, regex, schema, tool
 
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar, Reasoning
@@ -32,6 +32,7 @@ COMPILER = GrammarCompiler(
 JSON = Grammar(kind="json_object")
 TAG_IDS = MINIMAX_M2.tag_ids(TOKENIZER)
 
+LATITUDE = {"type": "object", "properties": {"lat": {"type": "number"}}, "required": ["lat"]}
 WEATHER = {
     "name": "get_weather",
     "parameters": {
@@ -44,19 +45,10 @@ WEATHER = {
             "tags": {"type": "array", "items": {"type": "string"}},
         },
         "required": ["city", "days"],
-        "$defs": {
-            "place": {
-                "type": "object",
-                "properties": {"lat": {"type": "number"}},
-                "required": ["lat"],
-            }
-        },
+        "$defs": {"place": LATITUDE},
     },
 }
-PING = {
-    "type": "function",
-    "function": {"name": "ping", "parameters": {"type": "object", "properties": {}}},
-}
+PING = tool("ping")
 
 
 def matcher(grammar: Grammar, reasoning: Reasoning | None = None) -> GrammarMatcher:
@@ -79,15 +71,13 @@ def takes(grammar: Grammar, text: str, reasoning: Reasoning | None = None) -> bo
     return EOS in allowed(following)
 
 
-def check(
-    grammar: Grammar | None,
-    good: Sequence[str],
-    bad: Sequence[str],
-    reasoning: Reasoning | None = None,
-) -> None:
+Texts = Sequence[str]
+
+
+def check(grammar: Grammar | None, good: Texts, bad: Texts, start: Reasoning | None = None) -> None:
     assert grammar is not None
-    assert [text for text in good if not takes(grammar, text, reasoning)] == []
-    assert [text for text in bad if takes(grammar, text, reasoning)] == []
+    assert [text for text in good if not takes(grammar, text, start)] == []
+    assert [text for text in bad if takes(grammar, text, start)] == []
 
 
 def ebnf(text: str) -> Grammar:
@@ -104,6 +94,11 @@ def triggered(value: Any) -> Grammar:
     return tags(triggers=["<f"], structures=[structure])
 
 
+ONE_FIELD = {"type": "object", "properties": {"a": {"type": "integer"}}}
+UNIQUE_NUMBERS = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+UNIQUE_FIELD = {"items": {"type": "object", "properties": {"x": {"uniqueItems": True}}}}
+
+
 @pytest.mark.parametrize(
     ("grammar", "good", "bad"),
     [
@@ -113,29 +108,17 @@ def triggered(value: Any) -> Grammar:
         (ebnf('root ::= "a" root? "b"'), ["ab", "aabb"], ["a", "aab", "ba"]),
         (tags(format={"type": "const_string", "value": "hi"}), ["hi"], ["h", "hi there"]),
         (triggered({"type": "integer"}), ["so <f>12</f> then", "nothing"], ["<f>x</f>"]),
-        (
-            schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
-            ['{"a": 1}', "{}"],
-            ['{"b": 1}', '{"a": "x"}'],
-        ),
+        (schema(ONE_FIELD), ['{"a": 1}', "{}"], ['{"b": 1}', '{"a": "x"}']),
         (schema({"type": "string", "nullable": True}), ["null", '"x"'], ["1"]),
         (schema({"type": "object", "required": ["a"]}), ['{"a": [1]}'], ["{}"]),
         (schema({"type": "array"}), ['[1, "a"]', "[]"], ["{}"]),
         (schema({"type": "string", "maxLength": 3}), ['"abc"'], ['"abcd"']),
         (schema(True), ["1", "[]"], ["x"]),
         # enforced as far as possible
-        (
-            schema(
-                {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, strict=False
-            ),
-            ["[1, 1]"],
-            ['["a"]'],
-        ),
+        (schema(UNIQUE_NUMBERS, strict=False), ["[1, 1]"], ['["a"]']),
     ],
 )
-def test_each_kind_accepts_only_its_texts(
-    grammar: Grammar, good: list[str], bad: list[str]
-) -> None:
+def test_each_kind_accepts_only_its_texts(grammar: Grammar, good: Texts, bad: Texts) -> None:
     check(grammar, good, bad)
 
 
@@ -147,10 +130,7 @@ def test_each_kind_accepts_only_its_texts(
         (ebnf("root ::= missing"), "missing"),
         (schema({"type": "foo"}), "foo"),
         (schema({"not": {"type": "string"}}), "'not'"),
-        (
-            schema({"items": {"type": "object", "properties": {"x": {"uniqueItems": True}}}}),
-            "uniqueItems",
-        ),
+        (schema(UNIQUE_FIELD), "uniqueItems"),
         (schema({"$ref": "#/$defs/gone"}), "#/\\$defs/gone"),
         (schema({"$ref": "https://example.com/schema"}), "example.com"),
         (tags(), "format"),
@@ -165,6 +145,8 @@ def test_refuses_grammars_that_cannot_be_enforced(grammar: Grammar, words: str) 
 
 END = {"type": "token", "token": EOS}
 LOOPS = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
+TOKEN = {"type": "token", "token": 20}
+TRIGGERED = {"type": "tag", "begin": TOKEN, "content": END, "end": "x"}
 
 
 @pytest.mark.parametrize(
@@ -181,20 +163,7 @@ LOOPS = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
         regex(r"a|b[^\s\S]"),
         triggered({"$ref": "#"}),
         tags(format=END),
-        tags(
-            format={
-                "type": "token_triggered_tags",
-                "trigger_tokens": [20],
-                "tags": [
-                    {
-                        "type": "tag",
-                        "begin": {"type": "token", "token": 20},
-                        "content": END,
-                        "end": "x",
-                    }
-                ],
-            }
-        ),
+        tags(format={"type": "token_triggered_tags", "trigger_tokens": [20], "tags": [TRIGGERED]}),
     ],
 )
 def test_refuses_grammars_in_which_outputs_get_stuck(grammar: Grammar) -> None:
@@ -216,28 +185,17 @@ def test_recursive_references_with_an_end_are_followed(grammar: Grammar, good: s
     assert takes(grammar, good)
 
 
-@pytest.mark.parametrize(
-    "grammar",
-    [
-        JSON,
-        schema({"type": "object"}),
-        schema(True),
-        tags(format={"type": "json_schema", "json_schema": {"type": "object"}}),
-        tags(
-            format={
-                "type": "json_schema",
-                "json_schema": {"type": "object"},
-                "max_whitespace_cnt": None,
-            }
-        ),
-    ],
-)
+OBJECT_TAG = {"type": "json_schema", "json_schema": {"type": "object"}}
+OBJECTS = [JSON, schema({"type": "object"}), schema(True), tags(format=OBJECT_TAG)]
+OBJECTS.append(tags(format={**OBJECT_TAG, "max_whitespace_cnt": None}))
+
+
+@pytest.mark.parametrize("grammar", OBJECTS)
 def test_json_has_a_limit_of_white_space_between_its_parts(grammar: Grammar) -> None:
     gaps = ("{%s}", '{"a":%s1}', '{"a":1%s}', '{"a":[%s1]}', '{"a":[1,%s2]}', '{"a":{%s"b":1}}')
     assert all(takes(grammar, gap % ("\n" + " " * 8)) for gap in gaps)
-    assert not any(
-        takes(grammar, gap % (white * 21)) for gap in gaps for white in (" ", "\n", "\t")
-    )
+    too_long = [white * 21 for white in (" ", "\n", "\t")]
+    assert not any(takes(grammar, gap % white) for gap in gaps for white in too_long)
 
 
 def test_text_never_holds_tags_or_control_tokens() -> None:
@@ -245,9 +203,8 @@ def test_text_never_holds_tags_or_control_tokens() -> None:
     call = tool_grammar([WEATHER], M2Calls(TAG_IDS), choice="required")
     assert call is not None
     raw = matcher(call)
-    for token_id in TOKENIZER.encode(
-        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Ro'
-    ):
+    start = '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Ro'
+    for token_id in TOKENIZER.encode(start):
         assert raw.take(token_id)
     string = matcher(JSON)
     assert string.take(b'{"a')
@@ -290,9 +247,8 @@ def m2_block(*calls: str) -> str:
 
 
 def m2_arguments(**values: str) -> str:
-    return "".join(
-        f'<parameter name="{key}">{value}</parameter>\n' for key, value in values.items()
-    )
+    lines = [f'<parameter name="{key}">{value}</parameter>\n' for key, value in values.items()]
+    return "".join(lines)
 
 
 ROME = m2_arguments(city="Rome", days="3")
@@ -354,15 +310,9 @@ def test_a_strict_tool_in_free_text_is_held_to_its_schema_once_a_call_begins() -
 )
 def test_only_allowed_tools_can_be_called(options: dict[str, Any], good: set[str]) -> None:
     ping, weather = m2_block(m2_call("", name="ping")), m2_block(m2_call(ROME))
-    texts = {
-        "Hi": "Hi",
-        "{}": "{}",
-        "ping": ping,
-        "pings": f"So:\n{ping} and {ping}",
-        "weather": weather,
-        "text and weather": f"So: {weather}",
-        "pi": m2_block(m2_call("", name="pi")),
-    }
+    texts = {"Hi": "Hi", "{}": "{}", "ping": ping, "pings": f"So:\n{ping} and {ping}"}
+    texts |= {"weather": weather, "text and weather": f"So: {weather}"}
+    texts["pi"] = m2_block(m2_call("", name="pi"))
     grammar = tool_grammar([WEATHER, PING], M2Calls(TAG_IDS), allowed=["ping"], **options)
     assert grammar is not None
     assert {name for name, text in texts.items() if takes(grammar, text)} == good
@@ -389,9 +339,7 @@ def test_m3_refuses_other_calls_of_every_shape_that_the_parser_reads() -> None:
 
 
 @pytest.mark.parametrize("output_format", [MINIMAX_M2, MINIMAX_M3])
-def test_call_without_its_block_is_text_unless_its_tool_is_callable(
-    output_format: OutputFormat,
-) -> None:
+def test_call_without_its_block_needs_a_callable_tool(output_format: OutputFormat) -> None:
     mark = "" if output_format is MINIMAX_M2 else m3("@")
     text = f'{mark}<invoke name="get_weather">{mark}</invoke>\n'
     for tools, names in (([WEATHER, PING], ["get_weather"]), ([PING], [])):
@@ -458,27 +406,19 @@ def walk(grammar: Grammar, seed: int, *, closer: str) -> str:
     raise AssertionError(f"no end: {TOKENIZER.decode(taken)[:200]}")
 
 
-RICH: dict[str, Any] = {
-    "name": "edit",
-    "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "path": {"type": "string", "minLength": 1, "maxLength": 12},
-            "text": {"type": "string"},
-            "count": {"type": ["integer", "null"]},
-            "mode": {"anyOf": [{"const": "fast"}, {"type": "boolean"}]},
-            "day": {"type": "string", "format": "date"},
-            "options": {
-                "type": "object",
-                "properties": {"deep": {"type": "boolean"}},
-                "required": ["deep"],
-            },
-        },
-        "required": ["path", "text", "count", "mode", "day", "options"],
-        "additionalProperties": False,
-    },
+DEEP = {"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]}
+FIELDS: dict[str, Any] = {
+    "path": {"type": "string", "minLength": 1, "maxLength": 12},
+    "text": {"type": "string"},
+    "count": {"type": ["integer", "null"]},
+    "mode": {"anyOf": [{"const": "fast"}, {"type": "boolean"}]},
+    "day": {"type": "string", "format": "date"},
+    "options": DEEP,
 }
+PARAMETERS = {"type": "object", "properties": FIELDS, "required": [*FIELDS]}
+RICH: dict[str, Any] = {
+    "name": "edit", "strict": True, "parameters": {**PARAMETERS, "additionalProperties": False}
+}  # fmt: skip
 
 
 def check_rich(parsed: ParsedOutput) -> None:
@@ -488,7 +428,7 @@ def check_rich(parsed: ParsedOutput) -> None:
         if call.name == "ping":
             assert arguments == {}
             continue
-        assert list(arguments) == ["path", "text", "count", "mode", "day", "options"]
+        assert list(arguments) == [*FIELDS]
         assert 1 <= len(arguments["path"]) <= 12
         assert arguments["count"] is None or type(arguments["count"]) is int
         assert arguments["mode"] in ("fast", True, False)

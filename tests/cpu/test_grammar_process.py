@@ -57,7 +57,7 @@ def test_stopped_process_is_replaced_after_some_time(llm: LLM) -> None:
     assert time.monotonic() - started > 1.0
 
 
-def test_process_without_files_fails_its_requests_alone(
+def test_process_without_files_fails_its_requests(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spawn = supervision.spawn

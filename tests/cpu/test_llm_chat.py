@@ -15,13 +15,8 @@ def test_stop_strings_of_chats_count_in_the_content_only() -> None:
         reasoning, content, _ = said()
         assert reasoning and content and "8" in reasoning and "85" in content
         assert said("8", "absent") == (reasoning, content.partition("8")[0], "8")
-        assert said("5", include_stop_str_in_output=True) == (
-            reasoning,
-            content.partition("5")[0] + "5",
-            "5",
-        )
-        (whole,) = llm.generate(
-            llm.render(QUESTION, add_generation_prompt=True),
-            SamplingParams(temperature=0, stop=("8",)),
-        )
+        kept = content.partition("5")[0] + "5"
+        assert said("5", include_stop_str_in_output=True) == (reasoning, kept, "5")
+        prompt = llm.render(QUESTION, add_generation_prompt=True)
+        (whole,) = llm.generate(prompt, SamplingParams(temperature=0, stop=("8",)))
         assert "8" not in whole.outputs[0].text and whole.outputs[0].stop_reason == "8"

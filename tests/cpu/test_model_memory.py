@@ -68,9 +68,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bytes_of_a_rank_are_those_of_its_slots(
-    family: str, layout: ParallelLayout, dtype: torch.dtype
-) -> None:
+def test_bytes_are_those_of_slots(family: str, layout: ParallelLayout, dtype: torch.dtype) -> None:
     """On 4 ranks the 2 KV heads are copied. Experts take the same bytes sharded or whole."""
     spec = FAMILIES[family]
     context = replace(ParallelContext.single(), layout=layout)
@@ -81,9 +79,7 @@ def test_bytes_of_a_rank_are_those_of_its_slots(
 
 @pytest.mark.parametrize("expert", [r"\d+", "[23]", "(2|3)", "3"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_experts_that_no_kernel_takes_together_count_as_they_are_held(
-    bits: int, expert: str
-) -> None:
+def test_experts_that_no_kernel_takes_together_count_as_held(bits: int, expert: str) -> None:
     name = rf".*layers\.0\.mlp\.experts\.{expert}\.down_proj"
     if expert == "3":
         name = "model.layers.0.mlp.experts.3.down_proj"

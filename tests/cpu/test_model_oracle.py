@@ -64,9 +64,7 @@ def test_captured_streams_are_the_hidden_states_of_transformers(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_logits_equal_transformers_through_chunked_prefill_and_decode(
-    seed: int, tmp_path: Path
-) -> None:
+def test_logits_equal_transformers_in_chunked_prefill_and_decode(seed: int, tmp_path: Path) -> None:
     config = tiny_config(seed)
     rng = random.Random(seed)
     expected_model = oracle(config, seed, router_bias=rng.uniform(4.0, 10.0))

@@ -7,6 +7,7 @@ import pytest
 from grammar_support import (
     PERSON,
     SPACES,
+    TAGGED,
     TOKENIZER,
     choice,
     is_person,
@@ -16,6 +17,7 @@ from grammar_support import (
     require_call,
     schema,
     seeded,
+    tool,
 )
 
 from negamax import LLM, SamplingParams
@@ -26,43 +28,15 @@ from tests.loop_driver import free_all, generate_tokens
 
 SEEDS = range(6)
 SIZES: dict[str, Any] = {"num_threads": 1, "max_model_len": 512}
-
-
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a place",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "maxLength": 20},
-                "days": {"type": "integer", "maximum": 14, "minimum": 1},
-            },
-            "required": ["city", "days"],
-        },
-    },
-}
-
-
-CLOCK: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}},
-}
+DAYS = {"type": "integer", "maximum": 14, "minimum": 1}
+WEATHER = tool("get_weather", city={"type": "string", "maxLength": 20}, days=DAYS)
+CLOCK = tool("clock")
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM("nano", **SIZES) as engine:
         yield engine
-
-
-TAGGED = {
-    "type": "tag",
-    "begin": "<p>",
-    "content": {"type": "json_schema", "json_schema": PERSON},
-    "end": "</p>",
-}
 
 
 KINDS: dict[str, tuple[Grammar, Callable[[str], Any]]] = {
@@ -91,15 +65,10 @@ def test_every_output_follows_its_grammar(llm: LLM, kind: str) -> None:
 
 
 def test_finished_json_objects_parse(llm: LLM) -> None:
-    closers = {
-        i: 6.0 for i in range(4096) if TOKENIZER.token_text(i).lstrip().startswith(("}", "]", '"'))
-    }
-    params = [
-        seeded(
-            seed, grammar=Grammar(kind="json_object"), max_tokens=120, logit_bias=SPACES | closers
-        )
-        for seed in SEEDS
-    ]
+    ends = ("}", "]", '"')
+    bias = {i: 6.0 for i in range(4096) if TOKENIZER.token_text(i).lstrip().startswith(ends)}
+    fields = {"max_tokens": 120, "logit_bias": SPACES | bias}
+    params = [seeded(seed, grammar=Grammar(kind="json_object"), **fields) for seed in SEEDS]
     done = outputs(llm, ["An object:"] * len(SEEDS), params)
     ended = [completion for completion in done if completion.finish_reason == "stop"]
     assert len(ended) >= 2
@@ -118,10 +87,8 @@ def test_reasoning_comes_before_the_grammar(llm: LLM, by_id: bool) -> None:
     """Closed by the model or by its budget; without `by_id` the closer is several tokens."""
     prompt = llm.render([{"role": "user", "content": "What is 17 + 25? Answer as JSON."}])
     rules = reasoning(by_id=by_id)
-    params = [
-        seeded(seed, grammar=schema(PERSON), reasoning=rules, thinking_token_budget=40)
-        for seed in SEEDS
-    ]
+    fields = {"grammar": schema(PERSON), "reasoning": rules, "thinking_token_budget": 40}
+    params = [seeded(seed, **fields) for seed in SEEDS]
     closings = []
     for completion in outputs(llm, [prompt] * len(SEEDS), params):
         _, closer, content = completion.text.partition(rules.closer.text)
@@ -136,20 +103,11 @@ def test_reasoning_comes_before_the_grammar(llm: LLM, by_id: bool) -> None:
 @pytest.mark.parametrize("budget", [0, 1, 7])
 def test_budget_ends_the_reasoning_after_its_number_of_tokens(llm: LLM, budget: int) -> None:
     """Without a grammar, tokens before the limit equal an unlimited run; the answer is free."""
-    prompt = llm.render(
-        [{"role": "user", "content": "A box holds 24 pencils. How many pencils are in 13 boxes?"}]
-    )
-    rules = reasoning()
-    free, bound = outputs(
-        llm,
-        [prompt] * 2,
-        [
-            SamplingParams(temperature=0.0, max_tokens=60),
-            SamplingParams(
-                temperature=0.0, max_tokens=60, reasoning=rules, thinking_token_budget=budget
-            ),
-        ],
-    )
+    text = "A box holds 24 pencils. How many pencils are in 13 boxes?"
+    prompt, rules = llm.render([{"role": "user", "content": text}]), reasoning()
+    limited = {"reasoning": rules, "thinking_token_budget": budget}
+    params = [SamplingParams(temperature=0.0, max_tokens=60, **more) for more in ({}, limited)]
+    free, bound = outputs(llm, [prompt] * 2, params)
     closing = list(rules.closing_ids)
     assert closing[1] not in free.token_ids[:10]  # it would have reasoned longer
     assert bound.token_ids[: budget + len(closing)] == free.token_ids[:budget] + closing
@@ -158,16 +116,11 @@ def test_budget_ends_the_reasoning_after_its_number_of_tokens(llm: LLM, budget: 
 
 
 def test_optional_reasoning_may_be_left_out_and_is_closed_by_its_budget(llm: LLM) -> None:
+    fields, opener = {"grammar": schema(PERSON), "reasoning": reasoning("optional")}, "<think>"
+    biases = [{llm.tokenizer.token_id(opener) or 0: bias} for bias in (-100.0, 100.0)]
     params = [
-        seeded(
-            seed,
-            grammar=schema(PERSON),
-            reasoning=reasoning("optional"),
-            thinking_token_budget=seed % 3,
-            logit_bias=bias,
-        )
+        seeded(seed, **fields, thinking_token_budget=seed % 3, logit_bias=biases[seed % 2])
         for seed in range(8)
-        for bias in ({llm.tokenizer.token_id("<think>") or 0: 100.0 if seed % 2 else -100.0},)
     ]
     texts = [completion.text for completion in outputs(llm, ["A person:"] * 8, params)]
     assert {text.startswith("<think>") for text in texts} == {True, False}
@@ -179,10 +132,8 @@ def test_forced_calls_name_declared_tools_with_valid_arguments(llm: LLM, name: s
     tools = [WEATHER, CLOCK]
     grammar = require_call(tools, name)
     prompt = llm.render([{"role": "user", "content": "What is the weather in Rome?"}], tools=tools)
-    params = [
-        seeded(seed, grammar=grammar, reasoning=reasoning(), thinking_token_budget=30)
-        for seed in SEEDS
-    ]
+    fields = {"grammar": grammar, "reasoning": reasoning(), "thinking_token_budget": 30}
+    params = [seeded(seed, **fields) for seed in SEEDS]
     called = set()
     for completion in outputs(llm, [prompt] * len(SEEDS), params):
         parsed = llm.parse(prompt, completion, tools=tools)
@@ -232,9 +183,8 @@ def test_grammar_outranks_other_parameters(llm: LLM) -> None:
 def test_end_waits_for_min_tokens_where_the_grammar_can_go_on(llm: LLM) -> None:
     grammar = regex("[a-z]{1,100}")
     eager = {TOKENIZER.eos_token_id or 0: 100.0}
-    (completion,) = outputs(
-        llm, ["letters:"], [seeded(2, grammar=grammar, min_tokens=15, logit_bias=eager)]
-    )
+    params = seeded(2, grammar=grammar, min_tokens=15, logit_bias=eager)
+    (completion,) = outputs(llm, ["letters:"], [params])
     # the end token is the last
     assert len(completion.token_ids) == 16 and completion.finish_reason == "stop"
     assert re.fullmatch("[a-z]{1,100}", completion.text)
@@ -252,9 +202,8 @@ def test_constrained_requests_leave_the_text_of_concurrent_ones(llm: LLM) -> Non
     alone = outputs(llm, questions, free)
     held = [seeded(seed, grammar=schema(PERSON)) for seed in range(4)]
     mixed = outputs(llm, [*questions, *["A person:"] * 4], [*free, *held])
-    assert [(each.token_ids, each.logprobs) for each in mixed[:3]] == [
-        (each.token_ids, each.logprobs) for each in alone
-    ]
+    together, apart = ([(m.token_ids, m.logprobs) for m in made] for made in (mixed[:3], alone))
+    assert together == apart
     assert all(is_person(completion.text) for completion in mixed[3:])
 
 
@@ -278,11 +227,10 @@ def test_late_masks_cost_steps_but_no_tokens(llm: LLM, monkeypatch: pytest.Monke
     free_all(llm)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"num_kv_blocks": 10, "block_size": 16}, {"enable_overlap": False}],
-    ids=["preemption", "no overlap"],
-)
+SMALL = {"num_kv_blocks": 10, "block_size": 16}  # running requests are preempted
+
+
+@pytest.mark.parametrize("options", [SMALL, {"enable_overlap": False}], ids=str)
 def test_constrained_texts_do_not_depend_on_steps(llm: LLM, options: dict[str, Any]) -> None:
     prompts = [f"Person number {n}:" for n in range(6)]
     params = [seeded(seed, grammar=schema(PERSON), max_tokens=60) for seed in range(6)]
@@ -296,7 +244,6 @@ def test_constrained_texts_do_not_depend_on_steps(llm: LLM, options: dict[str, A
 def test_no_process_starts_without_grammars() -> None:
     with LLM("nano", **SIZES) as engine:
         limited = {"reasoning": reasoning(), "thinking_token_budget": 2}
-        outputs(
-            engine, ["Hello"] * 2, [seeded(1, max_tokens=5), seeded(2, max_tokens=5, **limited)]
-        )
+        params = [seeded(1, max_tokens=5), seeded(2, max_tokens=5, **limited)]
+        outputs(engine, ["Hello"] * 2, params)
         assert engine._loop._grammars._client is None

@@ -11,6 +11,7 @@ from negamax.base import supervision
 from negamax.config.grammar import Grammar
 from negamax.engine.llm import Generation
 from tests import tiny, tiny_m3
+from tests.loop_driver import token_ids
 
 # in bfloat16 the order of sums over ranks would decide near ties
 COMMON: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
@@ -34,12 +35,15 @@ SHARED = [[*range(3, 40), 40 + at] for at in range(16)]
 SHORT = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
+def make_sizes(**sizes: int) -> dict[str, int]:
+    return {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8, "num_local_experts": 8,
+            "num_experts_per_tok": 2, "max_position_embeddings": 512} | sizes  # fmt: skip
+
+
 def save_m2(folder: Path, *, vocab_size: int = 4160, num_layers: int = 4) -> str:
     """Save an M2 model. With 4160 tokens it fits the tokenizer, and grammars work."""
-    sizes = {"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 24,
-             "num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "head_dim": 16, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
-             "max_position_embeddings": 512}  # fmt: skip
+    sizes = make_sizes(vocab_size=vocab_size, num_hidden_layers=num_layers)
     return str(tiny.save(tiny.make_model(5, **sizes), folder))
 
 
@@ -62,9 +66,7 @@ def read_logprobs(made: list[Generation]) -> list[float]:
 
 
 def assert_same(found: list[Generation], expected: list[Generation]) -> None:
-    assert [each.outputs[0].token_ids for each in found] == [
-        each.outputs[0].token_ids for each in expected
-    ]
+    assert token_ids(found) == token_ids(expected)
     assert read_logprobs(found) == pytest.approx(read_logprobs(expected), abs=1e-3)
 
 

@@ -175,16 +175,9 @@ class Agent:
             *network.command(node), sys.executable, "-m", "negamax", "serve", "nano",
             "--device", "cpu", "--num-threads", "1", *network.options, *options,
         ]  # fmt: skip
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | variables,
-            start_new_session=True,
-        )
+        pipes = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL) | {"stderr": subprocess.PIPE}
+        place: dict[str, Any] = {"cwd": ROOT, "env": os.environ | variables, **pipes}
+        self.process = subprocess.Popen(command, text=True, start_new_session=True, **place)
         self.log = ""
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -15,12 +15,10 @@ def main(fd: int) -> None:
     options = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineOptions)
     key = env.get(KEY_VARIABLE) or ""
     placed = Placed(2, "cuda", "10.0.0.1", "eth0", {"CUDA_VISIBLE_DEVICES": "2,3", "KEY": key})
-    words = {
-        "placed": [placed],
-        "dies": [placed, Failed("node 1 (far): it does not fit", 2)],
-        "no room": [Failed("Ray has no room", 2)],
-        "silent": [],
-    }.get(options.model)
+    dies = [placed, Failed("node 1 (far): it does not fit", 2)]
+    no_room = [Failed("Ray has no room", 2)]
+    scripts = {"placed": [placed], "dies": dies, "no room": no_room, "silent": []}
+    words = scripts.get(options.model)
     if words is None:
         return
     for word in words:

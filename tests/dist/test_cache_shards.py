@@ -1,4 +1,3 @@
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ sys.path.append(str(Path(__file__).parent))
 from test_m3_ranks import sizes_of
 
 from negamax import LLM, SamplingParams
-from negamax.base import supervision
 from tests import tiny, tiny_draft, tiny_m3
+from tests.dist.engines import read_exit_codes, replace_ranks
 from tests.layouts import full, parallel
 
 TWO: dict[str, Any] = parallel(tp=2, decode_context_parallel_size=2)
@@ -49,31 +48,23 @@ def test_captured_steps_and_drafts_keep_the_text(
     options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_batched_tokens": 24,
                                "max_num_seqs": 3, "max_model_len": 256}  # fmt: skip
     if method == "eagle3":
-        _, _, draft = tiny_draft.make(
-            "biases, two layers", tmp_path / "draft", ids=[1, 2, 3], vocab_size=96, hidden_size=32
-        )
-        options["speculative_config"] = {"method": method, "model": draft, "adaptive": False}
+        sizes = {"vocab_size": 96, "hidden_size": 32}
+        made = tiny_draft.make("biases, two layers", tmp_path / "draft", ids=[1, 2, 3], **sizes)
+        options["speculative_config"] = {"method": method, "model": made[2], "adaptive": False}
     elif method:
-        options["speculative_config"] = {
-            "method": method, "num_speculative_tokens": 3, "adaptive": False,
-        }  # fmt: skip
+        drafts = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+        options["speculative_config"] = drafts
     prompts = [[5, 6, 7, 8, 9] * 30, [5, 6, 7, 8, 9] * 3, [11, 12, 13] * 8, [33]]
     max_tokens = 20 if method == "eagle3" else 40  # n-grams repeat late
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    spawn = supervision.spawn
-
-    def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
-        return spawn("tests.dist.ranks", "captured", *args)
-
-    monkeypatch.setattr(supervision, "spawn", captured)
+    replace_ranks(monkeypatch, "captured")
     found = []
     for more in ({}, ranks):
         with LLM(str(folder), **options, **more) as llm:
             made = [*llm.generate(prompts, params), *llm.generate(prompts[:1], params)]
             stats = llm.stats()
-            children = getattr(llm._loop.executor, "_processes", [])
         assert made[-1].num_cached_tokens > 100
-        assert [child.exit_code for child in children] == [0] * len(children)  # and replayed steps
+        assert not more or set(read_exit_codes(llm)) == {0}  # and replayed steps
         counts = stats.num_draft_tokens, stats.num_accepted_tokens
         found.append(([each.outputs[0].token_ids for each in made], counts))
     (expected, of_one), (texts, of_all) = found

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
@@ -14,6 +13,7 @@ from stored_formats import FORMATS, write
 
 from negamax import LLM, SamplingParams
 from tests import tiny
+from tests.dist.engines import COMMON
 from tests.layouts import full
 
 STORED = FORMATS["compressed-fp8-channel"]
@@ -33,27 +33,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def logprobs(folder: Path, ranks: int) -> list[Any]:
-    prompts = [
-        torch.randint(3, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-        for n in (3, 17, 40)
-    ]
-    params = SamplingParams(
-        temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=1
-    )
-    with LLM(
-        str(folder), dtype="float32", tensor_parallel_size=ranks, num_threads=1, block_size=8
-    ) as llm:
-        return [
-            (
-                one.outputs[0].token_ids,
-                [(entry.logprob, entry.top_logprobs) for entry in one.outputs[0].logprobs or ()],
-                [entry and entry.logprob for entry in one.prompt_logprobs or ()],
-            )
-            for one in llm.generate(prompts, params)
-        ]
+    prompts = [[(7 * place) % 93 + 3 for place in range(n, 2 * n)] for n in (3, 17, 40)]
+    counts = {"max_tokens": 12, "logprobs": 3, "prompt_logprobs": 1}
+    params = SamplingParams(temperature=0.0, ignore_eos=True, **counts)
+    with LLM(str(folder), **COMMON, tensor_parallel_size=ranks, block_size=8) as llm:
+        made = llm.generate(prompts, params)
+        return [(m.outputs[0].token_ids, m.outputs[0].logprobs, m.prompt_logprobs) for m in made]
 
 
 @pytest.mark.parametrize("ranks", [full(1), 2])
 def test_logprobs_equal_those_of_plain_weights(folders: tuple[Path, Path], ranks: int) -> None:
     stored, plain = (logprobs(folder, ranks) for folder in folders)
-    assert stored == plain and stored[0][1]
+    assert stored == plain and stored[0][1] and stored[0][2]

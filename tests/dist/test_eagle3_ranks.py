@@ -1,14 +1,13 @@
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from negamax import LLM, SamplingParams
-from negamax.base import supervision
 from tests import tiny, tiny_draft
-from tests.layouts import full
+from tests.dist.engines import COMMON, replace_ranks
+from tests.layouts import full, parallel
 
 SIZES = tiny.small_sizes(num_hidden_layers=5, max_position_embeddings=64)
 PROMPTS = [list(range(3 + start, 24)) for start in range(3)]
@@ -18,15 +17,14 @@ PARAMS = [
 ]
 
 
-TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
 # the first of three stages has none of the layers that the draft reads
 CASES = [
-    ("biases, two layers", {TP: 2}),
-    full("borrows embedding and head", {TP: 2}),
-    full("borrows embedding and head", {PP: 3}),
-    full("biases, two layers", {PP: 2, "pp_layer_partition": "4,1"}),
-    full("borrows embedding and head", {PP: 2, TP: 2}),
-    full("plain", {PP: 2, "data_parallel_size": 2}),
+    ("biases, two layers", {"tp": 2}),
+    full("borrows embedding and head", {"tp": 2}),
+    full("borrows embedding and head", {"pp": 3}),
+    full("biases, two layers", {"pp": 2, "pp_layer_partition": "4,1"}),
+    full("borrows embedding and head", {"pp": 2, "tp": 2}),
+    full("plain", {"pp": 2, "dp": 2}),
 ]
 
 
@@ -38,28 +36,22 @@ def test_ranks_propose_the_drafts_of_plain_pytorch(
     tiny.save(target, tmp_path / "model")
     sizes = {"vocab_size": 96, "hidden_size": 32}
     config, tensors, draft = tiny_draft.make(variant, tmp_path / "draft", ids=[1, 2, 3], **sizes)
-    spawn = supervision.spawn
-
-    def noting(_module: str, *args: str) -> subprocess.Popen[bytes]:
-        return spawn("tests.dist.ranks", "recording drafts", *args, str(tmp_path))
-
-    monkeypatch.setattr(supervision, "spawn", noting)
+    replace_ranks(monkeypatch, "recording drafts", str(tmp_path))
 
     def texts(**options: Any) -> list[list[int]]:
-        with LLM(
-            str(tmp_path / "model"), device="cpu", dtype="float32", num_threads=1, block_size=4,
-            max_num_batched_tokens=16, **options,
-        ) as llm:  # fmt: skip
+        limits = {"block_size": 4, "max_num_batched_tokens": 16}
+        with LLM(str(tmp_path / "model"), **COMMON, **limits, **options) as llm:
             outputs = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS)]
             return [prompt + list(out) for prompt, out in zip(PROMPTS, outputs, strict=True)]
 
     expected = texts()
     speculative = {"method": "eagle3", "model": draft, "adaptive": False}
-    assert texts(**layout, speculative_config=speculative) == expected
+    assert texts(**parallel(**layout), speculative_config=speculative) == expected
     seen = [json.loads(file.read_text()) for file in tmp_path.glob("rank*")]
     proposed = [of_rank for of_rank in seen if of_rank]  # those of the last stage
-    of_group, num_groups = layout.get(TP, 1), layout.get("data_parallel_size", 1)
-    assert len(proposed) == of_group * num_groups and len(seen) == len(proposed) * layout.get(PP, 1)
+    of_group, num_groups = layout.get("tp", 1), layout.get("dp", 1)
+    assert len(proposed) == of_group * num_groups
+    assert len(seen) == len(proposed) * layout.get("pp", 1)
     if num_groups == 1:
         assert all(of_rank == proposed[0] for of_rank in proposed)
     args = target, expected, (2, 3, 4), config, tensors

@@ -1,6 +1,6 @@
 """Each layout of ranks gives the text of one rank, also after aborts and with a small cache."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,27 +34,17 @@ LAYOUTS = [
     parallel(pp=3, pp_layer_partition="1,2,1"),
     parallel(pcp=2, tp=2, ep=2),
 ]
+CONFIGS = [{"num_redundant_experts": count, **OFTEN} for count in (2, 4)]
+EPLB = [{"enable_eplb": True, "eplb_config": config} for config in CONFIGS]
 MORE_LAYOUTS = [
-    parallel(dp=2),
-    parallel(dp=4, ep=True),
-    parallel(pp=2),
-    parallel(tp=2),
-    parallel(tp=4, ep=2),
-    parallel(pcp=2),
-    parallel(pcp=2, dp=2),
-    parallel(pcp=2, dp=2, ep=2),
-    parallel(
-        pcp=2, dp=2, ep=True, enable_eplb=True, eplb_config={"num_redundant_experts": 4, **OFTEN}
-    ),
-    parallel(pcp=2, dp=2, pp=2),
-    parallel(pcp=2, pp=2),
-    parallel(pcp=4, ep=True),
-    parallel(pcp=2, ep=True, enable_eplb=True, eplb_config={"num_redundant_experts": 2, **OFTEN}),
-    parallel(dp=2, tp=2, ep=2),
+    parallel(dp=2), parallel(dp=4, ep=True), parallel(pp=2), parallel(tp=2), parallel(tp=4, ep=2),
+    parallel(pcp=2), parallel(pcp=2, dp=2), parallel(pcp=2, dp=2, ep=2),
+    parallel(pcp=2, dp=2, ep=True, **EPLB[1]), parallel(pcp=2, dp=2, pp=2), parallel(pcp=2, pp=2),
+    parallel(pcp=4, ep=True), parallel(pcp=2, ep=True, **EPLB[0]), parallel(dp=2, tp=2, ep=2),
     parallel(dp=2, pp=2, ep=True),
     parallel(dp=2, pp=2, tp=2, ep=2, pp_layer_partition="1,3"),
     parallel(pp=2, enable_overlap=False),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +87,7 @@ def test_text_equals_that_of_one_rank(ranks: LLM, expected: list[Generation]) ->
     assert_same(ranks.generate(PROMPTS[5:6], PARAMS[5:6]), expected[5:6])
 
 
-def test_preemption_and_cached_prefixes_keep_the_text(
-    ranks: LLM, expected_shared: list[list[int]]
-) -> None:
+def test_preemption_and_prefixes_keep_text(ranks: LLM, expected_shared: list[list[int]]) -> None:
     schedulers = ranks._loop._scheduler.ranks
     prompts = SHARED[: 4 * max(2, len(schedulers))]  # a cache does not hold four of them
     before = ranks.stats().preemption_count
@@ -171,12 +159,8 @@ def test_embedded_m3_gives_the_same_text(layout: dict[str, Any]) -> None:
     for ranks in ({}, layout):
         options = {"max_num_batched_tokens": 600, "index_cache_dtype": "fp8", **ranks}
         with LLM("nano-m3", **COMMON, **options) as llm:
-            prompts = [
-                llm.tokenizer.encode(
-                    llm.render(list(chat.messages), tools=list(chat.tools) or None)
-                )
-                for chat in chats
-            ]
+            rendered = [llm.render(list(c.messages), tools=list(c.tools) or None) for c in chats]
+            prompts = [llm.tokenizer.encode(text) for text in rendered]
             first = generate_tokens(llm, prompts, params)
             again = llm.generate([[*prompts[0], prompts[0][-1]]], params)
             assert again[0].num_cached_tokens > 1000
@@ -193,9 +177,8 @@ def test_each_context_rank_computes_half_of_a_prompt(
     with LLM(m2, **COMMON, **LIMITS, **layout) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=1)
         llm.generate([PROMPTS[0], PROMPTS[0][1:], PROMPTS[0][2:]], params)
-        computed = [
-            rank.prompt_tokens - rank.cached_prompt_tokens for rank in llm._loop._scheduler.ranks
-        ]
+        ranks = llm._loop._scheduler.ranks
+        computed = [rank.prompt_tokens - rank.cached_prompt_tokens for rank in ranks]
     for rank in range(2 * len(computed)):
         steps = map(int, (tmp_path / str(rank)).read_text().split())
         # both ranks run generated tokens and pieces too short for two ranks
@@ -211,16 +194,13 @@ def test_chunks_of_equal_time_keep_the_text(
         (rank,) = scheduler.ranks
         length = EvenTimes(16, 16, (1.0, 1.5, 2.0, 3.0))
         monkeypatch.setattr(rank, "limits", replace(rank.limits, chunk_length=length))
-        chunks: list[int] = []
-        monkeypatch.setattr(scheduler, "plan", _noting(scheduler.plan, chunks))
+        chunks, plan = list[int](), scheduler.plan
+
+        def noted() -> list[StepPlan] | None:
+            plans = plan()
+            chunks.extend(n for each in plans or () for n in each.num_scheduled if n > 1)
+            return plans
+
+        monkeypatch.setattr(scheduler, "plan", noted)
         assert_same(llm.generate(PROMPTS, PARAMS), expected)
     assert chunks[:2] == [48, 16]  # of a prompt of 80 tokens
-
-
-def _noting(plan: Callable[[], list[StepPlan] | None], chunks: list[int]) -> Callable[[], Any]:
-    def noted() -> list[StepPlan] | None:
-        plans = plan()
-        chunks.extend(count for each in plans or () for count in each.num_scheduled if count > 1)
-        return plans
-
-    return noted

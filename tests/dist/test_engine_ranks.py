@@ -95,11 +95,12 @@ def test_killed_stage_is_reported(m2: str) -> None:
     assert None not in read_exit_codes(llm)
 
 
-def test_stages_that_wait_for_a_mask_can_be_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("layout", [parallel(pp=2), parallel(tp=2)], ids=str)
+def test_ranks_that_wait_for_a_mask_can_be_stopped(
+    layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor, "SHUTDOWN_SECONDS", 120.0)
-    with LLM(save_m2(tmp_path, num_layers=2), **COMMON, pipeline_parallel_size=2) as llm:
+    with LLM(save_m2(tmp_path, num_layers=2), **COMMON, **layout) as llm:
         (request,) = admitted(llm, ["Name:"], [SamplingParams(max_tokens=40, grammar=NAME)])
         llm._loop._scheduler.add(request)
         plans = llm._loop._scheduler.plan()
@@ -109,20 +110,14 @@ def test_stages_that_wait_for_a_mask_can_be_stopped(
     assert set(read_exit_codes(llm)) <= {0, 1}
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (parallel(pp=6), r"5 layers .* 6 .*stages \(use --pipeline-.*-size 5 or"),
-        (
-            parallel(pp=2, pp_layer_partition="3,3"),
-            r"adds up to 6 layers, the model has 5 \(for example 3,2\)",
-        ),
-    ],
-    ids=["stages", "partition"],
-)
-def test_impossible_splits_are_refused(m2: str, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        LLM(m2, **COMMON, **options)
+def test_refuses_impossible_splits(m2: str) -> None:
+    partition = r"adds up to 6 layers, the model has 5 \(for example 3,2\)"
+    for options, words in (
+        ({}, r"5 layers .* 6 .*stages \(use --pipeline-.*-size 5 or"),
+        ({"pp_layer_partition": "3,3"}, partition),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            LLM(m2, **COMMON, **parallel(pp=2 if options else 6), **options)
 
 
 @pytest.mark.parametrize("layout", [parallel(pp=2), parallel(tp=2)], ids=["missing", "damaged"])
@@ -145,9 +140,7 @@ def test_rank_that_cannot_start_is_reported(
     assert capfd.readouterr().err == ""  # no rank reports an error of the others
 
 
-def test_ranks_of_a_foreign_family_give_the_text_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_foreign_family_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.FAMILIES, FAMILY.architecture, FAMILY)
     replace_ranks(monkeypatch, "foreign")
     folder = str(save(random_tensors(read_spec(CONFIG)), tmp_path))
@@ -180,7 +173,7 @@ def test_benchmarks_read_selected_experts_of_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_plans_reach_the_ranks_of_their_replica(
+def test_plans_reach_their_replica(
     local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = ParallelLayout(tp=2, dp=2)
@@ -203,17 +196,14 @@ def test_plans_reach_the_ranks_of_their_replica(
 
     ranks = MultiProcessExecutor(config, addresses)
     try:
-        steps = [
-            ranks.launch([plan(step, 10 * step), plan(step, 10 * step + 1)]) for step in (1, 2)
-        ]
+        pairs = [(plan(step, 10 * step), plan(step, 10 * step + 1)) for step in (1, 2)]
+        steps = [ranks.launch(list(pair)) for pair in pairs]
         for step, handle in enumerate(steps, 1):
             results = handle()
             assert [result.step_id for result in results] == [step, step]
             # the first rank of each replica answers with its plan
-            assert [result.token_ids for result in results] == [
-                [0, 0, 10 * step],
-                [1, 0, 10 * step + 1],
-            ]
+            expected = [[0, 0, 10 * step], [1, 0, 10 * step + 1]]
+            assert [result.token_ids for result in results] == expected
     finally:
         ranks.shutdown()
     assert [child.exit_code for child in ranks._processes] == [0] * 4

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from negamax import LLM, SamplingParams
+from negamax.config.grammar import Grammar
 from negamax.engine.core import executor
 from negamax.worker.config import WorkerReady
 from tests import tiny_draft
@@ -30,9 +31,8 @@ def m2(tmp_path_factory: pytest.TempPathFactory) -> str:
 def eagle3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the configuration of a draft that reads residual streams of all tokens."""
     folder = tmp_path_factory.mktemp("draft") / "draft"
-    _, _, draft = tiny_draft.make(
-        "biases, two layers", folder, ids=[1, 2, 3], vocab_size=96, hidden_size=32
-    )
+    sizes = {"vocab_size": 96, "hidden_size": 32}
+    _, _, draft = tiny_draft.make("biases, two layers", folder, ids=[1, 2, 3], **sizes)
     return {"method": "eagle3", "model": draft, "adaptive": False}
 
 
@@ -50,7 +50,7 @@ def eagle3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_draft_tokens_keep_the_text(
+def test_drafts_keep_text(
     method: str, layout: dict[str, Any], m2: str, eagle3: dict[str, Any]
 ) -> None:
     drafts = eagle3 if method == "eagle3" else NGRAM
@@ -143,6 +143,35 @@ def test_captured_steps_keep_the_text(
         stats = llm.stats()
     assert set(read_exit_codes(llm)) == {0}  # each rank has replayed steps
     assert method is None or stats.num_accepted_tokens > 0
+
+
+def test_drafts_keep_the_text_of_tp_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cover edited logits, logprobs and a grammar."""
+    prompts = [list(range(30 + start, 70)) for start in range(4)]
+    letters = Grammar(kind="regex", text="[a-z ]{15,20}")
+    params = [
+        SamplingParams(seed=seed, max_tokens=12, **fields)
+        for seed, fields in enumerate((
+            {"temperature": 0.0, "ignore_eos": True},
+            {"temperature": 1.0, "ignore_eos": True, "top_k": 40, "logprobs": 2},
+            {"temperature": 0.9, "ignore_eos": True, "frequency_penalty": 0.8},
+            {"temperature": 1.0, "grammar": letters},
+        ))
+    ]  # fmt: skip
+
+    def answers() -> tuple[list[Any], int]:
+        with LLM("nano", **COMMON, tensor_parallel_size=2, max_model_len=128) as llm:
+            outputs = [one.outputs[0] for one in llm.generate(prompts, params)]
+            accepted = llm.stats().num_accepted_tokens
+            return [(output.token_ids, output.logprobs) for output in outputs], accepted
+
+    expected, accepted = answers()
+    assert accepted == 0
+    known, file = zip(prompts, expected, strict=True), tmp_path / "known.json"
+    file.write_text(json.dumps([[seed, p, one[0]] for seed, (p, one) in enumerate(known)]))
+    replace_ranks(monkeypatch, "with drafts", str(file))
+    found, accepted = answers()
+    assert found == expected and accepted > 15
 
 
 def test_slowest_stage_determines_step_times() -> None:

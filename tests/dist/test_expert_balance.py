@@ -13,7 +13,7 @@ from negamax import LLM, SamplingParams
 from negamax.engine.core import expert_balancer
 from negamax.engine.wire import ExpertDump
 from tests import tiny
-from tests.dist.engines import COMMON, read_exit_codes, replace_ranks
+from tests.dist.engines import COMMON, make_sizes, read_exit_codes, replace_ranks
 from tests.e2e.conftest import STUB, eventually, serving
 from tests.layouts import full, parallel
 from tests.loop_driver import generate_tokens
@@ -25,17 +25,15 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=36, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, seed=5, top_k=20, max_tokens=32, ignore_eos=True)
 PROMPTS = [[*range(3 + at, 30 + 2 * at)] for at in range(8)]
 PARAMS = [GREEDY, DRAWN] * 4
+OneRank = tuple[list[list[int]], ExpertDump]  # its tokens and recorded experts
 NOTICED_SECONDS = 3.0  # from a rank's end to the end of its requests, on a busy machine
 
 
 @pytest.fixture(scope="module")
 def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make most tokens select experts 2 to 4, which start on one of two ranks."""
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 5,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
-             "num_local_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K,
-             "max_position_embeddings": 128}  # fmt: skip
-    model = tiny.make_model(5, **sizes)
+    sizes = {"num_hidden_layers": 5, "max_position_embeddings": 128}
+    model = tiny.make_model(5, **make_sizes(**sizes))
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if "e_score_correction_bias" in name:
@@ -49,7 +47,7 @@ def balancing(folder: Path | str, *, copies: int, **options: Any) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def of_one_rank(skewed: Path) -> tuple[list[list[int]], ExpertDump]:
+def of_one_rank(skewed: Path) -> OneRank:
     counted = {"expert_distribution_recorder_mode": "stat", **SIZES}
     with LLM(str(skewed), **COMMON, **counted) as llm:
         llm._loop.record_experts("start")
@@ -61,7 +59,7 @@ def of_one_rank(skewed: Path) -> tuple[list[list[int]], ExpertDump]:
     return text, dump
 
 
-def test_every_selection_is_counted_once(of_one_rank: tuple[list[list[int]], ExpertDump]) -> None:
+def test_every_selection_is_counted_once(of_one_rank: OneRank) -> None:
     text, dump = of_one_rank
     # all prompt tokens, and all generated tokens except the last ones
     num_tokens = sum(map(len, PROMPTS)) + sum(len(tokens) - 1 for tokens in text)
@@ -77,9 +75,7 @@ def two_ranks(skewed: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_loads_become_even_and_the_text_stays(
-    two_ranks: LLM, of_one_rank: tuple[list[list[int]], ExpertDump]
-) -> None:
+def test_loads_become_even_and_the_text_stays(two_ranks: LLM, of_one_rank: OneRank) -> None:
     loop, (text, counts) = two_ranks._loop, of_one_rank
     loop.record_experts("start")
     before = loop.record_experts("dump")
@@ -97,9 +93,8 @@ def test_loads_become_even_and_the_text_stays(
         copies = Counter(slots)
         assert set(copies) == set(range(NUM_EXPERTS)) and max(copies.values()) <= 2
     at_start = balancedness(after.logical_count, before.physical_to_logical_map)
-    assert balancedness(after.logical_count, after.physical_to_logical_map) == pytest.approx(
-        after.balancedness
-    )
+    found = balancedness(after.logical_count, after.physical_to_logical_map)
+    assert found == pytest.approx(after.balancedness)
     assert at_start < 0.8 and after.balancedness > 0.9
     # again, with the experts' current placement
     assert generate_tokens(two_ranks, PROMPTS, PARAMS) == text
@@ -132,10 +127,7 @@ def balancedness(counts: list[list[int]], slots: list[list[int]]) -> float:
     ],
 )
 def test_every_layout_gives_the_text_of_one_rank(
-    copies: int,
-    layout: dict[str, Any],
-    skewed: Path,
-    of_one_rank: tuple[list[list[int]], ExpertDump],
+    copies: int, layout: dict[str, Any], skewed: Path, of_one_rank: OneRank
 ) -> None:
     text, counts = of_one_rank
     with balancing(skewed, copies=copies, **layout) as llm:
@@ -147,7 +139,7 @@ def test_every_layout_gives_the_text_of_one_rank(
 
 
 def test_drafts_and_captured_steps_find_the_experts(
-    skewed: Path, of_one_rank: tuple[list[list[int]], ExpertDump], monkeypatch: pytest.MonkeyPatch
+    skewed: Path, of_one_rank: OneRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace_ranks(monkeypatch, "captured")
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
@@ -165,10 +157,8 @@ def test_nano_m3_gives_the_same_text_while_experts_move(monkeypatch: pytest.Monk
     monkeypatch.setattr(expert_balancer, "LEAST_GAIN", 0.0)
     params = SamplingParams(temperature=0.0, max_tokens=40)
     with LLM("nano-m3", **COMMON) as llm:
-        prompts = [
-            llm.render(list(each.messages), tools=list(each.tools))
-            for each in tool_calls.problems(3, 5)
-        ]
+        problems = tool_calls.problems(3, 5)
+        prompts = [llm.render(list(each.messages), tools=list(each.tools)) for each in problems]
         text = generate_tokens(llm, prompts, params)
     ranks = parallel(tp=2, ep=True)
     with balancing("nano-m3", copies=2, max_num_batched_tokens=256, **ranks) as llm:
@@ -178,9 +168,7 @@ def test_nano_m3_gives_the_same_text_while_experts_move(monkeypatch: pytest.Monk
 
 
 @pytest.mark.full
-def test_experts_start_as_dumped(
-    skewed: Path, of_one_rank: tuple[list[list[int]], ExpertDump]
-) -> None:
+def test_experts_start_as_dumped(skewed: Path, of_one_rank: OneRank) -> None:
     """Cover placement by counts, with copies, on data-parallel ranks without rebalancing."""
     text, counts = of_one_rank
     located: dict[str, Any] = {
@@ -197,10 +185,7 @@ def test_experts_start_as_dumped(
 
 
 def test_a_rank_killed_during_a_move_ends_only_open_requests(
-    skewed: Path,
-    of_one_rank: tuple[list[list[int]], ExpertDump],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    skewed: Path, of_one_rank: OneRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 is killed while rank 0 waits for one of its experts.
 

@@ -1,4 +1,5 @@
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +37,16 @@ def test_every_rank_has_the_logits_of_transformers(tp: int, tmp_path: Path) -> N
             expected[kv_heads] = model(torch.tensor([TOKENS])).logits[0]
     run_ranks(one_rank, tp, str(tmp_path), world=tp)
     for case, (size, kv_heads, *rest) in enumerate(LAYOUTS):
-        whole, sharded = (
-            [
-                torch.load(tmp_path / f"{case}-{is_sharded}-{rank}.pt", weights_only=True)
-                for rank in range(tp if size == tp else 0)
-            ]
-            for is_sharded in (False, True)
-        )
+        if size != tp:
+            continue
+        files = [[f"{case}-{kind}-{rank}.pt" for rank in range(tp)] for kind in (False, True)]
+        load = partial(torch.load, weights_only=True)
+        whole, sharded = ([load(tmp_path / name) for name in names] for names in files)
         for results in (whole, sharded):
+            limits = {"atol": TOLERANCE, "rtol": 0, "msg": f"{kv_heads}, {rest}"}
             for got, *_ in results:
                 assert torch.equal(got, results[0][0])  # one differing bit makes texts diverge
-                torch.testing.assert_close(
-                    got, expected[kv_heads], atol=TOLERANCE, rtol=0, msg=f"{kv_heads}, {rest}"
-                )
+                torch.testing.assert_close(got, expected[kv_heads], **limits)
         for (_, *of_all), (_, *of_shards) in zip(whole, sharded, strict=True):
             assert len(of_all) == len(of_shards) > 0
             assert all(map(torch.equal, of_all, of_shards))

@@ -182,7 +182,7 @@ def test_an_agent_that_lost_its_ranks_is_lost(setting: Setting) -> None:
     assert setting.death() == "node 1 (host) has lost its ranks"
 
 
-def test_a_closed_connection_is_noticed_before_silence(
+def test_a_closed_connection_is_noticed_early(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "SILENCE_SECONDS", 60.0)
@@ -231,9 +231,7 @@ def test_datagrams_count_as_heartbeats_unless_old_or_foreign(setting: Setting) -
         repeating.join()
 
 
-def test_a_stalled_connection_is_given_up(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_connection_is_lost(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "STALL_SECONDS", 0.5)
     peer, session = setting.started("a")
     while setting.group.death() is None:
@@ -273,17 +271,14 @@ def test_a_used_udp_port_is_named() -> None:
             NodeGroup(options(port), ParallelLayout(pp=2, nodes=2), facts=FACTS)
 
 
-def test_an_orderly_stop_reaches_all_agents(
-    setting: Setting, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_orderly_stop_reaches_agents(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
     peer, session = setting.started("a")
     setting.group.expect_end()
     for _ in range(3):
         peer.beat(session, death="rank 1 ended with exit code 0")
         peer.hear(wire.Node0Heartbeat)
-    stopping = threading.Thread(
-        target=setting.group.stop, kwargs={"timeout": 1.0, "restarts": False}
-    )
+    options = {"timeout": 1.0, "restarts": False}
+    stopping = threading.Thread(target=setting.group.stop, kwargs=options)
     stopping.start()
     stop = peer.hear(wire.StopRanks)
     assert stop.for_good and stop.reason == "node 0 ends"

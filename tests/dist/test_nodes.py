@@ -155,16 +155,11 @@ def test_used_ports_are_named(network: Machines | OneMachine) -> None:
         group_of_two(meeting_at(network, 2))
 
 
-@pytest.mark.parametrize(
-    ("address", "words"),
-    [
-        ("127.0.0.1", "other machines cannot reach .*--interface lo"),
-        ("192.0.2.1", "not an address of"),
-    ],
-)
-def test_unreachable_addresses_are_refused(address: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        group_of_two({"nnodes": 2, "master_addr": address})
+def test_refuses_unreachable_addresses() -> None:
+    with pytest.raises(ConfigError, match=r"other machines cannot reach .*--interface lo"):
+        group_of_two({"nnodes": 2, "master_addr": "127.0.0.1"})
+    with pytest.raises(ConfigError, match="not an address of"):
+        group_of_two({"nnodes": 2, "master_addr": "192.0.2.1"})
 
 
 def _ignoring_errors(call: Any) -> None:

@@ -32,13 +32,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def launcher(model: str, *, seconds: float = 60.0) -> Iterator[RayLauncher]:
-    options = EngineOptions(
-        model,
-        pipeline_parallel_size=2,
-        distributed_executor_backend="ray",
-        ray_placement_timeout=seconds,
-    )
-    made = RayLauncher(options)
+    ray = {"distributed_executor_backend": "ray", "ray_placement_timeout": seconds}
+    made = RayLauncher(EngineOptions(model, pipeline_parallel_size=2, **ray))
     try:
         yield made
     finally:
@@ -50,11 +45,8 @@ def test_ray_options_become_node_options() -> None:
         options = made.options
         made.check()
         assert (options.nnodes, options.node_rank) == (2, 0)
-        assert (options.device, options.master_addr, options.interface) == (
-            "cuda",
-            "10.0.0.1",
-            "eth0",
-        )
+        place = options.device, options.master_addr, options.interface
+        assert place == ("cuda", "10.0.0.1", "eth0")
         assert options.distributed_executor_backend == MP
         assert env.get("CUDA_VISIBLE_DEVICES") == "2,3"
         key = env.get(KEY_VARIABLE) or ""
@@ -80,7 +72,7 @@ def test_the_message_of_an_agent_that_ends_is_reported() -> None:
         ("silent", "Ray does not answer within 0.3 s"),
     ],
 )
-def test_failures_of_the_driver_are_reported(
+def test_driver_failures_are_reported(
     monkeypatch: pytest.MonkeyPatch, model: str, words: str
 ) -> None:
     monkeypatch.setattr(ray_launcher, "CONNECT_SECONDS", 0.2 if model == "silent" else 60.0)
@@ -89,9 +81,7 @@ def test_failures_of_the_driver_are_reported(
         pass
 
 
-def test_the_engine_does_not_wait_for_agents_that_cannot_come(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_engine_does_not_wait_for_lost_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "of the tests")
     setting = Setting()
 

@@ -24,35 +24,34 @@ ROWS = {
 MODELS = {"M2.5": "nano", "M3": "nano-m3"}
 ADDRESS = "10.0.0.1"  # of node 0 on the page
 # Options of each machine, by the page's name of the deployment.
+TP2 = "M2.5 --tensor-parallel-size 2"
+EXPERTS = "--enable-expert-parallel"
+TWO_PROMPTS = "--prefill-context-parallel-size 2"
+DP2 = f"{TP2} --data-parallel-size 2 --data-parallel-size-local 1"
+MEETING = f"--data-parallel-address {ADDRESS} --data-parallel-rpc-port 13389"
+TWO_STAGES = f"{TP2} --pipeline-parallel-size 2"
+NODE_1 = f"--nnodes 2 --node-rank 1 --dist-init-addr {ADDRESS}:29501"
 SMALL: tuple[dict[str, str], ...] = (
-    {
-        "one machine, TP4 x DP4 with experts over all 16": "M2.5 --tensor-parallel-size 2 "
-        "--data-parallel-size 2 --enable-expert-parallel"
-    },
+    {"one machine, TP4 x DP4 with experts over all 16": f"{TP2} --data-parallel-size 2 {EXPERTS}"},
     {"one machine, TP16 (KV heads are copied)": "M2.5 --tensor-parallel-size 4"},
     {
-        "TP8 with prompts split over two groups": "M2.5 --tensor-parallel-size 2 "
-        "--prefill-context-parallel-size 2 --cp-kv-cache-interleave-size 128"
+        "TP8 with prompts split over two groups": f"{TP2} {TWO_PROMPTS} "
+        "--cp-kv-cache-interleave-size 128"
     },
     {
         "two groups of requests, prompts of each split over two": "M2.5 --tensor-parallel-size 1 "
-        "--data-parallel-size 2 --prefill-context-parallel-size 2 --enable-expert-parallel"
+        f"--data-parallel-size 2 {TWO_PROMPTS} {EXPERTS}"
     },
     {
-        "DP2 x TP8 on two machines, the first": "M2.5 --tensor-parallel-size 2 "
-        "--data-parallel-size 2 --data-parallel-size-local 1 --data-parallel-address 10.0.0.1 "
-        "--data-parallel-rpc-port 13389",
-        "and the second": "M2.5 --tensor-parallel-size 2 --data-parallel-size 2 "
-        "--data-parallel-size-local 1 --headless --data-parallel-start-rank 1 "
-        "--data-parallel-address 10.0.0.1 --data-parallel-rpc-port 13389",
+        "DP2 x TP8 on two machines, the first": f"{DP2} {MEETING}",
+        "and the second": f"{DP2} --headless --data-parallel-start-rank 1 {MEETING}",
     },
     {
-        "PP2 x TP8 on two machines": "M2.5 --tensor-parallel-size 2 --pipeline-parallel-size 2 "
-        "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1",
-        "the same (SGLang), the second": "M2.5 --tp 2 --pp-size 2 --nnodes 2 --node-rank 1 "
-        "--dist-init-addr 10.0.0.1:29501",
+        "PP2 x TP8 on two machines": f"{TWO_STAGES} --nnodes 2 --node-rank 0 "
+        f"--master-addr {ADDRESS}",
+        "the same (SGLang), the second": f"M2.5 --tp 2 --pp-size 2 {NODE_1}",
     },
-    {"the same on one": "M2.5 --tensor-parallel-size 2 --pipeline-parallel-size 2"},
+    {"the same on one": TWO_STAGES},
     {"DEP8 (vLLM)": "M2.5 --data-parallel-size 4 --enable-expert-parallel"},
     {"DEP8 (SGLang)": "M2.5 --tp 4 --attn-dp-size 4 --ep 4"},
     {"two copies of TP4 on one machine (SGLang)": "M2.5 --tp 2 --dp-size 2"},

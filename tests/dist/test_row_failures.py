@@ -1,8 +1,8 @@
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from negamax import LLM, SamplingParams
 from tests import row_faults
@@ -11,45 +11,32 @@ from tests.layouts import full
 from tests.loop_driver import admitted, drive, read_tokens
 from tests.row_faults import FAULTS, PROMPT_MARK, asking
 
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 OTHERS = (
-    SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True),
-    SamplingParams(
-        temperature=1.0, top_k=40, seed=2**63 - 1, max_tokens=10, ignore_eos=True, logprobs=2
-    ),
-    SamplingParams(
-        temperature=0.0, max_tokens=10, ignore_eos=True, frequency_penalty=1.0, prompt_logprobs=1
-    ),
+    GREEDY,
+    replace(GREEDY, temperature=1.0, top_k=40, seed=2**63 - 1, logprobs=2),
+    replace(GREEDY, frequency_penalty=1.0, prompt_logprobs=1),
 )
 PROMPT = list(range(30, 70))
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[LLM]:
-    with faulty_ranks(tensor_parallel_size=2) as llm:
-        yield llm
+def faulty_ranks(**ranks: int) -> Any:
+    @pytest.fixture(scope="module")
+    def faulty() -> Iterator[LLM]:
+        with pytest.MonkeyPatch.context() as patch:
+            if ranks:
+                replace_ranks(patch, "faulty")
+            else:
+                row_faults.install(0, patch.setattr)
+            with LLM("nano", device="cpu", num_threads=1, max_model_len=512, **ranks) as llm:
+                yield llm
+
+    return faulty
 
 
-@pytest.fixture(scope="module")
-def two_context_ranks() -> Iterator[LLM]:
-    with faulty_ranks(prefill_context_parallel_size=2) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[LLM]:
-    with faulty_ranks() as llm:
-        yield llm
-
-
-@contextmanager
-def faulty_ranks(**ranks: int) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        if ranks:
-            replace_ranks(patch, "faulty")
-        else:
-            row_faults.install(0, patch.setattr)
-        with LLM("nano", device="cpu", num_threads=1, max_model_len=512, **ranks) as llm:
-            yield llm
+one_rank = faulty_ranks()
+two_ranks = faulty_ranks(tensor_parallel_size=2)
+two_context_ranks = faulty_ranks(prefill_context_parallel_size=2)
 
 
 def run(llm: LLM, victim: SamplingParams) -> tuple[list[list[int]], str | None]:

@@ -3,6 +3,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,7 @@ SIZES = {
     "num_hidden_layers": 2,
 }  # fmt: skip
 NANO = Path(negamax.__file__).parent / "assets" / "nano"
-TOKENS = [
-    int(token) for token in torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(3))
-]
+TOKENS = torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 # (tensor parallel, KV heads, expert parallel); with 2 or 1 KV heads, 4 ranks hold copies of a head
 LAYOUTS = [(2, 2, 1), (2, 1, 2), (4, 2, 1), (4, 1, 2), (4, 4, 4)]
 
@@ -93,13 +92,8 @@ def padded_spec() -> ModelSpec:
 
 
 def padded(context: ParallelContext, checkpoint: Path) -> torch.Tensor:
-    model = build_model(
-        padded_spec(),
-        context=context,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        kernels=keeping_stored(resolve(platform=CPU, dtype=torch.float32)),
-    )
+    kernels = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
+    model = build(padded_spec(), context=context, kernels=kernels, loaded=False)
     report = load_weights(model.weight_slots(), model.spec, checkpoint)
     assert report.num_dequantized == (8 if context.layout.tp > 1 else 6)  # o_proj is whole
     model.finish_loading()
@@ -146,11 +140,9 @@ def test_every_rank_has_the_results_of_a_single_rank(world: tuple[int, Path]) ->
         what = f"tp, kv, ep = {tp, kv_heads, ep}"
         expected = compute_all(case, ParallelContext.single(), folder)
         ranks = [torch.load(folder / f"{case}-{rank}.pt", weights_only=True) for rank in range(tp)]
-        for name in ("logits", "padded", "all"):
-            for got in ranks:
-                torch.testing.assert_close(
-                    got[name], expected[name], atol=1e-5, rtol=1e-5, msg=f"{name}, {what}"
-                )
+        for name, got in product(("logits", "padded", "all"), ranks):
+            limits = {"atol": 1e-5, "rtol": 1e-5, "msg": f"{name}, {what}"}
+            torch.testing.assert_close(got[name], expected[name], **limits)
         assert all(torch.equal(ranks[0]["logits"], got["logits"]) for got in ranks)
         # each rank holds its token ids and nothing of the others
         assert torch.equal(torch.cat([got["ids"] for got in ranks]), expected["ids"])
@@ -161,12 +153,10 @@ def test_every_rank_has_the_results_of_a_single_rank(world: tuple[int, Path]) ->
         assert torch.equal(sum(got["embedding"] for got in ranks), expected["embedding"])
         if ep == 1:
             continue
-        for source in ("checkpoint", "cache", "synthetic"):
-            for got in ranks:
-                torch.testing.assert_close(
-                    got[source], expected[source], atol=1e-4, rtol=1e-4, msg=f"{source}, {what}"
-                )
-                assert torch.equal(got["cache"], got["checkpoint"])
+        for source, got in product(("checkpoint", "cache", "synthetic"), ranks):
+            limits = {"atol": 1e-4, "rtol": 1e-4, "msg": f"{source}, {what}"}
+            torch.testing.assert_close(got[source], expected[source], **limits)
+            assert torch.equal(got["cache"], got["checkpoint"])
 
 
 def test_refuses_sizes_that_do_not_split() -> None:

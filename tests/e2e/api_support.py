@@ -24,14 +24,11 @@ QUESTION = [{"role": "user", "content": ASK}]
 ASK_WEATHER = "What is the weather in Paris?"
 WEATHER_QUESTION = [{"role": "user", "content": ASK_WEATHER}]
 UNIT = {"type": "string", "enum": ["celsius", "fahrenheit"]}
+FIELDS = {"city": {"type": "string"}, "unit": UNIT}
 FUNCTION = {
     "name": "get_weather",
     "description": "Get the current weather for a city.",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}, "unit": UNIT},
-        "required": ["city"],
-    },
+    "parameters": {"type": "object", "properties": FIELDS, "required": ["city"]},
 }
 WEATHER: dict[str, Any] = {"type": "function", "function": FUNCTION}
 RESULT_TEXT = '{"temperature": 19, "condition": "cloudy"}'

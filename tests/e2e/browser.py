@@ -143,15 +143,11 @@ class Browser:
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
         shown = re.sub(r"//[^/@]*@", "//", url)  # credentials are not encoded
-        self.wait(
-            "location.href.startsWith(shown) && document.readyState === 'complete'", shown=shown
-        )
+        self.wait("location.href.startsWith(s) && document.readyState === 'complete'", s=shown)
 
     def text(self, selector: str) -> str:
-        shown = str(
-            self.run("return document.querySelector(selector)?.innerText ?? ''", selector=selector)
-        )
-        return re.sub(r"\n{2,}", "\n", shown)
+        shown = self.run("return document.querySelector(s)?.innerText ?? ''", s=selector)
+        return re.sub(r"\n{2,}", "\n", str(shown))
 
     def click(self, selector: str) -> None:
         deadline = time.monotonic() + WAIT_SECONDS
@@ -167,9 +163,7 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
     def write(self, selector: str, text: str) -> None:
-        self.run(
-            "const e = document.querySelector(selector); e.focus(); e.select?.()", selector=selector
-        )
+        self.run("const e = document.querySelector(s); e.focus(); e.select?.()", s=selector)
         self.call("Input.insertText", text=text) if text else self.press("Delete")
 
     def press(self, key: str) -> None:

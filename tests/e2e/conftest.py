@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ OF_NANO = {
     "test_13_13_a_call_is_reported_although_no_tool_is_declared",
     "test_unmatched_think_closer_is_not_text", "test_call_without_arguments_has_none_in_the_prompt",
     "test_images_truncated_calls_and_lone_surrogates_in_a_history_are_accepted",
-    "test_an_invoke_without_its_block_is_text_where_its_tool_is_not_allowed",
+    "test_invoke_without_its_block_is_text_where_its_tool_is_not_allowed",
     "test_answer_thinks_signs_and_counts", "test_completions_stop_within_thinking_text",
     "test_errors_have_anthropics_shape", "test_flushed_cache_holds_no_prefix",
     "test_last_message_can_be_continued", "test_model_and_server_describe_themselves",
@@ -142,8 +143,12 @@ def launch(
 
 
 @contextlib.contextmanager
-def serving(*options: str, log_file: Path, **started: Any) -> Iterator[Server]:
-    process = launch(*options, log_file=log_file, **started)
+def serving(
+    *options: str, log_file: Path, rate: float | None = None, **started: Any
+) -> Iterator[Server]:
+    """Run a server. With `rate` it replays a text, at this many tokens per second."""
+    talk = talking(log_file.parent, tokens_per_second=rate) if rate else ()
+    process = launch(*talk, *options, log_file=log_file, **started)
     try:
         assert process.stdout is not None
         # the first line reports a ready server; the end of the output, a failed start
@@ -171,6 +176,19 @@ def talking(
         encoding="utf-8",
     )
     return "--script", str(script), "--device", "cpu"
+
+
+def shared(options: str = "", **started: Any) -> Any:
+    """Return a fixture: a server of a module, with the options of a command line."""
+
+    @pytest.fixture(scope="module")
+    def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+        log_file = tmp_path_factory.mktemp("shared") / "log"
+        with serving(*shlex.split(options), log_file=log_file, **started) as server:
+            yield server
+            assert "Traceback" not in server.log
+
+    return running
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

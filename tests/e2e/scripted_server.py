@@ -16,13 +16,9 @@ from starlette.responses import StreamingResponse
 from negamax.api.playground import make_playground_router
 
 NAME = "scripted"
-USAGE = {
-    "prompt_tokens": 1200,
-    "completion_tokens": 40,
-    "total_tokens": 1240,
-    "prompt_tokens_details": {"cached_tokens": 1152},
-    "completion_tokens_details": {"reasoning_tokens": 12},
-}
+USAGE: dict[str, Any] = {"prompt_tokens": 1200, "completion_tokens": 40, "total_tokens": 1240}
+USAGE["prompt_tokens_details"] = {"cached_tokens": 1152}
+USAGE["completion_tokens_details"] = {"reasoning_tokens": 12}
 DEFAULTS = {"temperature": 0.7, "top_p": 0.95, "top_k": 40, "min_p": 0.0}
 INFO = {
     "sampling_defaults": {**DEFAULTS, "repetition_penalty": 1.0},

@@ -105,9 +105,7 @@ EMOJI, LINES = "👩‍🚀 🙂 naïve 日本語 العربية", "Two lines\na
         pytest.param(EMOJI, "disabled", marks=pytest.mark.full),
     ],
 )
-def test_02_07_12_07_16_15_content_arrives_whole(
-    http: httpx.Client, text: str, thinking: str
-) -> None:
+def test_02_07_12_07_16_15_content_is_whole(http: httpx.Client, text: str, thinking: str) -> None:
     """Cover emoji, brackets that begin a marker, and line breaks at the end."""
     request = exactly(text, thinking={"type": thinking})
     assert message_of(http, **request)["content"] == text
@@ -117,22 +115,16 @@ def test_02_07_12_07_16_15_content_arrives_whole(
 
 
 @pytest.mark.parametrize("text", ["</think> is a tag", "Say <think>"])
-def test_04_disabled_thinking_keeps_think_tags_out_of_the_content(
-    http: httpx.Client, text: str
-) -> None:
+def test_04_disabled_thinking_keeps_think_tags_in_content(http: httpx.Client, text: str) -> None:
     request = exactly(text, thinking={"type": "disabled"})
     assert text.split()[-1] in message_of(http, **request)["content"]
 
 
-@pytest.mark.parametrize(
-    "budget",
-    [
-        {"thinking_token_budget": 4},
-        {"thinking": {"type": "enabled", "budget_tokens": 4}},
-        {"max_thinking_tokens": 4},
-    ],
-    ids=str,
-)
+BUDGETS = [{name: 4} for name in ("thinking_token_budget", "max_thinking_tokens")]
+BUDGETS.append({"thinking": {"type": "enabled", "budget_tokens": 4}})
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
 def test_04_budget_of_thinking_is_kept(http: httpx.Client, budget: dict[str, Any]) -> None:
     details = answered(http, max_tokens=100, **budget)["usage"]["completion_tokens_details"]
     assert 0 < details["reasoning_tokens"] <= 6
@@ -224,21 +216,15 @@ def test_10_04_a_conversation_that_grows_finds_its_prefix_in_the_cache(http: htt
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize(
-    ("roles", "order"),
-    [
-        (["root"], ["ROOT"]),
-        (["system"], ["SYSTEM"]),
-        (["root", "system"], ["ROOT", "SYSTEM"]),
-        (["system", "root"], ["ROOT", "SYSTEM"]),
-        (["root", "developer"], ["ROOT", "DEVELOPER"]),
-    ],
-    ids=str,
-)
-def test_11_root_precedes_system(http: httpx.Client, roles: list[str], order: list[str]) -> None:
-    messages = [*(system(role.upper(), role) for role in roles), *QUESTION]
+ROLES = ["root", "system", "root system", "system root", "root developer"]
+
+
+@pytest.mark.parametrize("roles", ROLES)
+def test_11_root_precedes_system(http: httpx.Client, roles: str) -> None:
+    messages = [*(system(role.upper(), role) for role in roles.split()), *QUESTION]
     answered(http, messages=messages)
     prompt = rendered(http, messages=messages)
+    order = sorted(roles.upper().split(), key=lambda role: role != "ROOT")
     places = [prompt.index(word) for word in (*order, "Tom has 47")]
     assert places == sorted(places)
 
@@ -257,7 +243,7 @@ def test_forms_of_the_answer_hold_in_streams_too(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_form_that_cannot_be_compiled_is_refused_before_the_stream_begins(
+def test_invalid_form_is_refused_before_the_stream_begins(
     http: httpx.Client, streamed: bool
 ) -> None:
     for path, body in ((CHAT, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "x"})):

@@ -47,7 +47,7 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
     ],
     ids=["no parameters", "no description", "name only", "16_11"],
 )
-def test_13_05_13_06_16_11_sparse_tools_are_accepted(
+def test_13_05_13_06_16_11_accepts_sparse_tools(
     http: httpx.Client, declared: dict[str, Any]
 ) -> None:
     answered(http, messages=WEATHER_QUESTION, tools=[declared])
@@ -67,10 +67,8 @@ def test_13_tools_keep_the_key_order_of_the_client(http: httpx.Client) -> None:
 
 def test_13_13_a_call_is_reported_although_no_tool_is_declared(http: httpx.Client) -> None:
     tags = Tokenizer.from_folder(EMBEDDED["nano"])
-    opener, closer = (
-        {"type": "token", "token": tags.token_id(tag)}
-        for tag in ("<minimax:tool_call>", "</minimax:tool_call>")
-    )
+    names = ("<minimax:tool_call>", "</minimax:tool_call>")
+    opener, closer = ({"type": "token", "token": tags.token_id(name)} for name in names)
     text = '\n<invoke name="look_up">\n<parameter name="id">007</parameter>\n</invoke>\n'
     elements = [opener, {"type": "const_string", "value": text}, closer]
     form = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
@@ -118,10 +116,8 @@ def test_16_broken_history_is_refused(http: httpx.Client, messages: list[Any], p
 
 
 def test_16_results_in_any_order_are_put_in_the_order_of_the_calls(http: httpx.Client) -> None:
-    results = [
-        {**RESULT, "tool_call_id": "call_2", "content": "ROMAN"},
-        {**RESULT, "content": "PARISIAN"},
-    ]
+    second = {**RESULT, "tool_call_id": "call_2", "content": "ROMAN"}
+    results = [second, {**RESULT, "content": "PARISIAN"}]
     messages = [*WEATHER_QUESTION, called(call(), call(number=2)), *results]
     answered(http, messages=messages)
     prompt = rendered(http, messages=messages)
@@ -146,21 +142,12 @@ def test_16_named_call_is_the_answer_and_ends_with_stop(http: httpx.Client, thin
     assert (said.calls, said.reason) == ([("now", "{}")], "stop")
 
 
-@pytest.mark.parametrize(
-    ("tools", "words"),
-    [
-        ({}, "there are no tools to call"),
-        ({"tools": []}, "there are no tools to call"),
-        ({"tools": [WEATHER]}, "'other', which is not declared"),
-    ],
-    ids=str,
-)
-def test_16_14_forced_tool_that_is_not_declared_is_refused(
-    http: httpx.Client, tools: dict[str, Any], words: str
-) -> None:
-    error = refused(http, **tools, tool_choice=tool("other"))
+@pytest.mark.parametrize("tools", [{}, {"tools": []}, {"tools": [WEATHER]}], ids=str)
+def test_16_14_refuses_undeclared_forced_tools(http: httpx.Client, tools: dict[str, Any]) -> None:
+    error, has_none = refused(http, **tools, tool_choice=tool("other")), not tools.get("tools")
+    words = "there are no tools to call" if has_none else "'other', which is not declared"
     assert error["param"] == "tool_choice" and words in error["message"]
-    if not tools.get("tools"):
+    if has_none:
         assert refused(http, **tools, tool_choice="required")["param"] == "tool_choice"
 
 
@@ -169,9 +156,8 @@ def test_16_without_parallel_calls_there_is_one(http: httpx.Client, tool_choice:
     text = "Get the weather for Berlin, Tokyo and Lima."
     body = {"messages": [{"role": "user", "content": text}], "tools": [WEATHER]}
     body |= {"tool_choice": tool_choice, "max_tokens": 400}
-    single = CHAT_DIALECT.ask(
-        http, {**GREEDY, **body, "parallel_tool_calls": False}, is_streamed=True
-    )
+    one = {**GREEDY, **body, "parallel_tool_calls": False}
+    single = CHAT_DIALECT.ask(http, one, is_streamed=True)
     assert len(single.calls) == 1
     assert len(message_of(http, **body)["tool_calls"]) > 1
 

@@ -112,9 +112,7 @@ def test_stop_strings_end_content_but_not_thinking(
 
 
 @whole_and_streamed
-def test_keeps_the_stop_string_on_request(
-    http: httpx.Client, plain: Said, is_streamed: bool
-) -> None:
+def test_stop_string_is_kept_on_request(http: httpx.Client, plain: Said, is_streamed: bool) -> None:
     word = plain.content.split()[-1][-3:]
     body = CHAT_DIALECT.body(stop=[word], include_stop_str_in_output=True)
     said = CHAT_DIALECT.ask(http, body, is_streamed=is_streamed)
@@ -179,9 +177,7 @@ def test_response_continues_after_a_truncated_call(http: httpx.Client) -> None:
 
 
 @every_way("chat-whole", "messages-stream", "responses-stream")
-def test_client_that_hangs_up_frees_its_sequence(
-    server: Server, dialect: Dialect, is_streamed: bool
-) -> None:
+def test_hang_up_frees_the_sequence(server: Server, dialect: Dialect, is_streamed: bool) -> None:
     body = dialect.body(limit=100_000) | {"ignore_eos": True, "stream": is_streamed}
     assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
     aborted = server.num_aborted
@@ -219,7 +215,7 @@ def test_text_like_a_call_is_content_without_tools(http: httpx.Client, dialect: 
     ],
     ids=["chat-auto", "chat-required", "responses-auto", "responses-required"],
 )
-def test_model_is_shown_all_tools_and_calls_only_allowed_ones(
+def test_all_tools_are_shown_and_some_called(
     http: httpx.Client, dialect: Dialect, mode: str
 ) -> None:
     body = dialect.body(WEATHER_QUESTION, functions=(FUNCTION, CLOCK), limit=400)
@@ -280,14 +276,10 @@ def responses_history() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "history"),
-    [
-        ("chat", chat_history()),
-        ("messages", messages_history()),
-        ("responses", responses_history()),
-    ],
-)
+HISTORIES = [chat_history(), messages_history(), responses_history()]
+
+
+@pytest.mark.parametrize(("name", "history"), [*zip(DIALECTS, HISTORIES, strict=True)])
 @whole_and_streamed
 def test_images_truncated_calls_and_lone_surrogates_in_a_history_are_accepted(
     http: httpx.Client, name: str, history: list[dict[str, Any]], is_streamed: bool

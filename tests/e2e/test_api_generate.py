@@ -142,7 +142,7 @@ def test_requests_are_aborted_by_id_or_all(http: httpx.Client, server: Server) -
 @pytest.mark.parametrize(
     "dialect", [MESSAGES_DIALECT, RESPONSES_DIALECT], ids=["messages", "responses"]
 )
-def test_aborted_answers_of_other_routes_end_in_an_error(
+def test_aborted_answers_end_in_an_error(
     http: httpx.Client, server: Server, dialect: Dialect
 ) -> None:
     """Their APIs have no such finish reason; clients must not take the beginning for the whole."""
@@ -204,8 +204,6 @@ def test_server_info_says_how_the_model_is_split(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_bad_request_names_its_field(
-    http: httpx.Client, fields: dict[str, Any], param: str
-) -> None:
+def test_bad_body_names_its_field(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
     error = error_of(http.post(GENERATE, json=fields), 400)
     assert error["param"].split(".")[0].startswith(param.split(".")[0])

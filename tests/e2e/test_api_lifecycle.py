@@ -12,7 +12,7 @@ import pytest
 from negamax.cli.main import main
 from negamax.config.embedded import EMBEDDED
 from tests.e2e.api_support import CHAT, HELLO, MESSAGES, RESPONSES, error_of, serving_stub
-from tests.e2e.conftest import MODEL, eventually, launch, serving, talking
+from tests.e2e.conftest import MODEL, eventually, launch, serving
 from tests.e2e.listening import family_of
 from tests.forked_children import finished
 from tests.speed import slowness
@@ -33,17 +33,10 @@ def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
     keys = "--api-key sesame --api-key open --served-model-name a --served-model-name b"
     limits = "--max-num-seqs 2 --max-queued-requests 12"  # a key may fill half of the queue
-    talk = talking(tmp_path, tokens_per_second=100)
-    with (
-        serving(*talk, *keys.split(), *limits.split(), log_file=tmp_path / "log") as server,
-        server.http() as http,
-    ):
-        for headers in (
-            {},
-            {"authorization": "Bearer wrong"},
-            {"authorization": "Basic sesame"},
-            {"x-api-key": "sesam"},
-        ):
+    options, log_file = (*keys.split(), *limits.split()), tmp_path / "log"
+    with serving(*options, log_file=log_file, rate=100) as server, server.http() as http:
+        wrong = [{"authorization": words} for words in ("Bearer wrong", "Basic sesame")]
+        for headers in ({}, *wrong, {"x-api-key": "sesam"}):
             error_of(http.get("/v1/models", headers=headers), 401, type="authentication_error")
             error_of(http.get("/v1/nothing", headers=headers), 401)
             error_of(http.post(CHAT, json=LONG, headers=headers), 401)
@@ -102,7 +95,7 @@ def test_draining_finishes_open_requests_and_refuses_new_ones(tmp_path: Path, ho
         assert server.process.wait(120) == 0
 
 
-def test_draining_waits_for_a_response_in_the_background_and_for_its_client(
+def test_draining_waits_for_a_background_response_and_its_client(
     tmp_path: Path, hold: Path
 ) -> None:
     """Its client polls: no connection keeps the server running."""
@@ -124,9 +117,7 @@ def test_draining_waits_for_a_response_in_the_background_and_for_its_client(
         assert server.process.wait(120) == 0  # it was fetched: nothing is left to wait for
 
 
-def test_drain_timeout_aborts_open_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drain_timeout_aborts_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STUB_STEP_MS", "5")
     with serving_stub(tmp_path, "--drain-timeout", "0.5") as (server, http):
         with http.stream("POST", CHAT, json=LONG) as running:
@@ -169,9 +160,7 @@ def test_signal_while_the_model_loads_ends_quietly(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_port_in_use_is_refused_before_the_model_is_loaded(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_used_port_is_refused_before_the_model_is_loaded(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["serve", "no/such-model", "--port", port, "--log-level", "error"]) == 2
@@ -226,7 +215,7 @@ def damaged(folder: Path, damage: str) -> Path:
         ("serve --tensor-parallel-size 2", "misshaped", "config.json requires"),
     ],
 )
-def test_damaged_checkpoint_is_refused_in_one_line(
+def test_damaged_checkpoint_is_refused(
     command: str, damage: str, words: str, tmp_path: Path
 ) -> None:
     name, *options = command.split()

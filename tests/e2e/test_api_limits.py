@@ -21,24 +21,16 @@ from tests.e2e.api_support import (
     flooding,
     post,
 )
-from tests.e2e.conftest import Server, eventually, serving, talking
+from tests.e2e.conftest import Server, eventually, shared
 
 LONG: dict[str, Any] = {"messages": HELLO, "ignore_eos": True, "max_tokens": 100_000}
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 WAITING_TOKENS = "negamax:waiting_tokens"
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = (
-        "--max-num-seqs 2 --max-queued-requests 2 --max-queued-tokens 400 --max-body-bytes 100KiB "
-        "--slow-client-timeout 1 --request-timeout 300 --sse-keep-alive-interval 0.1"
-    )
-    folder = tmp_path_factory.mktemp("small")
-    talk = talking(folder, tokens_per_second=1000)
-    with serving(*talk, *options.split(), log_file=folder / "log") as server:
-        yield server
-        assert "Traceback" not in server.log
+small = shared(
+    "--max-num-seqs 2 --max-queued-requests 2 --max-queued-tokens 400 --max-body-bytes 100KiB "
+    "--slow-client-timeout 1 --request-timeout 300 --sse-keep-alive-interval 0.1",
+    rate=1000,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -87,9 +79,7 @@ def say(text: str) -> dict[str, Any]:
     return LONG | {"messages": [{"role": "user", "content": text}]}
 
 
-def test_queue_is_limited_by_requests_and_by_tokens(
-    small: Server, busy: contextlib.ExitStack
-) -> None:
+def test_queue_is_limited_by_requests_and_tokens(small: Server, busy: contextlib.ExitStack) -> None:
     busy.enter_context(send(small, post_bytes(say("word " * 300))))
     assert eventually(lambda: small.gauge(WAITING_TOKENS) > 250)
     with small.http() as http:
@@ -123,7 +113,7 @@ def test_deadline_of_a_whole_answer_is_a_408(small: Server) -> None:
     error_of(refused, 408, code="request_timeout", type="timeout_error")
 
 
-def test_deadline_in_the_queue_is_a_408_for_streams_too(
+def test_deadline_in_the_queue_is_a_408_in_streams(
     small: Server, busy: contextlib.ExitStack
 ) -> None:
     with small.http() as http:
@@ -152,9 +142,7 @@ def test_hang_up_ends_the_request_at_once(small: Server, stream: bool) -> None:
     assert eventually(lambda: small.num_aborted == aborted + 1)
 
 
-def test_hang_up_removes_a_waiting_request_from_the_queue(
-    small: Server, busy: contextlib.ExitStack
-) -> None:
+def test_hang_up_removes_a_waiting_request(small: Server, busy: contextlib.ExitStack) -> None:
     with send(small, post_bytes(LONG)):
         assert eventually(lambda: small.gauge(WAITING) == 1)
         aborted = small.num_aborted
@@ -223,9 +211,7 @@ GET = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
     ],
     ids=["url", "headers", "header bytes", "endless header", "endless url", "tls", "noise"],
 )
-def test_head_beyond_the_limits_is_refused(
-    small: Server, head: bytes, status: int, code: bytes
-) -> None:
+def test_head_over_limits_is_refused(small: Server, head: bytes, status: int, code: bytes) -> None:
     answer = exchange(small, head)
     if len(head) > 1_000_000 and not answer:
         return  # the server closed while we were sending: the answer is lost

@@ -61,9 +61,8 @@ def result_of(call_id: str, content: Any, **more: Any) -> dict[str, Any]:
 
 def test_answer_thinks_signs_and_counts(claude: Any) -> None:
     body = {"model": MODEL, "max_tokens": 300, "messages": QUESTION, "extra_body": GREEDY}
-    first, second = (
-        claude.messages.create(**body, thinking={"type": "adaptive"}) for _ in range(2)
-    )
+    body["thinking"] = {"type": "adaptive"}
+    first, second = (claude.messages.create(**body) for _ in range(2))
     thinking, text = second.content
     assert thinking.type == "thinking" and thinking.thinking
     assert text.type == "text" and "85" in text.text
@@ -102,9 +101,7 @@ def test_sdk_stream_of_a_call_adds_up_and_its_result_is_answered(claude: Any) ->
         ("memory_20250818", "memory"),
     ],
 )
-def test_tools_without_a_schema_are_called_and_run_by_the_client(
-    claude: Any, kind: str, name: str
-) -> None:
+def test_tools_without_a_schema_are_run_by_the_client(claude: Any, kind: str, name: str) -> None:
     options = {"model": MODEL, "max_tokens": 400, "thinking": {"type": "disabled"}}
     options |= {"tools": [{"type": kind, "name": name, "strict": True}], "extra_body": GREEDY}
     messages: list[Any] = [{"role": "user", "content": "List the files."}]
@@ -168,7 +165,7 @@ def test_a_short_answer_has_no_reason_to_stop_at_its_start(http: httpx.Client, l
 @pytest.mark.parametrize(
     "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}]
 )
-def test_thread_is_refused_with_the_code_of_anthropic(
+def test_refuses_threads_as_anthropic(
     http: httpx.Client, path: str, thread: dict[str, str]
 ) -> None:
     response = http.post(path, json=MESSAGES_DIALECT.body(limit=5, thread=thread))
@@ -195,6 +192,8 @@ def test_tool_runner_continues_without_a_thread(claude: Any, stream: bool) -> No
 REMOVAL = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "Read"}}
 CALL = {"type": "tool_use", "id": "a", "name": "x", "input": {}}
 ENDLESS = {"timeout": 0.1, "max_tokens": 3900, "ignore_eos": True}
+UNANSWERED = [*QUESTION, {"role": "assistant", "content": [CALL]}, *QUESTION]
+SYSTEM = {"system": [{"type": "text", "text": "Hi"}]}
 NOTHING = {"tool_choice": {"type": "tool", "name": "nothing"}, "tools": [TOOL]}
 
 
@@ -207,13 +206,7 @@ NOTHING = {"tool_choice": {"type": "tool", "name": "nothing"}, "tools": [TOOL]}
         (QUESTION, {"temperature": 5}, 400, INVALID, "temperature"),
         (QUESTION, {"tools": [{"name": "", "input_schema": {}}]}, 400, INVALID, "tools[0].name"),
         (QUESTION, NOTHING, 400, INVALID, "nothing"),
-        (  # not counting the system prompt
-            [*QUESTION, {"role": "assistant", "content": [CALL]}, *QUESTION],
-            {"system": [{"type": "text", "text": "Hi"}]},
-            400,
-            INVALID,
-            "messages[1]",
-        ),
+        (UNANSWERED, SYSTEM, 400, INVALID, "messages[1]"),  # not counting the system prompt
         ([{"role": "user", "content": "word " * 9000}], {}, 400, INVALID, "4096"),
         (QUESTION, {"model": "other"}, 404, "not_found_error", "other"),
         (QUESTION, ENDLESS, 408, "timeout_error", "in time"),
@@ -247,11 +240,11 @@ def test_models_are_listed_for_both_kinds_of_clients(claude: Any, client: Any) -
 
 def agent_request(history: list[dict[str, Any]], *, number: int) -> dict[str, Any]:
     names = {"Bash": "command", "Read": "file_path", "TodoWrite": "todos"}
-    schemas = {
-        name: {"type": "object", "properties": {key: {"type": "string"}}}
-        for name, key in names.items()
-    }
-    tools = [{"name": name, "input_schema": schema} for name, schema in schemas.items()]
+    properties = {name: {key: {"type": "string"}} for name, key in names.items()}
+    tools = [
+        {"name": name, "input_schema": {"type": "object", "properties": fields}}
+        for name, fields in properties.items()
+    ]
     version = f"cc_version=2.1.{number}; cc_entrypoint=cli; cch={number:05};"
     texts = (
         f"x-anthropic-billing-header: {version}",
@@ -281,13 +274,9 @@ def test_session_of_a_coding_agent_keeps_its_prefix_and_never_breaks(http: httpx
     question = {"type": "text", "text": "What is the weather in Paris?"}
     history: list[dict[str, Any]] = [{"role": "user", "content": [reminder, question]}]
     source = {"type": "base64", "media_type": "image/png", "data": "aGk="}
-    contents: list[Any] = [
-        "19 degrees, cloudy",
-        [{"type": "text", "text": "19 degrees"}, {"type": "text", "text": "cloudy"}],
-        [{"type": "image", "source": source}],
-        "<tool_use_error>The service is busy</tool_use_error>",
-        "",
-    ]
+    parts = [{"type": "text", "text": text} for text in ("19 degrees", "cloudy")]
+    contents: list[Any] = ["19 degrees, cloudy", parts, [{"type": "image", "source": source}]]
+    contents += ["<tool_use_error>The service is busy</tool_use_error>", ""]
     headers = {"anthropic-beta": "a,b", "anthropic-version": "2023-06-01"}
     num_before = 0
 

@@ -41,9 +41,8 @@ def asked(http: httpx.Client, input: Any = ASK, *, limit: int = 300, **fields: A
 
 
 def streamed(http: httpx.Client, input: Any = ASK, *, limit: int = 300, **fields: Any) -> Any:
-    return join_responses(
-        stream(http, RESPONSES, **RESPONSES_DIALECT.body(input, limit=limit, **fields))
-    )
+    body = RESPONSES_DIALECT.body(input, limit=limit, **fields)
+    return join_responses(stream(http, RESPONSES, **body))
 
 
 def kinds_of(response: dict[str, Any]) -> list[str]:
@@ -136,9 +135,7 @@ def test_response_with_store_false_is_not_stored(http: httpx.Client) -> None:
     error_of(http.get(f"{RESPONSES}/{response['id']}"), 404)
 
 
-def test_background_response_runs_by_itself_and_can_be_cancelled(
-    http: httpx.Client, server: Server
-) -> None:
+def test_background_response_runs_and_can_be_cancelled(http: httpx.Client, server: Server) -> None:
     begun = asked(http, background=True)
     assert begun["status"] == "in_progress" and begun["output"] == []
 
@@ -257,7 +254,7 @@ UNDECLARED = {"tool_choice": {"type": "function", "name": "x"}, "tools": [TOOL]}
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_bad_request_names_its_field(
+def test_bad_field_is_named(
     http: httpx.Client, fields: dict[str, Any], status: int, param: str
 ) -> None:
     error_of(http.post(RESPONSES, json={"input": "x", **fields}), status, param=param)

@@ -13,9 +13,7 @@ from tests.e2e.conftest import Server
 HAS_MATPLOTLIB = find_spec("matplotlib") is not None
 
 
-def test_random_ids_are_counted_exactly_by_the_server(
-    server: Server, bench: Bench, tmp_path: Path
-) -> None:
+def test_random_ids_are_counted_exactly(server: Server, bench: Bench, tmp_path: Path) -> None:
     plot = tmp_path / "plots" / "run.png"
     line = (
         "--num-prompts 6 --random-input-len 40 --random-output-len 5 --ignore-eos "
@@ -30,9 +28,8 @@ def test_random_ids_are_counted_exactly_by_the_server(
     assert found["max_concurrent_requests"] == 3
     assert found["request_goodput"] == pytest.approx(found["request_throughput"])
     assert found["finish_reasons"] == ["length"] * 6
-    for first, whole_answer, gaps in zip(
-        found["ttfts"], found["latencies"], found["itls"], strict=True
-    ):
+    times = (found["ttfts"], found["latencies"], found["itls"])
+    for first, whole_answer, gaps in zip(*times, strict=True):
         assert 0 < first <= whole_answer < found["duration"]
         assert sum(gaps) <= whole_answer - first + 1e-6
     assert "============ Serving Benchmark Result ============" in bench.out
@@ -41,7 +38,7 @@ def test_random_ids_are_counted_exactly_by_the_server(
 
 
 @pytest.mark.parametrize("backend", ["openai-chat", pytest.param("openai", marks=pytest.mark.full)])
-def test_tokens_without_visible_text_are_timed_when_they_arrive(
+def test_tokens_without_text_are_timed_on_arrival(
     server: Server, bench: Bench, backend: str
 ) -> None:
     """Parts of a character have no text: the model may only write the first byte of an emoji."""
@@ -127,13 +124,9 @@ def test_agent_sessions_run_turn_by_turn(server: Server, bench: Bench, history: 
     assert found["total_cached_tokens"] > 0.5 * found["total_input_tokens"]
 
 
-def test_sharegpt_questions_and_recorded_requests(
-    server: Server, bench: Bench, tmp_path: Path
-) -> None:
-    said = [
-        {"from": "human", "value": "What is the capital of France?"},
-        {"from": "gpt", "value": "The capital is Paris. " * 2},
-    ]
+def test_sharegpt_and_recorded_requests(server: Server, bench: Bench, tmp_path: Path) -> None:
+    said = [{"from": "human", "value": "What is the capital of France?"}]
+    said += [{"from": "gpt", "value": "The capital is Paris. " * 2}]
     file = tmp_path / "chats.json"
     file.write_text(json.dumps([{"conversations": said}]))
     line = f"--dataset-name sharegpt --dataset-path {file} --num-prompts 2 --ignore-eos"
@@ -152,19 +145,18 @@ def test_sharegpt_questions_and_recorded_requests(
     assert (found["output_lens"], found["sessions"]) == ([3] * 3, [0] * 3)
 
 
+UNKNOWN = "--model other --num-prompts 2 --input-len 4 --output-len 2"
+
+
 @pytest.mark.parametrize(
     ("line", "code", "message"),
     [
         ("--input-len 4000 --output-len 200", 2, "4200 tokens; the model's context length is 4096"),
-        (
-            "--model other --num-prompts 2 --input-len 4 --output-len 2",
-            1,
-            "the server refuses the warm-up: HTTP 404",
-        ),
+        (UNKNOWN, 1, "the server refuses the warm-up: HTTP 404"),
     ],
     ids=["context length", "unknown model"],
 )
-def test_refused_requests_end_the_run_at_once(
+def test_refusal_ends_the_run(
     server: Server, bench: Bench, line: str, code: int, message: str
 ) -> None:
     assert bench(server.url, line) == {}

@@ -148,13 +148,12 @@ def test_times_are_those_of_the_arrivals(bench: Bench) -> None:
         writer.write(text_chunk("", "length") + chunk("[DONE]") + b"0\r\n\r\n")
 
     def are_those_of_the_arrivals(found: dict[str, Any]) -> bool:
+        times = zip(found["ttfts"], found["itls"], found["latencies"], strict=True)
         return all(
             0.09 < first < total - 0.14
             and len(gaps) == 3
             and 0.14 < sum(gaps) <= total - first + 1e-6
-            for first, gaps, total in zip(
-                found["ttfts"], found["itls"], found["latencies"], strict=True
-            )
+            for first, gaps, total in times
         )
 
     with faulty_server(fault) as server:
@@ -168,10 +167,8 @@ def test_a_failed_turn_ends_a_live_session_and_the_rest_counts_as_not_sent(bench
     answers = (*[good_stream()] * 4, whole(500, {"error": "no"}))
     found = run(bench, *answers, line=f"{line} --num-prompts 4 --num-warmups 0")
     assert found["completed"] + found["failed"] == 4
-    assert found["failures"] == {
-        "HTTP 500": 1,
-        "not sent: an earlier turn of the session failed": 1,
-    }
+    unsent = "not sent: an earlier turn of the session failed"
+    assert found["failures"] == {"HTTP 500": 1, unsent: 1}
     assert found["start_times"][-1] is None
 
 
@@ -184,10 +181,8 @@ def test_interrupt_shows_what_was_measured() -> None:
 
     with faulty_server(fault) as server:
         words = f"-m negamax bench serve --port {server.port} {SMALL}".split()
-        command = [sys.executable, *words]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen([sys.executable, *words], text=True, **pipes) as process:
             deadline = time.monotonic() + 120
             while len(server.bodies) < 3 and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -203,13 +198,9 @@ def test_interrupt_shows_what_was_measured() -> None:
 
 
 def test_the_client_starts_without_torch() -> None:
-    modules = (
-        "negamax.cli.bench_serve, negamax.bench.serve, negamax.bench.serve_report, "
-        "negamax.bench.plots"
-    )
-    code = (
-        f"import sys, {modules}; assert not {{'torch', 'numpy', 'matplotlib'}} & set(sys.modules)"
-    )
+    modules = "negamax.cli.bench_serve, negamax.bench.serve, negamax.bench.plots"
+    large = "{'torch', 'numpy', 'matplotlib'}"
+    code = f"import sys, {modules}; assert not {large} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -261,9 +252,7 @@ def quiet_server() -> Iterator[FaultyServer]:
         yield server
 
 
-def test_key_headers_and_extra_fields_reach_the_server(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_headers_and_fields_are_sent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-from-environment")
     sent = """--header 'x-team=a b' --extra-body '{"top_k": 3}' --top-p 0.5"""
     with faulty_server(answering(good_stream())) as server:

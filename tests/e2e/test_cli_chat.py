@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,20 +35,22 @@ def script(stage: tuple[str, Script]) -> Script:
 
 
 @pytest.fixture
-def url(stage: tuple[str, Script]) -> str:
-    return stage[0]
-
-
-@pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
     return {"XDG_STATE_HOME": str(tmp_path / "state"), "NEGAMAX_API_KEY": ""}
 
 
-@contextmanager
-def chatting(url: str, home: dict[str, str], *options: str, **size: int) -> Iterator[Terminal]:
-    with in_terminal("chat", "--url", url, *options, env=home, **size) as terminal:
-        terminal.wait_for("Chatting")
-        yield terminal
+@pytest.fixture
+def chatting(stage: tuple[str, Script], home: dict[str, str]) -> Any:
+    """Return a context manager: a chat in a terminal with the scripted server."""
+
+    @contextmanager
+    def chat(*options: str, path: str = "", **size: int) -> Iterator[Terminal]:
+        url = f"{stage[0]}{path}"
+        with in_terminal("chat", "--url", url, *options, env=home, **size) as terminal:
+            terminal.wait_for("Chatting")
+            yield terminal
+
+    return chat
 
 
 def ask(terminal: Terminal, text: str, *, count: int) -> str:
@@ -55,9 +58,7 @@ def ask(terminal: Terminal, text: str, *, count: int) -> str:
     return terminal.say(text, "s to the first token", count=count)
 
 
-def test_conversation_with_a_server_in_a_terminal(
-    server: Server, home: dict[str, str], tmp_path: Path
-) -> None:
+def test_conversation_in_a_terminal(server: Server, home: dict[str, str], tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     options = ("chat", "--url", server.url, "--temperature", "0")
     with in_terminal(*options, env=home) as terminal:
@@ -79,17 +80,17 @@ def test_conversation_with_a_server_in_a_terminal(
 
 
 def test_saved_conversation_continues_and_lines_are_kept(
-    url: str, script: Script, home: dict[str, str], tmp_path: Path
+    chatting: Any, script: Script, tmp_path: Path
 ) -> None:
     script.steps = [{"content": "Four."}]
     kept = tmp_path / "kept.json"
-    with chatting(url, home, "--system", "Be brief.") as terminal:
+    with chatting("--system", "Be brief.") as terminal:
         ask(terminal, "Two and two?", count=1)
         terminal.say(f"/save {kept}", "(2 messages)")
         terminal.wait_for_prompt()
         terminal.type("\x04")  # Ctrl-D
         assert terminal.end() == 0
-    with chatting(url, home) as terminal:
+    with chatting() as terminal:
         terminal.wait_for("Chatting with scripted")
         terminal.say(f"/load {tmp_path}/nowhere", "cannot be loaded")
         terminal.say(f"/load {__file__}", "holds no conversation")
@@ -109,12 +110,10 @@ def test_saved_conversation_continues_and_lines_are_kept(
         ]
 
 
-def test_markdown_is_rendered_while_it_arrives(
-    url: str, script: Script, home: dict[str, str]
-) -> None:
+def test_markdown_is_rendered_as_it_comes(chatting: Any, script: Script) -> None:
     pieces = [MARKDOWN[start : start + 3] for start in range(0, len(MARKDOWN), 3)]
     script.steps = [step for piece in pieces for step in ({"content": piece}, 0.005)]
-    with chatting(url, home, rows=12, columns=60) as terminal:
+    with chatting(rows=12, columns=60) as terminal:
         shown = ask(terminal, "Show", count=1)
     final = [line.strip() for line in shown.splitlines()]
     assert "Some bold words, x < y and <b>tags</b>." in shown
@@ -126,20 +125,18 @@ def test_markdown_is_rendered_while_it_arrives(
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--plain",), marks=pytest.mark.full)])
 def test_control_codes_of_the_model_do_not_reach_the_terminal(
-    url: str, script: Script, home: dict[str, str], options: tuple[str, ...]
+    chatting: Any, script: Script, options: tuple[str, ...]
 ) -> None:
     script.steps = [{"reasoning_content": "\x1b]0;owned\x07"}, {"content": "a\x1b[2Jb\x9b31mc"}]
-    with chatting(url, home, *options) as terminal:
+    with chatting(*options) as terminal:
         ask(terminal, "x", count=1)
         assert "\x1b]0" not in terminal.raw and "\x1b[2J" not in terminal.raw
         assert "\x9b" not in terminal.raw and "a[2Jb31mc" in terminal.text
 
 
-def test_ctrl_c_stops_the_answer_and_nothing_else(
-    url: str, script: Script, home: dict[str, str]
-) -> None:
+def test_ctrl_c_stops_the_answer_alone(chatting: Any, script: Script) -> None:
     script.steps = [{"content": "The beginning "}, 600.0, {"content": "never"}]
-    with chatting(url, home, "--plain") as terminal:
+    with chatting("--plain") as terminal:
         terminal.say("Tell me", "The beginning")
         terminal.interrupt("(stopped)")
         terminal.wait_for_prompt()
@@ -158,16 +155,14 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(
 
 
 def test_tools_are_called_and_their_results_typed(
-    url: str, script: Script, home: dict[str, str], tmp_path: Path
+    chatting: Any, script: Script, tmp_path: Path
 ) -> None:
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps([{"type": "function", "function": {"name": "weather"}}]))
     script.finish_reason = "tool_calls"
-    script.steps = [
-        *call("weather", '{"city":', ' "Oslo"}'),
-        *call("weather", '{"city": "Rome"}', index=1),
-    ]
-    with chatting(url, home, "--tools", str(tools)) as terminal:
+    script.steps = call("weather", '{"city":', ' "Oslo"}')
+    script.steps += call("weather", '{"city": "Rome"}', index=1)
+    with chatting("--tools", str(tools)) as terminal:
         terminal.say("Weather?", "result of weather> ")
         assert '[call] weather({"city": "Oslo"})' in terminal.text
         script.steps, script.finish_reason = [{"content": "Cold."}], "stop"
@@ -178,12 +173,10 @@ def test_tools_are_called_and_their_results_typed(
     assert results == ["/etc is what it says", "warm"]
 
 
-def test_truncated_call_is_shown_and_not_kept(
-    url: str, script: Script, home: dict[str, str]
-) -> None:
+def test_truncated_call_is_shown_not_kept(chatting: Any, script: Script) -> None:
     script.finish_reason = "length"
     script.steps = call("write", '{"text": "abc')
-    with chatting(url, home) as terminal:
+    with chatting() as terminal:
         ask(terminal, "Write", count=1)
         assert '[call cut off] write({"text": "abc' in terminal.text
         script.steps = [{"content": "Well."}]
@@ -191,11 +184,9 @@ def test_truncated_call_is_shown_and_not_kept(
     assert all("tool_calls" not in message for message in script.bodies[-1]["messages"])
 
 
-def test_errors_of_the_server_leave_the_chat_alive(
-    url: str, script: Script, home: dict[str, str]
-) -> None:
+def test_errors_of_the_server_do_not_end_it(chatting: Any, script: Script) -> None:
     script.refusal = (400, {"message": "the prompt is too long", "code": "x"}, {})
-    with chatting(url, home) as terminal:
+    with chatting() as terminal:
         terminal.say("First", "the prompt is too long (status 400)")
         script.refusal = None
         script.steps = [{"content": "Half "}, {"error": {"message": "the engine died"}}]
@@ -206,12 +197,12 @@ def test_errors_of_the_server_leave_the_chat_alive(
 
 
 def test_key_is_sent_and_required(
-    url: str, script: Script, home: dict[str, str], capsys: pytest.CaptureFixture[str]
+    chatting: Any, script: Script, stage: tuple[str, Script], capsys: pytest.CaptureFixture[str]
 ) -> None:
     script.key, script.steps = "secret", [{"content": "Open."}]
-    assert main(["chat", "--url", url]) == 2
+    assert main(["chat", "--url", stage[0]]) == 2
     assert "give --api-key, or set NEGAMAX_API_KEY" in capsys.readouterr().err
-    with chatting(f"{url}/v1/", home, "--api-key", "secret") as terminal:
+    with chatting("--api-key", "secret", path="/v1/") as terminal:
         assert "Open." in ask(terminal, "Hello", count=1)
 
 

@@ -1,63 +1,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import pytest
 
 from nano.suites import retrieval
-from tests.e2e.api_support import CHAT_DIALECT, QUESTION, WEATHER, WEATHER_QUESTION
-from tests.e2e.conftest import Server, serving
+from tests.e2e.api_support import CHAT, CHAT_DIALECT, QUESTION, WEATHER, WEATHER_QUESTION
+from tests.e2e.conftest import Server, shared
 
 if TYPE_CHECKING:
     import openai
 
 MODEL = "nano-m3"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
-CHAT = "/v1/chat/completions"
-NESTED = {
-    "type": "object",
-    "properties": {
-        "title": {"type": "string", "maxLength": 12},
-        "steps": {
-            "type": "array",
-            "minItems": 2,
-            "maxItems": 2,
-            "items": {
-                "type": "object",
-                "properties": {"name": {"enum": ["cut", "glue"]}, "minutes": {"const": 5}},
-                "required": ["name", "minutes"],
-                "additionalProperties": False,
-            },
-        },
-        "done": {"type": "boolean"},
-    },
-    "required": ["title", "steps", "done"],
-    "additionalProperties": False,
-}
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    declared = {"type": "object", "properties": properties, "required": [*properties]}
+    return declared | {"additionalProperties": False}
+
+
+STEP = closed(name={"enum": ["cut", "glue"]}, minutes={"const": 5})
+STEPS = {"type": "array", "minItems": 2, "maxItems": 2, "items": STEP}
+NESTED = closed(title={"type": "string", "maxLength": 12}, steps=STEPS, done={"type": "boolean"})
 PLAN = {"type": "function", "function": {"name": "make_plan", "strict": True, "parameters": NESTED}}
 
 
-@pytest.fixture(scope="module")
-def m3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(model=MODEL, log_file=tmp_path_factory.mktemp("m3") / "log") as running:
-        yield running
-        assert "Traceback" not in running.log
-
-
-@pytest.fixture
-def client(m3: Server) -> Iterator[openai.OpenAI]:
-    with m3.openai() as client:
-        yield client
-
-
-@pytest.fixture
-def http(m3: Server) -> Iterator[httpx.Client]:
-    with m3.http() as client:
-        yield client
+server = shared(model=MODEL)
 
 
 def chat(http: httpx.Client, **fields: Any) -> dict[str, Any]:
@@ -129,8 +100,8 @@ def test_images_are_refused_with_the_reason(http: httpx.Client) -> None:
     assert response.status_code == 400 and "image" in response.json()["error"]["message"]
 
 
-def test_concurrent_long_prompts_find_their_facts_and_their_prefixes(
-    m3: Server, http: httpx.Client
+def test_concurrent_long_prompts_find_facts_and_prefixes(
+    server: Server, http: httpx.Client
 ) -> None:
     """Several at once, sent twice; then only the prompt's last 128-token block is not cached."""
     problems = [each for each in retrieval.problems("2k", 9, 11) if each.fact is not None][:2]
@@ -150,4 +121,4 @@ def test_concurrent_long_prompts_find_their_facts_and_their_prefixes(
         usage = again["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         assert cached % 128 == 0 and cached > usage["prompt_tokens"] - 129 > 1000
-    assert m3.gauge("vllm:kv_cache_usage_perc") == 0
+    assert server.gauge("vllm:kv_cache_usage_perc") == 0

@@ -88,10 +88,9 @@ def test_settings_are_fields_of_the_request_and_the_server_takes_them(nano: Brow
     nano.click("#tools-example")
     ask(nano, "Hello!")
     body = sent(nano)
-    assert body.pop("messages") == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hello!"},
-    ]
+    roles = {"system": "Be brief.", "user": "Hello!"}
+    said = [{"role": role, "content": text} for role, text in roles.items()]
+    assert body.pop("messages") == said
     assert [tool["function"]["name"] for tool in body.pop("tools")] == ["get_weather"]
     assert body == {
         "model": MODEL, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
@@ -119,9 +118,7 @@ def test_an_error_of_the_server_is_shown_with_its_request_id(nano: Browser) -> N
     assert sent(nano)["messages"] == [{"role": "user", "content": "Hello!"}]
 
 
-def test_refusals_and_errors_within_a_stream_keep_what_had_come(
-    page: Browser, script: Script
-) -> None:
+def test_refusals_and_errors_in_a_stream_keep_earlier_text(page: Browser, script: Script) -> None:
     error = {"message": "the queue is full", "code": "queue_full"}
     script.refusal = (429, error, {"retry-after": "2"})
     ask(page, "One")
@@ -137,9 +134,7 @@ def test_refusals_and_errors_within_a_stream_keep_what_had_come(
     assert contents(script) == ["One", "Half an ans", "Two"]
 
 
-def test_thinking_and_arguments_are_seen_while_they_are_written(
-    page: Browser, script: Script
-) -> None:
+def test_thinking_and_arguments_are_shown_as_they_arrive(page: Browser, script: Script) -> None:
     start, end = '{"path": "a.py", "size": 12345678901234567890, "no', 'ne": [], "text": "x\\"\\n"}'
     *pieces, last = call("write_file", start, end)
     looks, calls = threading.Event(), threading.Event()
@@ -150,9 +145,8 @@ def test_thinking_and_arguments_are_seen_while_they_are_written(
     page.wait_for_text(".thinking .preview", "First I ")
     assert page.text(".thinking .label").startswith("Thinking")
     # the label counts the seconds
-    page.wait(
-        "/^Thinking \\d+\\.\\d s/.test(document.querySelector('.thinking .label').textContent)"
-    )
+    label = "document.querySelector('.thinking .label').textContent"
+    page.wait(f"/^Thinking \\d+\\.\\d s/.test({label})")
     looks.set()
     page.wait_for_text(".call .state", "writing …")
     page.wait("document.querySelector('.call pre').textContent.endsWith('\"no')")
@@ -186,9 +180,8 @@ def test_a_call_that_the_token_limit_cut_off_is_left_out(page: Browser, script: 
     script.steps, script.finish_reason = [{"content": "Well"}, *call("cut", '{"a": "')], "length"
     ask(page, "One")
     assert page.text(".call .state") == "incomplete"
-    assert page.text(".problem").startswith(
-        "Cut off: token limit reached.\nA tool call is incomplete"
-    )
+    words = "Cut off: token limit reached.\nA tool call is incomplete"
+    assert page.text(".problem").startswith(words)
     assert page.run("return document.querySelector('.call textarea')") is None
     say(page, script, "More", "Two")
     assert script.bodies[-1]["messages"][1] == {"role": "assistant", "content": "Well"}
@@ -237,9 +230,7 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_only(page: Browser) -> None:
         page.open("about:blank")
 
 
-def test_the_browser_asks_for_the_key_of_a_guarded_server_once(
-    page: Browser, tmp_path: Path
-) -> None:
+def test_browser_asks_for_the_key_of_a_guarded_server_once(page: Browser, tmp_path: Path) -> None:
     with serving("--api-key", "secret", log_file=tmp_path / "log") as server:
         with server.http() as http:
             refused = http.get("/")
@@ -273,7 +264,7 @@ def test_the_copied_command_repeats_the_request(page: Browser, script: Script) -
     assert script.bodies == [request]
 
 
-def test_a_conversation_survives_export_and_import(
+def test_conversation_is_exported_and_imported(
     page: Browser, script: Script, tmp_path: Path
 ) -> None:
     script.steps = [{"reasoning_content": "Hm."}, {"content": "Calling"}, *call("f", '{"n": 1}')]
@@ -308,9 +299,7 @@ def test_a_conversation_survives_export_and_import(
     assert page.count(".message") == 6
 
 
-def test_every_control_has_a_name_and_the_keyboard_reaches_it(
-    page: Browser, script: Script
-) -> None:
+def test_controls_have_names_and_the_keyboard_reaches_them(page: Browser, script: Script) -> None:
     answer = [{"reasoning_content": "Hm."}, {"content": "`x`\n\n```\ny\n```"}]
     script.steps = [*answer, *call("f", "{}")]
     page.run(

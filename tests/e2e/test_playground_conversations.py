@@ -49,9 +49,7 @@ def reload(page: Browser) -> None:
     page.wait("document.querySelector('#model').value === name", name=NAME)
 
 
-def test_conversations_outlive_the_tab_and_are_found_renamed_and_deleted(
-    page: Browser, script: Script
-) -> None:
+def test_conversations_are_kept_found_renamed_and_deleted(page: Browser, script: Script) -> None:
     say(page, script, "They *hum*.", "What do bees do?")
     page.click("#new")
     say(page, script, "They sail.", "And ships?")
@@ -152,9 +150,7 @@ def test_answers_come_in_while_another_conversation_is_shown(page: Browser, scri
     page.wait(f"{TEXTS}.join() === 'One,Slowly done' && {IDLE}")
 
 
-def test_opened_conversation_is_shown_during_saves_and_deletions(
-    page: Browser, script: Script
-) -> None:
+def test_open_conversation_is_shown_during_saves_and_deletes(page: Browser, script: Script) -> None:
     """While a conversation is read, an answer ends and is saved, and the shown one is deleted."""
     goes_on = threading.Event()
     say(page, script, "First", "One")
@@ -229,9 +225,7 @@ def test_the_list_takes_clicks_while_it_changes(page: Browser, script: Script) -
     assert page.problems == []
 
 
-def test_a_link_in_a_growing_answer_takes_clicks_and_keeps_the_focus(
-    page: Browser, script: Script
-) -> None:
+def test_link_in_a_growing_answer_takes_clicks_and_focus(page: Browser, script: Script) -> None:
     say(page, script, "Here", "One")
     page.run(
         """
@@ -258,9 +252,7 @@ def test_a_link_in_a_growing_answer_takes_clicks_and_keeps_the_focus(
     assert page.problems == []
 
 
-def test_conversation_deleted_during_its_answer_stays_deleted(
-    page: Browser, script: Script
-) -> None:
+def test_conversation_deleted_during_an_answer_stays_deleted(page: Browser, script: Script) -> None:
     script.steps = [{"content": "Slowly"}, 600]
     send(page, "One")
     page.wait(f"{TEXTS}.join() === 'One,Slowly' && {TITLES}.length === 1")

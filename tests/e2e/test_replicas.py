@@ -4,23 +4,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
-from tests.e2e.conftest import MODEL, Server, eventually, serving, talking
-from tests.e2e.test_api_errors import error_of
-from tests.e2e.test_engine_restarts import CHAT, is_alive, ranks_of, wait_until_ready
+from tests.e2e.api_support import CHAT, HELLO, error_of
+from tests.e2e.conftest import MODEL, Server, eventually, serving, shared
+from tests.e2e.test_engine_restarts import is_alive, ranks_of, wait_until_ready
 
 RUNNING, TOKENS = "vllm:num_requests_running", "vllm:generation_tokens_total"
 HEADER = "X-Data-Parallel-Rank"
-TEXTS = [
-    "The cat sat on", "2 + 2 =", "Hello", "Once upon a time there was", "A", "x = [1, 2,",
-]  # fmt: skip
-HELLO = [{"role": "user", "content": "Hello"}]
+TEXTS = ["The cat sat on", "2 + 2 =", "Hello", "Once upon a time there", "A", "x = [1, 2,"]
 # each generating endpoint with a short request
 REQUESTS: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HELLO, "max_tokens": 4},
@@ -29,14 +24,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": MODEL, "messages": HELLO, "max_tokens": 4},
     "/generate": {"text": "Hello", "sampling_params": {"max_new_tokens": 4}},
 }
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = ("--num-replicas", "2", "--api-server-count", "2", "--device", "cpu")
-    with serving(*options, log_file=tmp_path_factory.mktemp("two") / "log") as running:
-        yield running
-        assert "Traceback" not in running.log
+two = shared("--num-replicas 2 --api-server-count 2 --device cpu")
 
 
 def completion(server: Server, prompt: Any, *, rank: int | None = None, **fields: Any) -> Any:
@@ -148,9 +136,9 @@ class Stream:
 
 
 def test_a_dead_replica_fails_its_own_requests_and_restarts(tmp_path: Path) -> None:
-    talk = talking(tmp_path, tokens_per_second=120)
-    options = ("--num-replicas", "2", "--api-server-count", "2", "--max-engine-restarts", "1")
-    with serving(*talk, *options, log_file=tmp_path / "log") as server, server.http() as http:
+    options = ["--num-replicas", "2", "--api-server-count", "2", "--max-engine-restarts", "1"]
+    log_file = tmp_path / "log"
+    with serving(*options, log_file=log_file, rate=120) as server, server.http() as http:
         dead = server.engine_pids()[1]
         streams = [Stream(server, rank) for rank in (0, 1) for _ in range(3)]
         os.kill(dead, signal.SIGKILL)

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 
 from negamax.cli.main import main
 from tests.e2e.api_support import CHAT, COMPLETIONS, MESSAGES, join_messages, post, stream
-from tests.e2e.conftest import Server, serving
+from tests.e2e.conftest import shared
 
 LONG = "Always keep to the project's conventions. " * 1500  # an agent's system prompt
 WRITE = {
@@ -19,20 +18,7 @@ WRITE = {
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "Write", "parameters": WRITE}}]
 QUESTION = {"role": "user", "content": "Please write hello.py"}
 ARGUMENTS = {"file_path": "hello.py", "content": 'print("hello from negamax")\n'}
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("scripted") / "log"
-    with serving("--script", "agents", log_file=log) as running:
-        yield running
-        assert "Traceback" not in running.log
-
-
-@pytest.fixture
-def http(scripted: Server) -> Iterator[httpx.Client]:
-    with scripted.http() as client:
-        yield client
+server = shared("--script agents")
 
 
 def test_chat_loop_with_an_agents_long_prompt(http: httpx.Client) -> None:

@@ -1,25 +1,19 @@
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import MODEL, Server, eventually, serving
+from tests.e2e.api_support import CHAT
+from tests.e2e.conftest import MODEL, Server, eventually, shared
 
-CHAT = "/v1/chat/completions"
 KEY = "secret-key-of-the-test"
 PROMPT = "Where does the night train to Vienna stop?"
-
-
-@pytest.fixture(scope="module")
-def talkative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log_file = tmp_path_factory.mktemp("talkative") / "log"
-    options = "--log-format json --log-level debug --enable-log-requests --enable-access-log"
-    more = f"--log-stats-interval 0.3 --api-server-count 2 --max-log-len 40 --api-key {KEY}"
-    with serving(*options.split(), *more.split(), log_file=log_file) as server:
-        yield server
+talkative = shared(
+    "--log-format json --log-level debug --enable-log-requests --enable-access-log "
+    f"--log-stats-interval 0.3 --api-server-count 2 --max-log-len 40 --api-key {KEY}"
+)
 
 
 def records(server: Server) -> list[dict[str, Any]]:
@@ -95,9 +89,7 @@ def test_one_process_logs_the_load_and_an_idle_server_is_silent(talkative: Serve
         return bool(lines) and max(line["decode_tokens_per_s"] for line in lines) > 0
 
     assert eventually(has_been_seen)
-    assert eventually(
-        lambda: any(load["running"] == 0 for load in logged(talkative, "api.load_report")[-1:])
-    )
+    assert eventually(lambda: logged(talkative, "api.load_report")[-1]["running"] == 0)
     lines = logged(talkative, "api.load_report")
     assert {line["pid"] for line in lines} == {talkative.process.pid}
     assert max(line["kv_cache_usage"] for line in lines if line["running"]) > 0

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.api_support import CHAT, HELLO, RESPONSES, error_of
 from tests.e2e.conftest import (
     MODEL,
     START_SECONDS,
@@ -20,32 +21,18 @@ from tests.e2e.conftest import (
     eventually,
     launch,
     serving,
-    talking,
+    shared,
 )
 from tests.e2e.listening import strangers_doors
-from tests.e2e.test_api_errors import error_of
 from tests.e2e.test_engine_restarts import is_alive, wait_until_ready
 
-CHAT = "/v1/chat/completions"
 COUNT = 3
 RATE = 200  # tokens per second of a stream: slow, so that streams last
 HANG_SECONDS = 6
-LONG: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "Hello"}],
-    "ignore_eos": True,
-    "max_tokens": 3000,
-}
+LONG: dict[str, Any] = {"messages": HELLO, "ignore_eos": True, "max_tokens": 3000}
 SHORT = LONG | {"max_tokens": 8}
-
-
-@pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("several")
-    talk = talking(folder, tokens_per_second=RATE)
-    options = f"--api-server-count {COUNT} --max-num-seqs 8 --engine-hang-timeout {HANG_SECONDS}"
-    with serving(*talk, *options.split(), log_file=folder / "log") as server:
-        yield server
-        assert "Traceback" not in server.log
+SIZES = f"--api-server-count {COUNT} --max-num-seqs 8"
+several = shared(f"{SIZES} --engine-hang-timeout {HANG_SECONDS}", rate=RATE)
 
 
 def post(server: Server, path: str, **fields: Any) -> Any:
@@ -130,10 +117,8 @@ def test_relayed_stream_is_a_stream(several: Server) -> None:
         following = {"previous_response_id": response_from(several, index)["id"], "input": "More"}
         for _ in range(3):
             with several.openai() as client:
-                stream = client.responses.create(
-                    model=MODEL, stream=True, max_output_tokens=24, **following
-                )
-                events = list(stream)
+                limits = {"model": MODEL, "max_output_tokens": 24}
+                events = list(client.responses.create(stream=True, **limits, **following))
             assert events[0].type == "response.created"
             assert events[-1].type in ("response.completed", "response.incomplete")
             assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -143,9 +128,8 @@ def test_refusals_are_relayed_with_their_request_ids(several: Server) -> None:
     body = {"input": "x", "previous_response_id": response_from(several, 1)["id"]}
     for _ in range(8):
         with several.http() as http:
-            refused = http.post(
-                "/v1/responses", json=body | {"temperature": 7}, headers={"x-request-id": "mine"}
-            )
+            headers = {"x-request-id": "mine"}
+            refused = http.post(RESPONSES, json=body | {"temperature": 7}, headers=headers)
         error_of(refused, 400, param="temperature")
         assert refused.headers.get_list("x-request-id") == ["mine"]
 
@@ -197,9 +181,8 @@ def test_abort_reaches_the_requests_of_all_processes(several: Server) -> None:
 
 
 def test_limit_of_the_queue_is_one_for_all(tmp_path: Path) -> None:
-    talk = talking(tmp_path, tokens_per_second=RATE)
     options = f"--api-server-count {COUNT} --max-num-seqs 2 --max-queued-requests 3"
-    with serving(*talk, *options.split(), log_file=tmp_path / "log") as server:
+    with serving(*options.split(), log_file=tmp_path / "log", rate=RATE) as server:
 
         def all_are_decided() -> bool:
             held = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -302,8 +285,8 @@ def test_all_processes_learn_of_a_dead_engine_and_use_the_next(several: Server) 
 @pytest.fixture
 def ending(tmp_path: Path) -> Iterator[Server]:
     """Run a server that its test ends."""
-    options = (*talking(tmp_path, tokens_per_second=RATE), "--api-server-count", str(COUNT))
-    with serving(*options, log_file=tmp_path / "log") as server:
+    options = ("--api-server-count", str(COUNT))
+    with serving(*options, log_file=tmp_path / "log", rate=RATE) as server:
         yield server
     assert "Traceback" not in server.log
 

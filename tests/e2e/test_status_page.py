@@ -16,9 +16,7 @@ AXE = Path(__file__).parent / "vendor" / "axe.min.js"
 FIGURE = "document.querySelectorAll('.tile')[index].querySelector('strong')?.textContent"
 
 
-def test_the_status_page_shows_what_the_server_does(
-    page: Browser, server: Server, http: httpx.Client
-) -> None:
+def test_status_page_shows_the_load(page: Browser, server: Server, http: httpx.Client) -> None:
     page.open(f"{server.url}/status")
     page.wait(f"{FIGURE} === '0'", index=0)
     assert page.text("#state") == "running"
@@ -40,10 +38,8 @@ def test_the_status_page_shows_what_the_server_does(
     page.wait(
         "document.querySelectorAll('.tile')[3].querySelector('.line').getAttribute('d').includes('L')"
     )
-    said = page.run(
-        "return [...document.querySelectorAll('.sparkline')].map((e) => "
-        "e.getAttribute('aria-label'))"
-    )
+    lines = "[...document.querySelectorAll('.sparkline')]"
+    said = page.run(f"return {lines}.map((e) => e.getAttribute('aria-label'))")
     assert said[0].startswith("Running: now ")
     assert int(page.text("#requests").replace(",", "")) >= 1
     assert page.problems == []
@@ -75,9 +71,7 @@ def test_quantiles_are_of_what_a_histogram_gained(page: Browser, script: Script)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_pass_the_accessibility_check(
-    page: Browser, script: Script, server: Server, scheme: str
-) -> None:
+def test_pages_are_accessible(page: Browser, script: Script, server: Server, scheme: str) -> None:
     page.look(width=1360, height=860, scheme=scheme)
     script.steps = [
         {"reasoning_content": "Hm."},

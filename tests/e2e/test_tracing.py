@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_service
 
 from negamax.cli.main import main
-from tests.e2e.conftest import MODEL, eventually, serving, talking
+from tests.e2e.conftest import MODEL, eventually, serving
 from tests.ports import free_port
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -68,9 +68,8 @@ def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
     path, log_file = "/v1/chat/completions", tmp_path / "log"
-    talk = talking(tmp_path, tokens_per_second=100)
-    options = (*talk, "--otlp-traces-endpoint", endpoint, "--log-format", "json")
-    with serving(*options, log_file=log_file) as server, server.http() as http_client:
+    options = ("--otlp-traces-endpoint", endpoint, "--log-format", "json")
+    with serving(*options, log_file=log_file, rate=100) as server, server.http() as http_client:
         for _ in range(3):  # no collector listens yet
             assert http_client.post(path, json=BODY).status_code == 200
         assert eventually(lambda: "cannot be sent" in server.log)
@@ -110,21 +109,13 @@ def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(
     assert len(said) == 2, said  # one line for the outage and one for its end
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "missing", "words"),
-    [
-        ("localhost:4318", False, "is 'localhost:4318', which is not an HTTP address"),
-        ("http://localhost:4318", True, "(pip install 'negamax[otlp]')"),
-    ],
-)
-def test_endpoint_that_cannot_be_used_is_refused_at_once(
-    endpoint: str,
-    missing: bool,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("missing", [False, True])
+def test_refuses_endpoints_that_cannot_be_used(
+    missing: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    endpoint, words = "localhost:4318", "is 'localhost:4318', which is not an HTTP address"
     if missing:
+        endpoint, words = "http://localhost:4318", "(pip install 'negamax[otlp]')"
         for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)

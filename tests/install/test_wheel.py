@@ -149,7 +149,7 @@ def test_unavailable_hub_ids_are_refused_in_a_line(installed: Installation, hub:
         assert line.startswith("negamax: error: model 'lab/") and words in line, line
 
 
-def test_interrupted_hub_download_resumes_and_serves_offline(
+def test_interrupted_download_resumes_and_runs_offline(
     installed: Installation, hub: TinyHub
 ) -> None:
     hub.cuts, hub.cut_at = 1, 11 * 2**20  # the client writes pieces of 10 MiB
