@@ -1,12 +1,13 @@
 """Proposers with known outputs, for tests that drafts do not change the text."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, full
 
+from negamax import SamplingParams
 from negamax.worker.config import WorkerConfig
 from negamax.worker.proposer import DraftRows, Proposer, TokenStates
 from negamax.worker.request_state import RequestState
@@ -55,6 +56,17 @@ class ScriptedProposer(Proposer):
         if self._kind == RANDOM:
             return rng.choice((token, token, token, other, -1))
         return token if self._kind == ACCEPTED else other
+
+
+def outputs_of(
+    params: Iterable[SamplingParams], prompts: Iterable[list[int]], outputs: Iterable[list[int]]
+) -> dict[Key, list[int]]:
+    """Return outputs by request; a captured step proposes for grammar rows before sampling."""
+    return {
+        (one.seed or 0, tuple(prompt)): output
+        for one, prompt, output in zip(params, prompts, outputs, strict=True)
+        if one.grammar is None
+    }
 
 
 def install(patch: Callable[[object, str, Any], None], proposer: Proposer) -> None:

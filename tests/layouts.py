@@ -7,6 +7,7 @@ _SIZES = {
     "pp": "pipeline_parallel_size",
     "dp": "data_parallel_size",
     "pcp": "prefill_context_parallel_size",
+    "dcp": "decode_context_parallel_size",
     "ep": "expert_parallel_size",
 }
 

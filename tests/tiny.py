@@ -33,19 +33,14 @@ def random_sizes(seed: int) -> dict[str, Any]:
     head_dim = rng.choice([8, 12, 16, 24, 30])
     num_experts = rng.randint(4, 32)
     return {
-        "vocab_size": rng.choice([97, 256, 331]),
-        "hidden_size": rng.choice([24, 37, 56, 64, 75]),
-        "intermediate_size": rng.choice([13, 32, 41]),
-        "num_hidden_layers": rng.randint(1, 3),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
+        "vocab_size": rng.choice([97, 256, 331]), "hidden_size": rng.choice([24, 37, 56, 64, 75]),
+        "intermediate_size": rng.choice([13, 32, 41]), "num_hidden_layers": rng.randint(1, 3),
+        "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim,
         "rotary_dim": rng.choice([n for n in (4, 8, 12, 16) if n <= head_dim]),
         "num_local_experts": num_experts,
         "num_experts_per_tok": rng.randint(1, min(8, num_experts)),
-        "rope_theta": rng.choice([1e4, 5e6]),
-        "max_position_embeddings": 512,
-    }
+        "rope_theta": rng.choice([1e4, 5e6]), "max_position_embeddings": 512,
+    }  # fmt: skip
 
 
 def make_model(seed: int, **sizes: Any) -> MiniMaxM2ForCausalLM:

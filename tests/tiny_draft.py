@@ -31,14 +31,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "offsets": torch.int32,
     },
     "full vocabulary, norms": {
-        "fc_norm": True, "norm_output": True, "own_embedding": True,
-        "layout": "torchspec",
+        "fc_norm": True, "norm_output": True, "own_embedding": True, "layout": "torchspec",
     },
     "borrows embedding and head": {"norm_before_residual": True, "own_head": False},
     "biases, two layers": {
         "attention_bias": True, "num_hidden_layers": 2, "norm_before_fc": True,
-        "layout": "torchspec",
-        "draft_vocab_size": 50, "num_key_value_heads": 1,
+        "layout": "torchspec", "draft_vocab_size": 50, "num_key_value_heads": 1,
     },
     "another width": {
         "hidden_size": 24, "own_embedding": True, "draft_vocab_size": 64, "fc_norm": True,
@@ -94,13 +92,13 @@ def weights(
         made[f"{own}.self_attn.o_proj.weight"] = matrix(hidden, heads * dim)
         if config.get("attention_bias"):
             made[f"{own}.self_attn.o_proj.bias"] = 0.5 * norm(hidden)
-        made[f"{own}.mlp.gate_proj.weight"] = matrix(width, hidden)
-        made[f"{own}.mlp.up_proj.weight"] = matrix(width, hidden)
-        made[f"{own}.mlp.down_proj.weight"] = matrix(hidden, width)
-        made[f"{own}.input_layernorm.weight"] = norm(hidden)
-        made[f"{own}.post_attention_layernorm.weight"] = norm(hidden)
-        if not layer:
-            made[f"{own}.hidden_norm.weight"] = norm(hidden)
+        for part, shape in (
+            ("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))
+        ):  # fmt: skip
+            made[f"{own}.mlp.{part}_proj.weight"] = matrix(*shape)
+        norms = ("input_layernorm", "post_attention_layernorm", "hidden_norm")
+        for name in norms[: 2 if layer else 3]:
+            made[f"{own}.{name}.weight"] = norm(hidden)
     size, vocab_size = config["draft_vocab_size"], config["vocab_size"]
     if own_embedding:
         made["embed_tokens.weight"] = torch.randn(vocab_size, hidden, generator=generator)
@@ -150,27 +148,22 @@ def as_speculators(
         "speculative_tokens": speculative_tokens, "verifier_accept_k": 1,
     }  # fmt: skip
     return {
-        "architectures": ["Eagle3Speculator"],
-        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+        "architectures": ["Eagle3Speculator"], "embed_requires_grad": False,
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"}, "has_no_defaults_at_init": False,
         "eagle_aux_hidden_state_layer_ids": ids and [number + 1 for number in ids],
-        "embed_requires_grad": False,
-        "has_no_defaults_at_init": False,
         "norm_before_residual": config.get("norm_before_residual", False),
         **{name: config.get(name) for name in own},
         "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
+            "algorithm": "eagle3", "default_proposal_method": "greedy",
             "proposal_methods": [method],
             "verifier": {"architectures": ["MiniMaxM2ForCausalLM"], "name_or_path": verifier},
         },
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.4.0",
-        "torch_dtype": config["torch_dtype"],
+        "speculators_model_type": "eagle3", "speculators_version": "0.4.0",
+        "torch_dtype": config["torch_dtype"], "transformers_version": "4.57.1",
         "transformer_layer_config": {
             name: value for name, value in config.items() if name not in left
         },
-        "transformers_version": "4.57.1",
-    }
+    }  # fmt: skip
 
 
 def make(
@@ -217,10 +210,7 @@ def count_differing(
     config: dict[str, Any],
     tensors: Weights,
 ) -> tuple[int, int]:
-    """Count proposed tokens that differ from the oracle's, and those compared.
-
-    The oracle reads the inputs of `layers` of transformers' `target`, within `texts`.
-    """
+    """Count draft tokens that differ from the oracle's on `target`'s `layers`, and all."""
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     oracle = Oracle(config, tensors, embedding=embedding.detach(), head=head.detach())
     streams = {}

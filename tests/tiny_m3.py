@@ -29,37 +29,26 @@ def random_sizes(seed: int, **fixed: Any) -> dict[str, Any]:
     moe = [rng.random() < 0.7 for _ in range(num_layers)]
     topk = rng.randint(1, 4)
     return {
-        "vocab_size": rng.choice([97, 256, 331]),
-        "hidden_size": rng.choice([24, 37, 56, 64]),
-        "intermediate_size": width,
-        "dense_intermediate_size": rng.choice([20, 33, 48]),
+        "vocab_size": rng.choice([97, 256, 331]), "hidden_size": rng.choice([24, 37, 56, 64]),
+        "intermediate_size": width, "dense_intermediate_size": rng.choice([20, 33, 48]),
         "shared_intermediate_size": rng.choice([width, width, 2 * width, 9]),
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": kv_heads * rng.randint(1, 4),
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "rotary_dim": rotary_dim,
+        "num_hidden_layers": num_layers, "num_attention_heads": kv_heads * rng.randint(1, 4),
+        "num_key_value_heads": kv_heads, "head_dim": head_dim, "rotary_dim": rotary_dim,
         "num_local_experts": num_experts,
         "num_experts_per_tok": rng.randint(1, min(4, num_experts)),
         "routed_scaling_factor": rng.choice([1.0, 2.0]),
         "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": rng.choice([1e4, 5e6]),
+            "rope_type": "default", "rope_theta": rng.choice([1e4, 5e6]),
             "partial_rotary_factor": rotary_dim / head_dim,
         },
         "mlp_layer_types": ["sparse" if on else "dense" for on in moe],
         "layer_types": ["minimax_m3_sparse" if on else "full_attention" for on in sparse],
         "index_n_heads": kv_heads,
         "index_head_dim": rng.choice([n for n in (12, 16, 24) if n >= rotary_dim]),
-        "index_block_size": rng.choice([16, 32]),
-        "index_topk_blocks": topk,
-        "index_local_blocks": rng.choice([1, 1, min(2, topk)]),
-        "max_position_embeddings": 1024,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        **fixed,
-    }
+        "index_block_size": rng.choice([16, 32]), "index_topk_blocks": topk,
+        "index_local_blocks": rng.choice([1, 1, min(2, topk)]), "max_position_embeddings": 1024,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **fixed,
+    }  # fmt: skip
 
 
 def make_model(seed: int, **sizes: Any) -> MiniMaxM3SparseForConditionalGeneration:
@@ -74,12 +63,7 @@ def make_model(seed: int, **sizes: Any) -> MiniMaxM3SparseForConditionalGenerati
 def text_config(seed: int, **fixed: Any) -> dict[str, Any]:
     """Return a config.json of transformers' text class, of `random_sizes`."""
     return {
-        "architectures": ["MiniMaxM3VLForCausalLM"],
-        "model_type": "minimax_m3_vl_text",
-        "dtype": "float32",
-        "rms_norm_eps": 1e-6,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
-        **random_sizes(seed, **fixed),
-    }
+        "architectures": ["MiniMaxM3VLForCausalLM"], "model_type": "minimax_m3_vl_text",
+        "dtype": "float32", "rms_norm_eps": 1e-6, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, **random_sizes(seed, **fixed),
+    }  # fmt: skip

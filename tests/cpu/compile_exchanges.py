@@ -76,21 +76,16 @@ def exchange_rows(group: Any, num_tokens: int) -> None:
 
 def exchange_choices(group: Any, num_tokens: int) -> None:
     shared: dict[str, Any] = {
-        "first_id": 0,
-        "filters": empty(65, 4, dtype=torch.float32),
-        "seeds": int64(65),
-        "slots": int64(num_tokens),
-        "positions": int64(num_tokens),
-        "group": group,
-    }
+        "first_id": 0, "filters": empty(65, 4, dtype=torch.float32), "seeds": int64(65),
+        "slots": int64(num_tokens), "positions": int64(num_tokens), "group": group,
+    }  # fmt: skip
     logits = empty(num_tokens, 200_064 // group.size, dtype=torch.float32)
     draw_leading(logits, otherwise=pick(logits, **shared), **shared)
     metadata: Any = SimpleNamespace(
-        positions=int64(num_tokens),
-        token_slots=int64(num_tokens),
+        positions=int64(num_tokens), token_slots=int64(num_tokens),
         block_tables=empty(65, 64, dtype=torch.int32),
         num_actual_tokens=empty(1, dtype=torch.int32),
-    )
+    )  # fmt: skip
     for heads in {1, max(1, 4 // group.size)}:
         shard = SimpleNamespace(ranks=group.size, rank=0, first_head=0)
         shape: Any = SimpleNamespace(kv_heads=heads, topk_blocks=16, shard=shard)

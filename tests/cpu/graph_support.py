@@ -122,7 +122,7 @@ def install(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
     monkeypatch.setattr(runner, "warming_up", nullcontext)
 
 
-class _Clockless(Runtime):
+class Clockless(Runtime):
     def record_event(self) -> None:
         return None
 
@@ -130,9 +130,11 @@ class _Clockless(Runtime):
         return None
 
 
-def runtime(pool: RepeatedSteps | None, *, is_asynchronous: bool = False) -> Runtime:
+def runtime(
+    pool: RepeatedSteps | None, *, is_asynchronous: bool = False, kind: type[Runtime] = Clockless
+) -> Runtime:
     """A GPU's runtime on the CPU; steps are captured in `pool`, if any."""
-    return _Clockless(
+    return kind(
         is_asynchronous=is_asynchronous,
         graph_pool=None if pool is None else lambda: pool,
         is_batch_invariant=False,
@@ -140,10 +142,16 @@ def runtime(pool: RepeatedSteps | None, *, is_asynchronous: bool = False) -> Run
     )
 
 
+def capture(monkeypatch: pytest.MonkeyPatch) -> RepeatedSteps:
+    """Let this process's engines capture their steps and run them asynchronously."""
+    pool = RepeatedSteps()
+    install(monkeypatch, runtime(pool, is_asynchronous=True))
+    watch_reads(monkeypatch)  # keeps the values to read from being overwritten
+    return pool
+
+
 def watch_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Host tensors keep their source values. The list records, for each read at launch, the
-    launch's number and that of the launch that made the value.
-    """
+    """Keep host tensors' values; return (launch, launch that made the value) of each read."""
     launching = threading.local()
     counter = itertools.count(1)
     reads: list[tuple[int, int]] = []

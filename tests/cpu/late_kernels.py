@@ -18,6 +18,7 @@ from compile_kernels import META, PLATFORMS, Driver  # isort: skip
 
 import torch
 import triton
+from graph_support import Clockless
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -37,7 +38,6 @@ from negamax.scheduler.draft_length import FixedDraftLength
 from negamax.worker import eagle3, kv_cache, runner, sampler, step, verify
 from negamax.worker import step_output as outputs
 from negamax.worker.config import WorkerConfig
-from negamax.worker.device import Runtime
 from negamax.worker.step_shapes import LONGEST_DECODE
 
 PLATFORM = PLATFORMS["sm_90"]
@@ -112,9 +112,7 @@ class Launches:
             self.forms[form] = self.when, {**parts, "options": options}
 
     def late(self) -> list[str]:
-        """Return kernels since `when` not compiled before, and how they differ from the most
-        similar.
-        """
+        """Return kernels that were compiled late, and how they differ from the most similar."""
         found = []
         early = [(name, parts) for (name, _), (when, parts) in self.forms.items() if not when]
         for form, (when, parts) in self.forms.items():
@@ -210,14 +208,6 @@ class Pool:
 
     def num_bytes(self) -> int:
         return 0
-
-
-class Clockless(Runtime):
-    def record_event(self) -> None:
-        return None
-
-    def release_memory(self) -> None:
-        return None
 
 
 class AnyDraftLength(FixedDraftLength):

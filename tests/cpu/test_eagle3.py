@@ -174,9 +174,7 @@ def test_changed_drafts_differ_and_change_no_answer(
 def test_captured_steps_propose_the_same(
     folder: Path, target: Any, draft: Draft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = graph_support.RepeatedSteps()
-    graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
-    graph_support.watch_reads(monkeypatch)  # keeps the values to read from being overwritten
+    pool = graph_support.capture(monkeypatch)
     sizes = {"max_num_seqs": len(PROMPTS), "max_num_batched_tokens": sum(map(len, PROMPTS))}
     with engine(folder, None, **sizes) as llm:
         without = outputs(llm)
@@ -207,7 +205,6 @@ def test_sampled_drafts_change_no_answer(
 def test_a_draft_without_weights_is_synthetic(
     folder: Path, draft: Draft, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For benchmarks: the answers are those of synthetic weights without a draft."""
     model = draft[2]
     if name == "bundled":
         spec = read_spec(json.loads((Path(model) / "config.json").read_text()))

@@ -1,6 +1,4 @@
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -8,7 +6,7 @@ from torch import Tensor
 
 from negamax.formats.floats import E4M3_BLOCKS, mxfp8, plain
 from negamax.formats.platform import CPU
-from negamax.formats.tensor_format import StoredWeight, TensorFormat
+from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import SwiGlu
 from negamax.kernels.attention.metadata import StepTokens
 from negamax.kernels.moe.op import EXPERTS as EXPERTS_OP
@@ -25,7 +23,7 @@ from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.scheme import WeightFormat
 from tests.kernel_cases import weight_only
-from tests.kernel_cases.moe import fp8_experts
+from tests.kernel_cases.moe import stored_experts
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 8, 24, 16, 3
 PERMUTED = (5, 0, 3, 7, 1, 6, 2, 4)
@@ -41,20 +39,13 @@ def mixture(
 ) -> SparseMoe:
     """Make one rank's part of the same model. `context`: its groups, if it communicates."""
     moe = SparseMoe(
-        names.moe(0),
-        layer=0,
-        hidden_size=HIDDEN,
-        width=WIDTH,
-        num_experts=EXPERTS,
-        top_k=TOP_K,
+        names.moe(0), layer=0, hidden_size=HIDDEN, width=WIDTH, num_experts=EXPERTS, top_k=TOP_K,
         activation=SwiGlu(alpha=1.7, limit=0.5, beta=1.0) if shared_width else SwiGlu(),
-        routed_scaling=2.0 if shared_width else 1.0,
-        shared_width=shared_width,
+        routed_scaling=2.0 if shared_width else 1.0, shared_width=shared_width,
         context=context or replace(ParallelContext.single(), layout=layout),
         kernels=resolve(platform=CPU, dtype=torch.float32),
-        weights=WeightFormat(torch.float32, torch.device("cpu"), None),
-        table=table,
-    )
+        weights=WeightFormat(torch.float32, torch.device("cpu"), None), table=table,
+    )  # fmt: skip
     for number, slot in enumerate(by_name(moe)):
         slot.write(draw(number, slot))
     moe.finish_loading()
@@ -126,14 +117,7 @@ def test_the_shared_expert_counts_once_and_is_not_scaled(width: int, tp: int, ep
         torch.testing.assert_close(got[token], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_identity_hands_the_routers_ids_on() -> None:
-    moe = mixture(ParallelLayout(), None)
-    x, ids = torch.zeros(3, HIDDEN), torch.zeros(3, TOP_K, dtype=torch.int32)
-    assert moe._dispatch.dispatch(x, ids, torch.zeros(3, TOP_K), StepTokens()).ids is ids
-
-
 def test_a_map_that_changes_between_steps_says_where_experts_are() -> None:
-    """Nothing is allocated, counters continue, and tokens share the copies of an expert."""
     counts, device = torch.zeros(EXPERTS, dtype=torch.int64), torch.device("cpu")
     table = [*range(EXPERTS), 3, 3, 6, 6]
     lies = ExpertMap(table, most_copies=4, device=device, counts=counts)
@@ -162,10 +146,8 @@ STORED = {
 
 @pytest.mark.parametrize("stored", STORED)
 def test_an_expert_takes_all_its_tensors_along(stored: str) -> None:
-    """In each format that GPUs read as stored, the moved tensors are the prepared ones."""
     drawn = torch.Generator().manual_seed(3)
-    make = fp8_experts if stored == "fp8" else weight_only_experts(STORED[stored])
-    tensors = make(4, hidden=256, width=128, generator=drawn)
+    tensors = stored_experts(STORED[stored], 4, 256, 128, drawn)
 
     def prepared(order: list[int]) -> PreparedExperts:
         own = {name: tensor[order] for name, tensor in tensors.items()}
@@ -179,13 +161,8 @@ def test_an_expert_takes_all_its_tensors_along(stored: str) -> None:
     moved.replace(1, bits)
     for number in range(4):
         for own, other in zip(moved.tensors(number), expected.tensors(number), strict=True):
-            assert torch.equal(
-                own.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
-            )
-    assert not all(
-        torch.equal(own.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-        for own, other in zip(moved.tensors(0), moved.tensors(1), strict=True)
-    )
+            assert are_alike(own, other)
+    assert not all(map(are_alike, moved.tensors(0), moved.tensors(1)))
     # no other tensor belongs to an expert
     held = {
         tensor.data_ptr(): tensor
@@ -196,22 +173,16 @@ def test_an_expert_takes_all_its_tensors_along(stored: str) -> None:
     assert size == 4 * sum(tensor.numel() * tensor.element_size() for tensor in bits)
 
 
+def are_alike(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
 def part_of(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     return {
         key.removeprefix(f"{name}."): tensor
         for key, tensor in tensors.items()
         if key.startswith(f"{name}.")
     }
-
-
-def weight_only_experts(stored: TensorFormat) -> Callable[..., dict[str, Tensor]]:
-    def make(
-        count: int, *, hidden: int, width: int, generator: torch.Generator
-    ) -> dict[str, Tensor]:
-        draw = partial(weight_only.tensors_of, stored, generator=generator)
-        return {**draw("gate_up", count, 2 * width, hidden), **draw("down", count, hidden, width)}
-
-    return make
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -28,19 +28,10 @@ from negamax.quantization.modelslim import int8
 from negamax.quantization.scheme import Scheme, WeightFormat
 
 FORMATS = [
-    E4M3_BLOCKS,
-    packed(4, 32, symmetric=False),
-    packed(8, -1),
-    awq(32),
-    int8(64, is_static=True),
-    gptq(4, 128, version=1),
-    nvfp4(),
-    nvfp4(divides=True),
-    mxfp4(),
-    mxfp8(),
-    STRATEGIES["tensor"],
+    E4M3_BLOCKS, packed(4, 32, symmetric=False), packed(8, -1), awq(32), int8(64, is_static=True),
+    gptq(4, 128, version=1), nvfp4(), nvfp4(divides=True), mxfp4(), mxfp8(), STRATEGIES["tensor"],
     ALGORITHMS["FP8_PB_WO"][0],
-]
+]  # fmt: skip
 TOP_K, TOKENS = 2, 4
 TABLE = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
 
@@ -59,11 +50,9 @@ class Model:
         self.stored, self.num_experts, self.shared = stored, num_experts, shared
         self.hidden, self.width = stored.unit(Axis.COLUMNS), max(48, 12 * stored.width_unit)
         wide, tall = (self.width, self.hidden), (self.hidden, self.width)
+        shapes = list(enumerate((wide, wide, tall)))
         self.experts = [
-            [
-                random_stored(stored, shape, seed=3 * expert + n)
-                for n, shape in enumerate((wide, wide, tall))
-            ]
+            [random_stored(stored, shape, seed=3 * expert + n) for n, shape in shapes]
             for expert in range(num_experts + shared)
         ]
         self.plain = [[dequantize(stored, part) for part in parts] for parts in self.experts]
@@ -72,10 +61,7 @@ class Model:
         self.gate = torch.randn(num_experts, self.hidden, generator=generator)
 
     def rank(self, layout: ParallelLayout) -> tuple[SparseMoe, list[Tensor]]:
-        """Return a rank's mixture and its kernel's matrices.
-
-        Their shapes are [experts, 2 widths, hidden] and [experts, hidden, width].
-        """
+        """Return a rank's mixture and its [experts, 2 widths, hidden], [experts, hidden, width]."""
         single, prepared = ParallelContext.single(), list[Tensor]()
         scheme = Scheme((self.stored,), lambda module: self.stored)
         kernel = TABLE.choose(EXPERTS, self.stored)
@@ -87,17 +73,12 @@ class Model:
 
         watched = (*TABLE.candidates[EXPERTS][:-1], replace(kernel, prepare=prepare))
         moe = SparseMoe(
-            names.moe(0),
-            layer=0,
-            hidden_size=self.hidden,
-            width=self.width,
-            num_experts=self.num_experts,
-            top_k=TOP_K,
-            shared_width=self.width * self.shared,
+            names.moe(0), layer=0, hidden_size=self.hidden, width=self.width,
+            num_experts=self.num_experts, top_k=TOP_K, shared_width=self.width * self.shared,
             context=replace(single, layout=layout),
             kernels=replace(TABLE, candidates={**TABLE.candidates, EXPERTS: watched}),
             weights=WeightFormat(torch.float32, torch.device("cpu"), scheme),
-        )
+        )  # fmt: skip
         own = names.moe(0)
         tensors: dict[str, Tensor] = {}
         plain = {own.router: self.gate, own.router_bias: torch.zeros(self.num_experts)}

@@ -3,8 +3,9 @@ import pytest
 import torch
 from sampling_support import CPU, VOCAB, random_logits, rows_of, sample
 
-from negamax.scheduler.step import GrammarBitmask, StepPlan
+from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan
 from negamax.worker.grammar_bitmask import PendingBitmask, RowBitmasks
+from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import BROKEN
 from negamax.worker.separate_rows import _single_row
 
@@ -39,10 +40,16 @@ both_ways = pytest.mark.parametrize("on_shards", [False, True])
 
 @both_ways
 @pytest.mark.parametrize("seed", range(5))
-def test_every_kind_of_row_obeys_its_mask(on_shards: bool, seed: int) -> None:
+def test_every_kind_of_row_obeys_its_mask_and_its_allowed_tokens(
+    on_shards: bool, seed: int
+) -> None:
     logits, masks = random_logits(len(KINDS), seed), masks_for(EVERY, *ALLOWED)
     drawn = sample(logits, rows_of(KINDS), masks, on_shards=on_shards)
     assert set(drawn.token_ids.tolist()) <= set(ALLOWED)
+    allowing = rows_of(tuple(kind | {"allowed_token_ids": ALLOWED} for kind in KINDS))
+    drawn = sample(logits, allowing, on_shards=on_shards)
+    assert set(drawn.token_ids.tolist()) <= set(ALLOWED)
+    assert drawn.token_ids[8] != 300  # nor the token forbidden until min_tokens
     logits[:, 41] = -500.0  # the only allowed token, however unlikely it is
     drawn = sample(logits, rows_of(KINDS), masks_for(EVERY, 41), on_shards=on_shards)
     assert drawn.token_ids.tolist() == [41] * len(KINDS)
@@ -77,15 +84,6 @@ def test_a_mask_overrides_min_tokens_and_bias(on_shards: bool) -> None:
     # min_tokens forbids 300 so far; the bias forces 3
     drawn = sample(logits, rows, masks_for([6, 8], 300), on_shards=on_shards)
     assert drawn.token_ids[[6, 8]].tolist() == [300, 300]
-
-
-@both_ways
-@pytest.mark.parametrize("seed", range(3))
-def test_every_kind_of_row_samples_its_allowed_tokens_only(on_shards: bool, seed: int) -> None:
-    rows = rows_of(tuple(kind | {"allowed_token_ids": ALLOWED} for kind in KINDS))
-    drawn = sample(random_logits(len(KINDS), seed), rows, on_shards=on_shards)
-    assert set(drawn.token_ids.tolist()) <= set(ALLOWED)
-    assert drawn.token_ids[8] != 300  # nor the token forbidden until min_tokens
 
 
 @both_ways
@@ -186,3 +184,72 @@ def test_a_row_has_a_mask_for_each_of_its_samples_that_count() -> None:
     frame = GrammarBitmask(5, [0] * 4, [0] * 4, [packed(7)])
     whole = PendingBitmask.of_plan(plan, lambda: frame, vocab_size=VOCAB, requests=rows)
     assert not whole.drop_drafts(drafts, plan)
+
+
+# --- shards of the vocabulary ---------------------------------------------------------------------
+
+
+ON_SHARDS = (
+    {"top_k": 40, "top_p": 0.95},
+    {"top_k": 3},
+    {"top_p": 0.9},
+    {"min_p": 0.2},
+    {"temperature": 0.0},
+    {"top_k": 5, "logprobs": 2},
+    {"temperature": 0.0, "logit_bias": {3: 100.0}},
+    {"temperature": 0.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5},
+    {"temperature": 0.0, "allowed_token_ids": tuple(range(100, 200))},
+    {"top_k": 5, "logprobs": 2, "allowed_token_ids": (3, 250, 499)},
+)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [ON_SHARDS, *((kind,) for kind in ON_SHARDS)],
+    ids=["all", *map(str, range(len(ON_SHARDS)))],
+)
+def test_rows_with_parameters_get_the_token_of_the_whole_logits(
+    kinds: tuple[dict[str, object], ...],
+) -> None:
+    rows, logits = rows_of(kinds), random_logits(len(kinds), 1)
+    whole, sharded = (sample(logits, rows, on_shards=way) for way in (False, True))
+    assert sharded.token_ids.tolist() == whole.token_ids.tolist()
+    assert sharded.logprob_rows == whole.logprob_rows
+    if whole.logprobs is not None and sharded.logprobs is not None:
+        assert sharded.logprobs.read() == whole.logprobs.read()
+
+
+def test_plain_rows_are_sampled_the_same_in_any_batch() -> None:
+    logits = random_logits(2, 2)
+    others = ({}, {"top_k": 40}, {"logprobs": 1}, {"logit_bias": {3: 1.0}})
+    drawn = [sample(logits, rows_of(({}, other)), on_shards=True).token_ids for other in others]
+    assert len({token_ids[0].item() for token_ids in drawn}) == 1
+
+
+def test_a_row_without_finite_logits_is_reported_and_the_others_are_not() -> None:
+    rows = rows_of(({}, {"top_k": 40}, {"logprobs": 1, "top_k": 4}, {}))
+    logits = random_logits(4, 3)
+    logits[:3, 5] = float("nan")
+    token_ids = sample(logits, rows, on_shards=True).token_ids
+    assert token_ids[:3].tolist() == [BROKEN] * 3 and token_ids[3] != BROKEN
+
+
+@both_ways
+def test_a_row_that_cannot_be_edited_fails_alone(on_shards: bool) -> None:
+    rows, logits = rows_of(({}, {"logit_bias": {VOCAB: 1.0}}, {"logprobs": 1})), random_logits(3, 4)
+    sampled = sample(logits, rows, on_shards=on_shards)
+    wanted = sample(logits, rows_of(({}, {}, {"logprobs": 1})), on_shards=on_shards)
+    assert rows.failures_of([0, 1, 2]) == {1: "IndexError while this request was computed"}
+    assert sampled.token_ids[[0, 2]].tolist() == wanted.token_ids[[0, 2]].tolist()
+
+
+def test_a_row_that_could_not_be_filled_is_sampled_as_the_other_ranks_expect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_rows: RequestState, _row: NewRow) -> None:
+        raise RuntimeError("not filled")
+
+    monkeypatch.setattr(RequestState, "_fill", fail)
+    rows = rows_of(({"top_k": 5, "top_p": 0.5, "min_p": 0.25},))
+    assert rows.failures_of([0])
+    assert rows.sampling[0].tolist() == [1.0, 5.0, 0.5, 0.25]

@@ -19,6 +19,11 @@ from tests.speed import is_quick
 WINDOW = 64
 
 
+def rows(count: int, length: int) -> RequestState:
+    device = torch.device("cpu")
+    return RequestState(count, length, max_blocks=1, eos_token_ids=(), device=device)
+
+
 def searched(tokens: list[int], least: int, most: int, count: int, width: int) -> list[int]:
     """Return the tokens after the earliest longest match in the last `width` tokens."""
     known = tokens[-width:]
@@ -41,19 +46,17 @@ def test_the_search_equals_plain_python(
     config = SpeculationConfig("ngram", 3, prompt_lookup_min=least, prompt_lookup_max=most)
     proposer = NgramProposer(config, max_model_len=WINDOW)
     num_slots = 40
-    state = RequestState(
-        num_slots, WINDOW, max_blocks=1, eos_token_ids=(), device=torch.device("cpu")
-    )
+    state = rows(num_slots, WINDOW)
     state.tokens.random_(3, generator=torch.Generator().manual_seed(most))
     slots = rng.sample(range(num_slots), 30)
     lengths = [rng.randint(1, WINDOW + 1) for _ in slots]
     lengths[:3] = 1, 2, WINDOW + 1
-    rows = DraftRows(torch.tensor(slots), torch.tensor(lengths), torch.tensor(lengths))
+    known = DraftRows(torch.tensor(slots), torch.tensor(lengths), torch.tensor(lengths))
     states: Any = None  # a proposer that reads no residual streams
-    found = proposer.propose(states, rows, state, 3)
-    fewer = proposer.propose(states, rows, state, 1)
+    found = proposer.propose(states, known, state, 3)
+    fewer = proposer.propose(states, known, state, 1)
     assert torch.equal(fewer, found[:, :1])
-    assert proposer.propose(states, rows, state, 0).shape == (len(slots), 0)
+    assert proposer.propose(states, known, state, 0).shape == (len(slots), 0)
     expected = [
         searched(state.tokens[slot, :length].tolist(), least, most, 3, width)
         for slot, length in zip(slots, lengths, strict=True)
@@ -65,7 +68,7 @@ def test_the_search_equals_plain_python(
 def test_short_sequences_are_searched_quickly_at_any_context_length() -> None:
     config, window = SpeculationConfig("ngram", 3), ngram.SEARCHED_TOKENS
     proposer = NgramProposer(config, max_model_len=window)
-    state = RequestState(64, window, max_blocks=1, eos_token_ids=(), device=torch.device("cpu"))
+    state = rows(64, window)
     slots, lengths, states = torch.arange(64), torch.full((64,), 200), cast(Any, None)
     propose = partial(proposer.propose, states, DraftRows(slots, lengths, lengths), state, 3)
     assert propose().tolist() == [[0, 0, 0]] * 64
@@ -73,8 +76,8 @@ def test_short_sequences_are_searched_quickly_at_any_context_length() -> None:
     none = torch.empty(0, dtype=torch.int64)
     assert proposer.propose(states, DraftRows(none, none, none), state, 3).shape == (0, 3)
     padding = torch.zeros(1, dtype=torch.int64)  # its length is arbitrary
-    rows = DraftRows(padding, padding, padding)
-    assert proposer.propose(states, rows, state, 3).tolist() == [[-1] * 3]
+    none = DraftRows(padding, padding, padding)
+    assert proposer.propose(states, none, state, 3).tolist() == [[-1] * 3]
 
 
 def texts(**options: Any) -> tuple[list[list[int]], float]:
@@ -122,11 +125,8 @@ def counted(text: list[int], prompt_len: int, most: int) -> tuple[list[int], lis
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_proposed_drafts_are_counted(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare with a search in plain Python; a row without a match has no drafts."""
     if captured:
-        pool = graph_support.RepeatedSteps()
-        graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
-        graph_support.watch_reads(monkeypatch)
+        graph_support.capture(monkeypatch)
     config = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False,
               "prompt_lookup_min": 1, "prompt_lookup_max": 4}  # fmt: skip
     options: dict[str, Any] = {"max_model_len": WINDOW, "num_threads": 1, "show_progress": False,

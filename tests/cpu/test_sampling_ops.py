@@ -64,9 +64,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(logits: Tensor) -> None:
 
 def test_min_p_keeps_tokens_within_a_share_of_the_best(logits: Tensor) -> None:
     probs = torch.softmax(logits, dim=-1)
-    assert possible(logits, min_p=0.2) == set(
-        (probs >= 0.2 * probs.max()).nonzero().flatten().tolist()
-    )
+    kept = (probs >= 0.2 * probs.max()).nonzero().flatten()
+    assert possible(logits, min_p=0.2) == set(kept.tolist())
 
 
 def test_narrow_and_wide_draws_agree_where_top_k_fits_both(logits: Tensor) -> None:
@@ -95,36 +94,31 @@ def test_uniform_numbers_are_even_and_differ_by_seed_and_position() -> None:
     assert len(values.unique()) > 9_900
     assert bool(((values >= 0.0) & (values < 1.0)).all())
     assert abs(values.mean().item() - 0.5) < 0.01
-    extremes = noise.uniforms(
-        torch.tensor([-(2**63), 2**63 - 1]), torch.zeros(2, dtype=torch.int64)
-    )
+    extremes = noise.uniforms(torch.tensor([-(2**63), 2**63 - 1]), torch.zeros(2).long())
     assert extremes[0] != extremes[1]
 
 
-def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_once() -> None:
-    logits = column(2.0, -2.0, 1.0, 3.0)
-    logits = ops.apply_penalties(
-        logits,
-        torch.tensor([0, 0]),
-        torch.tensor([1, 0]),
-        repetition=2.0,
-        frequency=0.0,
-        presence=0.0,
-    )
-    assert logits.tolist() == [1.0, -4.0, 1.0, 3.0]
-
-
-def test_frequency_counts_and_presence_marks_output_tokens_only() -> None:
-    logits = torch.zeros(4)
-    logits = ops.apply_penalties(
-        logits,
-        torch.tensor([3, 3]),
-        torch.tensor([1, 1, 2]),
-        repetition=1.0,
-        frequency=0.5,
-        presence=0.25,
-    )
-    assert logits.tolist() == [0.0, -1.25, -0.75, 0.0]
+@pytest.mark.parametrize(
+    ("logits", "prompt", "outputs", "penalties", "expected"),
+    [
+        # divides positive and multiplies negative logits, once
+        ((2.0, -2.0, 1.0, 3.0), (0, 0), (1, 0), (2.0, 0.0, 0.0), [1.0, -4.0, 1.0, 3.0]),
+        # count and mark output tokens only
+        ((0.0,) * 4, (3, 3), (1, 1, 2), (1.0, 0.5, 0.25), [0.0, -1.25, -0.75, 0.0]),
+    ],
+    ids=["repetition", "frequency and presence"],
+)
+def test_penalties(
+    logits: tuple[float, ...],
+    prompt: tuple[int, ...],
+    outputs: tuple[int, ...],
+    penalties: tuple[float, float, float],
+    expected: list[float],
+) -> None:
+    named = dict(zip(("repetition", "frequency", "presence"), penalties, strict=True))
+    tokens = (torch.tensor(prompt), torch.tensor(outputs))
+    found = ops.apply_penalties(column(*logits), *tokens, **named)
+    assert found.tolist() == expected
 
 
 def test_logprobs_ranks_and_alternatives() -> None:

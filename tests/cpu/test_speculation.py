@@ -82,8 +82,7 @@ def expected(folder: Path) -> list[Any]:
 
 
 def by_request(answers: list[Any]) -> dict[Key, list[int]]:
-    columns = zip(PARAMS, PROMPTS, answers, strict=False)
-    return {(params.seed or 0, tuple(tokens)): answer[0] for params, tokens, answer in columns}
+    return drafts.outputs_of(PARAMS, PROMPTS, [answer[0] for answer in answers])
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +182,6 @@ def test_accepted_drafts_take_fewer_steps(
 
 
 def test_texts_end_where_they_do_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cover stop strings in accepted runs, several choices, a spent thinking budget, aborts."""
     plain = SamplingParams(temperature=1.0, seed=5, n=2, max_tokens=40, logprobs=0)
     budget = SamplingParams(temperature=0.0, seed=0, max_tokens=30, thinking_token_budget=4)
     chat: Any = [[{"role": "user", "content": "What is 12 + 34? Think about it."}]]

@@ -18,7 +18,7 @@ from negamax.scheduler.step import SequenceUpdate
 from negamax.worker import batch, device, eager_steps, graphs, request_state, runner, step, worker
 from negamax.worker.eagle3 import Eagle3Proposer
 from tests import drafts
-from tests.drafts import ACCEPTED, RANDOM, REJECTED, Key
+from tests.drafts import ACCEPTED, RANDOM, REJECTED
 from tests.layouts import full
 
 LONG: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
@@ -55,15 +55,13 @@ def engine(**options: Any) -> LLM:
 
 
 def answers(llm: LLM, params: list[SamplingParams] = PARAMS) -> list[Any]:
-    return [
-        (
-            output.token_ids,
-            output.finish_reason,
-            [one.logprob for one in (*(output.logprobs or ()), *(found.prompt_logprobs or ()))],
-        )
-        for found in llm.generate(PROMPTS, params)
-        for output in found.outputs
-    ]
+    found = []
+    for one in llm.generate(PROMPTS, params):
+        output = one.outputs[0]
+        scored = (*(output.logprobs or ()), *(one.prompt_logprobs or ()))
+        logprobs = [entry.logprob for entry in scored]
+        found.append((output.token_ids, output.finish_reason, logprobs))
+    return found
 
 
 @pytest.fixture
@@ -104,7 +102,6 @@ def test_captured_steps_give_what_eager_ones_give(
 
 
 def test_steps_before_the_first_request_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cover the steps by which a GPU compiles its kernels."""
     graph_support.install(monkeypatch, graph_support.runtime(RepeatedSteps()))
     options: dict[str, Any] = {
         "max_num_seqs": 3, "max_num_batched_tokens": 20,
@@ -115,13 +112,14 @@ def test_steps_before_the_first_request_change_nothing(monkeypatch: pytest.Monke
 
     def launch(*args: Any, **named: Any) -> None:
         propose = Eagle3Proposer.propose
+
+        def counting(*those: Any) -> Any:
+            counts.append(len(those[2].slots))
+            return propose(*those)
+
         with monkeypatch.context() as patch:
             patch.setattr(eager_steps, "warming_up", lambda _context: nullcontext())
-            patch.setattr(
-                Eagle3Proposer,
-                "propose",
-                lambda *those: (counts.append(len(those[2].slots)), propose(*those))[1],
-            )
+            patch.setattr(Eagle3Proposer, "propose", counting)
             eager_steps.compile_eager_steps(*args, **named)
 
     def texts() -> list[list[int]]:
@@ -143,38 +141,19 @@ class AnyDraftLength(FixedDraftLength):
         return self._rng.choice((0, 1, 2, self._most, self._most))
 
 
-def capture(monkeypatch: pytest.MonkeyPatch) -> RepeatedSteps:
-    pool = RepeatedSteps()
-    graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
-    graph_support.watch_reads(monkeypatch)
-    return pool
-
-
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> RepeatedSteps:
-    return capture(monkeypatch)
+    return graph_support.capture(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[Any]:
-    """Answers without drafts. Log-probabilities may differ by bf16 rounding, because prompt chunks
-    and decodes are two implementations: 1.8e-3 was seen on a processor with AMX.
-    """
+    """Chunks and decodes round log-probabilities differently: 1.8e-3 was seen with AMX."""
     with pytest.MonkeyPatch.context() as patch:
-        capture(patch)
+        graph_support.capture(patch)
         with engine() as llm:
             found = answers(llm)
     return [(ids, end, pytest.approx(logprobs, abs=3e-3)) for ids, end, logprobs in found]
-
-
-def known(expected: list[Any]) -> dict[Key, list[int]]:
-    """The grammar row differs: a captured step proposes for it before it is sampled."""
-    columns = zip(PARAMS, PROMPTS, expected, strict=True)
-    return {
-        (params.seed or 0, tuple(prompt)): answer[0]
-        for params, prompt, answer in columns
-        if params.grammar is None
-    }
 
 
 @pytest.mark.usefixtures("pool")
@@ -201,7 +180,8 @@ def test_captured_drafts_change_nothing(
     monkeypatch.setattr(graphs.StepGraphs, "replay", noting)
     monkeypatch.setattr(scheduler, "FixedDraftLength", AnyDraftLength)
     monkeypatch.setattr(runner, "draft_lengths", lambda *_: (1, 3))
-    drafts.install(monkeypatch.setattr, drafts.ScriptedProposer(kind, known(expected)))
+    outputs = drafts.outputs_of(PARAMS, PROMPTS, [answer[0] for answer in expected])
+    drafts.install(monkeypatch.setattr, drafts.ScriptedProposer(kind, outputs))
     with engine(**OPTIONS[options]) as llm:
         assert answers(llm) == expected
         stats = llm.stats()
@@ -222,8 +202,7 @@ def test_a_step_is_one_launch_and_one_copy(
     prompts = PROMPTS[:2]
     with engine() as llm:
         outputs = [one.outputs[0].token_ids for one in llm.generate(prompts, params)]
-    columns = zip(params, prompts, outputs, strict=True)
-    outcomes = {(one.seed or 0, tuple(prompt)): output for one, prompt, output in columns}
+    outcomes = drafts.outputs_of(params, prompts, outputs)
     drafts.install(monkeypatch.setattr, drafts.ScriptedProposer(RANDOM, outcomes))
     counts: list[tuple[int, int]] = []
     num_copies = 0

@@ -34,16 +34,12 @@ def test_tiles_counted_on_the_device_are_those_of_the_host(
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
     zeros = torch.zeros(num_tokens, dtype=torch.int64)
     queries = AttentionMetadata(
-        positions=zeros,
-        token_slots=zeros,
-        block_tables=tables,
+        positions=zeros, token_slots=zeros, block_tables=tables, num_decodes=0,
         block_table_indices=torch.arange(len(sequences) + padding),
         seq_lens=torch.tensor(lengths + [0] * padding, dtype=torch.int32),
         query_starts=torch.tensor(starts + [starts[-1]] * padding, dtype=torch.int32),
-        num_decodes=0,
-        host_seq_lens=(),
-        host_query_lens=(),
-    )
+        host_seq_lens=(), host_query_lens=(),
+    )  # fmt: skip
     for alike in (queries, bounds):
         device = attention.plan_prefill(alike, SHAPE, dtype=torch.bfloat16)
         found = {tuple(tile) for tile in device.tiles.tolist() if tile[1] > 0}

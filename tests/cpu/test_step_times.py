@@ -30,12 +30,9 @@ class Moment:
         return 1e3 * (other.at - self.at)
 
 
-class Clocked(Runtime):
+class Clocked(graph_support.Clockless):
     def record_event(self) -> Any:
         return Moment()
-
-    def release_memory(self) -> None:
-        return None
 
 
 def test_steps_of_all_lengths_are_timed_and_answers_are_the_same(
@@ -54,22 +51,15 @@ def test_steps_of_all_lengths_are_timed_and_answers_are_the_same(
             ready = llm._loop.executor.ready
             return answers(llm), ready.step_seconds
 
-    def runtime(kind: type[Runtime]) -> Runtime:
-        return kind(
-            is_asynchronous=False,
-            graph_pool=graph_support.RepeatedSteps,
-            is_batch_invariant=False,
-            samples_on_shards=True,
-        )
-
+    clocked = graph_support.runtime(graph_support.RepeatedSteps(), kind=Clocked)
     expected, times = run(graph_support.runtime(graph_support.RepeatedSteps()), None)
     assert times == ()
-    found, times = run(runtime(Clocked), OPTIONS["speculative_config"])
+    found, times = run(clocked, OPTIONS["speculative_config"])
     assert found == expected
     assert [(rows, drafts) for rows, drafts, _ in times] == [
         (rows, drafts) for drafts in (0, 1, 2, 3, 5) for rows in (1, 2, 4, 6)
     ]
     assert all(seconds > 0.0 for _, _, seconds in times)
     fixed = OPTIONS["speculative_config"] | {"adaptive": False}
-    found, times = run(runtime(Clocked), fixed)
+    found, times = run(clocked, fixed)
     assert (found, times) == (expected, ())

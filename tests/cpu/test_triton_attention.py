@@ -1,10 +1,10 @@
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from triton_support import relative_error  # before the kernels
+from triton_support import Group, Ranks, paged, relative_error, words_of  # before the kernels
 
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention import op as spec
@@ -13,40 +13,23 @@ from negamax.kernels.attention import triton_decode_plan
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, attention_metadata
 from negamax.kernels.attention.triton_decode import has_one_new_key
 from negamax.kernels.kvcache.op import FP8, KvCache, TokenPlaces, cache_rows
-from negamax.kernels.peers import PeerMemory, PeerRegion
 from negamax.kernels.rotary import cos_sin, signed_frequencies
 from tests.kernel_cases import attention as cases
 
 FP8_ERROR = 0.03  # of rounding to e4m3
 
 
-def paged(
-    lengths: list[int],
-    shape: PagedShape,
-    *,
-    head_dim: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
+def paged_pair(
+    lengths: list[int], shape: PagedShape, *, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return caches with large values wherever no key is, and int32 tables with one spare row."""
-    generator = torch.Generator().manual_seed(len(lengths))
-    width = -(-max(lengths) // shape.block_size)
-    count = width * len(lengths)
-    tables = torch.full((len(lengths) + 1, width), 10**6, dtype=torch.int32)
-    blocks = torch.randperm(count, generator=generator).to(torch.int32).view(len(lengths), width)
-    caches = []
-    for _ in range(2):
-        cache = torch.full((count, shape.kv_heads, shape.block_size, head_dim), 400.0)
-        for row, length in enumerate(lengths):
-            for position in range(length):
-                block = blocks[row, position // shape.block_size]
-                cache[block, :, position % shape.block_size] = torch.randn(
-                    shape.kv_heads, head_dim, generator=generator
-                )
-        caches.append(cache.to(dtype))
+    """Return caches, and tables with a spare first row and invalid unused blocks."""
+    sizes = {"heads": shape.kv_heads, "dim": 128, "block_size": shape.block_size}
+    keys, found = paged(lengths, dtype=torch.float32, **sizes)
+    tables = torch.full((len(lengths) + 1, found.shape[1]), 10**6, dtype=torch.int32)
     for row, length in enumerate(lengths):
         used = -(-length // shape.block_size)
-        tables[row + 1, :used] = blocks[row, :used]
-    return caches[0], caches[1], tables
+        tables[row + 1, :used] = found[row, :used]
+    return keys.to(dtype), keys.flip(-1).to(dtype), tables
 
 
 def queries_of(tables: Tensor, lengths: list[int], counts: list[int]) -> AttentionMetadata:
@@ -81,25 +64,20 @@ def test_decode_splits_sequences_and_leaves_padding_zero(
     captured: bool,
     split_early: None,
 ) -> None:
-    """Decode whole and empty sequences in two or many splits, twice with one plan.
-
-    Without the host's counts, as during capture, the newest key is processed separately.
-    """
+    """Without the host's counts, as during capture, the newest key is processed separately."""
     shape = PagedShape(kv_heads=kv_heads, group=6, block_size=block_size)
     heads = 6 * kv_heads
-    k_cache, v_cache, tables = paged(lengths, shape, dtype=cache_dtype)
+    k_cache, v_cache, tables = paged_pair(lengths, shape, dtype=cache_dtype)
     queries = queries_of(tables, lengths, [1] * len(lengths))
     q = torch.randn(len(lengths), heads, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
-    scales = (0.5, 2.0)
-    want = spec.attend(
-        q.float(), KvCache(k_cache, v_cache, scales), spec.plan(queries, shape, dtype=q.dtype)
-    )
+    cache = KvCache(k_cache, v_cache, (0.5, 2.0))
+    want = spec.attend(q.float(), cache, spec.plan(queries, shape, dtype=q.dtype))
     if captured:
         queries = replace(queries, host_seq_lens=(), host_query_lens=())
     plan = kernels.plan_decode(queries, shape, dtype=q.dtype, quantize=True)
     assert plan.split_kv == (kv_heads == 1)
     for _ in range(2):
-        got = kernels.decode(q, KvCache(k_cache, v_cache, scales), plan)
+        got = kernels.decode(q, cache, plan)
         assert isinstance(got, QuantizedActivations)
         assert relative_error(got.hidden, want) < 5e-3
         assert all((parts == -1).all() for parts in triton_decode_plan.WORKSPACES.values())
@@ -115,11 +93,8 @@ def test_keys_of_a_step_with_draft_tokens_are_read_after_they_are_written(
     shape = PagedShape(kv_heads=1, group=6, block_size=16)
     queries = queries_of(torch.zeros(2, 1), [4, 5], [1, 1])
     alone = replace(queries, host_seq_lens=(), host_query_lens=())
-    for case, wanted in (
-        (queries, False),
-        (alone, True),
-        (replace(alone, max_decode_run=2), False),
-    ):
+    drafts = replace(alone, max_decode_run=2)
+    for case, wanted in ((queries, False), (alone, True), (drafts, False)):
         plan = kernels.plan_decode(case, shape, dtype=torch.bfloat16)
         assert plan.split_kv and has_one_new_key(plan) == wanted
 
@@ -136,12 +111,11 @@ def test_draft_tokens_read_the_keys_of_their_sequence_once(
     cache_dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Cover rows with all, fewer and no draft tokens, and padding; twice with one plan."""
     few = replace(triton_decode_plan.DECODE, min_runs=1)
     monkeypatch.setattr(triton_decode_plan, "DECODE", few)
     shape, max_run = PagedShape(kv_heads=kv_heads, group=group, block_size=16), 4
     lengths, counts = [130, 0, 67], [4, 0, 3]
-    k_cache, v_cache, tables = paged(lengths, shape, dtype=cache_dtype)
+    k_cache, v_cache, tables = paged_pair(lengths, shape, dtype=cache_dtype)
     queries = cases.run_metadata(tables[1:], lengths, counts, max_run=max_run)
     q = torch.randn(12, kv_heads * group, 128, generator=torch.Generator().manual_seed(1))
     q = q.bfloat16()
@@ -171,7 +145,6 @@ def test_a_long_sequence_is_split_if_programs_would_idle() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_decode_plan_gives_every_tile_to_one_program(seed: int) -> None:
-    """The plan covers each tile once, with the stated number of programs per sequence."""
     rng = random.Random(seed)
     count = rng.choice((1, 2, 3, 5, 6, 7, 40, 200))
     lengths = [rng.choice((0, 1, 64, 65, rng.randrange(3000))) for _ in range(count)]
@@ -189,17 +162,11 @@ def test_decode_plan_gives_every_tile_to_one_program(seed: int) -> None:
     first_tile = 0
     for seq, length in enumerate(lengths):
         base, end, tokens, row, first, parts = sequences[seq][:6]
-        assert (base, end, tokens, row) == (
-            first_tile,
-            first_tile + max(1, -(-length // 64)),
-            length,
-            seq,
-        )
-        assert [visit[0] for visit in visits[seq]] == list(range(first, first + parts))
-        assert [base, *(visit[2] for visit in visits[seq])] == [
-            *(visit[1] for visit in visits[seq]),
-            end,
-        ]
+        assert (base, tokens, row) == (first_tile, length, seq)
+        assert end == first_tile + max(1, -(-length // 64))
+        programs, starts, ends = zip(*visits[seq], strict=True)
+        assert programs == tuple(range(first, first + parts))
+        assert (base, *ends) == (*starts, end)
         first_tile = end
 
 
@@ -207,14 +174,13 @@ def test_decode_plan_gives_every_tile_to_one_program(seed: int) -> None:
 def test_prefill_runs_several_sequences_on_their_prefixes(cache_dtype: torch.dtype) -> None:
     shape = PagedShape(kv_heads=1, group=2, block_size=32)
     lengths, counts = [140, 40, 65], [70, 40, 1]
-    k_cache, v_cache, tables = paged(lengths, shape, dtype=cache_dtype)
+    k_cache, v_cache, tables = paged_pair(lengths, shape, dtype=cache_dtype)
     queries = queries_of(tables, lengths, counts)
     q = torch.randn(sum(counts), 2, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
-    want = spec.attend(
-        q.float(), KvCache(k_cache, v_cache, (0.5, 2.0)), spec.plan(queries, shape, dtype=q.dtype)
-    )
+    cache = KvCache(k_cache, v_cache, (0.5, 2.0))
+    want = spec.attend(q.float(), cache, spec.plan(queries, shape, dtype=q.dtype))
     plan = kernels.plan_prefill(queries, shape, dtype=q.dtype, quantize=True)
-    got = kernels.prefill(q, KvCache(k_cache, v_cache, (0.5, 2.0)), plan)
+    got = kernels.prefill(q, cache, plan)
     assert isinstance(got, QuantizedActivations)
     assert relative_error(got.hidden, want) < 5e-3
     assert relative_error(got.dequantize(), got.hidden) < FP8_ERROR
@@ -222,36 +188,18 @@ def test_prefill_runs_several_sequences_on_their_prefixes(cache_dtype: torch.dty
 
 def test_no_sequences_need_no_work() -> None:
     shape = PagedShape(kv_heads=1, group=2, block_size=16)
-    k_cache, v_cache, tables = paged([1], shape)
+    k_cache, v_cache, tables = paged_pair([1], shape)
     queries, q = queries_of(tables, [], []), torch.empty(0, 2, 128, dtype=torch.bfloat16)
     cache = KvCache(k_cache, v_cache)
-    for prepare, run in (
-        (kernels.plan_decode, kernels.decode),
-        (kernels.plan_prefill, kernels.prefill),
-    ):
+    decode, prefill = (kernels.plan_decode, kernels.decode), (kernels.plan_prefill, kernels.prefill)
+    for prepare, run in (decode, prefill):
         assert run(q, cache, prepare(queries, shape, dtype=q.dtype)).shape == (0, 256)
-
-
-@dataclass
-class TwoRanks:
-    """Rank 0 of two; `others` [T, 2] are the other rank's sums of squares."""
-
-    others: Tensor
-    peers: PeerMemory | None
-    size = 2
-    rank = 0
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor + self.others
-
-    def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
-        raise AssertionError("norms sum over ranks and gather nothing")
 
 
 @pytest.mark.parametrize("peers", [True, False])
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
 def test_norms_sum_over_ranks_and_keep_broken_rows_finite(
-    cache_dtype: torch.dtype, peers: bool
+    cache_dtype: torch.dtype, peers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, heads, kv_heads, block_size, rounds = 3, 3, 1, 16, 2
     generator = torch.Generator().manual_seed(0)
@@ -263,14 +211,11 @@ def test_norms_sum_over_ranks_and_keep_broken_rows_finite(
     slots = torch.tensor([17, 2, -1])
     rows = cache_rows(slots, kv_heads=kv_heads, block_size=block_size)
     others = 500 * torch.rand(tokens, 2, generator=generator)
-    # Both ranks' copies of the region. The other rank has already written its words of every round
-    # to this rank's copy.
-    copies = torch.zeros(2, 2, 4, 2, 2, dtype=torch.int64)
-    epochs = torch.zeros(4, dtype=torch.int32)
-    control = torch.zeros(3, dtype=torch.int64)
-    addresses = torch.tensor([copy.data_ptr() for copy in (*copies, control)])
-    region = PeerRegion(addresses, epochs, rows=4, words=2)
-    group = TwoRanks(others, PeerMemory(0, 2, region, region, region) if peers else None)
+    ranks = Ranks(2, rows=4, words=2)
+    group = Group(ranks, 0)
+    monkeypatch.setattr(group, "all_reduce", lambda tensor: tensor + others)
+    if not peers:
+        group.peers = None
     scales = (0.5, 0.25)
     caches = [torch.zeros(4, kv_heads, block_size, 128, dtype=cache_dtype) for _ in range(4)]
     norm = spec.prepare_qk_norm(weight, heads=heads, kv_heads=kv_heads, eps=1e-6, ranks=2)
@@ -278,9 +223,9 @@ def test_norms_sum_over_ranks_and_keep_broken_rows_finite(
     cache, at = KvCache(*caches[:2], scales), TokenPlaces(cos, sin, rows.clamp(0))
     want = spec.qk_norm_rope_write(qkv.float(), norm, at, cache, group=group)
     cache, at = KvCache(*caches[2:], scales), TokenPlaces(cos, sin, rows)
-    for epoch in range(1, rounds + 1):
-        words = others.view(torch.int32).long() & 0xFFFFFFFF | epoch << 32
-        copies[0, epoch & 1, :tokens, 1] = words
+    for _ in range(rounds):
+        for row, sums in enumerate(others):
+            ranks.arrive(0, sender=1, row=row, payload=words_of(sums))
         got = kernels.qk_norm_rope_write(qkv.clone(), norm, at, cache, group=group)
         assert got.isfinite().all()
         assert relative_error(got[[0, 2]], want[[0, 2]]) < 5e-3
@@ -292,6 +237,6 @@ def test_norms_sum_over_ranks_and_keep_broken_rows_finite(
             )
             assert not flat[3:17].any() and not flat[18:].any()
     if peers:
-        assert epochs.tolist() == [rounds] * tokens + [0]
-        own = copies[1, rounds & 1, :tokens, 0]
+        assert ranks.epochs[0].tolist() == [rounds] * tokens + [0]
+        own = ranks.copies[1][rounds & 1, :tokens, 0]
         assert (own >> 32 == rounds).all()

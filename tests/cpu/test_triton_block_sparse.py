@@ -1,11 +1,16 @@
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
-from triton_support import Group, Ranks, ThreadGroup, Threads, relative_error  # before the kernels
+from triton_support import (  # before the kernels
+    Group,
+    Ranks,
+    ThreadGroup,
+    Threads,
+    paged,
+    relative_error,
+)
 
 from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations
@@ -27,13 +32,10 @@ from negamax.kernels.block_sparse.triton_select_decode import SelectDecodePlan
 from negamax.kernels.block_sparse.triton_select_prefill import SelectPrefillPlan
 from negamax.kernels.kvcache.op import FP8, KvCache, TokenPlaces, cache_rows
 from negamax.kernels.rotary import cos_sin, signed_frequencies
+from tests.layouts import full
 
 FP8_ERROR = 0.03  # of rounding to e4m3
 DECODES, MIXED = (1, 1, 1, 1), (1, 41, 20, 4)
-
-
-def full(*values: object) -> Any:
-    return pytest.param(*values, marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize("dtypes", [(FP8, torch.bfloat16), (torch.bfloat16, FP8)])
@@ -75,21 +77,6 @@ def test_norms_write_caches_of_two_dtypes_and_keep_broken_rows_finite(
 SHAPE = SparseShape(kv_heads=1, group=2, block_size=32, sparse_block_size=16, topk_blocks=3)
 
 
-def paged(
-    lengths: Sequence[int], *, heads: int, dtype: torch.dtype = torch.bfloat16, dim: int = 32
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a cache with large values wherever no key is, and tables in int32."""
-    generator, size = torch.Generator().manual_seed(len(lengths)), SHAPE.block_size
-    width = -(-max(lengths) // size)
-    tables = torch.randperm(width * len(lengths), generator=generator).view(len(lengths), width)
-    cache = torch.full((tables.numel(), heads, size, dim), 400.0)
-    for row, length in zip(tables.tolist(), lengths, strict=True):
-        for position in range(length):
-            key = torch.randn(heads, dim, generator=generator)
-            cache[row[position // size], :, position % size] = key
-    return cache.to(dtype), tables.int()
-
-
 def captured(queries: AttentionMetadata) -> AttentionMetadata:
     """Return `queries` as during capture: only the device holds the lengths."""
     return replace(queries, host_seq_lens=(), host_query_lens=())
@@ -120,7 +107,6 @@ def chosen(
 def test_decodes_select_among_hundreds_of_blocks_and_leave_padding_empty(
     dtype: torch.dtype, heads: int, constants: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cover hundreds of blocks, few, and unscored ones; a NaN query, and equal scores."""
     for name, value in constants.items():
         of_kernels = name.startswith("_")
         monkeypatch.setattr(
@@ -146,7 +132,6 @@ def test_decodes_select_among_hundreds_of_blocks_and_leave_padding_empty(
 
 @pytest.mark.parametrize("how", ["apart", "captured", "together"])
 def test_draft_tokens_of_a_sequence_are_scored_together(how: str) -> None:
-    """Each draft token has its own selection, as a sequence of one query or of several."""
     apart = how != "together"
     shape = replace(SHAPE, kv_heads=2)
     lengths, counts = [130, 49, 200], [4, 3, 1]
@@ -258,26 +243,33 @@ def test_ranks_exchange_the_keys_of_few_tokens_by_the_ll_protocol() -> None:
         assert torch.equal(sent.int(), keys[1, 2, :2].flatten().view(torch.int32))
 
 
+class Attended:
+    """Queries, caches and selected blocks, and what the queries attend to by definition."""
+
+    def __init__(self, lengths: list[int], counts: list[int], dtype: torch.dtype) -> None:
+        self.shape = replace(SHAPE, kv_heads=2)
+        keys, values = (paged(lengths, heads=2, dtype=dtype)[0] for _ in range(2))
+        self.cache = KvCache(keys, values, (0.5, 2.0))
+        index_cache, tables = paged(lengths, heads=1)
+        generator = torch.Generator().manual_seed(1)
+        self.q = torch.randn(sum(counts), 4, 32, generator=generator).bfloat16()
+        index_q = torch.randn(sum(counts), 2, 32, generator=generator)
+        num_decodes = len(counts) if max(counts) == 1 else 0
+        self.queries = attention_metadata(tables, lengths, counts, num_decodes=num_decodes)
+        plan = spec.plan(self.queries, self.shape, dtype=self.q.dtype)
+        self.choice = spec.select(index_q, index_cache, plan)
+        self.want = spec.attend(self.q.float(), self.cache, self.choice, plan)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 def test_decodes_attend_to_their_pages_and_leave_padding_zero(dtype: torch.dtype) -> None:
-    shape = replace(SHAPE, kv_heads=2)
-    lengths = [130, 17, 5, 200]
-    caches = [paged(lengths, heads=2, dtype=dtype)[0] for _ in range(2)]
-    tables = paged(lengths, heads=2)[1]
-    generator = torch.Generator().manual_seed(1)
-    q = torch.randn(4, 4, 32, generator=generator).bfloat16()
-    queries = attention_metadata(tables, lengths, [1] * 4, num_decodes=4)
-    plan = spec.plan(queries, shape, dtype=q.dtype)
-    index_cache, _ = paged(lengths, heads=1)
-    index_q = torch.randn(4, 2, 32, generator=generator)
-    choice = spec.select(index_q, index_cache, plan)
-    want = spec.attend(q.float(), KvCache(*caches, (0.5, 2.0)), choice, plan)
-    queries.seq_lens[2] = 0  # padding
-    sparse = kernels.plan_sparse_decode(captured(queries), shape, dtype=q.dtype)
+    case = Attended([130, 17, 5, 200], [1] * 4, dtype)
+    case.queries.seq_lens[2] = 0  # padding
+    sparse = kernels.plan_sparse_decode(captured(case.queries), case.shape, dtype=case.q.dtype)
     for _ in range(2):
-        got = kernels.sparse_decode(q, KvCache(*caches, (0.5, 2.0)), choice, sparse)
+        got = kernels.sparse_decode(case.q, case.cache, case.choice, sparse)
         assert not isinstance(got, QuantizedActivations)
-        assert relative_error(got[[0, 1, 3]], want[[0, 1, 3]]) < 5e-3
+        assert relative_error(got[[0, 1, 3]], case.want[[0, 1, 3]]) < 5e-3
         assert not got[2].any()
 
 
@@ -289,26 +281,15 @@ def test_neighboring_queries_attend_to_the_union_of_their_blocks(
     dtype: torch.dtype, is_captured: bool
 ) -> None:
     """Each query attends to its own blocks only; a chunk on a prefix, a whole prompt, one query."""
-    shape = replace(SHAPE, kv_heads=2)
-    lengths, counts = [140, 60, 90], [37, 60, 1]
-    caches = [paged(lengths, heads=2, dtype=dtype)[0] for _ in range(2)]
-    index_cache, tables = paged(lengths, heads=1)
-    generator = torch.Generator().manual_seed(1)
-    q = torch.randn(98, 4, 32, generator=generator).bfloat16()
-    index_q = torch.randn(98, 2, 32, generator=generator)
-    queries = attention_metadata(tables, lengths, counts)
-    plan = spec.plan(queries, shape, dtype=q.dtype)
-    choice = spec.select(index_q, index_cache, plan)
-    want = spec.attend(q.float(), KvCache(*caches, (0.5, 2.0)), choice, plan)
-    own = kernels.plan_sparse_prefill(
-        captured(queries) if is_captured else queries, shape, dtype=q.dtype
-    )
+    case = Attended([140, 60, 90], [37, 60, 1], dtype)
+    queries = captured(case.queries) if is_captured else case.queries
+    own = kernels.plan_sparse_prefill(queries, case.shape, dtype=case.q.dtype)
     assert isinstance(own, SparsePrefillPlan)
     assert own.size == 16
     for _ in range(2):
-        got = kernels.sparse_prefill(q, KvCache(*caches, (0.5, 2.0)), choice, own)
+        got = kernels.sparse_prefill(case.q, case.cache, case.choice, own)
         assert not isinstance(got, QuantizedActivations)
-        assert relative_error(got, want) < 5e-3
+        assert relative_error(got, case.want) < 5e-3
 
 
 def test_prompts_that_attend_to_all_tokens_are_dense_prefills() -> None:

@@ -5,8 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton_block_sparse import SHAPE, captured, full, paged, relative_error
-from triton_support import Group, Ranks, ThreadGroup, Threads  # before the kernels
+from test_triton_block_sparse import SHAPE, captured
+from triton_support import (  # before the kernels
+    Group,
+    Ranks,
+    ThreadGroup,
+    Threads,
+    paged,
+    relative_error,
+)
 
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention import op as dense
@@ -16,6 +23,7 @@ from negamax.kernels.cache_shards import op as spec
 from negamax.kernels.cache_shards import triton as kernels
 from negamax.kernels.cache_shards.op import PartialResults
 from negamax.kernels.kvcache.op import FP8, KvCache
+from tests.layouts import full
 
 RANKS = 2
 
@@ -99,9 +107,7 @@ def test_parts_merge_to_the_attention_to_all_blocks(
 def test_ranks_exchange_the_results_of_few_tokens_by_the_ll_protocol(
     rank: int, dtype: torch.dtype
 ) -> None:
-    """Exchanged head results equal an all-gather bit by bit; some tokens have keys on one rank or
-    none.
-    """
+    """The result equals an all-gather's by bits; some tokens have keys on one rank or none."""
     heads, count, dim, rounds, peer = 6, 3, 20, 3, 1 - rank
     words = count * (dim // 2 + 1)
     generator, ranks = torch.Generator().manual_seed(0), Ranks(RANKS, rows=4, words=words + 3)

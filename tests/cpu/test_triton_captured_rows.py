@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from graph_support import RepeatedSteps, runtime
+from graph_support import RepeatedSteps
 from m2_checkpoints import to_fp8
 from model_support import build, random_weights
 from test_triton_eagle3 import draft_spec, worker_config
+from test_triton_graphs import step_graphs
 from test_triton_model import SPEC as M2_FP8
-from test_triton_model import errors, gpu_model, kernel_table, use_few_programs
+from test_triton_model import errors, gpu_model, kernel_table, use_few_programs, values_of
 from test_triton_model_m3 import TEXT
 from torch import Tensor
 from transformers import MiniMaxM3VLConfig
@@ -22,7 +23,6 @@ from negamax.config.model_spec import ModelSpec
 from negamax.formats.platform import CPU
 from negamax.kernels.drafts.op import count_accepted
 from negamax.kernels.kvcache.op import FP8
-from negamax.kernels.quantize.op import dequantize_block
 from negamax.kernels.registry import OPS, KernelTable
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
@@ -37,7 +37,6 @@ from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker import batch, kv_cache
 from negamax.worker.batch import StepColumns
 from negamax.worker.eagle3 import Eagle3Proposer
-from negamax.worker.graphs import StepGraphs
 from negamax.worker.proposer import DraftRows, Proposer, TokenStates
 from negamax.worker.request_state import RequestState
 from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, StepShape
@@ -170,13 +169,7 @@ class Case:
         if self.spec.quantization is None:
             return drawn, drawn
         stored = to_fp8(drawn)
-        return stored, {
-            name: dequantize_block(tensor, stored[name + "_scale_inv"])
-            if tensor.dtype == torch.float8_e4m3fn
-            else tensor
-            for name, tensor in stored.items()
-            if not name.endswith("_scale_inv")
-        }
+        return stored, values_of(stored)
 
 
 def plan_of(step: Step) -> StepPlan:
@@ -227,19 +220,11 @@ def expected(case: Case, weights: dict[str, Tensor]) -> list[Tensor]:
 
 @torch.inference_mode()
 def captured(case: Case, weights: dict[str, Tensor], context: ParallelContext) -> list[Tensor]:
-    model = gpu_model(weights, keep_quantized=True, spec=case.spec, context=context)
+    model = gpu_model(weights, spec=case.spec, context=context)
     # Padding alone runs with plain caches; here it follows the rows of each step.
     requests, pool = rows(case.spec), RepeatedSteps(runs_captured=case.steps is STEPS)
-    graphs = StepGraphs(
-        shapes_of(case.steps),
-        model,
-        own_caches(case.spec, case.cache_dtype, context.layout),
-        requests,
-        kernels=kernel_table(),
-        group=context.attention_group,
-        runtime=runtime(pool),
-        proposer=Unchanging(),
-    )
+    kv, group = own_caches(case.spec, case.cache_dtype, context.layout), context.attention_group
+    graphs = step_graphs(shapes_of(case.steps), model, kv, requests, pool, Unchanging(), group)
     for kind in [kind for kind, shapes in graphs.shapes.items() if shapes]:
         graphs.capture(kind, pool, lambda *_: None)
     began, known, found = requests.num_computed.clone(), requests.tokens.clone(), []
@@ -316,7 +301,6 @@ def draft_of(target: Decoder, kernels: KernelTable) -> Eagle3Proposer:
 def test_a_draft_model_proposes_by_definition_after_captured_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first draft of two rows is accepted."""
     use_few_programs(monkeypatch)
     weights, _ = Case(M3).weights()
     slots, counts, num_drafts = (torch.tensor(column) for column in MANY)
@@ -339,16 +323,8 @@ def test_a_draft_model_proposes_by_definition_after_captured_rows(
 
     model = gpu_model(weights, keep_quantized=False, spec=M3)
     requests, pool = rows(M3), RepeatedSteps(runs_captured=False)
-    graphs = StepGraphs(
-        shapes_of([MANY]),
-        model,
-        whole_caches(M3.kv_caches(), torch.bfloat16),
-        requests,
-        kernels=kernel_table(),
-        group=SingleRank(),
-        runtime=runtime(pool),
-        proposer=draft_of(model, kernel_table()),
-    )
+    kv, proposer = whole_caches(M3.kv_caches(), torch.bfloat16), draft_of(model, kernel_table())
+    graphs = step_graphs(shapes_of([MANY]), model, kv, requests, pool, proposer)
     graphs.capture(DRAFTS, pool, lambda *_: None)
     requests.drafts.copy_(drafts)
     shape = graphs.find_decodes(len(slots), NUM_DRAFTS)

@@ -1,7 +1,7 @@
 """Exchange of rows in the interpreter: one rank runs; its memory holds the others' words."""
 
 import threading
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -39,20 +39,13 @@ def test_rows_are_summed_over_ranks_then_added_and_normalized(
         total = torch.stack([part.float() for part in sums]).sum(dim=0).half()
         for row in range(num_rows):
             for sender in set(range(world)) - {rank}:
+                arrive = partial(ranks.arrive, rank, sender=sender, row=row)
                 if two_shot:
                     theirs = slice(sender * WIDTH // world, (sender + 1) * WIDTH // world)
-                    ranks.arrive(
-                        rank, sender=sender, row=row, payload=words_of(sums[sender][row, share])
-                    )
-                    ranks.arrive(
-                        rank,
-                        sender=sender,
-                        row=row,
-                        payload=words_of(total[row, theirs]),
-                        first_word=WORDS // world,
-                    )
+                    arrive(payload=words_of(sums[sender][row, share]))
+                    arrive(payload=words_of(total[row, theirs]), first_word=WORDS // world)
                 else:
-                    ranks.arrive(rank, sender=sender, row=row, payload=words_of(sums[sender][row]))
+                    arrive(payload=words_of(sums[sender][row]))
         expected_residual = residual.clone()
         expected = norm_spec.add_rms(total, expected_residual, norm)
         out = kernels.all_reduce_add_rms(x[rank], residual, norm, Group(ranks, rank))
@@ -94,42 +87,27 @@ def test_more_rows_than_the_region_has_go_through_the_group() -> None:
     torch.testing.assert_close(out.float(), expected.float(), atol=2e-3, rtol=2e-3)
 
 
-@pytest.fixture
-def poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_poll_for_a_missing_rank_ends_on_abort_or_timeout(
+    is_aborted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words of rank 0 never reach rank 1; a timeout sets the abort flag."""
     monkeypatch.setattr(triton_ll, "_SPINS", constexpr(8))
+    ranks, ended = Ranks(2, rows=1, words=WORDS), threading.Event()
 
+    def tick() -> None:
+        while not ended.wait(0.01):
+            ranks.control[0] += 20
 
-def poll_missing_words(control: Callable[[torch.Tensor], None]) -> Ranks:
-    """Poll for words of rank 0 that never reach rank 1, which aborts by `control`."""
-    ranks = Ranks(2, rows=1, words=WORDS)
-    control(ranks.control)
+    if is_aborted:
+        ranks.control[2] = 1
+    else:
+        ranks.control[1] = 50
+        threading.Thread(target=tick, daemon=True).start()
     x = torch.ones(1, WIDTH, dtype=torch.float16)
     norm = norm_kernels.prepare(torch.ones(WIDTH, dtype=torch.float16), 1e-6)
-    kernels.all_reduce_add_rms(x, torch.zeros_like(x), norm, Group(ranks, 1))
-    return ranks
-
-
-@pytest.mark.usefixtures("poll_often")
-def test_a_poll_for_a_missing_rank_ends_on_abort() -> None:
-    ranks = poll_missing_words(lambda control: control[2:].fill_(1))
-    assert ranks.control.tolist() == [0, 0, 1]
-
-
-@pytest.mark.usefixtures("poll_often")
-def test_a_poll_for_a_missing_rank_times_out_and_sets_the_abort_flag() -> None:
-    ticking = threading.Event()
-
-    def tick(control: torch.Tensor) -> None:
-        control[1] = 50
-        while not ticking.wait(0.01):
-            control[0] += 20
-
-    def begin(control: torch.Tensor) -> None:
-        threading.Thread(target=tick, args=(control,), daemon=True).start()
-
     try:
-        ranks = poll_missing_words(begin)
+        kernels.all_reduce_add_rms(x, torch.zeros_like(x), norm, Group(ranks, 1))
     finally:
-        ticking.set()
-    assert ranks.control[2] == 1
-    assert ranks.control[0] > 50
+        ended.set()
+    assert ranks.control[2] == 1 and (ranks.control[0] > 50) != is_aborted

@@ -28,13 +28,9 @@ class Model:
             if tokens > 1:
                 ids[1] = -1  # as after the active rows
             self.ids.append(ids)
-            self.columns.append(
-                [
-                    torch.rand(tokens, TOP_K, generator=generator),
-                    torch.randn(tokens, WIDTH, generator=generator).half(),
-                    torch.rand(tokens, WIDTH // 128, generator=generator),
-                ]
-            )
+            weights = torch.rand(tokens, TOP_K, generator=generator)
+            x = torch.randn(tokens, WIDTH, generator=generator).half()
+            self.columns.append([weights, x, torch.rand(tokens, WIDTH // 128, generator=generator)])
             self.made.append(torch.randn(world * NUM_ROWS, 2, WIDTH, generator=generator).half())
 
     def held(self, ids: Tensor, rank: int) -> Tensor:
@@ -50,7 +46,6 @@ class Model:
 
 @pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (4, 2), (4, 1)])
 def test_a_row_goes_to_its_chosen_ranks_and_their_sums_return(world: int, rank: int) -> None:
-    """Three steps use both buffers, and one of them twice."""
     to_experts = Ranks(world, rows=NUM_ROWS + 1, words=WORDS + 5)
     back = Ranks(world, rows=NUM_ROWS, words=WIDTH // 2)
     group = Group(back, rank, tokens=to_experts)
@@ -67,12 +62,9 @@ def test_a_row_goes_to_its_chosen_ranks_and_their_sums_return(world: int, rank: 
                     to_experts.arrive(
                         rank, sender=sender, row=row, payload=torch.cat(columns), first_word=TOP_K
                     )
+        shared = {"experts": model.experts, "group": group}
         all_ids, received = kernels.dispatch(
-            model.ids[rank],
-            model.columns[rank],
-            experts=model.experts,
-            group=group,
-            num_rows=NUM_ROWS,
+            model.ids[rank], model.columns[rank], num_rows=NUM_ROWS, **shared
         )
         assert torch.equal(all_ids, model.all_ids())
         for sender, ids in enumerate(model.ids):
@@ -86,7 +78,7 @@ def test_a_row_goes_to_its_chosen_ranks_and_their_sums_return(world: int, rank: 
             for row in model.held(mine, sender).nonzero().flatten().tolist():
                 their_sum = model.made[sender][rank * NUM_ROWS + row].float().sum(0).half()
                 back.arrive(rank, sender=sender, row=row, payload=words_of(their_sum))
-        sums = kernels.combine(model.made[rank], all_ids, experts=model.experts, group=group)
+        sums = kernels.combine(model.made[rank], all_ids, **shared)
         for row in range(NUM_ROWS):
             total = torch.zeros(WIDTH)
             for other in range(world):

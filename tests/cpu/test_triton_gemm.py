@@ -15,13 +15,8 @@ SIZES = tiles.H200GemmTiles()
 def fp8_linear(
     num_tokens: int, inputs: int, outputs: int
 ) -> tuple[torch.Tensor, kernels.PreparedLinear]:
-    t = cases.fp8_case(
-        num_tokens,
-        inputs,
-        outputs,
-        dtype=torch.bfloat16,
-        generator=torch.Generator().manual_seed(0),
-    ).tensors
+    generator = torch.Generator().manual_seed(0)
+    t = cases.fp8_case(torch.bfloat16, generator, num_tokens, inputs, outputs).tensors
     return t["x"], kernels.prepare(e4m3_blocks(t["weight.weight"], t["weight.weight_scale_inv"]))
 
 
@@ -37,12 +32,8 @@ def test_programs_that_share_columns_leave_their_counters_at_zero() -> None:
 def test_all_programs_of_small_m_run_at_once() -> None:
     """A multiprocessor has 65,536 registers; the compiler would give a thread 184 at 16 tokens."""
     for M, N, K in (
-        (2, 8192, 3072),
-        (8, 3072, 6144),
-        (16, 4096, 3072),
-        (16, 3072, 3072),
-        (9, 3072, 1536),
-    ):
+        (2, 8192, 3072), (8, 3072, 6144), (16, 4096, 3072), (16, 3072, 3072), (9, 3072, 1536)
+    ):  # fmt: skip
         tile = SIZES.small_m(M=M, N=N, K=K)
         assert tile is not None and tile.block_m >= M
         assert -(-K // tile.block_k) <= 6
@@ -64,16 +55,12 @@ def test_small_m_and_split_k_agree() -> None:
 
 def test_fp32_output_is_rounded_once() -> None:
     generator = torch.Generator().manual_seed(4)
-    x, weight = (
-        torch.randn(3, 256, generator=generator).bfloat16(),
-        torch.randn(64, 256, generator=generator).bfloat16(),
-    )
+    x, weight = torch.randn(67, 256, generator=generator).bfloat16().split((3, 64))
     out = kernels.linear(x, kernels.prepare(plain(weight)), out_dtype=torch.float32)
     torch.testing.assert_close(out, x.float() @ weight.float().T, atol=1e-4, rtol=1e-5)
 
 
 def test_plain_activations_are_quantized_for_fp8_weights() -> None:
-    """A mixed batch may pass unquantized activations."""
     x, prepared = fp8_linear(6, 256, 64)
     with_fp8 = kernels.linear(quantize_spec.quantize_activations(x), prepared)
     torch.testing.assert_close(kernels.linear(x, prepared), with_fp8)

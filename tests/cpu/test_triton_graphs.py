@@ -4,13 +4,12 @@ from typing import NamedTuple
 import pytest
 import torch
 from graph_support import RepeatedSteps, runtime
-from m2_checkpoints import to_fp8
-from model_support import random_weights
-from test_triton_model import SPEC, errors, gpu_model, kernel_table, use_few_programs
+from test_triton_model import SPEC, errors, fp8_model, kernel_table, use_few_programs
 from torch import Tensor
 from triton_support import launches
 
 from negamax.kernels.drafts import triton as drafts
+from negamax.kernels.peers import Collective
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
 from negamax.parallel.collectives import SingleRank
@@ -55,6 +54,21 @@ class Counting(Proposer):
         """It has none."""
 
 
+def step_graphs(
+    shapes: dict[str, list[StepShape]],
+    model: Decoder,
+    kv: Sequence[KvCaches],
+    requests: RequestState,
+    pool: RepeatedSteps,
+    proposer: Proposer | None = None,
+    group: Collective | None = None,
+) -> StepGraphs:
+    return StepGraphs(
+        shapes, model, kv, requests, kernels=kernel_table(), group=group or SingleRank(),
+        runtime=runtime(pool), proposer=proposer,
+    )  # fmt: skip
+
+
 def side(num_draft_tokens: int = 0) -> Side:
     requests = RequestState(
         4, 64, max_blocks=4, eos_token_ids=(1,), device=CPU, num_draft_tokens=num_draft_tokens
@@ -97,19 +111,10 @@ def test_captured_steps_compute_what_the_same_kernels_compute_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_few_programs(monkeypatch)
-    weights = {name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()}
-    model = gpu_model(to_fp8(weights), keep_quantized=True)
+    model = fp8_model()
     alone, captured, pool = side(), side(), RepeatedSteps()
     with torch.inference_mode():
-        graphs = StepGraphs(
-            SHAPES,
-            model,
-            captured.kv,
-            captured.requests,
-            kernels=kernel_table(),
-            group=SingleRank(),
-            runtime=runtime(pool),
-        )
+        graphs = step_graphs(SHAPES, model, captured.kv, captured.requests, pool)
         assert graphs.capture(TOKENS, pool, lambda *_: None).startswith("1 up to 8 tokens: 1 MiB")
         assert graphs.capture(ROWS, pool, lambda *_: None).startswith("2 up to 4 rows: 4 MiB")
         assert_alike(alone, captured)  # only padding has run so far
@@ -158,22 +163,13 @@ def test_a_captured_step_verifies_drafts_and_proposes_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_few_programs(monkeypatch)
-    weights = {name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()}
-    model, pool = gpu_model(to_fp8(weights), keep_quantized=True), RepeatedSteps()
+    model, pool = fp8_model(), RepeatedSteps()
     alone, captured = side(1), side(1)
     prompts = step([0, 1, 2], [3, 1, 5])
     plan = StepPlan(1, [], [], [], [2, 0, 1], [2, 2, 1], [1, 1, 0], [True] * 3, num_proposed=1)
     with torch.inference_mode():
-        graphs = StepGraphs(
-            {ROWS: [], DRAFTS: [StepShape.of_decodes(4, 1)], TOKENS: []},
-            model,
-            captured.kv,
-            captured.requests,
-            kernels=kernel_table(),
-            group=SingleRank(),
-            runtime=runtime(pool),
-            proposer=Counting(),
-        )
+        shapes = {ROWS: [], DRAFTS: [StepShape.of_decodes(4, 1)], TOKENS: []}
+        graphs = step_graphs(shapes, model, captured.kv, captured.requests, pool, Counting())
         graphs.capture(DRAFTS, pool, lambda *_: None)
         for one in (alone, captured):
             eager(model, one, prompts)

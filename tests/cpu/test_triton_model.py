@@ -27,21 +27,15 @@ from negamax.quantization import online
 from negamax.quantization.detect import detect
 
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "num_hidden_layers": 1,  # the interpreter is slow
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 128,
-    "rotary_dim": 64,
-    "intermediate_size": 128,
-    "num_local_experts": 4,
+    "vocab_size": 64, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 128, "rotary_dim": 64, "intermediate_size": 128, "num_local_experts": 4,
     "num_experts_per_tok": 2,
-}
-SPEC = read_spec(
-    {**tiny_config(0, **SIZES), "quantization_config": FP8_CONFIG, "dtype": "bfloat16"}
-)
+    "num_hidden_layers": 1,  # the interpreter is slow
+}  # fmt: skip
+QUANTIZED = {"quantization_config": FP8_CONFIG, "dtype": "bfloat16"}
+SPEC = read_spec(tiny_config(0, **SIZES) | QUANTIZED)
 Steps = list[list[tuple[str, list[int]]]]  # (sequence, its next tokens)
+FEW_STEPS: Steps = [[("a", [1, 2])], [("a", [7]), ("b", [3])]]
 
 
 def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,31 +48,47 @@ def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_tiles, "gemv", lambda K: (32, 1))
 
 
-def kernel_table() -> KernelTable:
-    return KernelTable.of(gpu_kernels(), platform=CPU, dtype=torch.bfloat16)
+def kernel_table(dtype: torch.dtype = torch.bfloat16) -> KernelTable:
+    return KernelTable.of(gpu_kernels(), platform=CPU, dtype=dtype)
 
 
 def gpu_model(
     weights: Mapping[str, Tensor],
     *,
-    keep_quantized: bool,
+    keep_quantized: bool = True,
     spec: ModelSpec = SPEC,
     context: ParallelContext | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Decoder:
-    kernels, device = kernel_table(), torch.device("cpu")
     model = build_model(
-        spec,
-        context=context or ParallelContext.single(),
-        dtype=torch.bfloat16,
-        device=device,
-        kernels=kernels,
-        keep_quantized=keep_quantized,
-    )
+        spec, context=context or ParallelContext.single(), dtype=dtype, device=torch.device("cpu"),
+        kernels=kernel_table(dtype), keep_quantized=keep_quantized,
+    )  # fmt: skip
     for name, slot in model.weight_slots().items():
-        if not slot.optional:
+        if slot.needed and not slot.optional:
             slot.write(weights[name])
     model.finish_loading()
     return model
+
+
+def large_embeddings(spec: ModelSpec) -> dict[str, Tensor]:
+    drawn = random_weights(spec, 3)
+    return {name: 5 * each if "embed" in name else each for name, each in drawn.items()}
+
+
+def fp8_model() -> Decoder:
+    return gpu_model(to_fp8(large_embeddings(SPEC)))
+
+
+def values_of(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the values that FP8 weights with block scales stand for, and other tensors."""
+    return {
+        name: dequantize_block(tensor, stored[name + "_scale_inv"])
+        if tensor.dtype == torch.float8_e4m3fn
+        else tensor
+        for name, tensor in stored.items()
+        if not name.endswith("_scale_inv")
+    }
 
 
 def errors(actual: Tensor, expected: Tensor) -> list[float]:
@@ -99,25 +109,12 @@ def test_stored_fp8_weights_and_plain_ones_give_the_logits_of_the_definition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_few_programs(monkeypatch)
-    stored = to_fp8(
-        {name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()}
-    )
-    plain = {
-        name: dequantize_block(tensor, stored[name + "_scale_inv"])
-        if tensor.dtype == torch.float8_e4m3fn
-        else tensor
-        for name, tensor in stored.items()
-        if not name.endswith("_scale_inv")
-    }
+    stored = to_fp8(large_embeddings(SPEC))
+    plain = values_of(stored)
     run = PagedRun(gpu_model(plain, keep_quantized=False), dtype=torch.bfloat16)
-    assert (
-        compare(run, PagedRun(build(SPEC, plain)), [[("a", [1, 2])], [("a", [7]), ("b", [3])]])
-        < 0.05
-    )
-    run, reference = (
-        PagedRun(gpu_model(stored, keep_quantized=True), dtype=torch.bfloat16),
-        PagedRun(build(SPEC, plain)),
-    )
+    assert compare(run, PagedRun(build(SPEC, plain)), FEW_STEPS) < 0.05
+    run = PagedRun(gpu_model(stored), dtype=torch.bfloat16)
+    reference = PagedRun(build(SPEC, plain))
     steps: Steps = [[("a", [1, 2, 3])], [("a", [4]), ("b", [5, 6])]]
     assert compare(run, reference, steps) < 0.1
     expected = reference.step([("a", [7])])["a"]
@@ -133,8 +130,8 @@ def test_packed_weights_give_the_logits_of_the_matrices_that_they_stand_for(
     scheme = detect(online.spec(name))
     assert scheme is not None
     stored, plain = {}, {}
-    for key, tensor in random_weights(SPEC, 3).items():
-        plain[key] = 5 * tensor if "embed" in key else tensor
+    for key, tensor in large_embeddings(SPEC).items():
+        plain[key] = tensor
         kept = scheme.format_of(key.removesuffix(".weight"))
         if kept is PLAIN or tensor.dim() != 2:
             stored[key] = plain[key]
@@ -143,9 +140,8 @@ def test_packed_weights_give_the_logits_of_the_matrices_that_they_stand_for(
         plain[key] = dequantize(kept, parts)
         stored |= {f"{key.removesuffix('weight')}{part}": value for part, value in parts.items()}
     spec = replace(SPEC, quantization=online.spec(name))
-    run = PagedRun(gpu_model(stored, keep_quantized=True, spec=spec), dtype=torch.bfloat16)
-    steps: Steps = [[("a", [1, 2])], [("a", [7]), ("b", [3])]]
-    assert compare(run, PagedRun(build(SPEC, plain)), steps) < 0.05
+    run = PagedRun(gpu_model(stored, spec=spec), dtype=torch.bfloat16)
+    assert compare(run, PagedRun(build(SPEC, plain)), FEW_STEPS) < 0.05
 
 
 def padded_decode(run: PagedRun, name: str, token: int, *, rows: int) -> Tensor:
@@ -157,17 +153,13 @@ def padded_decode(run: PagedRun, name: str, token: int, *, rows: int) -> Tensor:
     filled = torch.zeros(rows - 1, dtype=torch.int64)
     slots = torch.tensor([0] + [1] * (rows - 1))
     metadata = AttentionMetadata(
-        positions=torch.cat((torch.tensor([position]), filled)),
-        token_slots=slots,
+        positions=torch.cat((torch.tensor([position]), filled)), token_slots=slots,
         block_tables=torch.tensor([run.tables[name], [spare] * len(run.tables[name])]),
-        block_table_indices=slots,
+        block_table_indices=slots, host_seq_lens=(), host_query_lens=(), num_decodes=rows,
         seq_lens=torch.tensor([position + 1] + [0] * (rows - 1), dtype=torch.int32),
         query_starts=torch.arange(rows + 1, dtype=torch.int32),
-        num_decodes=rows,
-        host_seq_lens=(),
-        host_query_lens=(),
         num_actual_tokens=torch.tensor([1], dtype=torch.int32),
-    )
+    )  # fmt: skip
     mixed, spec = mixtures(run.model.layers), run.model.spec
     chosen = torch.zeros(len(mixed), rows, spec.experts_per_token, dtype=torch.int32)
     for moe, ids in zip(mixed, chosen, strict=True):
@@ -175,8 +167,7 @@ def padded_decode(run: PagedRun, name: str, token: int, *, rows: int) -> Tensor:
     with torch.inference_mode():
         hidden, _ = run.model.forward(torch.cat((torch.tensor([token]), filled)), metadata, run.kv)
         logits = run.model.logits(hidden)
-    assert (chosen[:, 0] >= 0).all() and (chosen[:, 1:] == -1).all(), (
-        "padding rows must reach no expert"
-    )
+    # padding rows reach no expert
+    assert (chosen[:, 0] >= 0).all() and (chosen[:, 1:] == -1).all()
     assert torch.isfinite(logits).all()
     return logits[:1]

@@ -1,45 +1,32 @@
 import pytest
 import torch
-from m2_checkpoints import FP8_CONFIG, to_fp8
-from model_support import PagedRun, build, random_weights
-from test_triton_model import Steps, errors, gpu_model, padded_decode, use_few_programs
+from m2_checkpoints import to_fp8
+from model_support import PagedRun, build
+from test_triton_model import (
+    QUANTIZED,
+    Steps,
+    errors,
+    gpu_model,
+    large_embeddings,
+    padded_decode,
+    use_few_programs,
+    values_of,
+)
 from transformers import MiniMaxM3VLConfig
 
-from negamax.kernels.quantize.op import dequantize_block
 from negamax.models.registry import read_spec
 from tests import tiny_m3
 
 TEXT = tiny_m3.random_sizes(
-    0,
-    vocab_size=64,
-    hidden_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=128,
-    rotary_dim=64,
-    intermediate_size=128,
-    dense_intermediate_size=128,
-    shared_intermediate_size=128,
-    num_local_experts=2,
-    num_experts_per_tok=2,
-    routed_scaling_factor=2.0,
+    0, vocab_size=64, hidden_size=128, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=128, rotary_dim=64, intermediate_size=128,
+    dense_intermediate_size=128, shared_intermediate_size=128, num_local_experts=2,
+    num_experts_per_tok=2, routed_scaling_factor=2.0, mlp_layer_types=["dense", "sparse"],
+    layer_types=["full_attention", "minimax_m3_sparse"], index_n_heads=1, index_head_dim=128,
+    index_block_size=16, index_topk_blocks=2, index_local_blocks=1,
     rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    mlp_layer_types=["dense", "sparse"],
-    layer_types=["full_attention", "minimax_m3_sparse"],
-    index_n_heads=1,
-    index_head_dim=128,
-    index_block_size=16,
-    index_topk_blocks=2,
-    index_local_blocks=1,
-)
-SPEC = read_spec(
-    {
-        **MiniMaxM3VLConfig(text_config=TEXT).to_dict(),
-        "quantization_config": FP8_CONFIG,
-        "dtype": "bfloat16",
-    }
-)
+)  # fmt: skip
+SPEC = read_spec(MiniMaxM3VLConfig(text_config=TEXT).to_dict() | QUANTIZED)
 # a three-block prompt whose tokens attend to two; then a decode beside a short prompt
 STEPS: Steps = [[("a", list(range(3, 40)))], [("a", [4]), ("b", [5, 6, 7])]]
 
@@ -52,16 +39,8 @@ def test_m3_gives_the_logits_of_its_definition(
 ) -> None:
     """One token in ten may attend to another block with an equal score; then decode as captured."""
     use_few_programs(monkeypatch)
-    fp8 = to_fp8(
-        {name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()}
-    )
-    plain = {
-        name: dequantize_block(tensor, fp8[name + "_scale_inv"])
-        if tensor.dtype == torch.float8_e4m3fn
-        else tensor
-        for name, tensor in fp8.items()
-        if not name.endswith("_scale_inv")
-    }
+    fp8 = to_fp8(large_embeddings(SPEC))
+    plain = values_of(fp8)
     model = gpu_model(fp8 if is_fp8 else plain, keep_quantized=is_fp8, spec=SPEC)
     run, reference = PagedRun(model, dtype=torch.bfloat16), PagedRun(build(SPEC, plain))
     found = []

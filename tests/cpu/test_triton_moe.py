@@ -57,18 +57,6 @@ def test_route_prefers_the_lower_id_among_equals_and_survives_nan(
     assert (weights[0] == 0.25).all() and weights[1].isnan().all()
 
 
-def test_routing_few_tokens_overwrites_the_logits_of_the_last_call() -> None:
-    generator = torch.Generator().manual_seed(5)
-    router = torch.randn(8, 32, generator=generator), torch.randn(8, generator=generator)
-    prepared = kernels.prepare_gate(*router)
-    for _ in range(2):
-        x = torch.randn(3, 32, generator=generator).bfloat16()
-        again = kernels.route(x, prepared, top_k=2)
-    first = kernels.route(x, kernels.prepare_gate(*router), top_k=2)
-    assert all(torch.equal(one, other) for one, other in zip(again, first, strict=True))
-    assert prepared.flag.tolist() == [2]
-
-
 @pytest.mark.parametrize("gemma", [False, True])
 def test_norm_and_router_in_one_launch_round_as_in_two(gemma: bool) -> None:
     """The launch overwrites the logits of the previous call; 5 tokens take two launches."""
@@ -103,9 +91,7 @@ def test_pairs_of_many_chunks_are_sorted_by_expert_and_then_by_number(
     monkeypatch.setattr(tiles, "SORT_CHUNK", 16)
     monkeypatch.setattr(tiles, "SORT_PROGRAMS", 3)
     monkeypatch.setattr(tiles, "SORT_BLOCK", 2)
-    ids = torch.randint(
-        -1, 9, (27, 3), generator=torch.Generator().manual_seed(4), dtype=torch.int32
-    )
+    ids = torch.randint(-1, 9, (27, 3), generator=torch.Generator().manual_seed(4)).int()
     order, counts = prefill.sort_pairs(ids, first=2, count=5)
     flat = ids.flatten()
     mine = (flat >= 2) & (flat < 7)
@@ -125,9 +111,7 @@ def test_the_last_tile_of_an_expert_is_the_smallest_that_fits(
     generator = torch.Generator().manual_seed(9)
     ids = ids[torch.randperm(len(ids), generator=generator)].int()[:, None]
     (kernel,) = (each for each in gpu_kernels() if each.op == EXPERTS and each.reads(INT4))
-    case = cases._weight_only_experts_case(
-        INT4, len(ids), 128, 40, 8, 1, 0, 7, dtype=torch.bfloat16, generator=generator
-    )
+    case = cases._stored_case(torch.bfloat16, generator, INT4, len(ids), 128, 40, 8, 1, 0, 7)
     check(kernel, replace(case, tensors=case.tensors | {"ids": ids}), torch.bfloat16)
 
 

@@ -14,6 +14,11 @@ def call(run: Callable[..., torch.Tensor], inputs: dict[str, torch.Tensor], **mo
     return run(inputs["logits"], **{k: v for k, v in inputs.items() if k != "logits"}, **more)
 
 
+def score_and_token(score: float, token_id: int) -> torch.Tensor:
+    """Return the words that a rank sends of its best token."""
+    return torch.stack((torch.tensor(score).view(torch.int32), torch.tensor(token_id).int()))
+
+
 def pick_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -37,58 +42,31 @@ def test_ranks_exchange_their_best_and_agree(winner: int) -> None:
         for rank in (0, 1):
             other = 1 - rank
             token_ids = call(spec.pick, slices[other], first_id=300 * other)
-            scores = torch.full((3,), 1000.0 if other == winner else 1.0)
+            score = 1000.0 if other == winner else 1.0
             for row in range(3):
-                payload = torch.stack(
-                    (scores[row].view(torch.int32), token_ids[row].to(torch.int32))
-                )
+                payload = score_and_token(score, int(token_ids[row]))
                 ranks.arrive(rank, sender=other, row=row, payload=payload)
             got = call(kernels.pick, slices[rank], first_id=300 * rank, group=Group(ranks, rank))
             assert torch.equal(got, expected), (step, rank)
             assert ranks.epochs[rank].tolist() == [step + 1] * 3 + [0] * 5
 
 
-def test_equal_scores_on_two_ranks_take_the_lower_id() -> None:
-    logits = torch.zeros(1, 40)
+@pytest.mark.parametrize(
+    ("temperature", "rank", "other", "other_id", "expected"),
+    [(0.0, 0, 5.0, 51, 11), (0.0, 1, 5.0, 11, 11), (1.0, 0, torch.inf, 45, -1)],
+    ids=["the own one has the lower id", "the other one has the lower id", "broken logits"],
+)
+def test_equal_scores_take_the_lower_id_and_broken_logits_break_the_row(
+    temperature: float, rank: int, other: float, other_id: int, expected: int
+) -> None:
+    logits, zeros = torch.zeros(1, 40), torch.zeros(1, dtype=torch.int64)
     logits[0, 11] = 5.0
-    zeros = torch.zeros(1, dtype=torch.int64)
-    for rank, expected in ((0, 11), (1, 11)):
-        ranks = Ranks(2, rows=1, words=2)
-        other = 1 - rank
-        payload = torch.stack(
-            (torch.tensor(5.0).view(torch.int32), torch.tensor(40 * other + 11, dtype=torch.int32))
-        )
-        ranks.arrive(rank, sender=other, row=0, payload=payload)
-        got = kernels.pick(
-            logits,
-            first_id=40 * rank,
-            filters=torch.zeros(1, 4),
-            seeds=zeros,
-            slots=zeros,
-            positions=zeros,
-            group=Group(ranks, rank),
-        )
-        assert got.tolist() == [expected]
-
-
-def test_a_rank_with_broken_logits_breaks_the_row_everywhere() -> None:
-    logits = torch.randn(1, 40)
-    zeros = torch.zeros(1, dtype=torch.int64)
+    filters = torch.full((1, 4), temperature)
+    inputs = {"logits": logits, "filters": filters, "seeds": zeros, "slots": zeros}
     ranks = Ranks(2, rows=1, words=2)
-    payload = torch.stack(
-        (torch.tensor(torch.inf).view(torch.int32), torch.tensor(45, dtype=torch.int32))
-    )
-    ranks.arrive(0, sender=1, row=0, payload=payload)
-    got = kernels.pick(
-        logits,
-        first_id=0,
-        filters=torch.ones(1, 4),
-        seeds=zeros,
-        slots=zeros,
-        positions=zeros,
-        group=Group(ranks, 0),
-    )
-    assert got.tolist() == [-1]
+    ranks.arrive(rank, sender=1 - rank, row=0, payload=score_and_token(other, other_id))
+    shard = {"first_id": 40 * rank, "group": Group(ranks, rank)}
+    assert call(kernels.pick, inputs, positions=zeros, **shard).tolist() == [expected]
 
 
 def test_kernel_and_definition_make_the_same_noise() -> None:
@@ -133,11 +111,9 @@ def test_noise_is_uniform_and_neighbors_are_independent(seed: int) -> None:
         for shift in (0, 8, 16, 24):
             assert abs(z_score((bits >> shift) & 255, 256)) < 5
         pairs = (
-            (bits[:, :-1], bits[:, 1:]),
-            (bits[:-1], bits[1:]),
-            (bits[:, :-128], bits[:, 128:]),
+            (bits[:, :-1], bits[:, 1:]), (bits[:-1], bits[1:]), (bits[:, :-128], bits[:, 128:]),
             (bits[:-1, 1:], bits[1:, :-1]),
-        )
+        )  # fmt: skip
         for left, right in pairs:
             assert abs(z_score((left >> 28) * 16 + (right >> 28), 256)) < 5
             assert abs(z_score((left & 15) * 16 + (right & 15), 256)) < 5
@@ -165,14 +141,9 @@ def test_pick_follows_the_distribution() -> None:
         (torch.full((n,), 3), torch.arange(n)),
         (torch.arange(n), torch.full((n,), 3)),
     ):
-        tokens = spec.pick(
-            logits.expand(n, 50),
-            first_id=0,
-            filters=torch.full((n, 4), 0.7),
-            seeds=seeds,
-            slots=torch.arange(n),
-            positions=positions,
-        )
+        rows = {"filters": torch.full((n, 4), 0.7), "slots": torch.arange(n)}
+        rows |= {"seeds": seeds, "positions": positions}
+        tokens = spec.pick(logits.expand(n, 50), first_id=0, **rows)
         frequency = torch.bincount(tokens, minlength=50) / n
         assert (frequency - torch.softmax(logits / 0.7, dim=-1)).abs().max() < 0.012
 
@@ -199,28 +170,20 @@ def test_ranks_exchange_their_leading_tokens_and_agree(monkeypatch: pytest.Monke
     # lower ids first among equal values
     inputs["logits"][0, 20:90] = inputs["logits"][0, 200:280] = 3.5
     expected = call(spec.draw_leading, inputs, first_id=0)
-    slices = [
-        {**inputs, "logits": inputs["logits"][:, first : first + 150].contiguous()}
-        for first in (0, 150)
-    ]
+    slices = [{**inputs, "logits": part.contiguous()} for part in inputs["logits"].split(150, 1)]
     ranks = Ranks(2, rows=8, words=2 * spec.CANDIDATES)
     for rank in (0, 1):
         other = 1 - rank
         logits = slices[other]["logits"]
-        columns = (
-            torch.sort(logits, dim=1, descending=True, stable=True)
-            .indices[:, : spec.CANDIDATES]
-            .sort(dim=1)
-            .values
-        )
+        order = torch.sort(logits, dim=1, descending=True, stable=True).indices
+        columns = order[:, : spec.CANDIDATES].sort(dim=1).values
         bits = logits.gather(1, columns).view(torch.int32)
         keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) ^ -(2**31)
         for row in range(3):
             payload = torch.cat((keys[row], (columns[row] + 150 * other).to(torch.int32)))
             ranks.arrive(rank, sender=other, row=row, payload=payload)
-        got = call(
-            kernels.draw_leading, slices[rank], first_id=150 * rank, group=Group(ranks, rank)
-        )
+        shard = {"first_id": 150 * rank, "group": Group(ranks, rank)}
+        got = call(kernels.draw_leading, slices[rank], **shard)
         assert torch.equal(got, expected), rank
         # the greedy row exchanged nothing
         drawn = (inputs["filters"][inputs["slots"], 0] > 0).int().tolist()

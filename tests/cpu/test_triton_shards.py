@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from m2_checkpoints import FP8_CONFIG, to_fp8
+from m2_checkpoints import to_fp8
 from model_support import PagedRun, random_weights, tiny_config
 from stored_kernels import random_stored
+from test_triton_model import QUANTIZED, SIZES, gpu_model, kernel_table
 from torch import Tensor
 from triton_support import ThreadGroup, Threads
 
 from negamax.formats.floats import E4M3_BLOCKS, e4m3_blocks
-from negamax.formats.platform import CPU
 from negamax.formats.tensor_format import TensorFormat
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations, unquantized
 from negamax.kernels.collectives import tiles
@@ -25,10 +25,8 @@ from negamax.kernels.moe.op import SelectedExperts
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.op import NormWeight
 from negamax.kernels.quantize.op import quantize_activations
-from negamax.kernels.registry import KernelTable, gpu_kernels
 from negamax.layers.moe import SparseMoe
 from negamax.models import minimax_names as names
-from negamax.models.build import build_model
 from negamax.models.registry import read_spec
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
@@ -62,7 +60,6 @@ def as_bytes(values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("world", "num_rows", "shared"), CASES)
 def test_a_step_of_norms_is_that_of_one_rank(world: int, num_rows: int, shared: bool) -> None:
-    """Apply three norms to one residual: two for FP8 weights, the last one plain."""
     norms = [norm(seed, quantize=seed < 2) for seed in range(3)]
     parts = (1, 3, 1)
     x = [normal(world, num_rows, parts[step], WIDTH, seed=10 + step) for step in range(3)]
@@ -82,16 +79,11 @@ def test_a_step_of_norms_is_that_of_one_rank(world: int, num_rows: int, shared: 
         mine = slice(rank * shard, (rank + 1) * shard)
         wrong = []
         for step in range(3):
-            got, want = (
-                kernels.all_reduce_add_rms(x[step][rank].clone(), own, norms[step], group),
-                expected[step],
-            )
+            got = kernels.all_reduce_add_rms(x[step][rank].clone(), own, norms[step], group)
+            want = expected[step]
             if step < 2:
-                assert (
-                    isinstance(got, ShardedActivations)
-                    and isinstance(want, QuantizedActivations)
-                    and got.first == mine.start
-                )
+                assert isinstance(got, ShardedActivations) and got.first == mine.start
+                assert isinstance(want, QuantizedActivations)
                 pairs = [(got.hidden, want.hidden[mine]), (got.scale, want.scale)]
                 pairs.append((as_bytes(got.q), as_bytes(want.q)))
                 with pytest.raises(AssertionError, match="only its own rows"):
@@ -112,11 +104,8 @@ def test_each_rank_routes_its_rows_and_has_the_others(
     world: int, num_rows: int, shared: bool, active: int | None
 ) -> None:
     x, weight = normal(world, num_rows, WIDTH, seed=1), norm(2, quantize=True)
-    gate = moe.prepare_gate(
-        normal(EXPERTS, WIDTH, seed=3).float(),
-        normal(EXPERTS, seed=4).float(),
-        shared=active is None,
-    )
+    router = normal(EXPERTS, WIDTH, seed=3).float(), normal(EXPERTS, seed=4).float()
+    gate = moe.prepare_gate(*router, shared=active is None)
     real = None if active is None else torch.tensor([active], dtype=torch.int32)
     total = torch.zeros(num_rows, WIDTH)
     for part in x:
@@ -134,9 +123,8 @@ def test_each_rank_routes_its_rows_and_has_the_others(
             )
             chosen = moe.route(got, gate, top_k=TOP_K, active=real)
             assert isinstance(whole, QuantizedActivations) and isinstance(got, QuantizedActivations)
-            assert torch.equal(as_bytes(got.q), as_bytes(whole.q)) and torch.equal(
-                got.scale, whole.scale
-            )
+            assert torch.equal(as_bytes(got.q), as_bytes(whole.q))
+            assert torch.equal(got.scale, whole.scale)
         return chosen
 
     for got_ids, got_weights in threads.run(rank_code):
@@ -190,10 +178,7 @@ def splits() -> list[Any]:
 def test_experts_of_sharded_blocks_and_groups_add_up_to_those_of_one_rank(
     monkeypatch: pytest.MonkeyPatch, ranks: int, stored: TensorFormat, most_tokens: tuple[int, int]
 ) -> None:
-    """Three blocks over two ranks (two and one) and over four (one or none).
-
-    Groups of 128 become groups of 64 and 32.
-    """
+    """Three blocks over two or four ranks; groups of 128 become groups of 64 and 32."""
     hidden, width, generator = 128, 384, torch.Generator().manual_seed(7)
     own, tensors = names.moe(0), {}
     for expert in range(2):
@@ -203,7 +188,7 @@ def test_experts_of_sharded_blocks_and_groups_add_up_to_those_of_one_rank(
             parts = random_stored(stored, shape, seed=len(tensors))
             tensors |= {module + part: values for part, values in parts.items()}
     tensors |= {own.router: torch.randn(2, hidden, generator=generator), own.router_bias: ONES}
-    table = KernelTable.of(gpu_kernels(), platform=CPU, dtype=torch.float16)
+    table = kernel_table(torch.float16)
     weights = WeightFormat(
         torch.float16, torch.device("cpu"), Scheme((stored,), lambda module: stored)
     )
@@ -236,33 +221,17 @@ def test_experts_of_sharded_blocks_and_groups_add_up_to_those_of_one_rank(
     assert (total - expected).norm() < 2e-3 * expected.norm()
 
 
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 128,
-    "rotary_dim": 64,
-    "intermediate_size": 256,
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-}
-
-
 def test_a_model_gives_the_same_bits_whether_or_not_rows_are_sharded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two ranks and two FP8 layers, three rows, fp16; group sums add in the shards' order."""
-    spec = read_spec(
-        {**tiny_config(0, **SIZES), "quantization_config": FP8_CONFIG, "dtype": "bfloat16"}
-    )
+    sizes = SIZES | {"num_hidden_layers": 2, "intermediate_size": 256}
+    spec = read_spec(tiny_config(0, **sizes) | QUANTIZED)
     weights = to_fp8(random_weights(spec, 3))
     # the token kernels read plain rows
     monkeypatch.setattr(moe.tiles.H200MoeTiles, "gemv_max_m", lambda self, width: 0)
     # large tiles: the interpreter runs programs one by one
     monkeypatch.setattr(gemm.tiles, "tiles_for", lambda device: gemm.tiles.GemmTiles(1))
-    table = KernelTable.of(gpu_kernels(), platform=CPU, dtype=torch.float16)
 
     def logits(shard_rows: int) -> list[tuple[Tensor, ...]]:
         monkeypatch.setattr(tiles, "SHARD_ROWS", shard_rows)
@@ -272,14 +241,7 @@ def test_a_model_gives_the_same_bits_whether_or_not_rows_are_sharded(
         def rank_code(rank: int) -> tuple[Tensor, ...]:
             group = ThreadGroup(threads, rank, memory=memory)
             context = ParallelContext(ParallelLayout(rank=rank, tp=2), group, group, group)
-            device = torch.device("cpu")
-            model = build_model(
-                spec, context=context, dtype=torch.float16, device=device, kernels=table
-            )
-            for name, slot in model.weight_slots().items():
-                if slot.needed and not slot.optional:
-                    slot.write(weights[name])
-            model.finish_loading()
+            model = gpu_model(weights, spec=spec, context=context, dtype=torch.float16)
             run = PagedRun(model, dtype=torch.float16)
             run.capture = (0, 1, 2)  # residual streams for a draft model
             found = run.step([("a", [1, 2, 3])])["a"]

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -144,10 +144,7 @@ _constants: dict[tuple[Any, ...], Any] = {}  # numbers as tensors, by the other 
 def _operands_of_known_types(
     self: Any, left: Any, right: Any, *flags: bool, **more: bool
 ) -> tuple[Any, Any]:
-    """Replace Triton's own, which converts types even if they are equal.
-
-    A number becomes the same read-only tensor each time.
-    """
+    """Do not convert equal types; a number becomes the same read-only tensor each time."""
     if type(left) is not _TENSOR or more:
         return _operands(self, left, right, *flags, **more)
     if type(right) is _TENSOR:
@@ -212,6 +209,10 @@ def _convert_float(values: Any, source: Any, target: Any, rounding_mode: Any) ->
 interpreter._convert_float = _convert_float
 
 
+def _addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+
+
 class Ranks:
     """Memory of `world` ranks; one rank runs, and `arrive` writes the words of the others."""
 
@@ -222,9 +223,7 @@ class Ranks:
         self.control = torch.zeros(3, dtype=torch.int64)  # as `PollControl.words`
 
     def region(self, rank: int) -> PeerRegion:
-        addresses = torch.tensor(
-            [copy.data_ptr() for copy in (*self.copies, self.control)], dtype=torch.int64
-        )
+        addresses = _addresses([*self.copies, self.control])
         return PeerRegion(addresses, self.epochs[rank], self.rows, self.words)
 
     def peers(self, rank: int) -> PeerMemory:
@@ -234,9 +233,7 @@ class Ranks:
     def arrive(
         self, at: int, *, sender: int, row: int, payload: torch.Tensor, first_word: int = 0
     ) -> None:
-        """Write `payload` [N] int32 as `sender`'s words of the next epoch into the copy of rank
-        `at`.
-        """
+        """Write `payload` [N] int32 as `sender`'s words of the next epoch for rank `at`."""
         tag = int(self.epochs[at][row]) + 1
         words = (tag << 32) | (payload.to(torch.int64) & 0xFFFFFFFF)
         self.copies[at][tag & 1, row, sender, first_word : first_word + len(payload)] = words
@@ -251,21 +248,14 @@ class Group:
         if tokens is not None:
             self.peers = dataclasses.replace(self.peers, tokens=tokens.region(rank))
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, **_options: int) -> torch.Tensor:
         raise AssertionError("the rows fit the region")
 
-    def all_gather(self, tensor: torch.Tensor, *, dim: int) -> torch.Tensor:
-        raise AssertionError("the rows fit the region")
-
-    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("the rows fit the region")
+    all_gather = reduce_scatter = all_reduce
 
 
 class Threads:
-    """`world` ranks as threads that take turns until they meet in `barrier`.
-
-    Kernels that wait for other ranks' kernels cannot run so.
-    """
+    """Ranks as threads that take turns; kernels that wait for other ranks' cannot run so."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -301,42 +291,28 @@ class Threads:
         return heard
 
 
+SharedRows = tuple[list[torch.Tensor], list[torch.Tensor]]  # partial sums and rows of each rank
+
+
 class ThreadGroup:
     """A group as one of `threads` sees it, with or without shared memory for many rows."""
 
-    def __init__(
-        self,
-        threads: Threads,
-        rank: int,
-        *,
-        memory: tuple[list[torch.Tensor], list[torch.Tensor]] | None,
-    ) -> None:
+    def __init__(self, threads: Threads, rank: int, *, memory: SharedRows | None) -> None:
         self.size, self.rank, self._threads = threads.world, rank, threads
         self.peers: PeerMemory | None = None
         if memory is not None:
             parts, gathered = memory
-            shards = ShardRegion(
-                partials=torch.tensor([copy.data_ptr() for copy in parts], dtype=torch.int64),
-                gathered=torch.tensor([copy.data_ptr() for copy in gathered], dtype=torch.int64),
-                own_gathered=gathered[rank].view(torch.uint8).flatten(),
-                rows=gathered[rank].shape[0],
-                words=gathered[rank].shape[1],
-                barrier=threads.barrier,
-            )
-            none = PeerRegion(
-                torch.zeros(threads.world, dtype=torch.int64),
-                torch.zeros(0, dtype=torch.int32),
-                0,
-                0,
-            )
+            own = gathered[rank].view(torch.uint8).flatten()
+            regions = _addresses(parts), _addresses(gathered), own
+            shards = ShardRegion(*regions, *gathered[rank].shape, barrier=threads.barrier)
+            flags = torch.zeros(0, dtype=torch.int32)
+            none = PeerRegion(torch.zeros(threads.world, dtype=torch.int64), flags, 0, 0)
             self.peers = PeerMemory(
                 rank, threads.world, reduce=none, stats=none, pick=none, shards=shards
             )
 
     @staticmethod
-    def memory(
-        world: int, *, rows: int, words: int
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def memory(world: int, *, rows: int, words: int) -> SharedRows:
         shard = -(-rows // world)
         parts = [torch.full((world, shard, words), -1, dtype=torch.int32) for _ in range(world)]
         return parts, [torch.full((rows, words), -1, dtype=torch.int32) for _ in range(world)]
@@ -376,6 +352,26 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with monkeypatch.context() as patch, Watching():
         patch.setattr(interpreter.InterpretedFunction, "run", run)
         yield names
+
+
+def paged(
+    lengths: Sequence[int],
+    *,
+    heads: int,
+    dtype: torch.dtype = torch.bfloat16,
+    dim: int = 32,
+    block_size: int = 32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a cache with large values wherever no key is, and tables in int32."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    width = -(-max(lengths) // block_size)
+    tables = torch.randperm(width * len(lengths), generator=generator).view(len(lengths), width)
+    cache = torch.full((tables.numel(), heads, block_size, dim), 400.0)
+    for row, length in zip(tables.tolist(), lengths, strict=True):
+        for position in range(length):
+            key = torch.randn(heads, dim, generator=generator)
+            cache[row[position // block_size], :, position % block_size] = key
+    return cache.to(dtype), tables.int()
 
 
 def words_of(values: torch.Tensor) -> torch.Tensor:

@@ -42,43 +42,44 @@ Findings = dict[str, Any]
 
 
 def num_ranks() -> int:
-    return (
-        min(4, 1 << (torch.cuda.device_count().bit_length() - 1))
-        if torch.cuda.is_available()
-        else 0
-    )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return min(4, 1 << (count.bit_length() - 1)) if count else 0
 
 
-def one_rank(rank: int, world: int, folder: str, parts: tuple[str, ...]) -> None:
+Part = Callable[[ParallelContext, torch.device], Findings]
+
+
+def one_rank(rank: int, folder: str, parts: dict[str, Part], sizes: dict[str, int]) -> None:
+    """`sizes`: of the ranks' layout; parts of data-parallel ranks exchange tokens."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     torch.cuda.set_stream(torch.cuda.Stream(device))
     context = ParallelContext.nccl(
-        ParallelLayout(rank=rank, tp=world),
-        f"{folder}/meet",
-        device=device,
-        hidden_size=HIDDEN,
-        max_tokens=MAX_TOKENS,
-        max_rows=MAX_ROWS,
-    )
+        ParallelLayout(rank=rank, **sizes), f"{folder}/meet", device=device, hidden_size=HIDDEN,
+        max_tokens=MAX_TOKENS, max_rows=MAX_ROWS, is_one_sided="dp" in sizes,
+    )  # fmt: skip
     found = {}
-    for name in parts:
+    for name, part in parts.items():
         began = time.perf_counter()
-        found[name] = PARTS[name](context, device)
+        found[name] = part(context, device)
         torch.cuda.synchronize()
-        found[name]["seconds"] = time.perf_counter() - began
         if rank == 0:
-            print(f"{name}: {found[name]['seconds']:.1f} s", flush=True)
+            print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     context.close()
 
 
+def spawn(parts: dict[str, Part], **sizes: int) -> list[dict[str, Findings]]:
+    """Run `parts` on all ranks; return each rank's findings."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(one_rank, args=(folder, parts, sizes), nprocs=num_ranks())
+        files = [Path(folder, f"{rank}.json") for rank in range(num_ranks())]
+        return [json.loads(file.read_text()) for file in files]
+
+
 @cache
 def findings(parts: tuple[str, ...]) -> list[dict[str, Findings]]:
-    world = num_ranks()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(one_rank, args=(world, folder, parts), nprocs=world)
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
+    return spawn({name: PARTS[name] for name in parts}, tp=num_ranks())
 
 
 # --- parts, each on every rank -------------------------------------------------------------------
@@ -88,15 +89,9 @@ class Layer:
     """Inputs of `all_reduce_add_rms` on every rank: x of all ranks, the residual, the norm."""
 
     def __init__(
-        self,
-        num_rows: int,
-        parts: int,
-        group: Collective,
-        device: torch.device,
-        *,
-        seed: int = 0,
-        quantize: bool = True,
-    ) -> None:
+        self, num_rows: int, parts: int, group: Collective, device: torch.device, *,
+        seed: int = 0, quantize: bool = True,
+    ) -> None:  # fmt: skip
         from negamax.kernels.norm import triton as norm_kernels
 
         generator = torch.Generator(device).manual_seed(1000 * seed + 10 * num_rows + parts)
@@ -223,9 +218,8 @@ def sharded(context: ParallelContext, device: torch.device) -> Findings:
             chosen = router(layer.out, active=active)
             counts = layer.shard_differences(group).tolist()
             of_shards = router.in_shards(layer.expected.hidden, group.size, active=active)
-            counts += [
-                int((got != want).sum()) for got, want in zip(chosen, of_shards, strict=True)
-            ]
+            pairs = zip(chosen, of_shards, strict=True)
+            counts += [int((got != want).sum()) for got, want in pairs]
             wrong[f"T={num_rows} P={parts} active={active is not None}"] = counts
         want = layer.expected.dequantize()
         errors[f"FP8 T={num_rows}"] = error_of(want, layer.expected.hidden)
@@ -268,10 +262,7 @@ STEP_ROWS = ((512, 1, True), (1000, 8, True), (999, 1, False), (2048, 1, True))
 
 
 def shard_times(context: ParallelContext, device: torch.device, router: Router) -> Findings:
-    """Return microseconds per call in a graph: rows sharded by peers, by NCCL, and not sharded.
-
-    Routing likewise. First check few rows, with programs of several warps each.
-    """
+    """Return microseconds per call in a graph: rows sharded by peers, by NCCL, not sharded."""
     from negamax.kernels.collectives import tiles
     from negamax.kernels.collectives import triton as kernels
     from negamax.kernels.norm import triton as norm_kernels
@@ -384,14 +375,10 @@ def selections(context: ParallelContext, device: torch.device) -> Findings:
         num_tokens = sum(queries)
         index_q = torch.randn(num_tokens, heads, 128, generator=generator, device=device).bfloat16()
         own_q = index_q[:, first : first + count].contiguous()
-        whole, part, merge = (
-            plan(metadata, of, dtype=torch.bfloat16)
-            for plan, of in (
-                (kernels.plan_select, shape),
-                (kernels.plan_select, sharded),
-                (kernels.plan_merge_shards, sharded),
-            )
+        whole, part = (
+            kernels.plan_select(metadata, of, dtype=torch.bfloat16) for of in (shape, sharded)
         )
+        merge = kernels.plan_merge_shards(metadata, sharded, dtype=torch.bfloat16)
 
         def of_all(own_q=own_q, cache=cache, plan=whole) -> Any:
             return kernels.select(own_q, cache, plan)
@@ -405,9 +392,8 @@ def selections(context: ParallelContext, device: torch.device) -> Findings:
 
         def step(want=want, of_shards=of_shards, differing=differing) -> None:
             got = of_shards()
-            differing.add_(
-                torch.stack([(got.ids != want.ids).sum(), (got.pages != want.pages).sum()])
-            )
+            counts = [(got.ids != want.ids).sum(), (got.pages != want.pages).sum()]
+            differing.add_(torch.stack(counts))
 
         repeat(step)
         wrong[label] = differing.tolist()
@@ -441,23 +427,19 @@ def merges(context: ParallelContext, device: torch.device) -> Findings:
 
         repeat(step)
         wrong[f"T={num_tokens}"] = int(differing)
+
+        def gathered(parts=parts) -> Any:
+            return merge_partials(parts.gathered(group), None, **own)
+
         taken[f"merge T={num_tokens}"] = {
-            label: microseconds(call, context, repeats=20)
-            for label, call in (
-                ("ours", partial(merge_partials, parts, group, **own)),
-                (
-                    "all-gather",
-                    lambda parts=parts: merge_partials(parts.gathered(group), None, **own),
-                ),
-            )
+            "ours": microseconds(partial(merge_partials, parts, group, **own), context, repeats=20),
+            "all-gather": microseconds(gathered, context, repeats=20),
         }
     return {"wrong": wrong, "times": taken}
 
 
 def times(context: ParallelContext, device: torch.device) -> Findings:
-    """Return microseconds per call in a graph: fused sum with norm and FP8, NCCL's and torch's
-    sums, sampling.
-    """
+    """Return microseconds per call in a graph: fused, NCCL's and torch's sums; sampling."""
     import torch.distributed._symmetric_memory as symm_mem
 
     from negamax.kernels.collectives import tiles
@@ -501,7 +483,7 @@ def times(context: ParallelContext, device: torch.device) -> Findings:
     return found
 
 
-PARTS: dict[str, Callable[[ParallelContext, torch.device], Findings]] = {
+PARTS: dict[str, Part] = {
     part.__name__: part for part in (sums, steps, sharded, picks, selections, merges, times)
 }
 
@@ -525,18 +507,26 @@ def capture(calls: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def microseconds(
-    call: Callable[[], object], context: ParallelContext, *, repeats: int = 50
+    call: Callable[[], object],
+    context: ParallelContext,
+    *,
+    repeats: int = 50,
+    is_captured: bool = True,
 ) -> float:
-    """Return the median of graph replays that hold `repeats` calls."""
+    """Return the median of 7 runs of `repeats` calls, in a graph if they can be captured."""
+
+    def calls() -> None:
+        for _ in range(repeats):
+            call()
+
     call()
-    graph = capture(lambda: [call() for _ in range(repeats)])
-    taken = []
+    run, taken = capture(calls).replay if is_captured else calls, []
     for _ in range(7):
         context.world_min(0)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graph.replay()
+        run()
         start.record()
-        graph.replay()
+        run()
         end.record()
         torch.cuda.synchronize()
         taken.append(start.elapsed_time(end) * 1000 / repeats)
@@ -574,22 +564,16 @@ def test_times() -> None:
 
 
 def show_times(found: list[dict[str, Findings]], parts: tuple[str, ...]) -> None:
-    if "times" in parts:
-        show([rank["times"] for rank in found])
-    for name in ("sharded", "selections", "merges"):
+    for name in ("times", "sharded", "selections", "merges"):
         if name in parts:
-            show([rank[name]["times"] for rank in found])
+            show([rank[name].get("times", rank[name]) for rank in found])
 
 
 def show(found: list[Findings]) -> None:
     for label, row in found[0].items():
-        if label != "seconds":
-            slowest = {name: max(rank[label][name] for rank in found) for name in row}
-            print(
-                f"{label:12} "
-                + "  ".join(f"{name} {value:.2f}" for name, value in slowest.items()),
-                flush=True,
-            )
+        slowest = {name: max(rank[label][name] for rank in found) for name in row}
+        numbers = "  ".join(f"{name} {value:.2f}" for name, value in slowest.items())
+        print(f"{label:12} {numbers}", flush=True)
 
 
 def main() -> None:
@@ -599,10 +583,7 @@ def main() -> None:
     for rank, said in enumerate(found):
         for name in parts:
             if name != "times":
-                print(
-                    f"rank {rank} {name}: "
-                    f"{ {key: value for key, value in said[name].items() if key != 'times'} }"
-                )
+                print(rank, name, {key: own for key, own in said[name].items() if key != "times"})
     show_times(found, parts)
     for file in files:
         Path(file).write_text(json.dumps(found, indent=1))

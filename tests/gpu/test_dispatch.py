@@ -5,8 +5,6 @@
 
 import json
 import sys
-import tempfile
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,24 @@ from typing import Any
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 import torch
-import torch.multiprocessing as mp
-from test_collectives import EXPERTS, HIDDEN, TOP_K, capture, microseconds, num_ranks, several, show
+from test_collectives import (
+    EXPERTS,
+    HIDDEN,
+    MAX_TOKENS,
+    TOP_K,
+    capture,
+    microseconds,
+    num_ranks,
+    several,
+    show,
+    spawn,
+)
 from torch import Tensor
 
 from negamax.kernels.peers import Collective
 from negamax.parallel.context import ParallelContext
-from negamax.parallel.layout import ParallelLayout
 
 ROWS = (1, 16, 64, 100, 128)  # of each rank
-MANY = 8192
 STEPS = 200
 
 
@@ -88,24 +94,6 @@ class Batch:
         return torch.stack([*counts, (sums != total.bfloat16()).sum()])
 
 
-def one_rank(rank: int, world: int, folder: str) -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    torch.cuda.set_stream(torch.cuda.Stream(device))
-    context = ParallelContext.nccl(
-        ParallelLayout(rank=rank, dp=world, ep=world),
-        f"{folder}/meet",
-        device=device,
-        hidden_size=HIDDEN,
-        max_tokens=MANY,
-        max_rows=256,
-        is_one_sided=True,
-    )
-    found = {"wrong": wrong(context, device), "times": times(context, device)}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    context.close()
-
-
 def wrong(context: ParallelContext, device: torch.device) -> dict[str, list[int]]:
     from negamax.kernels.dispatch import triton as kernels
 
@@ -139,8 +127,8 @@ def times(context: ParallelContext, device: torch.device) -> dict[str, dict[str,
             for name, how in (("one launch each", kernels), ("NCCL", spec))
         }
     row_bytes = HIDDEN + 4 * HIDDEN // 128 + 8 * TOP_K
-    sent = torch.zeros(MANY, row_bytes, dtype=torch.uint8, device=device)
-    made = torch.zeros(group.size * MANY, HIDDEN, dtype=torch.bfloat16, device=device)
+    sent = torch.zeros(MAX_TOKENS, row_bytes, dtype=torch.uint8, device=device)
+    made = torch.zeros(group.size * MAX_TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
     peer = torch.empty_like(made, device=torch.device("cuda", (device.index + 1) % group.size))
     others = group.size - 1
     for name, call, num_bytes in (
@@ -148,36 +136,15 @@ def times(context: ParallelContext, device: torch.device) -> dict[str, dict[str,
         ("sum", lambda: group.reduce_scatter(made), others * made.nbytes // group.size),
         ("copy", lambda: peer.copy_(made), made.nbytes),
     ):
-        time_of = eager_microseconds if name == "copy" else microseconds
-        taken = time_of(call, context, repeats=5)
-        found[f"{name} T={MANY}"] = {"us": taken, "GB/s": num_bytes / taken / 1000}
+        # a copy between devices cannot be captured
+        taken = microseconds(call, context, repeats=5, is_captured=name != "copy")
+        found[f"{name} T={MAX_TOKENS}"] = {"us": taken, "GB/s": num_bytes / taken / 1000}
     return found
-
-
-def eager_microseconds(
-    call: Callable[[], object], context: ParallelContext, *, repeats: int
-) -> float:
-    """Time as `microseconds`, outside a graph: a copy between devices cannot be captured."""
-    taken = []
-    for _ in range(7):
-        context.world_min(0)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        call()
-        start.record()
-        for _ in range(repeats):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        taken.append(start.elapsed_time(end) * 1000 / repeats)
-    return sorted(taken)[len(taken) // 2]
 
 
 @cache
 def findings() -> list[dict[str, Any]]:
-    world = num_ranks()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(one_rank, args=(world, folder), nprocs=world)
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
+    return spawn({"wrong": wrong, "times": times}, dp=num_ranks(), ep=num_ranks())
 
 
 @several

@@ -1,5 +1,7 @@
+import math
 import random
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -38,14 +40,9 @@ def agreement(left: list[list[int]], right: list[list[int]]) -> float:
     return agreed / total
 
 
-@pytest.fixture(scope="module")
-def on_cpu() -> list[list[int]]:
-    return answers(device="cpu")
-
-
-@pytest.fixture(scope="module")
-def on_gpu() -> list[list[int]]:
-    return answers(device="cuda")
+@cache
+def plain_answers(model: str, device: str = "cuda") -> list[list[int]]:
+    return answers(model, device=device)
 
 
 SMALL = {
@@ -60,13 +57,14 @@ def llm() -> Iterator[LLM]:
 
 
 def skip_without(options: dict[str, object]) -> None:
-    needed = options.get("tensor_parallel_size", 1)
+    sizes = ("data", "pipeline", "prefill_context", "tensor")
+    needed = math.prod(options.get(f"{size}_parallel_size", 1) for size in sizes)
     if torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} GPUs")
 
 
-def test_the_gpu_answers_as_the_cpu_does(on_cpu: list[list[int]], on_gpu: list[list[int]]) -> None:
-    share = agreement(on_cpu, on_gpu)
+def test_the_gpu_answers_as_the_cpu_does() -> None:
+    share = agreement(plain_answers("nano", "cpu"), plain_answers("nano"))
     print(f"agreement with the CPU: {share:.4f}")
     assert share >= AGREEMENT
 
@@ -84,11 +82,9 @@ def test_the_gpu_answers_as_the_cpu_does(on_cpu: list[list[int]], on_gpu: list[l
     ],
     ids=str,
 )
-def test_another_way_to_run_the_same_prompts_agrees(
-    on_gpu: list[list[int]], options: dict[str, object]
-) -> None:
+def test_another_way_to_run_the_same_prompts_agrees(options: dict[str, object]) -> None:
     skip_without(options)
-    share = agreement(on_gpu, answers(device="cuda", **options))
+    share = agreement(plain_answers("nano"), answers(device="cuda", **options))
     print(f"agreement with {options}: {share:.4f}")
     assert share >= (0.97 if "kv_cache_dtype" in options else AGREEMENT)
 
@@ -103,9 +99,9 @@ def answers_of_m3(**options: object) -> list[list[int]]:
         return [each.outputs[0].token_ids for each in llm.generate(asked, GREEDY)]
 
 
-@pytest.fixture(scope="module")
-def m3_on_cpu() -> list[list[int]]:
-    return answers_of_m3(device="cpu")
+@cache
+def plain_answers_of_m3(device: str) -> list[list[int]]:
+    return answers_of_m3(device=device)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +115,9 @@ def m3_on_cpu() -> list[list[int]]:
     ],
     ids=str,
 )
-def test_block_sparse_attention_answers_as_on_the_cpu(
-    m3_on_cpu: list[list[int]], options: dict[str, object]
-) -> None:
+def test_block_sparse_attention_answers_as_on_the_cpu(options: dict[str, object]) -> None:
     skip_without(options)
-    share = agreement(m3_on_cpu, answers_of_m3(device="cuda", **options))
+    share = agreement(plain_answers_of_m3("cpu"), answers_of_m3(device="cuda", **options))
     print(f"agreement of nano-m3 with the CPU, {options}: {share:.4f}")
     assert share >= AGREEMENT
 
@@ -181,11 +175,8 @@ def test_prompt_logprobs_penalties_bias_and_allowed_tokens_reach_the_gpu(llm: LL
     banned = generate(**greedy, max_tokens=160)[0]
     assert generate(**greedy, max_tokens=4, logit_bias={banned: -100.0})[0] != banned
     allowed = 70, 71, 900, 4000
-    for fields in (
-        greedy,
-        {"temperature": 1.5, "top_k": 0, "top_p": 1.0},
-        {"temperature": 1.5, "logprobs": 2},
-    ):
+    hot = {"temperature": 1.5}
+    for fields in (greedy, {**hot, "top_k": 0, "top_p": 1.0}, {**hot, "logprobs": 2}):
         params = SamplingParams(
             seed=5, max_tokens=12, ignore_eos=True, allowed_token_ids=allowed, **fields
         )
@@ -219,15 +210,10 @@ def mixed_run(loop: EngineLoop, *, longest: int) -> None:
     waiting = []
     for number in range(200):
         sampling = SamplingParams(
-            temperature=draw.choice((0.0, 1.0)),
-            top_k=draw.choice((0, 0, 40)),
-            top_p=draw.choice((1.0, 0.9)),
-            min_p=0.0,
-            repetition_penalty=draw.choice((1.0, 1.0, 1.2)),
-            seed=number,
-            max_tokens=draw.randint(1, 300),
-            ignore_eos=True,
-        )
+            temperature=draw.choice((0.0, 1.0)), top_k=draw.choice((0, 0, 40)),
+            top_p=draw.choice((1.0, 0.9)), min_p=0.0, seed=number, ignore_eos=True,
+            repetition_penalty=draw.choice((1.0, 1.0, 1.2)), max_tokens=draw.randint(1, 300),
+        )  # fmt: skip
         length = min(longest, max(1, int(draw.lognormvariate(5.5, 1.7))))
         ids = tuple(draw.randrange(3, 4000) for _ in range(length))
         waiting.append(

@@ -229,10 +229,7 @@ def prepare(
     name: str, folder: Path, tensors: Mapping[str, Tensor], *, kernels: KernelTable,
     device: torch.device, lengths: tuple[int, int, int] = (PROMPT, GREEDY_TOKENS, LONG_PROMPT),
 ) -> Subject:  # fmt: skip
-    """Write the checkpoint in the format `name` and load it in every way.
-
-    `lengths`: of a prompt, of its answer and of a long prompt.
-    """
+    """Write the checkpoint and load it in every way; `lengths`: prompt, answer, long prompt."""
     write_checkpoint(name, folder, tensors)
     cpu = torch.device("cpu")
     definition = load(folder, ParallelLayout(), kernels=REFERENCES, device=cpu)

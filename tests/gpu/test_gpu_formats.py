@@ -10,6 +10,7 @@ from test_gpu_engine import agreement, answers
 
 from negamax.config.embedded import EMBEDDED
 from negamax.convert.source import Source
+from tests.tiny import TOKENIZER_FILES
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 from stored_formats import FORMATS, write
@@ -22,12 +23,7 @@ WEIGHTS_ONLY = (
 )  # fmt: skip
 ROUNDED = ("compressed-fp8-channel", "int8", "modelopt-fp8", "modelslim-dynamic", "quark-int8")
 DEGREES = (1, 2, 4)
-_TEXTS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+_TEXTS = (*TOKENIZER_FILES, "generation_config.json")
 
 
 def both_ways(folder: Path, name: str) -> tuple[Path, Path]:

@@ -1,15 +1,20 @@
 """Two full-width layers of MiniMax-M2 on a GPU against the fp32 definitions."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+
+from model_support import PagedRun
+
 from negamax.formats.floats import E4M3_BLOCKS
 from negamax.formats.platform import CPU
-from negamax.kernels.attention.metadata import attention_metadata
 from negamax.kernels.platform import platform_of
 from negamax.kernels.quantize.op import dequantize_block
 from negamax.kernels.registry import OPS, KernelTable, resolve
@@ -17,7 +22,6 @@ from negamax.models.build import build_model
 from negamax.models.decoder import Decoder
 from negamax.models.registry import bundled_spec
 from negamax.parallel.context import ParallelContext
-from negamax.worker.kv_cache import allocate
 
 SPEC = replace(bundled_spec("minimax-m2"), num_layers=2)
 BLOCK_SIZE = 64
@@ -73,51 +77,24 @@ def filled(kernels: KernelTable, *, keep_quantized: bool, device: torch.device) 
     return model
 
 
-class Paged:
-    """Sequences of `blocks` blocks each on a model's caches."""
-
-    def __init__(
-        self, model: Decoder, *, dtype: torch.dtype, device: torch.device, sequences: int,
-        blocks: int,
-    ) -> None:  # fmt: skip
-        self.model, self.device, count = model, device, sequences * blocks
-        sizes = {"block_size": BLOCK_SIZE, "ranks": 1, "device": device}
-        self.kv = allocate(SPEC.kv_caches(), count, dtype=dtype, **sizes)
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
-        self.tables = order.view(sequences, blocks).int().to(device)
-
-    @torch.inference_mode()
-    def step(self, tokens: list[list[int]], lengths: list[int]) -> Tensor:
-        """Run the last `lengths` of each sequence's `tokens`; return logits of all of them."""
-        counts, device = [len(part) for part in tokens], self.device
-        metadata = attention_metadata(
-            self.tables, lengths, counts, num_decodes=len(counts) if max(counts) == 1 else 0
-        )
-        ids = torch.tensor([token for part in tokens for token in part], device=device)
-        return self.model.logits(self.model.forward(ids, metadata, self.kv)[0])
-
-
 def typical_error(
     kernels: KernelTable, *, keep_quantized: bool, device: torch.device, longest: int
 ) -> float:
-    """Return the worst step's median ||logits - expected|| / ||expected|| of a token.
-
-    The median, since rounding may change a token's selection among experts of nearly equal score.
-    """
-    lengths = [longest, 1, longest // 2 + 3]
-    sizes = {"device": device, "sequences": 3, "blocks": (longest + 40) // BLOCK_SIZE + 2}
+    """Return the worst step's median error of a token; near ties may select other experts."""
+    sizes = {"device": device, "block_size": BLOCK_SIZE}
+    sizes["num_blocks"] = 3 * ((longest + 40) // BLOCK_SIZE + 2)
     model = filled(kernels, keep_quantized=keep_quantized, device=device)
     oracle = filled(REFERENCES, keep_quantized=False, device=device)
-    tested = Paged(model, dtype=kernels.dtype, **sizes)
-    definition = Paged(oracle, dtype=torch.float32, **sizes)
+    tested = PagedRun(model, dtype=kernels.dtype, **sizes)
+    definition = PagedRun(oracle, dtype=torch.float32, **sizes)
     draw = torch.Generator().manual_seed(2)
-    worst, known = 0.0, [0] * len(lengths)
-    for counts in (lengths, [17, 2, 5], [1, 1, 1], [1, 1, 1]):
-        tokens = [
-            torch.randint(0, SPEC.vocab_size, (count,), generator=draw).tolist() for count in counts
+    worst = 0.0
+    for counts in ([1, longest, longest // 2 + 3], [17, 2, 5], [1, 1, 1], [1, 1, 1]):
+        chunks = [
+            (f"s{n}", torch.randint(0, SPEC.vocab_size, (count,), generator=draw).tolist())
+            for n, count in enumerate(counts)
         ]
-        known = [a + b for a, b in zip(known, counts, strict=True)]
-        actual, expected = tested.step(tokens, known), definition.step(tokens, known)
+        actual, expected = (torch.cat([*run.step(chunks).values()]) for run in (tested, definition))
         assert bool(torch.isfinite(actual).all())
         errors = (actual.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
         worst = max(worst, float(errors.median()))

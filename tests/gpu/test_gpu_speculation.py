@@ -1,8 +1,7 @@
-from functools import cache
 from typing import Any
 
 import pytest
-from test_gpu_engine import AGREEMENT, GREEDY, agreement, answers, prompts, skip_without
+from test_gpu_engine import AGREEMENT, GREEDY, agreement, plain_answers, prompts, skip_without
 
 from negamax import LLM
 
@@ -21,11 +20,6 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@cache
-def without(model: str) -> list[list[int]]:
-    return answers(model, device="cuda")
-
-
 @pytest.mark.parametrize("model", ["nano", "nano-m3"])
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_are_those_without_drafts(model: str, way: str) -> None:
@@ -36,7 +30,7 @@ def test_answers_are_those_without_drafts(model: str, way: str) -> None:
     with LLM(model, device="cuda", speculative_config=draft, **options) as llm:
         made = [each.outputs[0].token_ids for each in llm.generate(prompts(llm), GREEDY)]
         stats = llm._loop.stats()
-    share = agreement(without(model), made)
+    share = agreement(plain_answers(model), made)
     length = 1 + stats.num_accepted_tokens / max(1, stats.num_drafts)
     print(f"agreement of {model}, {way}: {share:.4f}, {length:.2f} tokens per step with drafts")
     assert share >= (0.97 if "kv_cache_dtype" in options else AGREEMENT)

@@ -1,7 +1,6 @@
 """Models split over several GPUs agree with one GPU, and end their runs with every block free."""
 
 import contextlib
-import math
 import os
 import signal
 import sys
@@ -11,89 +10,80 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).parent))
 
-from test_gpu_engine import AGREEMENT, GREEDY, agreement, answers_of_m3, mixed_run, prompts
+from test_gpu_engine import (
+    AGREEMENT,
+    GREEDY,
+    agreement,
+    answers_of_m3,
+    mixed_run,
+    plain_answers_of_m3,
+    prompts,
+    skip_without,
+)
 
 from negamax import LLM, SamplingParams
 from negamax.engine.core.executor import MultiProcessExecutor
 from negamax.engine.core.setup import start_loop
 from negamax.options.engine import EngineOptions
-
-NAMES = {
-    "dp": "data_parallel_size", "pp": "pipeline_parallel_size", "tp": "tensor_parallel_size",
-    "pcp": "prefill_context_parallel_size", "dcp": "decode_context_parallel_size",
-    "ep": "enable_expert_parallel",
-}  # fmt: skip
-
-
-def split(**options: Any) -> dict[str, Any]:
-    return {NAMES.get(name, name): value for name, value in options.items()}
-
+from tests.layouts import parallel
 
 BALANCING = {"step_interval": 8, "window_size": 8, "num_redundant_experts": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 DATA = [
-    split(dp=2),
-    split(dp=2, ep=True),
-    split(dp=2, ep=True, enforce_eager=True),
-    split(dp=2, max_num_batched_tokens=48),
-    split(dp=4, ep=True),
-    split(dp=2, tp=2, expert_parallel_size=2),
-    split(dp=2, ep=True, enable_eplb=True, eplb_config=BALANCING),
+    parallel(dp=2),
+    parallel(dp=2, ep=True),
+    parallel(dp=2, ep=True, enforce_eager=True),
+    parallel(dp=2, max_num_batched_tokens=48),
+    parallel(dp=4, ep=True),
+    parallel(dp=2, tp=2, expert_parallel_size=2),
+    parallel(dp=2, ep=True, enable_eplb=True, eplb_config=BALANCING),
 ]
 CONTEXT = [
-    split(pcp=2),
-    split(pcp=2, enforce_eager=True),
-    split(pcp=2, kv_cache_dtype="fp8"),
-    split(pcp=4, ep=True),
-    split(pcp=2, tp=2, expert_parallel_size=2),
-    split(pcp=2, pp=2),
-    split(pcp=2, dp=2, ep=True),
-    split(pcp=2, dp=2, all2all_backend="one_sided"),
+    parallel(pcp=2),
+    parallel(pcp=2, enforce_eager=True),
+    parallel(pcp=2, kv_cache_dtype="fp8"),
+    parallel(pcp=4, ep=True),
+    parallel(pcp=2, tp=2, expert_parallel_size=2),
+    parallel(pcp=2, pp=2),
+    parallel(pcp=2, dp=2, ep=True),
+    parallel(pcp=2, dp=2, all2all_backend="one_sided"),
 ]
 STAGES = [
-    split(pp=2, enforce_eager=True),
-    split(pp=2),
-    split(pp=2, max_num_batched_tokens=48),
-    split(pp=4),
-    split(pp=2, tp=2),
-    split(pp=2, dp=2),
-    split(pp=2, dp=2, ep=True),
-    split(pp=2, speculative_config={"method": "ngram"}),
-    split(pp=4, speculative_config={"model": "nano-draft"}),
+    parallel(pp=2, enforce_eager=True),
+    parallel(pp=2),
+    parallel(pp=2, max_num_batched_tokens=48),
+    parallel(pp=4),
+    parallel(pp=2, tp=2),
+    parallel(pp=2, dp=2),
+    parallel(pp=2, dp=2, ep=True),
+    parallel(pp=2, speculative_config={"method": "ngram"}),
+    parallel(pp=4, speculative_config={"model": "nano-draft"}),
 ]
 # the embedded models have two KV heads
 CACHE_SHARDS = [
-    split(tp=4, dcp=2),
-    split(tp=4, dcp=2, enforce_eager=True),
-    split(tp=4, dcp=2, kv_cache_dtype="fp8"),
-    split(tp=4, dcp=2, speculative_config=NGRAM),
-    split(tp=4, dcp=2, ep=True),
+    parallel(tp=4, dcp=2),
+    parallel(tp=4, dcp=2, enforce_eager=True),
+    parallel(tp=4, dcp=2, kv_cache_dtype="fp8"),
+    parallel(tp=4, dcp=2, speculative_config=NGRAM),
+    parallel(tp=4, dcp=2, ep=True),
 ]
 OF_M3 = [
     *(DATA[at] for at in (0, 1, 4, 5, 6)),
     *(CONTEXT[at] for at in (0, 3, 4, 6)),
     *(STAGES[at] for at in (1, 4, 6)),
     CACHE_SHARDS[0],
-    split(tp=4, dcp=2, index_cache_sharding="on"),
-    split(tp=4, dcp=2, index_cache_sharding="on", kv_cache_dtype="fp8"),
+    parallel(tp=4, dcp=2, index_cache_sharding="on"),
+    parallel(tp=4, dcp=2, index_cache_sharding="on", kv_cache_dtype="fp8"),
 ]
 MIXED = [
     *(("minimax-m2", DATA[at]) for at in (1, 4, 5, 6)),
     *(("minimax-m2", CONTEXT[at]) for at in (0, 3, 4, 6)),
-    ("minimax-m3-mxfp8", split(tp=8, dcp=2)),
-    ("minimax-m3-mxfp8", split(tp=8, dcp=2, index_cache_sharding="on", kv_cache_dtype="fp8")),
+    ("minimax-m3-mxfp8", parallel(tp=8, dcp=2)),
+    ("minimax-m3-mxfp8", parallel(tp=8, dcp=2, index_cache_sharding="on", kv_cache_dtype="fp8")),
 ]
-
-
-def skip_without(options: dict[str, Any]) -> None:
-    """Skip without enough GPUs. (`dcp` divides the tensor-parallel size.)"""
-    needed = math.prod(options.get(NAMES[size], 1) for size in ("dp", "pp", "pcp", "tp"))
-    if torch.cuda.device_count() < needed:
-        pytest.skip(f"needs {needed} GPUs")
 
 
 def answers(**options: Any) -> tuple[list[list[int]], list[list[int]]]:
@@ -112,11 +102,6 @@ def of_one_gpu() -> list[list[int]]:
     return answers()[0]
 
 
-@pytest.fixture(scope="module")
-def m3_of_one_gpu() -> list[list[int]]:
-    return answers_of_m3(device="cuda")
-
-
 @pytest.mark.parametrize("options", [*DATA, *CONTEXT, *STAGES, *CACHE_SHARDS], ids=str)
 def test_ranks_agree_with_one(of_one_gpu: list[list[int]], options: dict[str, Any]) -> None:
     skip_without(options)
@@ -128,11 +113,9 @@ def test_ranks_agree_with_one(of_one_gpu: list[list[int]], options: dict[str, An
 
 
 @pytest.mark.parametrize("options", OF_M3, ids=str)
-def test_nano_m3_agrees_with_one_gpu(
-    m3_of_one_gpu: list[list[int]], options: dict[str, Any]
-) -> None:
+def test_nano_m3_agrees_with_one_gpu(options: dict[str, Any]) -> None:
     skip_without(options)
-    share = agreement(m3_of_one_gpu, answers_of_m3(device="cuda", **options))
+    share = agreement(plain_answers_of_m3("cuda"), answers_of_m3(device="cuda", **options))
     print(f"agreement of nano-m3 on {options} with one GPU: {share:.4f}")
     assert share >= AGREEMENT
 
@@ -165,7 +148,7 @@ def test_a_seed_gives_the_same_text_on_either_rank() -> None:
 @pytest.mark.parametrize(
     ("options", "victim", "most_seconds"),
     [
-        (split(tp=2), 1, 3.0),
+        (parallel(tp=2), 1, 3.0),
         # the survivor may need five seconds more until it is killed
         (STAGES[1], 0, 8.0),
         (STAGES[1], 1, 8.0),

@@ -6,18 +6,13 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
 import torch
 import torch.multiprocessing as mp
+from test_collectives import HIDDEN, several
 
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.poll_control import PollControl
-
-HIDDEN = 3072
-several = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="needs two GPUs that reach each other"
-)
 
 
 def waited(control: PollControl, context: ParallelContext, device: torch.device) -> float:

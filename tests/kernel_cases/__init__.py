@@ -22,19 +22,8 @@ from tests.kernel_cases import (
 )
 from tests.kernel_cases.case import OpCases
 
-CASES: dict[str, OpCases] = {
-    **norm.CASES,
-    **kvcache.CASES,
-    **attention.CASES,
-    **block_sparse.CASES,
-    **cache_shards.CASES,
-    **gemm.CASES,
-    **moe.CASES,
-    **mlp.CASES,
-    **quantize.CASES,
-    **sampling.CASES,
-    **drafts.CASES,
-    **steps.CASES,
-    **collectives.CASES,
-    **dispatch.CASES,
-}
+_FAMILIES = (
+    norm, kvcache, attention, block_sparse, cache_shards, gemm, moe, mlp, quantize, sampling,
+    drafts, steps, collectives, dispatch,
+)  # fmt: skip
+CASES: dict[str, OpCases] = {op: own for family in _FAMILIES for op, own in family.CASES.items()}

@@ -195,11 +195,7 @@ def _attention_case(
     cache_dtype: torch.dtype | None = None,
     max_run: int = 0,
 ) -> Case:
-    """Queries of the last `counts` tokens of each sequence.
-
-    With `max_run` they are decodes with draft tokens and padding. An FP8 cache has scales other
-    than 1.
-    """
+    """Queries of the last `counts` tokens; with `max_run`, decodes with drafts and padding."""
     shape, heads = PagedShape(kv_heads, group, block_size), kv_heads * group
     num_queries = max_run * len(lengths) or sum(counts)
     tensors = {
@@ -314,14 +310,11 @@ CASES = {
     ROPE_WRITE: _norm_cases(partial(apply_norm, has_norm=False), _ROPE_SMALL, _ROPE_WIDE),
     DECODE: OpCases(
         both(table(_attention_case, _RUNS_SMALL), table(_decode_case, _DECODE_SMALL)),
-        apply_attention,
-        attention_cost,
+        apply_attention, attention_cost,
         both(table(_attention_case, _RUNS_WIDE), table(_decode_case, _DECODE_WIDE)),
     ),
     PREFILL: OpCases(
-        table(_attention_case, _PREFILL_SMALL),
-        apply_attention,
-        attention_cost,
+        table(_attention_case, _PREFILL_SMALL), apply_attention, attention_cost,
         table(_attention_case, _PREFILL_WIDE),
     ),
-}
+}  # fmt: skip

@@ -46,13 +46,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: map_tensors(part, change) for key, part in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(
-            value,
-            **{
-                field.name: map_tensors(getattr(value, field.name), change)
-                for field in fields(value)
-            },
-        )
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        return replace(value, **map_tensors(parts, change))
     return value
 
 

@@ -31,7 +31,7 @@ from negamax.kernels.kvcache.op import FP8, KvCache, TokenPlaces, cache_rows
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.rotary import cos_sin, signed_frequencies
 from tests.kernel_cases.attention import cache_of, describe_lengths, paged_caches, run_metadata
-from tests.kernel_cases.case import Case, Cost, OpCases, Rows, num_bytes, randn, table
+from tests.kernel_cases.case import Case, Cost, OpCases, Rows, num_bytes, randn, table, tabled
 
 # MiniMax-M3 on one of four ranks, and on one GPU.
 M3 = SparseShape(kv_heads=1, group=16, block_size=128, sparse_block_size=128, topk_blocks=16)
@@ -155,12 +155,8 @@ _SELECT_SMALL = (*_rows((*_DECODE, *_PREFILL)), *_rows(_PREFILL[-1:], FP8), *_DE
 # three draft tokens, whole prompts and chunks on a prefix.
 _LONG = [1000, 32_000, 0, 128_001]
 _DECODE_FULL = (
-    ([1064], None),
-    ([32_000] * 4, None),
-    (_LONG, None),
-    (_LONG, FP8),
-    ([2100] * 100, FP8),
-)
+    ([1064], None), ([32_000] * 4, None), (_LONG, None), (_LONG, FP8), ([2100] * 100, FP8)
+)  # fmt: skip
 _RUNS_FULL = ([32_000, 128_001, 777, 2100], [4, 4, 2, 3])
 _PREFILL_FULL = (
     ([1000] * 4, [1000] * 4, None),
@@ -240,14 +236,12 @@ def _select_case(
     """Index queries of the last `counts` tokens of each sequence; `max_run`: as `run_metadata`."""
     one_head = SparseShape(1, shape.kv_heads, shape.block_size, shape.block_size, 1)
     caches = paged_caches(cache_dtype or dtype, generator, lengths, shape=one_head, head_dim=width)
+    size = (max_run * len(lengths) or sum(counts), shape.kv_heads, width)
     tensors = {
-        "index_q": randn(
-            max_run * len(lengths) or sum(counts), shape.kv_heads, width,
-            dtype=dtype, generator=generator,
-        ),
+        "index_q": randn(*size, dtype=dtype, generator=generator),
         "index_cache": caches["k_cache"],
         "block_tables": caches["block_tables"],
-    }  # fmt: skip
+    }
     label = _label(lengths, counts, shape, width, cache_dtype or dtype, max_run=max_run)
     return Case(label, tensors, _numbers(lengths, counts, shape, max_run=max_run))
 
@@ -308,28 +302,22 @@ def _label(
     *,
     max_run: int = 0,
 ) -> str:
+    drafts = " with drafts" if max_run else ""
     return (
-        f"{describe_lengths(lengths)} queries={sum(counts)}{' with drafts' if max_run else ''} "
-        f"kv_heads={shape.kv_heads} group={shape.group} "
-        f"width={width} block_size={shape.block_size} top {shape.topk_blocks} of "
-        f"{shape.sparse_block_size} {dtype}"
+        f"{describe_lengths(lengths)} queries={sum(counts)}{drafts} kv_heads={shape.kv_heads} "
+        f"group={shape.group} width={width} block_size={shape.block_size} "
+        f"top {shape.topk_blocks} of {shape.sparse_block_size} {dtype}"
     )
 
 
 def plan_of(kernel: AnyKernel, case: Case, *, dtype: torch.dtype) -> Any:
-    n = case.numbers
+    tables, n = case.tensors["block_tables"], case.numbers
+    lengths, counts = n["lengths"], n["counts"]
     if "max_run" in n:
-        queries = run_metadata(
-            case.tensors["block_tables"], n["lengths"], n["counts"], max_run=n["max_run"]
-        )
-        return kernel.prepare(queries, n["shape"], dtype=dtype)
-    is_decode = [count == 1 for count in n["counts"]]
-    queries = attention_metadata(
-        case.tensors["block_tables"],
-        n["lengths"],
-        n["counts"],
-        num_decodes=len(is_decode) if all(is_decode) else 0,
-    )
+        queries = run_metadata(tables, lengths, counts, max_run=n["max_run"])
+    else:
+        num_decodes = len(counts) if set(counts) == {1} else 0
+        queries = attention_metadata(tables, lengths, counts, num_decodes=num_decodes)
     return kernel.prepare(queries, n["shape"], dtype=dtype)
 
 
@@ -408,14 +396,11 @@ def attention_cost(case: Case) -> Cost:
 
 
 CASES = {
-    BLOCK_SPARSE_NORM_ROPE_WRITE: OpCases(
-        table(_norm_case, _NORM_SMALL), apply_norm, norm_cost, table(_norm_case, _NORM_WIDE)
+    BLOCK_SPARSE_NORM_ROPE_WRITE: tabled(
+        _norm_case, _NORM_SMALL, apply_norm, norm_cost, _NORM_WIDE
     ),
-    BLOCK_SPARSE_SELECT: OpCases(
-        table(_select_case, _SELECT_SMALL),
-        apply_select,
-        select_cost,
-        table(_select_case, _SELECT_WIDE),
+    BLOCK_SPARSE_SELECT: tabled(
+        _select_case, _SELECT_SMALL, apply_select, select_cost, _SELECT_WIDE
     ),
     BLOCK_SPARSE_SELECT_SHARD: OpCases(
         table(_select_shard_case, _SELECT_SMALL, rank=1, ranks=3),
@@ -429,16 +414,12 @@ CASES = {
         merge_cost,
         table(_merge_case, (*_decodes(_DECODE_FULL, M3), *_prefills(M3)), shard=SHARD),
     ),
-    BLOCK_SPARSE_DECODE: OpCases(
-        table(_attention_case, _DECODE_SMALL),
-        apply_attention,
-        attention_cost,
-        table(_attention_case, (*_decodes(_DECODE_FULL, M3), *_M3_RUNS)),
+    BLOCK_SPARSE_DECODE: tabled(
+        _attention_case, _DECODE_SMALL, apply_attention, attention_cost,
+        (*_decodes(_DECODE_FULL, M3), *_M3_RUNS),
     ),
-    BLOCK_SPARSE_PREFILL: OpCases(
-        table(_attention_case, _PREFILL_SMALL),
-        apply_attention,
-        attention_cost,
-        table(_attention_case, (*_prefills(M3), ([8192], [2048], M3_WHOLE))),
+    BLOCK_SPARSE_PREFILL: tabled(
+        _attention_case, _PREFILL_SMALL, apply_attention, attention_cost,
+        (*_prefills(M3), ([8192], [2048], M3_WHOLE)),
     ),
-}
+}  # fmt: skip

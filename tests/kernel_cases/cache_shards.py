@@ -23,7 +23,7 @@ from negamax.kernels.op import AnyKernel
 from tests.kernel_cases import attention as dense
 from tests.kernel_cases import block_sparse as sparse
 from tests.kernel_cases.attention import cache_of
-from tests.kernel_cases.case import Apply, Case, Cost, OpCases, num_bytes, randn, table
+from tests.kernel_cases.case import Apply, Case, Cost, OpCases, num_bytes, randn, tabled
 
 # --- where tokens lie ----------------------------------------------------------------------------
 
@@ -157,7 +157,5 @@ CASES = {
     PARTIAL_SPARSE_PREFILL: _parts(
         sparse.CASES[BLOCK_SPARSE_PREFILL], apply_sparse_attention, slice(2, None), 3
     ),
-    MERGE_PARTIALS: OpCases(
-        table(_merge_case, _MERGE_SMALL), apply_merge, merge_cost, table(_merge_case, _MERGE_WIDE)
-    ),
+    MERGE_PARTIALS: tabled(_merge_case, _MERGE_SMALL, apply_merge, merge_cost, _MERGE_WIDE),
 }

@@ -66,6 +66,16 @@ def table(make: Callable[..., Case], rows: Rows, **fixed: Any) -> Make:
     return lambda dtype, generator: [make(dtype, generator, *row, **fixed) for row in rows]
 
 
+def tabled(
+    make: Callable[..., Case],
+    small: Rows,
+    apply: Apply,
+    cost: Callable[[Case], Cost],
+    wide: Rows = (),
+) -> OpCases:
+    return OpCases(table(make, small), apply, cost, table(make, wide))
+
+
 def both(*makers: Make) -> Make:
     """Return a maker of the cases of all `makers`."""
     return lambda dtype, generator: [case for make in makers for case in make(dtype, generator)]
@@ -78,8 +88,5 @@ def num_bytes(*tensors: Tensor) -> int:
 def randn(
     *shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0
 ) -> Tensor:
-    """Draw normal values of standard deviation `scale` on the generator's device.
-
-    They are drawn in float32: every dtype sees the same ones.
-    """
+    """Draw normal values in float32, so that every dtype has the same ones."""
     return (torch.randn(*shape, generator=generator, device=generator.device) * scale).to(dtype)

@@ -12,7 +12,7 @@ from negamax.kernels.activations import GROUP
 from negamax.kernels.dispatch.op import COMBINE, DISPATCH, ExpertRanges
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.peers import PeerMemory, PeerRegion
-from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
+from tests.kernel_cases.case import Case, Cost, num_bytes, randn, tabled
 
 HELD = range(3, 7)  # the experts of the one rank
 
@@ -37,35 +37,15 @@ class OneRank:
             0, 1, reduce=sums, stats=sums, pick=sums, tokens=tokens, owner=(memory, control)
         )
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor, **_options: int) -> Tensor:
         return tensor
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
-        return tensor
-
-
-def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _case(dtype, generator, num_tokens=tokens, num_rows=rows, width=width, top_k=top_k)
-        for tokens, rows, width, top_k in ((1, 1, 128, 4), (5, 7, 256, 8), (3, 3, 384, 5))
-    ]
-
-
-def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _case(dtype, generator, num_tokens=tokens, num_rows=tokens, width=width, top_k=top_k)
-        for width, top_k in ((3072, 8), (6144, 4))
-        for tokens in (1, 16, 128)
-    ]
+    all_gather = reduce_scatter = all_reduce
 
 
 def _case(
     dtype: torch.dtype,
     generator: torch.Generator,
-    *,
     num_tokens: int,
     num_rows: int,
     width: int,
@@ -133,7 +113,10 @@ def cost_combine(case: Case) -> Cost:
     return Cost(num_bytes=num_bytes(out) * 3 // 2, flops=out.numel())
 
 
+# tokens, rows, width, top-k
+_SMALL = ((1, 1, 128, 4), (5, 7, 256, 8), (3, 3, 384, 5))
+_WIDE = [(n, n, *sizes) for sizes in ((3072, 8), (6144, 4)) for n in (1, 16, 128)]
 CASES = {
-    DISPATCH: OpCases(small, apply_dispatch, cost_dispatch, full_size),
-    COMBINE: OpCases(small, apply_combine, cost_combine, full_size),
+    DISPATCH: tabled(_case, _SMALL, apply_dispatch, cost_dispatch, _WIDE),
+    COMBINE: tabled(_case, _SMALL, apply_combine, cost_combine, _WIDE),
 }

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED, EMBED_NORMS, RECORD_DRAFTS
 from negamax.kernels.op import AnyKernel
-from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn, table
+from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn, tabled
 
 
 def count_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
@@ -125,7 +125,5 @@ CASES = {
     COUNT_ACCEPTED: OpCases(count_small, apply_count, count_cost),
     ADVANCE_ROWS: OpCases(advance_small, apply_advance, advance_cost),
     RECORD_DRAFTS: OpCases(record_small, apply_record, record_cost),
-    EMBED_NORMS: OpCases(
-        table(_embed_case, _EMBED_SMALL), apply_embed, embed_cost, table(_embed_case, _EMBED_WIDE)
-    ),
+    EMBED_NORMS: tabled(_embed_case, _EMBED_SMALL, apply_embed, embed_cost, _EMBED_WIDE),
 }

@@ -35,16 +35,11 @@ _HEAD_ROWS = {"lm_head TP4": 50016, "lm_head TP1": 200064}
 
 def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     cases = []
-    for num_tokens, inputs, outputs, out_dtype in (
-        (0, 64, 32, None),
-        (1, 256, 264, None),
-        (3, 37, 5, None),
-        (16, 512, 256, None),
-        (17, 200, 131, None),
-        (33, 200, 131, None),
-        (130, 56, 96, None),
-        (5, 64, 48, torch.float32),
-    ):
+    for num_tokens, inputs, outputs, *to in (
+        (0, 64, 32), (1, 256, 264), (3, 37, 5), (16, 512, 256), (17, 200, 131), (33, 200, 131),
+        (130, 56, 96), (5, 64, 48, torch.float32),
+    ):  # fmt: skip
+        out_dtype = to[0] if to else None
         tensors = {
             "x": randn(num_tokens, inputs, dtype=dtype, generator=generator),
             "weight": randn(outputs, inputs, dtype=dtype, generator=generator, scale=inputs**-0.5),
@@ -52,7 +47,7 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         label = f"T={num_tokens} in={inputs} out={outputs}{' to fp32' if out_dtype else ''}"
         cases.append(Case(label, tensors, {"out_dtype": out_dtype}))
     cases += [
-        weight_only_case(stored, *sizes, dtype=dtype, generator=generator)
+        weight_only_case(dtype, generator, stored, *sizes)
         for number, stored in enumerate(weight_only.SMALL_FORMATS)
         for sizes in (
             (1, 640, 130) if number % 2 else (33, 192, 72),
@@ -61,43 +56,32 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         )
     ]
     for num_tokens, stored in zip((3, 1, 1), weight_only.FORMATS[:3], strict=True):
-        case = weight_only_case(stored, num_tokens, 3584, 24, dtype=dtype, generator=generator)
+        case = weight_only_case(dtype, generator, stored, num_tokens, 3584, 24)
         cases.append(replace(case, label=f"{case.label} in parts", numbers={"in_parts": True}))
     return cases + [
-        fp8_case(*sizes, dtype=dtype, generator=generator)
+        fp8_case(dtype, generator, *sizes)
         for sizes in (
-            (0, 128, 64),
-            (1, 512, 24),
-            (1, 640, 130),
-            (2, 640, 130),
-            (7, 896, 40),
-            (9, 384, 72),
-            (16, 896, 24),
-            (20, 384, 128),
-            (33, 640, 64),
-            (65, 128, 192),
-            (129, 256, 130),
+            (0, 128, 64), (1, 512, 24), (1, 640, 130), (2, 640, 130), (7, 896, 40), (9, 384, 72),
+            (16, 896, 24), (20, 384, 128), (33, 640, 64), (65, 128, 192), (129, 256, 130),
         )
-    ]
+    ]  # fmt: skip
 
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     cases = [
-        fp8_case(n, inputs, outputs, dtype=dtype, generator=generator, label=label)
-        for label, (inputs, outputs) in _M2_SHAPES.items()
+        fp8_case(dtype, generator, n, *sizes, label)
+        for label, sizes in _M2_SHAPES.items()
         for n in (_M2_TOKENS if "TP4" in label else _M2_TOKENS[:-1])
     ]
     cases += [
-        weight_only_case(stored, n, inputs, outputs, dtype=dtype, generator=generator, label=label)
+        weight_only_case(dtype, generator, stored, n, *sizes, label)
         for stored in weight_only.FORMATS
-        for label, (inputs, outputs) in _M2_SHAPES.items()
+        for label, sizes in _M2_SHAPES.items()
         for n in (*_PACKED_TOKENS, *(_LONG if stored.activation else ()))
     ]
     cases += [
-        weight_only_case(
-            weight_only.INT4, n, inputs, outputs, dtype=dtype, generator=generator, label=label
-        )
-        for label, (inputs, outputs) in _M3_PACKED_SHAPES.items()
+        weight_only_case(dtype, generator, weight_only.INT4, n, *sizes, label)
+        for label, sizes in _M3_PACKED_SHAPES.items()
         for n in (1, 16, 64, 100)
     ]
     for label, rows in _HEAD_ROWS.items():
@@ -107,25 +91,21 @@ def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
             tensors = {"x": x, "weight": weight}
             cases.append(Case(f"{label} T={num_tokens}", tensors, {"out_dtype": torch.float32}))
     return cases + [
-        fp8_case(n, inputs, outputs, dtype=dtype, generator=generator, label=label)
-        for label, (inputs, outputs) in _M3_SHAPES.items()
+        fp8_case(dtype, generator, n, *sizes, label)
+        for label, sizes in _M3_SHAPES.items()
         for n in (1, 16, 63, 1024)
     ]
 
 
 def fp8_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
     num_tokens: int,
     inputs: int,
     outputs: int,
-    *,
-    dtype: torch.dtype,
-    generator: torch.Generator,
     label: str = "",
 ) -> Case:
-    """A case with an FP8 weight and activations that are exact in FP8.
-
-    Activations are e4m3 values times a power of two, with maximum 7 in each group of 128.
-    """
+    """Activations are exact: e4m3 times a power of two, maximum 7 in each group of 128."""
     x = randn(num_tokens, inputs, dtype=torch.float32, generator=generator).clamp(-6.5, 6.5)
     x = (x * 64).to(torch.float8_e4m3fn).float() / 64
     x[:, ::E4M3_GROUP] = 7.0
@@ -136,19 +116,15 @@ def fp8_case(
 
 
 def weight_only_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
     stored: TensorFormat,
     num_tokens: int,
     inputs: int,
     outputs: int,
-    *,
-    dtype: torch.dtype,
-    generator: torch.Generator,
     label: str = "",
 ) -> Case:
-    """A case with a weight of 4 or 8 bits and activations that rounding does not change.
-
-    Roundable activations are integers up to 127 or e4m3 values up to 448, times a power of two.
-    """
+    """Activations that may be rounded are exact: integers or e4m3 times a power of two."""
     x = randn(num_tokens, inputs, dtype=torch.float32, generator=generator)
     if stored.activation is not None:
         element = getattr(torch, stored.activation.element)

@@ -11,20 +11,15 @@ from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes
 
 def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     draw, cases = partial(torch.randint, generator=generator), []
-    for num_tokens, rows, kv_heads, block_size, rotary_dim in (
-        (0, 1, 1, 16, 8),
-        (1, 3, 2, 64, 64),
-        (37, 5, 3, 5, 10),
-    ):
+    sizes = ((0, 1, 1, 16, 8), (1, 3, 2, 64, 64), (37, 5, 3, 5, 10))
+    for num_tokens, rows, kv_heads, block_size, rotary_dim in sizes:
         tensors = {
             "positions": draw(0, 12 * block_size, (num_tokens,)),
             "token_slots": draw(0, rows, (num_tokens,)),
             "block_tables": draw(0, 1000, (rows, 12), dtype=torch.int32),
             "frequencies": signed_frequencies(rotary_dim, 5e6),
         }
-        label = (
-            f"T={num_tokens} kv_heads={kv_heads} block_size={block_size} rotary_dim={rotary_dim}"
-        )
+        label = f"T={num_tokens} {kv_heads=} {block_size=} {rotary_dim=}"
         cases.append(Case(label, tensors, {"kv_heads": kv_heads, "block_size": block_size}))
     return cases
 

@@ -5,37 +5,19 @@ from negamax.formats.platform import Feature
 from negamax.kernels.activations import GROUP, SILU, QuantizedActivations, SwiGlu
 from negamax.kernels.mlp.op import SWIGLU
 from negamax.kernels.op import AnyKernel
-from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
+from tests.kernel_cases.case import Case, Cost, num_bytes, randn, tabled
 from tests.kernel_cases.quantize import outputs
 
 M3 = SwiGlu(alpha=1.702, limit=7.0, beta=1.0)
 
 
-def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _case(num_tokens, width, activation, quantize, dtype, generator)
-        for num_tokens, width, activation, quantize in (
-            (0, 64, M3, False), (1, 37, SILU, False), (5, 136, M3, False), (2, 256, SILU, True),
-            (3, 1280, M3, True),
-        )
-    ]  # fmt: skip
-
-
-def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _case(num_tokens, width, M3, True, dtype, generator)
-        for width in (12288, 3072, 1536)
-        for num_tokens in (1, 16, 100, 8192)
-    ]
-
-
 def _case(
-    num_tokens: int,
-    width: int,
-    activation: SwiGlu,
-    quantize: bool,
     dtype: torch.dtype,
     generator: torch.Generator,
+    num_tokens: int,
+    width: int,
+    activation: SwiGlu = M3,
+    quantize: bool = True,
 ) -> Case:
     gate_up = randn(num_tokens, 2 * width, dtype=dtype, generator=generator, scale=4.0)
     label = f"T={num_tokens} width={width} alpha={activation.alpha:g}{' fp8' * quantize}"
@@ -59,4 +41,8 @@ def cost(case: Case) -> Cost:
     return Cost(num_bytes=num_bytes(gate_up) * 3 // 2 + in_fp8, flops=8 * count)
 
 
-CASES = {SWIGLU: OpCases(small, apply, cost, full_size)}
+_SMALL = (
+    (0, 64, M3, False), (1, 37, SILU, False), (5, 136, M3, False), (2, 256, SILU), (3, 1280)
+)  # fmt: skip
+_WIDE = [(num_tokens, width) for width in (12288, 3072, 1536) for num_tokens in (1, 16, 100, 8192)]
+CASES = {SWIGLU: tabled(_case, _SMALL, apply, cost, _WIDE)}

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from negamax.kernels.moe.op import EXPERTS, NORM_ROUTE, PLACE, ROUTE, SelectedEx
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.quantize import op as quantize
 from tests.kernel_cases import norm, weight_only
-from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn, table
+from tests.kernel_cases.case import Case, Cost, OpCases, both, num_bytes, randn, table, tabled
 from tests.kernel_cases.gemm import fp8_weight, stored_weight
 
 _TOKENS = (1, 4, 16, 64, 100, 1000)
@@ -68,12 +69,9 @@ def route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case
 
 
 def norm_route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Cover few and many tokens, parts, odd widths, padding, FP8, Gemma's norm, shared experts.
-
-    The bias is so large that rounding selects no other expert.
-    """
+    """The bias is so large that rounding selects no other expert."""
     return [
-        _norm_route_case(*sizes, dtype=dtype, generator=generator, bias=30.0, **numbers)
+        _norm_route_case(dtype, generator, 30.0, *sizes, **numbers)
         for sizes, numbers in (
             (((0, 64), 0, 4, 2), {}),
             (((1, 256), 1, 8, 2), {}),
@@ -97,13 +95,10 @@ def norm_route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
 def norm_route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     return [
         _norm_route_case(
-            (num_tokens, *parts, hidden), num_tokens, *sizes, dtype=dtype, generator=generator,
-            bias=1.0, quantize=quantize, **numbers,
+            dtype, generator, 1.0, (num_tokens, *parts, hidden), num_tokens, *sizes,
+            quantize=quantize, **numbers,
         )
-        for hidden, sizes, numbers in (
-            (3072, (256, 8), {}),
-            (6144, (128, 4), _M3_NORM_ROUTE),
-        )
+        for hidden, sizes, numbers in ((3072, (256, 8), {}), (6144, (128, 4), _M3_NORM_ROUTE))
         for num_tokens in (1, 2, 4)
         for parts in ((), (2,))
         for quantize in (False, True)
@@ -111,23 +106,18 @@ def norm_route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list
 
 
 def _norm_route_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    bias: float,
     shape: tuple[int, ...],
     active: int,
     num_experts: int,
     top_k: int,
-    *,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    bias: float,
     **numbers: Any,
 ) -> Case:
     """x of `shape`; rows from `active` on are padding."""
     of_norm = norm.made(
-        shape,
-        dtype,
-        generator,
-        quantize=bool(numbers.pop("quantize", False)),
-        gemma=bool(numbers.pop("gemma", False)),
+        dtype, generator, shape, numbers.pop("quantize", False), numbers.pop("gemma", False)
     )
     wide = partial(randn, dtype=torch.float32, generator=generator)
     tensors = {
@@ -136,9 +126,8 @@ def _norm_route_case(
         "bias": wide(num_experts, scale=bias),
         "active": torch.tensor([active], dtype=torch.int32, device=generator.device),
     }
-    label = (
-        f"{of_norm.label} experts={num_experts} top_k={top_k}{' shared' * ('shared' in numbers)}"
-    )
+    shared = " shared" * ("shared" in numbers)
+    label = f"{of_norm.label} experts={num_experts} top_k={top_k}{shared}"
     return Case(label, tensors, {**of_norm.numbers, "top_k": top_k, **numbers})
 
 
@@ -188,29 +177,20 @@ def experts_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
             f"{first}..{first + count - 1} of {num_experts}"
         )
         cases.append(Case(label, tensors, {"first": first, "count": count}))
-    return cases + [
-        _fp8_experts_case(*sizes, dtype=dtype, generator=generator)
-        for sizes in ((0, 4, 0, 4), (3, 6, 0, 6), (5, 12, 0, 12), (9, 8, 2, 3), (24, 6, 0, 6),
-                      (88, 6, 1, 4))
-    ] + [
-        _weight_only_experts_case(
-            stored, num_tokens, 96, 72, 5, 2, 1, 3, dtype=dtype, generator=generator
-        )
-        for stored, num_tokens in zip((*weight_only.FORMATS[:4], weight_only.FORMATS[1]),
-                                      (3, 26, 1, 8, 2), strict=True)
-    ] + [
-        _weight_only_experts_case(
-            stored, 26, 160, 200, 5, 2, 1, 3, dtype=dtype, generator=generator
-        )
-        for stored in (weight_only.INT8_CHANNEL, weight_only.E4M3_CHANNEL)
-    ] + _as_in_m3(dtype, generator)  # fmt: skip
+    packed = zip((*weight_only.FORMATS[:4], weight_only.FORMATS[1]), (3, 26, 1, 8, 2), strict=True)
+    rounded = (weight_only.INT8_CHANNEL, weight_only.E4M3_CHANNEL)
+    makers = (
+        table(_fp8_case, ((0, 4, 0, 4), (3, 6, 0, 6), (5, 12, 0, 12), (9, 8, 2, 3), (24, 6, 0, 6),
+                          (88, 6, 1, 4))),
+        table(_stored_case, [(form, n, 96, 72, 5, 2, 1, 3) for form, n in packed]),
+        table(_stored_case, [(form, 26, 160, 200, 5, 2, 1, 3) for form in rounded]),
+        _as_in_m3,
+    )  # fmt: skip
+    return cases + both(*makers)(dtype, generator)
 
 
 def _as_in_m3(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M3's activation and a shared expert, with plain, FP8 and packed weights.
-
-    With plain weights the limit is low enough to clamp values.
-    """
+    """With plain weights the limit is low enough to clamp values."""
     m3 = {"first": 0, "count": 6, **M3, "activation": SwiGlu(alpha=1.702, limit=0.8, beta=1.0)}
     make = partial(randn, dtype=dtype, generator=generator)
     found = []
@@ -225,32 +205,28 @@ def _as_in_m3(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         found.append(Case(label, tensors, m3))
     for stored, num_tokens in ((E4M3_BLOCKS, 18), (E4M3_BLOCKS, 26), (weight_only.INT4, 3),
                                (weight_only.INT4, 18), (weight_only.INT8_CHANNEL, 26)):  # fmt: skip
-        found.append(_m3_case(stored, num_tokens, 128, 128, 3, 1, dtype=dtype, generator=generator))
+        found.append(_m3_case(dtype, generator, stored, num_tokens, 128, 128, 3, 1))
     return found
 
 
 def _m3_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
     stored: TensorFormat,
     num_tokens: int,
     hidden: int,
     width: int,
     num_experts: int,
     top_k: int,
-    *,
-    dtype: torch.dtype,
-    generator: torch.Generator,
     weights: dict[str, Tensor] | None = None,
 ) -> Case:
     """Cover `num_experts` and a shared one; a quarter of several tokens are padding."""
+    sizes = (num_tokens, hidden, width, num_experts, top_k, 0, num_experts + 1, weights)
+    case = _stored_case(dtype, generator, stored, *sizes)
     choices = _shared_choices(num_tokens, num_experts, top_k, generator)
     choices["ids"][num_tokens - num_tokens // 4 :] = -1
-    tensors = {
-        "x": randn(num_tokens, hidden, dtype=dtype, generator=generator),
-        **choices,
-        **(weights or _stored_experts(stored, num_experts + 1, hidden, width, generator)),
-    }
     label = f"shared {stored.name} T={num_tokens} hidden={hidden} width={width}"
-    return Case(label, tensors, {"first": 0, "count": num_experts + 1, **M3}, stored)
+    return Case(label, case.tensors | choices, case.numbers | M3, stored)
 
 
 def _shared_choices(
@@ -264,69 +240,46 @@ def _shared_choices(
     }
 
 
-def _fp8_experts_case(
+def _fp8_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
     num_tokens: int,
     num_experts: int,
     first: int,
     count: int,
-    *,
-    dtype: torch.dtype,
-    generator: torch.Generator,
 ) -> Case:
     """The last quarter of the tokens are padding; the same two experts get more than a tile."""
-    choices = _choices(num_tokens, num_experts, 2, generator)
+    sizes = (num_tokens, 256, 256, num_experts, 2, first, count)
+    case = _stored_case(dtype, generator, E4M3_BLOCKS, *sizes)
     if num_tokens > 16:
-        choices["ids"][:] = torch.tensor([4, 1])
-    choices["ids"][num_tokens - num_tokens // 4 :] = -1
-    tensors = {
-        "x": randn(num_tokens, 256, dtype=dtype, generator=generator),
-        **choices,
-        **fp8_experts(count, hidden=256, width=256, generator=generator),
-    }
+        case.tensors["ids"][:] = torch.tensor([4, 1])
+    case.tensors["ids"][num_tokens - num_tokens // 4 :] = -1
     label = f"fp8 T={num_tokens} experts {first}..{first + count - 1} of {num_experts}"
-    return Case(label, tensors, {"first": first, "count": count}, E4M3_BLOCKS)
+    return replace(case, label=label)
 
 
 def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    cases = [
-        Case(
-            f"fp8 T={num_tokens} hidden=3072 width={width}",
-            {
-                "x": randn(num_tokens, 3072, dtype=dtype, generator=generator),
-                **_choices(num_tokens, 256, 8, generator),
-                **weights,
-            },
-            {"first": 0, "count": 256},
-            E4M3_BLOCKS,
-        )
-        for width in _WIDTHS
-        for weights in (fp8_experts(256, hidden=3072, width=width, generator=generator),)
-        for num_tokens in _TOKENS
-    ]
-    return cases + [
-        _weight_only_experts_case(
-            stored, num_tokens, 3072, width, 256, 8, 0, 256,
-            dtype=dtype, generator=generator, weights=weights,
-        )
-        for stored in weight_only.FORMATS
-        for width in _PACKED_WIDTHS
-        for weights in (_weight_only_experts(stored, 256, 3072, width, generator),)
-        for num_tokens in (*_TOKENS, _LONG)
-    ] + [
-        _m3_case(
-            stored, num_tokens, 6144, width, 128, 4,
-            dtype=dtype, generator=generator, weights=weights,
-        )
-        for stored, widths in (
-            (E4M3_BLOCKS, _M3_WIDTHS), (mxfp8(), _M3_WIDTHS), (weight_only.INT4, _M3_PACKED_WIDTHS),
-        )
-        for width in widths
-        for weights in (_stored_experts(stored, 129, 6144, width, generator),)
-        for num_tokens in _TOKENS
-    ]  # fmt: skip
+    m2 = [(E4M3_BLOCKS, width, _TOKENS) for width in _WIDTHS]
+    m2 += [(form, n, (*_TOKENS, _LONG)) for form in weight_only.FORMATS for n in _PACKED_WIDTHS]
+    m3 = [(form, width) for form in (E4M3_BLOCKS, mxfp8()) for width in _M3_WIDTHS]
+    m3 += [(weight_only.INT4, width) for width in _M3_PACKED_WIDTHS]
+    cases = []
+    for stored, width, counts in m2:
+        weights = stored_experts(stored, 256, 3072, width, generator)
+        for num_tokens in counts:
+            sizes = (num_tokens, 3072, width, 256, 8, 0, 256, weights)
+            cases.append(_stored_case(dtype, generator, stored, *sizes))
+    for stored, width in m3:
+        weights = stored_experts(stored, 129, 6144, width, generator)
+        for num_tokens in _TOKENS:
+            sizes = (num_tokens, 6144, width, 128, 4, weights)
+            cases.append(_m3_case(dtype, generator, stored, *sizes))
+    return cases
 
 
-def _weight_only_experts_case(
+def _stored_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
     stored: TensorFormat,
     num_tokens: int,
     hidden: int,
@@ -335,33 +288,25 @@ def _weight_only_experts_case(
     top_k: int,
     first: int,
     count: int,
-    *,
-    dtype: torch.dtype,
-    generator: torch.Generator,
     weights: dict[str, Tensor] | None = None,
 ) -> Case:
     tensors = {
         "x": randn(num_tokens, hidden, dtype=dtype, generator=generator),
         **_choices(num_tokens, num_experts, top_k, generator),
-        **(weights or _weight_only_experts(stored, count, hidden, width, generator)),
+        **(weights or stored_experts(stored, count, hidden, width, generator)),
     }
-    label = f"{stored.name} T={num_tokens} hidden={hidden} width={width}"
+    name = "fp8" if stored is E4M3_BLOCKS else stored.name
+    label = f"{name} T={num_tokens} hidden={hidden} width={width}"
     return Case(label, tensors, {"first": first, "count": count}, stored)
 
 
-def _weight_only_experts(
-    stored: TensorFormat, count: int, hidden: int, width: int, generator: torch.Generator
-) -> dict[str, Tensor]:
-    make = partial(weight_only.tensors_of, stored, generator=generator)
-    return {**make("gate_up", count, 2 * width, hidden), **make("down", count, hidden, width)}
-
-
-def _stored_experts(
+def stored_experts(
     stored: TensorFormat, count: int, hidden: int, width: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
     if stored is E4M3_BLOCKS:
         return fp8_experts(count, hidden=hidden, width=width, generator=generator)
-    return _weight_only_experts(stored, count, hidden, width, generator)
+    make = partial(weight_only.tensors_of, stored, generator=generator)
+    return {**make("gate_up", count, 2 * width, hidden), **make("down", count, hidden, width)}
 
 
 def fp8_experts(
@@ -389,13 +334,8 @@ def _choices(
 def apply_route(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     t = case.tensors
     router = {name: case.numbers[name] for name in ("scaling", "shared") if name in case.numbers}
-    ids, weights = kernel.run(
-        t["x"],
-        kernel.prepare(t["gate"], t["bias"], **router),
-        active=t.get("active"),
-        top_k=case.numbers["top_k"],
-    )
-    return _by_number(ids, weights)
+    prepared, top_k = kernel.prepare(t["gate"], t["bias"], **router), case.numbers["top_k"]
+    return _by_number(*kernel.run(t["x"], prepared, active=t.get("active"), top_k=top_k))
 
 
 def _by_number(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -407,15 +347,8 @@ def apply_norm_route(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     t, numbers = case.tensors, case.numbers
     residual = t["residual"].clone()
     router = {name: numbers[name] for name in ("scaling", "shared") if name in numbers}
-    prepared = kernel.prepare(
-        t["weight"],
-        numbers["eps"],
-        t["gate"],
-        t["bias"],
-        quantize=norm.quantizes(kernel, case),
-        gemma=numbers["gemma"],
-        **router,
-    )
+    options = {"quantize": norm.quantizes(kernel, case), "gemma": numbers["gemma"], **router}
+    prepared = kernel.prepare(t["weight"], numbers["eps"], t["gate"], t["bias"], **options)
     out, ids, weights = kernel.run(
         t["x"], residual, *prepared, top_k=numbers["top_k"], active=t["active"]
     )
@@ -431,13 +364,9 @@ def apply_place(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 def apply_experts(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     t = case.tensors
     x = t["x"] if kernel.activation is None else quantize.quantize_activations(t["x"])
-    prepared = kernel.prepare(
-        stored_weight(case, "gate_up"),
-        stored_weight(case, "down"),
-        activation=case.numbers.get("activation", SILU),
-        shared=case.numbers.get("shared", False),
-    )
-    own = (case.numbers["first"], case.numbers["count"])
+    n, parts = case.numbers, [stored_weight(case, name) for name in ("gate_up", "down")]
+    options = {"activation": n.get("activation", SILU), "shared": n.get("shared", False)}
+    prepared, own = kernel.prepare(*parts, **options), (n["first"], n["count"])
     out = kernel.run(x, SelectedExperts(t["ids"], t["weights"], *own), prepared)
     return (out if out.dim() == 2 else out.float().sum(1).to(out.dtype),)
 
@@ -478,8 +407,6 @@ def experts_cost(case: Case) -> Cost:
 CASES = {
     ROUTE: OpCases(route_small, apply_route, route_cost, route_full_size),
     NORM_ROUTE: OpCases(norm_route_small, apply_norm_route, norm_route_cost, norm_route_full_size),
-    PLACE: OpCases(
-        table(_place_case, _PLACE_SMALL), apply_place, place_cost, table(_place_case, _PLACE_WIDE)
-    ),
+    PLACE: tabled(_place_case, _PLACE_SMALL, apply_place, place_cost, _PLACE_WIDE),
     EXPERTS: OpCases(experts_small, apply_experts, experts_cost, experts_full_size),
 }

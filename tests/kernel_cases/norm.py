@@ -8,43 +8,14 @@ from negamax.formats.platform import Feature
 from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.norm.op import ADD_RMS
 from negamax.kernels.op import AnyKernel
-from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
+from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn, table
 from tests.kernel_cases.quantize import outputs as quantized_outputs
 
 
-def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    shapes: tuple[tuple[int, ...], ...] = (
-        (0, 64), (1, 256), (7, 37), (11, 3072), (0, 8, 64), (1, 8, 256), (5, 3, 136), (3, 1, 200),
-    )  # fmt: skip
-    cases = [made(shape, dtype, generator) for shape in shapes]
-    cases += [
-        made(shape, dtype, generator, quantize=True) for shape in ((0, 128), (3, 384), (2, 3, 256))
-    ]
-    return cases + [
-        made(shape, dtype, generator, quantize=quantize, gemma=True)
-        for shape, quantize in (((3, 37), False), ((2, 3, 256), True))
-    ]
-
-
-def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    shapes: tuple[tuple[int, ...], ...] = (
-        (1, 3072), (1, 8, 3072), (16, 8, 3072), (100, 3072), (8192, 3072),
-    )  # fmt: skip
-    return [
-        made(shape, dtype, generator, quantize=quantize)
-        for shape in shapes
-        for quantize in (False, True)
-    ] + [
-        made(shape, dtype, generator, quantize=True, gemma=True)
-        for shape in ((1, 6144), (16, 5, 6144), (8192, 5, 6144))
-    ]
-
-
 def made(
-    shape: tuple[int, ...],
     dtype: torch.dtype,
     generator: torch.Generator,
-    *,
+    shape: tuple[int, ...],
     quantize: bool = False,
     gemma: bool = False,
 ) -> Case:
@@ -63,18 +34,32 @@ def made(
     return Case(label, tensors, {"eps": 1e-6, "quantize": quantize, "gemma": gemma})
 
 
+# shape of x, whether the output is FP8, whether the norm is Gemma's
+_SMALL = (
+    ((0, 64),), ((1, 256),), ((7, 37),), ((11, 3072),), ((0, 8, 64),), ((1, 8, 256),),
+    ((5, 3, 136),), ((3, 1, 200),), ((0, 128), True), ((3, 384), True), ((2, 3, 256), True),
+    ((3, 37), False, True), ((2, 3, 256), True, True),
+)  # fmt: skip
+_M2_WIDE = ((1, 3072), (1, 8, 3072), (16, 8, 3072), (100, 3072), (8192, 3072))
+_M3_WIDE = ((1, 6144), (16, 5, 6144), (8192, 5, 6144))
+small = table(made, _SMALL)
+full_size = table(
+    made,
+    [
+        *((shape, quantize) for shape in _M2_WIDE for quantize in (False, True)),
+        *((shape, True, True) for shape in _M3_WIDE),
+    ],
+)
+
+
 def quantizes(kernel: AnyKernel, case: Case) -> bool:
     """Return whether the norm writes FP8: the case requests it and the kernel is for GPUs."""
     return case.numbers["quantize"] and Feature.TRITON in kernel.requires
 
 
 def prepare_case(kernel: AnyKernel, case: Case) -> Any:
-    return kernel.prepare(
-        case.tensors["weight"],
-        case.numbers["eps"],
-        quantize=quantizes(kernel, case),
-        gemma=case.numbers["gemma"],
-    )
+    options = {"quantize": quantizes(kernel, case), "gemma": case.numbers["gemma"]}
+    return kernel.prepare(case.tensors["weight"], case.numbers["eps"], **options)
 
 
 def apply_add_rms(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:

@@ -5,32 +5,26 @@ from torch import Tensor
 
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.sampling.op import CANDIDATES, DRAW_LEADING, PICK
-from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
+from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn, table
 
 
 def pick_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     sizes = ((0, 16), (1, 4160), (9, 331), (5, 2048))
-    broken = _pick_case(6, 300, generator, label="NaN, infinities, a tie")
+    broken = _pick_case(dtype, generator, 6, 300, "NaN, infinities, a tie")
     logits = broken.tensors["logits"]
     logits[0, 7], logits[1, 299], logits[2] = torch.nan, torch.inf, -torch.inf
     logits[3, :299] = -torch.inf
     logits[4, 5] = logits[4, 250] = 50.0
     broken.tensors["filters"][broken.tensors["slots"][4], 0] = 0.0
-    tie = _pick_case(2, 4500, generator, label="a tie of two tiles")
+    tie = _pick_case(dtype, generator, 2, 4500, "a tie of two tiles")
     tie.tensors["logits"] = logits = _inside_longer_rows(tie.tensors["logits"])
     logits[1, 4200] = logits[1, 4400] = logits[1, 30] = 50.0
-    return [*(_pick_case(*size, generator) for size in sizes), broken, tie]
+    return [*table(_pick_case, sizes)(dtype, generator), broken, tie]
 
 
-def pick_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _pick_case(rows, 200_064 // ranks, generator)
-        for ranks in (1, 2, 4)
-        for rows in (1, 16, 100)
-    ]
-
-
-def _pick_case(rows: int, vocab: int, generator: torch.Generator, *, label: str = "") -> Case:
+def _pick_case(
+    _dtype: torch.dtype, generator: torch.Generator, rows: int, vocab: int, label: str = ""
+) -> Case:
     tensors = _rows(rows, vocab, generator)
     tensors["filters"] = 0.5 + torch.rand(rows + 2, 4, generator=generator, device=generator.device)
     tensors["filters"][1::3, 0] = 0.0
@@ -39,27 +33,21 @@ def _pick_case(rows: int, vocab: int, generator: torch.Generator, *, label: str 
 
 def leading_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     sizes = ((0, 100), (1, 700), (3, 331), (7, 64), (2, 20))
-    broken = _leading_case(4, 300, generator, label="NaN, infinities, ties")
+    broken = _leading_case(dtype, generator, 4, 300, "NaN, infinities, ties")
     logits = broken.tensors["logits"]
     logits[0, 7], logits[1, 299], logits[2] = torch.nan, torch.inf, -torch.inf
     logits[3, 20:90] = 50.0
     broken.tensors["filters"][:, 1] = 40
-    ties = _leading_case(8, 300, generator, label="ties at top_k")
+    ties = _leading_case(dtype, generator, 8, 300, "ties at top_k")
     ties.tensors["logits"] = _inside_longer_rows(ties.tensors["logits"])
     ties.tensors["logits"][:, [3, 100, 290]] = 50.0
     ties.tensors["filters"] = torch.tensor([[1.0, 2.0, 1.0, 0.0]]).repeat(10, 1)
-    return [*(_leading_case(*size, generator) for size in sizes), broken, ties]
+    return [*table(_leading_case, sizes)(dtype, generator), broken, ties]
 
 
-def leading_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _leading_case(rows, 200_064 // ranks, generator)
-        for ranks in (1, 4)
-        for rows in (1, 16, 100)
-    ]
-
-
-def _leading_case(rows: int, vocab: int, generator: torch.Generator, *, label: str = "") -> Case:
+def _leading_case(
+    _dtype: torch.dtype, generator: torch.Generator, rows: int, vocab: int, label: str = ""
+) -> Case:
     """Every third slot is not sampled here: greedy, without top_k, or with one too large."""
     device, slots = generator.device, rows + 2
     uniform = partial(torch.rand, slots, generator=generator, device=device)
@@ -103,7 +91,11 @@ def cost(case: Case) -> Cost:
     return Cost(num_bytes=num_bytes(logits), flops=logits.numel())
 
 
+def _wide(*ranks: int) -> list[tuple[int, int]]:
+    return [(rows, 200_064 // count) for count in ranks for rows in (1, 16, 100)]
+
+
 CASES = {
-    PICK: OpCases(pick_small, apply, cost, pick_full_size),
-    DRAW_LEADING: OpCases(leading_small, apply, cost, leading_full_size),
+    PICK: OpCases(pick_small, apply, cost, table(_pick_case, _wide(1, 2, 4))),
+    DRAW_LEADING: OpCases(leading_small, apply, cost, table(_leading_case, _wide(1, 4))),
 }

@@ -5,18 +5,14 @@ from torch import Tensor
 
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.steps.op import EMBED_TOKENS, PLACE_TOKENS, STORE_TOKENS
-from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
+from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn, tabled
 
 
 def place_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     cases = []
     for counts, padding, num_drafts in (
-        ([1], 0, 0),
-        ([1] * 5, 3, 0),
-        ([4, 2, 1, 4], 5, 3),
-        ([3] * 70, 0, 3),
-        ([1, 90, 7], 30, 0),
-    ):
+        ([1], 0, 0), ([1] * 5, 3, 0), ([4, 2, 1, 4], 5, 3), ([3] * 70, 0, 3), ([1, 90, 7], 30, 0)
+    ):  # fmt: skip
         lengths, slot = torch.tensor(counts), len(counts)
         slots = torch.randperm(slot, generator=generator)
         offsets = torch.cat([torch.arange(count) for count in counts])
@@ -35,12 +31,8 @@ def place_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         }
         tensors["num_computed"][slot] = 0
         label = f"T={len(offsets)} rows={slot} padding={padding} drafts={num_drafts}"
-        numbers = {
-            "num_tokens": len(offsets) + padding,
-            "num_seqs": slot,
-            "has_drafts": num_drafts > 0,
-        }
-        cases.append(Case(label, tensors, numbers))
+        numbers = {"num_tokens": len(offsets) + padding, "num_seqs": slot}
+        cases.append(Case(label, tensors, numbers | {"has_drafts": num_drafts > 0}))
     return cases
 
 
@@ -63,24 +55,16 @@ def place_cost(case: Case) -> Cost:
     return Cost(num_bytes=5 * num_bytes(case.tensors["columns"]), flops=0)
 
 
-def embed_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [_embed_case(dtype, generator, *size) for size in ((0, 64), (1, 128), (5, 96), (3, 7))]
-
-
-def embed_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [_embed_case(dtype, generator, *size) for size in ((1, 3072), (64, 3072), (400, 6144))]
-
-
 def _embed_case(
     dtype: torch.dtype, generator: torch.Generator, num_tokens: int, width: int
 ) -> Case:
     rows, first = 50, 100
-    table = randn(rows + 2, width, dtype=dtype, generator=generator)
-    table[0] = table[-1] = 0
+    embeddings = randn(rows + 2, width, dtype=dtype, generator=generator)
+    embeddings[0] = embeddings[-1] = 0
     ids = torch.randint(
         first - 9, first + rows + 9, (num_tokens,), generator=generator, device=generator.device
     )
-    tensors = {"token_ids": ids, "table": table}
+    tensors = {"token_ids": ids, "table": embeddings}
     return Case(f"T={num_tokens} width={width}", tensors, {"first_id": first})
 
 
@@ -123,8 +107,10 @@ def store_cost(case: Case) -> Cost:
     return Cost(num_bytes=6 * num_bytes(case.tensors["slots"]), flops=0)
 
 
+_EMBED_SMALL = ((0, 64), (1, 128), (5, 96), (3, 7))
+_EMBED_WIDE = ((1, 3072), (64, 3072), (400, 6144))
 CASES = {
     PLACE_TOKENS: OpCases(place_small, apply_place, place_cost),
-    EMBED_TOKENS: OpCases(embed_small, apply_embed, embed_cost, embed_full_size),
+    EMBED_TOKENS: tabled(_embed_case, _EMBED_SMALL, apply_embed, embed_cost, _EMBED_WIDE),
     STORE_TOKENS: OpCases(store_small, apply_store, store_cost),
 }

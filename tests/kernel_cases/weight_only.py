@@ -55,13 +55,8 @@ def tensors_of(
 ) -> dict[str, Tensor]:
     """Make matrices [..., N, K] of standard deviation K^-1/2, with tensors "name.<tensor>"."""
     *lead, rows, columns = shape
-    return {
-        f"{name}.{tensor.name}": draw(
-            stored,
-            tensor,
-            (*lead, *tensor.held().shape((rows, columns))),
-            std=columns**-0.5,
-            generator=generator,
-        )
-        for tensor in stored.tensors
-    }
+    made, options = {}, {"std": columns**-0.5, "generator": generator}
+    for tensor in stored.tensors:
+        size = (*lead, *tensor.held().shape((rows, columns)))
+        made[f"{name}.{tensor.name}"] = draw(stored, tensor, size, **options)
+    return made
