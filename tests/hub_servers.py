@@ -1,13 +1,12 @@
 """Local servers with the parts of the Hugging Face hub and of ModelScope that a download uses."""
 
-import contextlib
 import hashlib
 import http.server
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 from urllib.parse import parse_qs, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -22,33 +21,24 @@ class TinyServer(http.server.ThreadingHTTPServer):
         self.files = dict(files)
         self.served: list[str] = []  # requested file names
 
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+        self.server_close()
+
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
 
-Server = TypeVar("Server", bound=TinyServer)
-
-
-@contextlib.contextmanager
-def serve(server: Server) -> Iterator[Server]:
-    """Run a server until the block ends."""
-    with server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-
-
 class _Handler(http.server.BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
-        self.answer()
+        self.do_GET()
 
     def do_GET(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
         raise NotImplementedError
 
     def reply(
@@ -82,7 +72,7 @@ class _HubHandler(_Handler):
         "ill": (500, {}),
     }
 
-    def answer(self) -> None:
+    def do_GET(self) -> None:
         path = self.path.split("?")[0]
         if path == "/served":
             return self.reply_json(self.server.served)
@@ -154,7 +144,7 @@ class TinyHub(TinyServer):
 class _ModelScopeHandler(_Handler):
     server: "TinyModelScope"
 
-    def answer(self) -> None:
+    def do_GET(self) -> None:
         address = urlsplit(self.path)
         asked = {name: values[0] for name, values in parse_qs(address.query).items()}
         if address.path == "/openapi/v1/models/lab/model":

@@ -1,12 +1,13 @@
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from m2_checkpoints import TINY, random_tensors, save_sharded, tiny_spec
+from m2_checkpoints import CONFIG, random_tensors, save_sharded, tiny_spec
 from model_support import PagedRun, build
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from negamax.checkpoint.loader import CheckpointReport, fill
@@ -14,7 +15,6 @@ from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
 from negamax.convert.convert import Conversion
 from negamax.convert.targets import find_target
-from negamax.kernels.registry import KernelTable
 from negamax.layers.weights import WeightSlot
 from negamax.models.decoder import Decoder
 from negamax.models.registry import read_spec
@@ -30,21 +30,30 @@ def spec_of(folder: Path) -> ModelSpec:
     return read_spec(json.loads((folder / "config.json").read_text()), folder)
 
 
+def build_rank(
+    spec: ModelSpec,
+    layout: ParallelLayout = ParallelLayout(),  # noqa: B008  (it never changes)
+    **options: Any,
+) -> tuple[Decoder, dict[str, Tensor]]:
+    """Build one rank's model for loading; return it and the tensors of its slots."""
+    one = SingleRank()
+    context = ParallelContext(layout, attention_group=one, expert_group=one, world=one)
+    model = build(spec, context=context, loaded=False, **options)
+    return model, {name: vars(slot)["_target"] for name, slot in model.weight_slots().items()}
+
+
 def load(
     folder: Path,
     layout: ParallelLayout = ParallelLayout(),  # noqa: B008  (it never changes)
     *,
     spec: ModelSpec | None = None,
-    kernels: KernelTable | None = None,
-    dtype: torch.dtype = torch.float32,
     is_split: bool = False,
+    **options: Any,
 ) -> tuple[Decoder, dict[str, Tensor], CheckpointReport]:
     """Load one rank's model: the model, its slots' tensors before `finish_loading`, the report."""
-    spec, one = spec or spec_of(folder), SingleRank()
-    context = ParallelContext(layout, attention_group=one, expert_group=one, world=one)
-    model = build(spec, context=context, kernels=kernels, dtype=dtype, loaded=False)
+    spec = spec or spec_of(folder)
+    model, targets = build_rank(spec, layout, **options)
     slots = model.weight_slots()
-    targets = {name: vars(slot)["_target"] for name, slot in slots.items()}
     report = fill(slots, plan_load(slots, spec, folder, layout if is_split else None))
     written = {name: targets[name] for name, slot in slots.items() if slot.written}
     return model, {name: each for name, each in written.items() if each is not None}, report
@@ -78,9 +87,9 @@ def write_source(
 ) -> Path:
     """Write a plain checkpoint with fp32 routers, scales of a KV cache and side files."""
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = {**TINY, "hidden_size": 256, "intermediate_size": 128, "head_dim": 64}
-    sizes |= {"num_local_experts": 2, "vocab_size": 64, **changes}
-    spec = tiny_spec(**sizes)
+    sizes = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 64, "vocab_size": 64}
+    config = {**CONFIG, **sizes, "num_local_experts": 2, "dtype": "bfloat16", **changes}
+    spec = tiny_spec(**config)
     tensors = random_tensors(spec, dtype=tensor_dtype)
     for name in tensors:
         if name.endswith(("gate.weight", "correction_bias")):
@@ -88,12 +97,20 @@ def write_source(
     tensors[KV_SCALE] = torch.tensor(0.25)
     tensors["model.layers.1.self_attn.q_scale"] = torch.tensor(0.5)
     save_sharded(folder, tensors, names=FILES)
-    names = {"architectures": [spec.architecture], "model_type": "minimax_m2", "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps({**names, **sizes}))
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("x")
     (folder / "hf_quant_config.json.bak").write_text("")
     return folder
+
+
+@contextmanager
+def edited(file: Path) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of a file, or of a folder's model.safetensors, and store their changes."""
+    file = file / "model.safetensors" if file.is_dir() else file
+    tensors = load_file(file)
+    yield tensors
+    save_file(tensors, file, {"format": "pt"})
 
 
 def conversion(

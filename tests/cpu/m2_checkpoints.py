@@ -28,12 +28,15 @@ TINY: dict[str, Any] = {
     },
 }  # fmt: skip
 
+CONFIG: dict[str, Any] = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "dtype": "float32",
+    **TINY,
+}  # fmt: skip
 FP8_CONFIG = quantization_descriptions.FP8
 
 
 def tiny_spec(**changes: Any) -> ModelSpec:
-    names = {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
-    return read_spec({**names, "dtype": "float32", **TINY, **changes})
+    return read_spec({**CONFIG, **changes})
 
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

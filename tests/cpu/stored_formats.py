@@ -35,8 +35,7 @@ class StoredFormat:
 
     `store` maps (module, matrix [N, K]) to `Stored`. `describe` maps (quantized modules, all
     tensors) to the description, in `file` or else in config.json. `with_head`: quantize the head,
-    too. `renames_experts`: use the names of transformers. `read` returns the number at (tensors,
-    row, column); only float formats have it.
+    too. `renames_experts`: use the names of transformers.
     """
 
     store: Callable[[str, Tensor], Stored]
@@ -44,7 +43,6 @@ class StoredFormat:
     file: str = ""
     with_head: bool = False
     renames_experts: bool = False
-    read: Callable[[Tensors, int, int], float] | None = None
 
 
 def is_matrix(name: str) -> bool:
@@ -402,10 +400,6 @@ def e4m3_fnuz(byte: int) -> float:
     return sign * (8 + mantissa) * 2.0 ** (exponent - 11)
 
 
-def e8m0(byte: int) -> float:
-    return math.nan if byte == 255 else 2.0 ** (byte - 127)
-
-
 def e2m1(code: int) -> float:
     """Decode 4 bits: sign, 2 exponent bits, 1 mantissa bit."""
     return -E2M1[code & 7] if code & 8 else E2M1[code]
@@ -425,10 +419,6 @@ def nearest(numbers: Tensor, table: Callable[[int], float], count: int) -> Tenso
     return order[at].to(torch.uint8)
 
 
-def _bits(tensor: Tensor, *at: int) -> int:
-    return int(tensor.view(torch.uint8)[at])
-
-
 def _numbers(codes: Tensor, table: Callable[[int], float]) -> Tensor:
     return numbers_of(table, 256 if table is not e2m1 else 16).float()[codes.long()]
 
@@ -443,7 +433,7 @@ def _nibbles(codes: Tensor) -> Tensor:
 
 # --- layouts of FP8 and FP4 -----------------------------------------------------------------------
 
-FloatLayout = tuple[Callable[[Tensor], Stored], Callable[[Tensors, int, int], float]]
+FloatLayout = Callable[[Tensor], Stored]
 
 
 def _nvfp4(values: str, whole: str, *, divides: bool, activation: str | None) -> FloatLayout:
@@ -461,13 +451,7 @@ def _nvfp4(values: str, whole: str, *, divides: bool, activation: str | None) ->
         total = 1 / tensors[whole].reshape(()) if divides else total
         return tensors, _numbers(codes, e2m1) * step * total
 
-    def read(tensors: Tensors, n: int, k: int) -> float:
-        code = _bits(tensors[values], n, k // 2) >> 4 * (k % 2) & 15
-        total = float(tensors[whole])
-        number = e2m1(code) * e4m3(_bits(tensors["weight_scale"], n, k // 16))
-        return number / total if divides else number * total
-
-    return write, read
+    return write
 
 
 def _mx(values: str, bits: int, scale: str = "weight_scale") -> FloatLayout:
@@ -482,12 +466,7 @@ def _mx(values: str, bits: int, scale: str = "weight_scale") -> FloatLayout:
         tensors = {values: stored, scale: (exponent + 127).to(torch.uint8)}
         return tensors, _numbers(codes, table) * step.float()
 
-    def read(tensors: Tensors, n: int, k: int) -> float:
-        byte = _bits(tensors[values], n, k * bits // 8)
-        number = e4m3(byte) if bits == 8 else e2m1(byte >> 4 * (k % 2) & 15)
-        return number * e8m0(_bits(tensors[scale], n, k // 32))
-
-    return write, read
+    return write
 
 
 def _fp8(
@@ -503,11 +482,9 @@ def _fp8(
     number, largest = (e4m3_fnuz, 240.0) if fnuz else (e4m3, 448.0)
     dtype = dtype or (torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn)
 
-    def sizes(weight: Tensor) -> tuple[int, int]:
-        return block[0] or weight.shape[0], block[1] or weight.shape[1]
-
     def write(weight: Tensor) -> Stored:
-        (n, k), (rows, columns) = weight.shape, sizes(weight)
+        n, k = weight.shape
+        rows, columns = block[0] or n, block[1] or k
         padded = torch.nn.functional.pad(weight.abs(), (0, -k % columns, 0, -n % rows))
         blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
         grid = blocks.amax((1, 3)) / largest
@@ -518,12 +495,7 @@ def _fp8(
             tensors[activation] = torch.tensor(0.0123)
         return tensors, _numbers(codes, number) * step
 
-    def read(tensors: Tensors, n: int, k: int) -> float:
-        rows, columns = sizes(tensors["weight"])
-        grid = tensors[scale].reshape(-1, -(-tensors["weight"].shape[1] // columns))
-        return number(_bits(tensors["weight"], n, k)) * float(grid[n // rows, k // columns])
-
-    return write, read
+    return write
 
 
 def _number(scale: Tensor) -> Tensor:
@@ -548,27 +520,23 @@ _NVFP4_PACKED = _nvfp4(
 )
 
 
-def _floats(layout: FloatLayout, description: dict[str, Any], **more: Any) -> StoredFormat:
-    return _of(layout[0], description, read=layout[1], **more)
-
-
 def _compressed(layout: FloatLayout, stored: str, weights: Any, inputs: Any = None) -> StoredFormat:
     group = described.group(weights, inputs=inputs)
-    return _floats(layout, described.compressed(stored, group, ignore=_PLAIN))
+    return _of(layout, described.compressed(stored, group, ignore=_PLAIN))
 
 
 def _modelopt(layout: FloatLayout, algorithm: str) -> StoredFormat:
     ignore = ["lm_head", "model.embed_tokens", "*.block_sparse_moe.gate", f"{LEFT_OUT}*"]
-    return _floats(layout, described.modelopt(algorithm, ignore))
+    return _of(layout, described.modelopt(algorithm, ignore))
 
 
 def _quark(layout: FloatLayout, weight: Any, inputs: Any = None, **more: Any) -> StoredFormat:
     exclude = ["*lm_head", "*.gate", LEFT_OUT]
-    return _floats(layout, described.quark(weight, inputs, exclude=exclude), **more)
+    return _of(layout, described.quark(weight, inputs, exclude=exclude), **more)
 
 
 def _store_mixed(experts: FloatLayout, others: FloatLayout) -> Callable[[str, Tensor], Stored]:
-    return lambda module, matrix: (experts if ".experts." in module else others)[0](matrix)
+    return lambda module, matrix: (experts if ".experts." in module else others)(matrix)
 
 
 def _describe_mixed(modules: Sequence[str], _: object) -> dict[str, Any]:
@@ -597,14 +565,14 @@ FLOATS: dict[str, StoredFormat] = {
         _fp8(_ALL, shape=_row, activation="input_scale"), "float-quantized",
         {**described.E4M3_ROWS, "strategy": "tensor"}, _STATIC,
     ),
-    "fp8-block": _floats(_FP8_BLOCK, _FP8),
-    "fp8-fnuz": _floats(_FNUZ, _FNUZ_CONFIG),
-    "fp8-fnuz-bits": _floats(
+    "fp8-block": _of(_FP8_BLOCK, _FP8),
+    "fp8-fnuz": _of(_FNUZ, _FNUZ_CONFIG),
+    "fp8-fnuz-bits": _of(
         _fp8(_BLOCK, scale="weight_scale_inv", fnuz=True, dtype=torch.float8_e4m3fn), _FNUZ_CONFIG
     ),
-    "fp8-fnuz-dtype": _of(_FNUZ[0], _FP8),  # only the file headers show FNUZ
-    "fp8-tensor": _floats(_fp8(_ALL, shape=_number), _FP8_MATRIX),
-    "fp8-static": _floats(_FP8_STATIC, {**_FP8_MATRIX, "activation_scheme": "static"}),
+    "fp8-fnuz-dtype": _of(_FNUZ, _FP8),  # only the file headers show FNUZ
+    "fp8-tensor": _of(_fp8(_ALL, shape=_number), _FP8_MATRIX),
+    "fp8-static": _of(_FP8_STATIC, {**_FP8_MATRIX, "activation_scheme": "static"}),
     "modelopt-fp8": _modelopt(_FP8_STATIC, "FP8"),
     "modelopt-fp8-block": _modelopt(
         _fp8(_BLOCK, shape=lambda scale: scale[:, None, :, None]), "fp8_pb_wo"
@@ -612,14 +580,14 @@ FLOATS: dict[str, StoredFormat] = {
     "modelopt-fp8-channel": _modelopt(_FP8_ROW, "FP8_PER_CHANNEL_PER_TOKEN"),
     "modelopt-mxfp8": _modelopt(_MXFP8, "MXFP8"),
     "modelopt-mixed": StoredFormat(_store_mixed(_NVFP4, _MXFP8), _describe_mixed),
-    "modelopt-nvfp4": _floats(
+    "modelopt-nvfp4": _of(
         _NVFP4, described.modelopt_file(["lm_head", "model.embed_tokens", "*gate", LEFT_OUT]),
         file="hf_quant_config.json",
     ),
     "modelopt-w4a16": _modelopt(
         _nvfp4("weight", "weight_scale_2", divides=False, activation=None), "W4A16_NVFP4"
     ),
-    "mxfp8": _floats(_mx("weight", 8, "weight_scale_inv"), {
+    "mxfp8": _of(_mx("weight", 8, "weight_scale_inv"), {
         "quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0",
         "ignored_layers": ["lm_head", "gate", LEFT_OUT],
     }),
@@ -672,7 +640,7 @@ def _bf16_scales(layout: FloatLayout, **activations: float) -> Callable[[Tensor]
     """Store fp32 scales of weights in bf16, and add scales of activations."""
 
     def store(matrix: Tensor) -> Stored:
-        parts, plain = layout[0](matrix)
+        parts, plain = layout(matrix)
         for part, tensor in parts.items():
             if part.startswith("weight_scale") and tensor.dtype is torch.float32:
                 parts[part] = tensor.bfloat16()
@@ -746,13 +714,13 @@ _EXPORTS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
         _bf16_scales(_FP8_BLOCK),
         {**_BLOCKS, "quant_method": "fp8", "modules_to_not_convert": [LEFT_OUT, "gate"]},
     ),
-    "auto-round, MXFP4": (_MXFP4_PACKED[0], auto_round_floats("mx_fp", 4, 32, **_COMPRESSED)),
-    "auto-round, MXFP8": (_MXFP8[0], auto_round_floats("mx_fp_rceil", 8, 32, **_COMPRESSED)),
+    "auto-round, MXFP4": (_MXFP4_PACKED, auto_round_floats("mx_fp", 4, 32, **_COMPRESSED)),
+    "auto-round, MXFP8": (_MXFP8, auto_round_floats("mx_fp_rceil", 8, 32, **_COMPRESSED)),
     "auto-round, NVFP4": (
         _bf16_scales(_NVFP4_PACKED), auto_round_floats("nv_fp", 4, 16, **_COMPRESSED)
     ),
-    "modelopt, MXFP4": (_MXFP4[0], export_of_modelopt("mxfp4")),
-    "modelopt, W4A8": (_MXFP4[0], export_of_modelopt("W4A8_MXFP4_FP8")),
+    "modelopt, MXFP4": (_MXFP4, export_of_modelopt("mxfp4")),
+    "modelopt, W4A8": (_MXFP4, export_of_modelopt("W4A8_MXFP4_FP8")),
     "modelopt, W8A16": (store_int8_rows, export_of_modelopt("W8A16")),
     "quark, MXFP4 and FP8": (
         _bf16_scales(_MXFP4, input_scale=0.065), export_of_quark(described.QUARK_MXFP4)
@@ -761,7 +729,7 @@ _EXPORTS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
         store_int8_whole, export_of_quark({**described.QUARK_E4M3, "dtype": "int8"})
     ),
     "quark, from files": (
-        _MXFP4[0],
+        _MXFP4,
         export_of_quark(
             described.QUARK_MXFP4, layer_quant_config=_CACHED, kv_cache_quant_config=_CACHED
         ),

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from m2_checkpoints import TINY, load_weights, quantize_block, random_tensors, tiny_spec
+from m2_checkpoints import CONFIG, load_weights, quantize_block, random_tensors, tiny_spec
 from model_support import build
 from safetensors.torch import load_file, save_file
 from stored_formats import FORMATS, in_full, sample, write
@@ -35,11 +36,7 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 
 # No matrix is square; formats with blocks of 128 have several blocks.
-CONFIG: dict[str, Any] = {
-    **TINY, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2",
-    "dtype": "float32", "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 2,
-    "num_hidden_layers": 2,
-}  # fmt: skip
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 2}
 BLOCKS = {"hidden_size": 256, "intermediate_size": 384}
 MOE = "model.layers.0.block_sparse_moe."
 MODULE, OTHER = MOE + "experts.1.w1", MOE + "experts.1.w2"
@@ -62,7 +59,7 @@ class Checkpoint:
 def _written(name: str) -> Checkpoint:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        config = CONFIG | (BLOCKS if name == "fp8-block" else {})
+        config = CONFIG | SIZES | (BLOCKS if name == "fp8-block" else {})
         tensors = random_tensors(tiny_spec(**config))
         write(path, config, tensors, WITH_PLAIN[name])
         spec = read_spec(json.loads((path / "config.json").read_text()), path)
@@ -97,27 +94,32 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> None:
 # --- in the headers -------------------------------------------------------------------------------
 
 Fault = Callable[[Checkpoint], str]  # adds a fault; returns the text that the error must contain
+Name = str | Callable[[Checkpoint], str]
 
 
-def _lose(name: Callable[[Checkpoint], str]) -> Fault:
+def _set(name: Name, change: Callable[[Tensor], Tensor | None]) -> Fault:
+    """Replace a tensor (one that does not exist: of 3 ones), or delete it for None."""
+
     def fault(made: Checkpoint) -> str:
-        del made.tensors[name(made)]
-        return name(made)
+        key = name if isinstance(name, str) else name(made)
+        changed = change(made.tensors.pop(key, torch.ones(3)))
+        made.tensors |= {} if changed is None else {key: changed}
+        return key
 
     return fault
+
+
+def _add(name: str) -> Fault:
+    return _set(name, lambda ones: ones)
+
+
+def _lose(name: Name) -> Fault:
+    return _set(name, lambda tensor: None)
 
 
 def _lose_module(made: Checkpoint) -> str:
     made.tensors = {n: t for n, t in made.tensors.items() if not n.startswith(MODULE + ".")}
     return made.values if made.values != made.scale else MODULE
-
-
-def _add(name: str) -> Fault:
-    def fault(made: Checkpoint) -> str:
-        made.tensors[name] = torch.ones(3)
-        return name
-
-    return fault
 
 
 def _rename(old: str, new: str) -> Fault:
@@ -128,10 +130,11 @@ def _rename(old: str, new: str) -> Fault:
     return fault
 
 
-def _change(name: Callable[[Checkpoint], str], change: Callable[[Tensor], Tensor]) -> Fault:
+def _repeat(old: str, new: str, named: str) -> Fault:
     def fault(made: Checkpoint) -> str:
-        made.tensors[name(made)] = change(made.tensors[name(made)])
-        return name(made)
+        copies = {n.replace(old, new): t.clone() for n, t in made.tensors.items() if old in n}
+        made.tensors |= copies
+        return named
 
     return fault
 
@@ -149,18 +152,6 @@ def _spell_twice(made: Checkpoint) -> str:
     spelled = made.values.replace("block_sparse_moe", "mlp")
     made.tensors[spelled] = made.tensors[made.values].clone()
     return spelled
-
-
-def _one_expert_more(made: Checkpoint) -> str:
-    more = {n.replace("experts.1.", "experts.2."): t for n, t in made.tensors.items()}
-    made.tensors |= {name: t.clone() for name, t in more.items() if "experts.2." in name}
-    return f"{MOE}experts.2.w"
-
-
-def _one_layer_more(made: Checkpoint) -> str:
-    more = {n.replace("layers.1.", "layers.2."): t for n, t in made.tensors.items()}
-    made.tensors |= {name: t.clone() for name, t in more.items() if "layers.2." in name}
-    return "up to layer 2 "
 
 
 def _of_a_rank(made: Checkpoint) -> str:
@@ -181,39 +172,30 @@ def _other_format(made: Checkpoint) -> str:
     return MODULE
 
 
-def VALUES(made: Checkpoint) -> str:
-    return made.values
-
-
-def SCALE(made: Checkpoint) -> str:
-    return made.scale
-
-
+VALUES, SCALE = attrgetter("values"), attrgetter("scale")
 HEADER_FAULTS: Mapping[str, Fault] = {
     "values missing": _lose(VALUES),
     "scale missing": _lose(SCALE),
     "module missing": _lose_module,
-    "norm missing": _lose(lambda made: "model.layers.1.self_attn.q_norm.weight"),
-    "router's bias missing": _lose(lambda made: MOE + "e_score_correction_bias"),
+    "norm missing": _lose("model.layers.1.self_attn.q_norm.weight"),
+    "router's bias missing": _lose(MOE + "e_score_correction_bias"),
     "bias added": _add(MODULE + ".bias"),
     "side tensor added": _add(MODULE + ".weight_scale_9"),
     "unknown tensor": _add("model.layers.0.adapter.weight"),
     "module renamed": _rename(MODULE, MOE + "experts.1.w4"),
     "other family's names": _rename("model.", "transformer.h."),
-    "rows missing": _change(VALUES, lambda tensor: tensor[:-1]),
-    "rows added": _change(VALUES, lambda tensor: torch.cat([tensor, tensor[:1]])),
-    "scale doubled": _change(SCALE, lambda tensor: torch.stack([tensor, tensor])),
-    "transposed": _change(VALUES, lambda tensor: tensor.T),
-    "flattened": _change(VALUES, lambda tensor: tensor.reshape(-1)),
-    "dtype of values": _change(VALUES, lambda tensor: torch.zeros(tensor.shape, dtype=torch.bool)),
-    "dtype of scale": _change(SCALE, lambda tensor: torch.zeros(tensor.shape, dtype=torch.bool)),
-    "dtype of router": _change(
-        lambda made: MOE + "gate.weight", lambda tensor: tensor.to(torch.int8)
-    ),
+    "rows missing": _set(VALUES, lambda tensor: tensor[:-1]),
+    "rows added": _set(VALUES, lambda tensor: torch.cat([tensor, tensor[:1]])),
+    "scale doubled": _set(SCALE, lambda tensor: torch.stack([tensor, tensor])),
+    "transposed": _set(VALUES, lambda tensor: tensor.T),
+    "flattened": _set(VALUES, lambda tensor: tensor.reshape(-1)),
+    "dtype of values": _set(VALUES, lambda tensor: torch.zeros(tensor.shape, dtype=torch.bool)),
+    "dtype of scale": _set(SCALE, lambda tensor: torch.zeros(tensor.shape, dtype=torch.bool)),
+    "dtype of router": _set(MOE + "gate.weight", lambda tensor: tensor.to(torch.int8)),
     "scales exchanged": _exchange_scales,
     "two spellings": _spell_twice,
-    "expert too many": _one_expert_more,
-    "layer too many": _one_layer_more,
+    "expert too many": _repeat("experts.1.", "experts.2.", f"{MOE}experts.2.w"),
+    "layer too many": _repeat("layers.1.", "layers.2.", "up to layer 2 "),
     "shard of a rank": _of_a_rank,
     "another format": _other_format,
 }

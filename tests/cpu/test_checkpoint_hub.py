@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_servers import COMMIT, TinyHub, TinyModelScope, serve
+from hub_servers import COMMIT, TinyHub, TinyModelScope
 
 from negamax.base.errors import ConfigError
 from negamax.checkpoint import huggingface
@@ -43,13 +43,13 @@ KEPT = {
 
 @pytest.fixture
 def hub() -> Iterator[TinyHub]:
-    with serve(TinyHub(FILES)) as hub:
+    with TinyHub(FILES) as hub:
         yield hub
 
 
 @pytest.fixture
 def modelscope() -> Iterator[TinyModelScope]:
-    with serve(TinyModelScope(FILES)) as server:
+    with TinyModelScope(FILES) as server:
         yield server
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from m2_checkpoints import (
+    CONFIG,
     FP8_CONFIG,
-    TINY,
     SlotModel,
     load_weights,
     random_tensors,
@@ -54,6 +54,20 @@ def respelled(pattern: str, new: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {re.sub(pattern, new, name): each for name, each in tensors.items()}
 
 
+# Tensors joined along their second dimension; scalars per matrix become a list of two.
+TRANSPOSED = ("qweight", "qzeros", "scales")
+
+
+def joined(suffix: str, one: Tensor, two: Tensor) -> Tensor:
+    if suffix == "g_idx":
+        return one
+    if suffix == "weight_shape":
+        return torch.stack([one[0] + two[0], one[1]])
+    if one.dim() < 2 and one.numel() == 1:
+        return torch.stack([one.reshape(()), two.reshape(())])
+    return torch.cat([one, two], dim=int(suffix in TRANSPOSED))
+
+
 def fused_experts(name: str) -> Callable[[Tensors], Tensors]:
     def change(tensors: Tensors) -> Tensors:
         changed = {}
@@ -61,7 +75,7 @@ def fused_experts(name: str) -> Callable[[Tensors], Tensors]:
             match = _EXPERT.match(key)
             if match and match[3] == "w1":
                 up = tensors[key.replace(".w1.", ".w3.")]
-                changed[key.replace(".w1.", f".{name}.")] = torch.cat([tensor, up])
+                changed[key.replace(".w1.", f".{name}.")] = joined(match[4], tensor, up)
             elif not match or match[3] == "w2":
                 changed[key] = tensor
         return changed
@@ -185,20 +199,6 @@ def test_matrix_stored_alone_and_fused_is_refused(tmp_path: Path) -> None:
         load_weights(SlotModel(SPEC).weight_slots(), SPEC, tmp_path)
 
 
-# Tensors joined along their second dimension; scalars per matrix become a list of two.
-TRANSPOSED = ("qweight", "qzeros", "scales")
-
-
-def joined(suffix: str, one: Tensor, two: Tensor) -> Tensor:
-    if suffix == "g_idx":
-        return one
-    if suffix == "weight_shape":
-        return torch.stack([one[0] + two[0], one[1]])
-    if one.numel() == 1:
-        return torch.stack([one.reshape(()), two.reshape(())])
-    return torch.cat([one, two], dim=int(suffix in TRANSPOSED))
-
-
 @pytest.mark.parametrize(
     ("name", "stacked"),
     [("awq", False), ("gptq-v2", True), ("quark-int8", False), ("modelopt-nvfp4", True),
@@ -207,29 +207,14 @@ def joined(suffix: str, one: Tensor, two: Tensor) -> Tensor:
      full("compressed-nvfp4", True), ("packed-int4-asym", False)],
 )  # fmt: skip
 def test_fused_side_tensors_load(tmp_path: Path, name: str, stacked: bool) -> None:
-    config = {**TINY, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
-    config |= {"dtype": "float32", "hidden_size": 64, "intermediate_size": 96}
+    config = {**CONFIG, "hidden_size": 64, "intermediate_size": 96}
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         folder.mkdir()
         write(folder, config, random_tensors(tiny_spec(**config)), FORMATS[name])
-    tensors = load_file(two / "model.safetensors")
-    changed, stacks = {}, dict[str, list[Tensor]]()
-    for key in sorted(tensors):
-        if not (match := _EXPERT.match(key)) or match[3] == "w3":
-            if not match:
-                changed[key] = tensors[key]
-            continue
-        lead, expert, matrix, suffix = match.groups()
-        tensor = tensors[key]
-        if matrix == "w1":
-            tensor = joined(suffix, tensor, tensors[key.replace(".w1.", ".w3.")])
-        fused = {"w1": "w13", "w2": "w2"}[matrix]
-        if stacked:
-            stacks.setdefault(f"{lead}{fused}_{suffix}", []).append(tensor)
-        else:
-            changed[f"{lead}{expert}.{fused}.{suffix}"] = tensor
-    save_single(two, changed | {key: torch.stack(stack) for key, stack in stacks.items()})
+    change = CHANGES["stacked, w13" if stacked else "w13"]
+    changed = change(load_file(two / "model.safetensors"))
+    save_single(two, {name: tensor.contiguous() for name, tensor in changed.items()})
     spec = read_spec(json.loads((one / "config.json").read_text()), one)
     h200 = nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)
     kernels = resolve(platform=h200, dtype=torch.bfloat16)
@@ -247,11 +232,9 @@ def test_fused_side_tensors_load(tmp_path: Path, name: str, stacked: bool) -> No
         if target is not None and not key.endswith("_scale"):
             assert torch.equal(target, found[1][key]), key
     if name.startswith("packed"):
-        wrong = [key for key in changed if key.endswith("w13.weight_shape")]
-        wrong += [key for key in stacks if key.endswith("w13_weight_shape")]
-        tensors = load_file(two / "model.safetensors")
-        tensors[wrong[0]] = tensors[wrong[0]] // 2  # of one matrix
-        save_single(two, tensors)
-        message = rf"{wrong[0]} is \[96, .* of 192 x 64 is \[192, 64"
+        wrong = min(key for key in changed if re.search(r"w13.weight_shape$", key))
+        changed[wrong] = changed[wrong] // 2  # of one matrix
+        save_single(two, {name: tensor.contiguous() for name, tensor in changed.items()})
+        message = rf"{wrong} is \[96, .* of 192 x 64 is \[192, 64"
         with pytest.raises(CheckpointError, match=message):
             load_weights(build(spec, loaded=False).weight_slots(), spec, two)

@@ -1,9 +1,9 @@
 import json
 import os
 import re
+import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,8 @@ from m2_checkpoints import (
     to_fp8,
     write_index,
 )
+from model_support import build
+from stored_kernels import keeping_stored
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
@@ -26,8 +28,8 @@ from negamax.checkpoint.plan import plan_load
 from negamax.checkpoint.reader import CheckpointReader, read_entries, read_header
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
-from negamax.formats.floats import E4M3_BLOCKS
-from negamax.layers.weights import StoredPart, WeightSlot, slots_by_name
+from negamax.formats.platform import CPU
+from negamax.kernels.registry import resolve
 
 SPEC = tiny_spec()
 FP8_SPEC = tiny_spec(quantization_config=FP8_CONFIG)
@@ -166,33 +168,14 @@ def test_non_finite_values_are_named_counted_and_located(
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 def test_fp8_nan_is_found_in_dequantized_and_kept_weights(tmp_path: Path, code: int) -> None:
     stored = to_fp8(random_tensors(SPEC))
-    name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
-    stored[name].view(torch.uint8)[[3, 7], [40, 1]] = code
-    message = rf"{name} in 2 of 24 x 48 \(F8_E4M3\), first at \[3, 40\]"
+    stored[EXPERT].view(torch.uint8)[[3, 7], [20, 1]] = code
+    message = rf"{EXPERT} in 2 of 48 x 24 \(F8_E4M3\), first at \[3, 20\]"
     refused(tmp_path, stored, message, spec=FP8_SPEC)
-
-    def stored_part(key: str) -> StoredPart:
-        rows, columns = stored[key.removesuffix("_scale_inv")].shape
-        tensor = E4M3_BLOCKS.tensors[key.endswith("_scale_inv")]
-        return StoredPart(tensor, ((rows, columns), (range(rows), range(columns))))
-
-    class Kept(SlotModel):
-        def weight_slots(self) -> dict[str, WeightSlot]:
-            slots = super().weight_slots()
-            return slots | slots_by_name(
-                WeightSlot(
-                    key,
-                    tuple(tensor.shape),
-                    target=torch.empty_like(tensor),
-                    source=E4M3_BLOCKS,
-                    stored=stored_part(key),
-                )
-                for key, tensor in stored.items()
-                if key.removesuffix("_scale_inv") + "_scale_inv" in stored
-            )
-
+    keeping = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
+    slots = build(FP8_SPEC, kernels=keeping, loaded=False).weight_slots()
+    assert f"{EXPERT}_scale_inv" in slots
     with pytest.raises(CheckpointError, match=message):
-        load_weights(Kept(FP8_SPEC).weight_slots(), FP8_SPEC, tmp_path)
+        load_weights(slots, FP8_SPEC, tmp_path)
 
 
 LARGE = tiny_spec(vocab_size=96, hidden_size=256, intermediate_size=64)
@@ -354,16 +337,6 @@ def test_index_and_files_must_agree(
         load(tmp_path)
 
 
-def test_broken_index_and_surplus_files_are_refused(tmp_path: Path) -> None:
-    save_two(tmp_path)
-    (tmp_path / "model-00003-of-00002.safetensors").write_bytes((tmp_path / FILES[0]).read_bytes())
-    with pytest.raises(CheckpointError, match=r"there are 1 more: model-00003-of-00002\.safe"):
-        check(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
-        check(tmp_path)
-
-
 def test_index_may_name_files_with_a_leading_dot(tmp_path: Path) -> None:
     index = save_two(tmp_path)
     write_index(tmp_path, {name: f"./{file}" for name, file in index.items()})
@@ -371,26 +344,41 @@ def test_index_may_name_files_with_a_leading_dot(tmp_path: Path) -> None:
     load(tmp_path)
 
 
-def test_missing_shards_without_an_index_are_counted(tmp_path: Path) -> None:
-    save_two(tmp_path, with_index=False)
+@pytest.mark.parametrize(
+    ("change", "with_index", "message"),
+    [
+        (
+            lambda folder: shutil.copy(folder / FILES[0], folder / FILES[1].replace("2", "3", 1)),
+            True, r"there are 1 more: model-00003-of-00002\.safe",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
+            True, "cannot be read as JSON",
+        ),
+        (
+            lambda folder: (folder / FILES[1]).unlink(),
+            False, r"are missing from .* \(there are 1 of the 2 files",
+        ),
+        (
+            lambda folder: [
+                (folder / file).rename(folder / f"{name}.safetensors")
+                for file, name in zip(FILES, "ab", strict=True)
+            ],
+            False, r"it has a\.safetensors, b\.safetensors \(copy model\.safetensors\.in",
+        ),
+        (
+            lambda folder: shutil.copy(folder / FILES[0], folder / "model-extra.safetensors"),
+            False, r"is in two files: model-00001-of-00002.* and model-extra",
+        ),
+    ],
+    ids=["surplus", "broken index", "missing", "other names", "twice"],
+)  # fmt: skip
+def test_incomplete_and_surplus_files_are_refused(
+    tmp_path: Path, change: Callable[[Path], object], with_index: bool, message: str
+) -> None:
+    save_two(tmp_path, with_index=with_index)
     load(tmp_path)
-    (tmp_path / FILES[1]).unlink()
-    with pytest.raises(CheckpointError, match=r"are missing from .* \(there are 1 of the 2 files"):
-        check(tmp_path)
-
-
-def test_shards_of_other_names_need_an_index(tmp_path: Path) -> None:
-    files = ["a.safetensors", "b.safetensors"]
-    save_sharded(tmp_path, random_tensors(SPEC), names=files, with_index=False)
-    message = r"it has a\.safetensors, b\.safetensors \(copy model\.safetensors\.in"
-    with pytest.raises(CheckpointError, match=message):
-        check(tmp_path)
-
-
-def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
-    save_two(tmp_path, with_index=False)
-    (tmp_path / "model-extra.safetensors").write_bytes((tmp_path / FILES[0]).read_bytes())
-    message = r"is in two files: model-00001-of-00002.* and model-extra"
+    change(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         check(tmp_path)
 
@@ -411,21 +399,13 @@ def test_unreadable_files_are_not_reported_as_missing() -> None:
             read()
         weights.chmod(0)
         config.chmod(0)
-        with _as_another_user():
+        user = os.geteuid()
+        os.seteuid(user or 65534)  # root may read every file
+        try:
             for read in reads:
                 with pytest.raises(CheckpointError) as caught:
                     read()
                 assert "cannot be read: Permission denied" in caught.value.message
                 assert "chmod" in str(caught.value) and "download" not in str(caught.value)
-
-
-@contextmanager
-def _as_another_user() -> Iterator[None]:
-    """Become another user if this is root, which may read every file."""
-    if is_root := os.geteuid() == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
+        finally:
+            os.seteuid(user)

@@ -20,11 +20,12 @@ from loading_support import (
     KV_SCALE,
     assert_equal,
     conversion,
+    edited,
     load,
     stored_bytes,
     write_source,
 )
-from m2_checkpoints import TINY, random_tensors, tiny_spec
+from m2_checkpoints import CONFIG, random_tensors, tiny_spec
 from safetensors.torch import load_file, save_file
 from stored_formats import FORMATS, sample, write
 
@@ -101,11 +102,10 @@ def test_from_each_format_to_each(
 
 @pytest.mark.parametrize("name", sample(FORMATS, 1, 8))
 def test_every_published_format_is_converted_and_split(name: str, tmp_path: Path) -> None:
-    sizes = {**TINY, "hidden_size": 64, "intermediate_size": 64, "num_local_experts": 2}
-    names = {"architectures": ["MiniMaxM2ForCausalLM"], "dtype": "float32"}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 2}
     tensors, source = random_tensors(tiny_spec(**sizes)), tmp_path / "source"
     source.mkdir()
-    plain = write(source, {**names, **sizes}, tensors, FORMATS[name])
+    plain = write(source, {**CONFIG, **sizes}, tensors, FORMATS[name])
     convert(conversion(source, tmp_path / "bf16", "bf16", allow_lossy=False))
     for weight in Source(tmp_path / "bf16").weights:
         with CheckpointReader() as reader:
@@ -141,15 +141,14 @@ def test_fnuz_and_ocp_blocks_convert_exactly(converted: dict[str, Path], tmp_pat
             source = tmp_path / f"from {first} {largest}"
             shutil.copytree(converted[first], source)
             for file in source.glob("*.safetensors") if largest else ():
-                tensors = load_file(file)
-                for tensor in tensors.values():
-                    if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
-                        bits = tensor.view(torch.uint8)
-                        bits.copy_(bits & 0x80 | (bits & 0x7F).clamp_(max=largest))
-                        bits[0, 0] = largest
-                        if first == "fp8-fnuz":
-                            bits[bits == 0x80] = 0  # NaN
-                save_file(tensors, file, {"format": "pt"})
+                with edited(file) as tensors:
+                    for tensor in tensors.values():
+                        if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+                            bits = tensor.view(torch.uint8)
+                            bits.copy_(bits & 0x80 | (bits & 0x7F).clamp_(max=largest))
+                            bits[0, 0] = largest
+                            if first == "fp8-fnuz":
+                                bits[bits == 0x80] = 0  # NaN
             out = tmp_path / f"{to} {largest}"
             if error == 1:  # NaN
                 with pytest.raises(CheckpointError, match="NaN"):
@@ -212,45 +211,6 @@ def test_code_and_source_descriptions_are_not_copied(tmp_path: Path) -> None:
     assert "auto_map" not in read_json_object(tmp_path / "out" / "config.json")
 
 
-def test_neuron_layout_matches_its_preprocessing(
-    converted: dict[str, Path], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    convert(conversion(converted["fp8-block"], out, "fp8-neuron"))
-    extras = load_file(out / "model_extras.safetensors")
-    assert set(extras) == {"embed_tokens.weight", "norm.weight", "lm_head.weight"}
-    found = load_file(out / "model_layer0.safetensors")
-    moe, attention = "layers.0.block_sparse_moe", "layers.0.self_attn"
-    stacked = f"{moe}.expert_mlps.mlp_op"
-    both = ("weight", "scale")
-    assert set(found) == {
-        "layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight",
-        f"{attention}.q_norm.weight", f"{attention}.k_norm.weight", f"{attention}.o_proj.weight",
-        *(f"{attention}.{name}_proj.{part}" for name in "qkv" for part in both),
-        f"{moe}.router.linear_router.weight", f"{moe}.router.e_score_correction_bias",
-        *(f"{stacked}.{name}_proj.{part}" for name in ("gate_up", "down") for part in both),
-    }  # fmt: skip
-    assert found[f"{attention}.o_proj.weight"].dtype == torch.bfloat16
-    stored = load_file(converted["fp8-block"] / "model-00000-of-00003.safetensors")
-    # hidden 256, width 128, 2 experts
-    fused = found[f"{stacked}.gate_up_proj.weight"].float()
-    scale = found[f"{stacked}.gate_up_proj.scale"]
-    assert fused.shape == (2, 256, 256) and scale.shape == (2, 2, 2)
-    assert found[f"{stacked}.down_proj.weight"].shape == (2, 128, 256)
-    assert found[f"{stacked}.down_proj.scale"].shape == (2, 1, 2)
-    for expert in range(2):
-        for column, name in ((0, "w1"), (1, "w3")):
-            theirs = f"model.layers.0.block_sparse_moe.experts.{expert}.{name}.weight"
-            values, scales = stored[theirs].float(), stored[f"{theirs}_scale_inv"]
-            assert torch.equal(scale[expert][:, column], scales[0] * (448 / 240))
-            smaller = (values / (448 / 240)).bfloat16().to(torch.float8_e4m3fn).float()
-            part = fused[expert][:, 128 * column : 128 * (column + 1)]
-            assert torch.equal(part.T, smaller) and part.abs().max() == 240
-    rows = found[f"{attention}.q_proj.weight"].float()
-    assert rows.abs().amax(1).eq(240).all()
-    assert found[f"{attention}.q_proj.scale"].shape == (256, 1)
-
-
 def stop_at(call: int, stop: Callable[[], object]) -> Any:
     """Return a progress callback whose `call`-th call stops the conversion."""
     calls = iter(range(1, 10**9))
@@ -306,12 +266,6 @@ def test_damaged_complete_file_is_rewritten(
     assert contents(out) == contents(converted["int4"])
 
 
-def test_other_conversion_is_not_resumed(bf16: Path, tmp_path: Path) -> None:
-    interrupt(bf16, tmp_path / "out", "int4")
-    with pytest.raises(CheckpointError, match=r"another conversion \(different: to\)"):
-        convert(conversion(bf16, tmp_path / "out", "int8"))
-
-
 def test_complete_conversion_is_not_repeated(bf16: Path, converted: dict[str, Path]) -> None:
     before = {p: p.stat().st_mtime_ns for p in converted["int8"].iterdir()}
     convert(conversion(bf16, converted["int8"], "int8"))
@@ -359,11 +313,9 @@ def test_unusable_destinations_are_refused(
 
 def test_nan_in_the_source_is_refused(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
-    file = source / FILES[0]
-    tensors = load_file(file)
-    name = next(name for name in tensors if ".experts.1.w3" in name)
-    tensors[name][3, 5] = torch.nan
-    save_file(tensors, file)
+    with edited(source / FILES[0]) as tensors:
+        name = next(name for name in tensors if ".experts.1.w3" in name)
+        tensors[name][3, 5] = torch.nan
     with pytest.raises(CheckpointError, match=rf"NaN or infinite: {name}"):
         convert(conversion(source, tmp_path / "out", "fp8-block"))
 
@@ -388,12 +340,15 @@ def test_holes_are_refused_and_zeros_are_warned_of(
         convert(conversion(source, tmp_path / "begun", to))
 
 
-def test_changed_weights_are_another_source(tmp_path: Path) -> None:
+def test_conversion_of_another_source_or_target_is_not_resumed(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
     convert(conversion(source, tmp_path / "done", "int8"))
     interrupt(source, tmp_path / "begun", "int8")
-    tensors = load_file(source / FILES[0])
-    save_file({name: -one for name, one in tensors.items()}, source / FILES[0])
+    with pytest.raises(CheckpointError, match=r"another conversion \(different: to\)"):
+        convert(conversion(source, tmp_path / "begun", "int4"))
+    with edited(source / FILES[0]) as tensors:
+        for tensor in tensors.values():
+            tensor.neg_()
     with pytest.raises(ConfigError, match=r"is another conversion \(different: source_digest\)"):
         convert(conversion(source, tmp_path / "done", "int8"))
     with pytest.raises(ConfigError, match="lies in the source"):
@@ -448,8 +403,7 @@ def test_second_rounding_is_refused_before_the_download(
     ints = described.group({"group_size": 32}, targets=["re:.*experts.*"], stored="pack-quantized")
     ignore = ["lm_head", "re:.*gate$"]
     mixed = described.compressed("mixed-precision", blocks, ints, ignore=ignore)
-    names = {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
-    config = {**names, "dtype": "bfloat16", **TINY, "quantization_config": mixed}
+    config = {**CONFIG, "dtype": "bfloat16", "quantization_config": mixed}
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = []
 
@@ -509,20 +463,6 @@ def test_memory_is_at_most_two_layers(tmp_path: Path) -> None:
     assert layer > 30 * 2**20 and added < 2 * layer
 
 
-def test_command_prints_plan_and_comparison(
-    bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    assert main(["convert", str(bf16), str(out), "--to", "fp8-channel", "--verify"]) == 0
-    shown = capsys.readouterr().out
-    assert "fp8_e4m3_channel" in shown and "farthest from the source" in shown
-    command = read_json_object(out / "config.json")[PROVENANCE]["command"]
-    assert isinstance(command, str)
-    assert main(["convert", str(out), str(tmp_path / "b"), "--to", "int8"]) == 2
-    assert "--allow-lossy" in capsys.readouterr().err
-    assert main(["convert", str(out), str(tmp_path / "b"), "--to", "int9"]) == 2
-
-
 def test_non_utf8_paths_work(bf16: Path, tmp_path: Path) -> None:
     out, again = os.fsdecode(os.fsencode(tmp_path) + b"/\xff"), tmp_path / "again"
     line = [sys.executable, "-m", "negamax", "convert", str(bf16), out, "--to", "fp8-channel"]
@@ -534,20 +474,26 @@ def test_non_utf8_paths_work(bf16: Path, tmp_path: Path) -> None:
     assert main(["convert", out, str(again), "--to", "bf16"]) == 0
 
 
-def test_verify_finds_a_single_changed_value(
+def test_command_prints_its_plan_and_verifies_each_value(
     bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, name = tmp_path / "out", "model.embed_tokens.weight"
-    line = ["convert", str(bf16), str(out), "--to", "int4", "--verify"]
+    out, other, name = tmp_path / "out", str(tmp_path / "b"), "model.embed_tokens.weight"
+    line = ["convert", str(bf16), str(out), "--to", "fp8-channel", "--verify"]
     assert main(line) == 0
+    shown = capsys.readouterr().out
+    assert "fp8_e4m3_channel" in shown and "farthest from the source" in shown
+    assert isinstance(read_json_object(out / "config.json")[PROVENANCE]["command"], str)
     file = out / "model-00002-of-00003.safetensors"
-    tensors = load_file(file)
-    tensors[name][3, 5] += 1
-    save_file(tensors, file, {"format": "pt"})
-    assert main(line) == 1
-    assert f"1 weights are farther off than their format explains: {name}" in (
-        capsys.readouterr().err
-    )
+    with edited(file) as tensors:
+        tensors[name][3, 5] += 1
+    changed = ["convert", str(out), other, "--to"]
+    for arguments, status, words in (
+        (line, 1, f"1 weights are farther off than their format explains: {name}"),
+        ([*changed, "int8"], 2, "--allow-lossy"),
+        ([*changed, "int9"], 2, "int9"),
+    ):
+        assert main(arguments) == status
+        assert words in capsys.readouterr().err
     file.unlink()
     assert main(line[:-1]) == 2
     assert f"1 are missing: {file.name}" in capsys.readouterr().err

@@ -101,10 +101,6 @@ def draft_of(variant: str, folder: Path) -> tuple[dict[str, Any], tiny_draft.Wei
     return tiny_draft.make(variant, folder / "draft", vocab_size=96, hidden_size=HIDDEN, ids=ids)
 
 
-def outputs(llm: LLM) -> list[list[int]]:
-    return [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, [PARAMS] * 2)]
-
-
 @pytest.mark.parametrize(
     "variant",
     [full("plain"), "full vocabulary, norms", full("biases, two layers"), "another width"],
@@ -119,7 +115,7 @@ def test_draft_tokens_are_those_before_the_rotation(
     config, tensors, draft = draft_of(variant, tmp_path)
     seen = tiny_draft.watch(monkeypatch.setattr)
     with engine(folder, draft) as llm:
-        found = outputs(llm)
+        found = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, [PARAMS] * 2)]
         spec = llm._loop.executor._worker.runner.config.draft.spec  # type: ignore[attr-defined]
     texts = [prompt + output for prompt, output in zip(PROMPTS, found, strict=True)]
     wrong, compared = tiny_draft.count_differing(seen, target, texts, LAYERS, config, tensors)
@@ -171,11 +167,12 @@ def test_the_rotation_is_read_from_the_file_that_the_description_names(tmp_path:
         save_file({"global_rotation": broken.contiguous()}, tmp_path / FILE)
         with pytest.raises(CheckpointError, match=r"global_rotation \[\d+, 32\] is no rotation"):
             read_rotation(tmp_path)
-    for outside in ("../quarot.safetensors", "optional/../../x", "/quarot.safetensors"):
-        describe(tmp_path, outside)
-        with pytest.raises(ConfigError, match="outside the folder"):
-            read_rotation(tmp_path)
-    for other in ("optional/*.safetensors", "model.py", "optional", "pytorch_model.bin"):
-        describe(tmp_path, other)
-        with pytest.raises(ConfigError, match="allowed: the name of a safetensors file"):
+    outside, allowed = "outside the folder", "allowed: the name of a safetensors file"
+    refused = dict.fromkeys(
+        ("../quarot.safetensors", "optional/../../x", "/x.safetensors"), outside
+    )
+    names = ("optional/*.safetensors", "model.py", "optional", "pytorch_model.bin")
+    for file, message in (refused | dict.fromkeys(names, allowed)).items():
+        describe(tmp_path, file)
+        with pytest.raises(ConfigError, match=message):
             read_rotation(tmp_path)

@@ -4,11 +4,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import m2_checkpoints
 import pytest
 import test_m3_checkpoints as m3
 import torch
-from loading_support import assert_holds, greedy, load, part_of
-from m2_checkpoints import TINY, random_tensors, save_sharded, tiny_spec
+from loading_support import assert_holds, edited, greedy, load, part_of
+from m2_checkpoints import random_tensors, save_sharded, tiny_spec
 from model_support import build
 from safetensors.torch import load_file, save_file
 from stored_formats import (
@@ -24,7 +25,6 @@ from stored_formats import (
     write,
 )
 from stored_kernels import keeping_stored
-from torch import Tensor
 
 from negamax.base.errors import CheckpointError, ConfigError
 from negamax.formats.platform import CPU
@@ -34,10 +34,7 @@ from negamax.models.registry import read_spec
 from negamax.parallel.layout import ParallelLayout
 from tests import quantization_descriptions as described
 
-CONFIG: dict[str, Any] = {
-    **TINY, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2",
-    "dtype": "float32", "hidden_size": 64, "intermediate_size": 64,
-}  # fmt: skip
+CONFIG = {**m2_checkpoints.CONFIG, "hidden_size": 64, "intermediate_size": 64}
 TENSORS = random_tensors(tiny_spec(**CONFIG))
 KEEPING = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
 PROMPT = [5, 17, 60, 3]
@@ -128,30 +125,31 @@ def test_bf16_layer_described_as_fp4_loads_or_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = write(tmp_path, CONFIG, TENSORS, FORMATS["modelopt-nvfp4"])
-    stored, file = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
-    stored[f"{MODULE}.weight"] = plain[f"{MODULE}.weight"].bfloat16()
-    save_file(stored, file)
+    with edited(tmp_path) as stored:
+        stored[f"{MODULE}.weight"] = plain[f"{MODULE}.weight"].bfloat16()
     with pytest.raises(CheckpointError, match=rf"{MODULE}.weight has dtype BF16; nvfp4 is stored"):
         load(tmp_path)
-    for name in ("weight_scale", "weight_scale_2", "input_scale"):
-        del stored[f"{MODULE}.{name}"]
-    save_file(stored, file)
+    with edited(tmp_path) as stored:
+        for name in ("weight_scale", "weight_scale_2", "input_scale"):
+            del stored[f"{MODULE}.{name}"]
     with caplog.at_level(logging.INFO, logger="negamax"):
         _, found, _ = load(tmp_path)
     assert "30 activation scales are not used" in caplog.text
     assert torch.equal(found[f"{MODULE}.weight"], stored[f"{MODULE}.weight"].float())
-    stored[f"{MODULE}.weight"] = stored[f"{MODULE}.weight"].view(torch.uint8)
-    save_file(stored, file)
+    with edited(tmp_path) as stored:
+        stored[f"{MODULE}.weight"] = stored[f"{MODULE}.weight"].view(torch.uint8)
     with pytest.raises(CheckpointError, match=rf"{MODULE}.weight .*nvfp4.*missing|shape"):
         load(tmp_path)
 
 
 def test_rank_keeps_experts_if_another_rank_has_one_in_bf16(tmp_path: Path) -> None:
     plain = write(tmp_path, CONFIG, TENSORS, FORMATS["modelopt-nvfp4"])
-    expert, file = "model.layers.0.block_sparse_moe.experts.0", tmp_path / "model.safetensors"
-    stored = {k: t for k, t in load_file(file).items() if not k.startswith(f"{expert}.")}
+    expert = "model.layers.0.block_sparse_moe.experts.0"
     own = {key: plain[key].bfloat16() for key in plain if key.startswith(f"{expert}.")}
-    save_file({**stored, **own}, file)
+    with edited(tmp_path) as stored:
+        for key in [key for key in stored if key.startswith(f"{expert}.")]:
+            del stored[key]
+        stored |= own
     path = tmp_path / "hf_quant_config.json"
     description = json.loads(path.read_text())
     description["quantization"]["exclude_modules"].append(f"{expert}*")
@@ -184,21 +182,19 @@ def test_tensors_with_known_content_are_checked(
     tmp_path: Path, name: str, part: str, message: str, kernels: KernelTable | None
 ) -> None:
     write(tmp_path, CONFIG, TENSORS, FORMATS[name])
-    stored = load_file(tmp_path / "model.safetensors")
-    changed = stored[f"model.layers.0.block_sparse_moe.experts.1.w3.{part}"]
-    changed[changed == changed.max()] += 1
-    if name == "gptq-sym":
-        changed[:] = 1
-    save_file(stored, tmp_path / "model.safetensors")
+    with edited(tmp_path) as stored:
+        changed = stored[f"model.layers.0.block_sparse_moe.experts.1.w3.{part}"]
+        changed[changed == changed.max()] += 1
+        if name == "gptq-sym":
+            changed[:] = 1
     with pytest.raises(CheckpointError, match=rf"experts\.1\.w3\.{message}"):
         load(tmp_path, kernels=kernels)
 
 
 def test_fnuz_nan_is_named(tmp_path: Path) -> None:
     write(tmp_path, CONFIG, TENSORS, FORMATS["fp8-fnuz"])
-    stored, file = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
-    stored[f"{MODULE}.weight"].view(torch.uint8)[3, 5] = 0x80
-    save_file(stored, file)
+    with edited(tmp_path) as stored:
+        stored[f"{MODULE}.weight"].view(torch.uint8)[3, 5] = 0x80
     with pytest.raises(CheckpointError, match=rf"{MODULE}\S+ in 1 of 64 x 64 .*first at \[3, 5\]"):
         load(tmp_path)
 
@@ -263,13 +259,9 @@ def test_unsupported_exports_are_refused_by_name(
 def test_experts_missing_from_an_export_are_named(tmp_path: Path) -> None:
     """GPTQModel omits all experts of transformers 5 but the first."""
     write(tmp_path, CONFIG, TENSORS, EXPORTS["modelopt, W8A16"])
-    file = tmp_path / "model.safetensors"
-    kept: dict[str, Tensor] = {
-        name: tensor
-        for name, tensor in load_file(file).items()
-        if not re.search(r"experts\.[1-9]", name)
-    }
-    save_file(kept, file)
+    with edited(tmp_path) as stored:
+        for name in [name for name in stored if re.search(r"experts\.[1-9]", name)]:
+            del stored[name]
     with pytest.raises(CheckpointError, match=r"36 tensors are missing .*experts\.1\.w1") as failed:
         load(tmp_path)
     assert "the tool that wrote the checkpoint left them out" in (failed.value.hint or "")

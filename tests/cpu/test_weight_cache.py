@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -292,25 +293,23 @@ def test_file_of_a_killed_writer_is_not_used(tmp_path: Path, checkpoint: Path) -
 
 
 def test_concurrent_writers_leave_one_valid_file(tmp_path: Path, checkpoint: Path) -> None:
-    barrier, results = threading.Barrier(4), []
+    models, barrier = [SlotModel(SPEC) for _ in range(4)], threading.Barrier(4)
 
-    def run() -> None:
-        model = SlotModel(SPEC)
+    def run(model: SlotModel) -> bool:
         barrier.wait(120)
-        results.append(start(tmp_path / "cache", checkpoint, model)[1])
+        return same(start(tmp_path / "cache", checkpoint, model)[1], TENSORS)
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert len(results) == 4 and all(same(weights, TENSORS) for weights in results)
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(run, models))
     the_file(tmp_path / "cache")
     assert_loads(True, tmp_path / "cache", checkpoint)
 
 
-def test_unwritable_disk_costs_a_warning(
-    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
+def test_unwritable_or_full_disk_costs_a_warning(
+    tmp_path: Path,
+    checkpoint: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     assert_loads(False, tmp_path / "file", checkpoint)
@@ -322,19 +321,11 @@ def test_unwritable_disk_costs_a_warning(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "is not written: [Errno 27] File too large" in caplog.text
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-
-
-def test_free_space_is_checked_before_writing(
-    tmp_path: Path,
-    checkpoint: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     usage = weight_cache.shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(weight_cache.shutil, "disk_usage", lambda path: usage)
-    assert not start(tmp_path / "cache", checkpoint)[0]
+    assert_loads(False, tmp_path / "cache", checkpoint)
     assert re.search(r"is not written: .* MiB are needed, 0.0 MiB are free", caplog.text)
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
 def test_engine_with_a_cache_gives_the_same_answers(

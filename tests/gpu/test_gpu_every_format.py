@@ -29,7 +29,7 @@ from m2_checkpoints import (
 )
 from model_support import PagedRun, random_weights
 from stored_formats import FORMATS, StoredFormat, awq, gptq, in_full, packed, write
-from test_neuron_checkpoint import preprocessed
+from test_convert_layouts import preprocessed
 
 from negamax.base.errors import CheckpointError
 from negamax.formats.floats import PLAIN

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hub_servers import TinyHub, serve
+from hub_servers import TinyHub
 
 from negamax import __version__
 
@@ -71,7 +71,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[TinyHub]:
-    with serve(TinyHub({path.name: path.read_bytes() for path in NANO.iterdir()})) as hub:
+    with TinyHub({path.name: path.read_bytes() for path in NANO.iterdir()}) as hub:
         yield hub
 
 

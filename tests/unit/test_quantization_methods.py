@@ -1,11 +1,16 @@
 import copy
+import json
 import re
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.config.quantization import QuantizationSpec
+from negamax.config.embedded import EMBEDDED
+from negamax.config.quantization import QuantizationSpec, read_quantization
+from negamax.engine.core.source import locate
 from negamax.formats.floats import (
     E4M3_BLOCKS,
     PER_MATRIX,
@@ -19,9 +24,12 @@ from negamax.formats.floats import (
     use_rounded_activations,
 )
 from negamax.formats.tensor_format import ROWS, Axis, Dim, TensorFormat
+from negamax.options.engine import EngineOptions
 from negamax.quantization import online
 from negamax.quantization.compressed_tensors import packed
-from negamax.quantization.detect import detect
+from negamax.quantization.detect import METHODS, detect
+from negamax.quantization.names import check_name, quantized
+from negamax.quantization.scheme import Scheme
 from tests import quantization_descriptions as described
 
 EXPERT = "model.layers.3.block_sparse_moe.experts.7.w1"
@@ -81,6 +89,16 @@ def blocks(rows: int, columns: int, *, fnuz: bool = False) -> TensorFormat:
     return fp8(name, dims, scale_name="weight_scale_inv", fnuz=fnuz)
 
 
+def scheme_of(spec: dict[str, Any] | QuantizationSpec | None) -> Scheme:
+    """Detect the scheme; fields without a method are those of hf_quant_config.json."""
+    if isinstance(spec, dict):
+        source = "config.json" if "quant_method" in spec else "hf_quant_config.json"
+        spec = QuantizationSpec(spec.get("quant_method", "modelopt"), spec, source)
+    scheme = detect(spec)
+    assert scheme is not None
+    return scheme
+
+
 @pytest.mark.parametrize(
     ("config", "expert", "attention"),
     [
@@ -113,11 +131,9 @@ def blocks(rows: int, columns: int, *, fnuz: bool = False) -> TensorFormat:
 def test_modules_have_the_described_float_formats(
     config: dict[str, Any], expert: TensorFormat, attention: TensorFormat
 ) -> None:
-    source = "config.json" if "quant_method" in config else "hf_quant_config.json"
     before = copy.deepcopy(config)
-    spec = QuantizationSpec(config.get("quant_method", "modelopt"), config, source)
-    scheme = detect(spec)
-    assert scheme is not None and config == before
+    scheme = scheme_of(config)
+    assert config == before
     assert (scheme.format_of(EXPERT), scheme.format_of(ATTENTION)) == (expert, attention)
     assert scheme.format_of(GATE) is PLAIN and set(scheme.formats) >= {expert}
     mine = EXPERT.replace("block_sparse_moe", "mlp")
@@ -160,71 +176,64 @@ def modelslim(**fields: Any) -> dict[str, Any]:
     return described.modelslim(types, **{**cache, **fields})
 
 
-def found(fields: dict[str, Any]) -> dict[str, str]:
-    scheme = detect(QuantizationSpec(fields["quant_method"], fields))
-    assert scheme is not None
+LISTED = {**GPTQ, "dynamic": None, "modules_in_block_to_quantize": [["mlp.experts"], ["w9"]]}
+ONE_LAYER = {
+    **AUTO_ROUND, "extra_config": None, "block_name_to_quantize": ["model.layers.3"],
+    "packing_format": "auto_round:auto_awq",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "attention", "expert", "others"),
+    [
+        (AWQ, "plain", "awq_uint4_group_128", "plain plain"),
+        (AWQ_OF_GPTQMODEL, *["awq_uint4_group_128"] * 2, "awq_uint4_group_128 plain"),
+        (GPTQ, "gptq_v1_uint8_group_64", "gptq_v1_uint4_group_128_act_order", "plain plain"),
+        (
+            {**GPTQ, "checkpoint_format": "gptq_v2", "dynamic": None, "lm_head": True},
+            *["gptq_v2_uint4_group_128"] * 2, "gptq_v2_uint4_group_128 gptq_v2_uint4_group_128",
+        ),
+        (LISTED, "plain", "gptq_v1_uint4_group_128", "plain plain"),
+        (AUTO_ROUND, "gptq_v1_uint8_group_128", "gptq_v1_uint4_group_64", "plain plain"),
+        (ONE_LAYER, *["awq_uint4_group_128"] * 2, "plain plain"),
+        (compressed(), "plain", "packed_int4_group_32", "plain plain"),
+        (
+            compressed(symmetric=False, group_size=128, zp_dtype="torch.int8"),
+            "plain", "packed_uint4_group_128", "plain plain",
+        ),
+        (
+            compressed(num_bits=8, strategy="channel", group_size=None),
+            "plain", "packed_int8_channel", "plain plain",
+        ),
+        (modelslim(), "modelslim_int8_deq_scale", "modelslim_int8_channel", "plain plain"),
+        (
+            modelslim(**{f"{ATTENTION}.weight_scale": "W8A8"}),
+            "modelslim_int8_channel_static", "modelslim_int8_channel", "plain plain",
+        ),
+    ],
+)  # fmt: skip
+def test_modules_have_the_described_integer_formats(
+    fields: dict[str, Any], attention: str, expert: str, others: str
+) -> None:
+    """`others`: a projection of the first layer, and the head."""
+    scheme = scheme_of(fields)
     modules = (ATTENTION, INT_EXPERT, "model.layers.0.self_attn.q_proj", "lm_head")
     names = [scheme.format_of(module).name for module in modules]
+    assert names == [attention, expert, *others.split()]
     assert {*names} <= {"plain", *(stored.name for stored in scheme.formats)}
-    return dict(zip(("attention", "expert", "first", "head"), names, strict=True))
-
-
-def test_modules_have_the_described_integer_formats() -> None:
-    plain = {"attention": "plain", "first": "plain", "head": "plain"}
-    assert found(AWQ) == {**plain, "expert": "awq_uint4_group_128"}
-    awq = dict.fromkeys(("attention", "expert", "first"), "awq_uint4_group_128")
-    assert found(AWQ_OF_GPTQMODEL) == {**awq, "head": "plain"}
-    assert found(GPTQ) == {
-        **plain, "attention": "gptq_v1_uint8_group_64",
-        "expert": "gptq_v1_uint4_group_128_act_order",
-    }  # fmt: skip
-    assert found({**GPTQ, "checkpoint_format": "gptq_v2", "dynamic": None, "lm_head": True}) == (
-        dict.fromkeys(("attention", "expert", "first", "head"), "gptq_v2_uint4_group_128")
-    )
-    listed = {**GPTQ, "dynamic": None, "modules_in_block_to_quantize": [["mlp.experts"], ["w9"]]}
-    assert found(listed) == {**plain, "expert": "gptq_v1_uint4_group_128"}
-    assert found(AUTO_ROUND) == {
-        **plain, "attention": "gptq_v1_uint8_group_128", "expert": "gptq_v1_uint4_group_64",
-    }  # fmt: skip
-    one_layer = {**AUTO_ROUND, "extra_config": None, "block_name_to_quantize": ["model.layers.3"]}
-    assert found({**one_layer, "packing_format": "auto_round:auto_awq"}) == {
-        **plain, "attention": "awq_uint4_group_128", "expert": "awq_uint4_group_128",
-    }  # fmt: skip
-    assert found(compressed()) == {**plain, "expert": "packed_int4_group_32"}
-    assert found(compressed(symmetric=False, group_size=128, zp_dtype="torch.int8")) == {
-        **plain, "expert": "packed_uint4_group_128",
-    }  # fmt: skip
-    assert found(compressed(num_bits=8, strategy="channel", group_size=None)) == {
-        **plain, "expert": "packed_int8_channel",
-    }  # fmt: skip
-    assert found(modelslim()) == {
-        **plain, "attention": "modelslim_int8_deq_scale", "expert": "modelslim_int8_channel",
-    }  # fmt: skip
-    scales = {f"{ATTENTION}.weight_scale": "W8A8"}
-    assert found(modelslim(**scales)) == {
-        **plain, "attention": "modelslim_int8_channel_static", "expert": "modelslim_int8_channel",
-    }  # fmt: skip
 
 
 def test_nearest_target_of_overlapping_groups_counts() -> None:
-    targets = {
-        "packed_int4_channel": ["Linear"],
-        "packed_int4_group_32": [r"re:.*mlp\..*(gate|up|down)_proj$"],
-        "packed_int4_group_64": [r"re:.*layers\.(2|3)\.mlp\..*(gate|up|down)_proj$"],
-        "packed_int4_group_128": ["model.layers.3.mlp.experts.7.down_proj"],
-    }
-    groups = []
-    for name, modules in targets.items():
-        size = name.rpartition("_")[2]
-        is_channel = size == "channel"
-        weights = {
-            "strategy": "channel" if is_channel else "group",
-            "group_size": None if is_channel else int(size),
-        }
-        groups.append(described.group(weights, targets=modules))
-    fields = described.compressed("pack-quantized", *groups, ignore=["lm_head"])
-    scheme = detect(QuantizationSpec("compressed-tensors", fields))
-    assert scheme is not None
+    groups = [
+        described.group({"strategy": "channel" if size is None else "group", "group_size": size},
+                        targets=[target])
+        for size, target in (
+            (None, "Linear"), (32, r"re:.*mlp\..*(gate|up|down)_proj$"),
+            (64, r"re:.*layers\.(2|3)\.mlp\..*(gate|up|down)_proj$"),
+            (128, "model.layers.3.mlp.experts.7.down_proj"),
+        )
+    ]  # fmt: skip
+    scheme = scheme_of(described.compressed("pack-quantized", *groups, ignore=["lm_head"]))
     layers = "model.layers.{}.block_sparse_moe.experts.{}.w2"
     for module, wanted in {
         layers.format(3, 7): "packed_int4_group_128",
@@ -238,10 +247,8 @@ def test_nearest_target_of_overlapping_groups_counts() -> None:
 def test_activations_may_be_rounded_if_the_method_does() -> None:
     tokens = described.TOKENS
 
-    def element(spec: QuantizationSpec) -> str | None:
-        scheme = detect(spec)
-        assert scheme is not None
-        rounded = scheme.format_of(INT_EXPERT).activation
+    def element(fields: Any) -> str | None:
+        rounded = scheme_of(fields).format_of(INT_EXPERT).activation
         assert rounded is None or rounded.group == 0
         return rounded and rounded.element
 
@@ -250,11 +257,9 @@ def test_activations_may_be_rounded_if_the_method_does() -> None:
         (int8, tokens, "int8"), (int8, None, None), (int4, tokens, None),
         ({**int8, "strategy": "group", "group_size": 128}, tokens, None),
     ):  # fmt: skip
-        fields = compressed(inputs=inputs, **weights)
-        assert element(QuantizationSpec("compressed-tensors", fields)) == expected
+        assert element(compressed(inputs=inputs, **weights)) == expected
     for kind, expected in (("W8A8_DYNAMIC", "int8"), ("W8A8_MIX", "int8"), ("W8A16", None)):
-        fields = modelslim(**{f"{INT_EXPERT}.weight": kind})
-        assert element(QuantizationSpec("modelslim", fields)) == expected
+        assert element(modelslim(**{f"{INT_EXPERT}.weight": kind})) == expected
     for name, expected in (
         ("int8", "int8"), ("int8_per_channel_weight_only", None), ("int4", None),
         ("fp8_per_channel", "float8_e4m3fn"), ("fp8", None),
@@ -263,41 +268,37 @@ def test_activations_may_be_rounded_if_the_method_does() -> None:
 
 
 def test_equal_formats_are_one() -> None:
-    other = {**AUTO_ROUND, "extra_config": None}
-    same = {**GPTQ, "dynamic": None}
-    formats = [detect(QuantizationSpec(each["quant_method"], each)) for each in (same, other)]
-    assert formats[0] and formats[1] and formats[0].formats == formats[1].formats
+    one = scheme_of({**GPTQ, "dynamic": None}).formats
+    assert one and one == scheme_of({**AUTO_ROUND, "extra_config": None}).formats
     assert packed(4, 32) is packed(4, 32, symmetric=True, is_stored_order=False)
 
 
 WEIGHTS = "config_groups/group_0/weights/"
 REFUSED: list[tuple[dict[str, Any], str, object]] = [
-    (M2_CONFIG, "quant_algo", "NVFP4_AWQ"),
-    (M2_CONFIG, "group_size", 32),
-    (M2_CONFIG, "awq_block_size", 128),
-    (M2_CONFIG, "kv_cache_scheme", {**KV, "num_bits": 4}),
-    (M2_CONFIG, "kv_cache_scheme", "FP8"),
-    (M2_CONFIG, "ignore", "lm_head"),
+    *((M2_CONFIG, *case) for case in (
+        ("quant_algo", "NVFP4_AWQ"), ("group_size", 32), ("awq_block_size", 128),
+        ("kv_cache_scheme", {**KV, "num_bits": 4}), ("kv_cache_scheme", "FP8"),
+        ("ignore", "lm_head"),
+    )),
     (M2_FILE, "quantization/kv_cache_quant_algo", "NVFP4"),
     (M2_FILE, "quantization/pre_quant_scale", True),
     (M2_FILE, "weights", {}),
     (M3_CONFIG, "quantized_layers", {}),
     (M3_CONFIG, f"quantized_layers/{ATTENTION}", {"quant_algo": "W4A8_AWQ"}),
     (M3_CONFIG, f"quantized_layers/{ATTENTION}", {"quant_algo": "NVFP4", "rotate": True}),
-    (MXFP8, "moe_quant_algo", "NVFP4"),
-    (MXFP8, "weight_block_size", [32, 32]),
-    (MXFP8, "ignored_layers", "lm_head"),
-    (QUARK, "algo_config", [{"name": "rotation"}]),
-    (QUARK, "layer_type_quant_config", {"Linear": {}}),
-    (QUARK, "export/weight_format", "fake_quantized"),
-    (QUARK, "global_quant_config/weight/group_size", 64),
-    (QUARK, "global_quant_config/weight/dtype", "fp6_e2m3"),
-    (QUARK, "global_quant_config/weight/is_dynamic", True),
-    (QUARK, "global_quant_config/output_tensors", _E4M3),
-    (QUARK, "layer_quant_config", {"*k_proj": _KEYS}),
-    (BLOCK, "activation_scheme", "static"),
-    (BLOCK, "fmt", "e5m2"),
-    (BLOCK, "ignored_layers", 3),
+    *((MXFP8, *case) for case in (
+        ("moe_quant_algo", "NVFP4"), ("weight_block_size", [32, 32]), ("ignored_layers", "lm_head"),
+    )),
+    *((QUARK, *case) for case in (
+        ("algo_config", [{"name": "rotation"}]), ("layer_type_quant_config", {"Linear": {}}),
+        ("export/weight_format", "fake_quantized"), ("global_quant_config/weight/group_size", 64),
+        ("global_quant_config/weight/dtype", "fp6_e2m3"),
+        ("global_quant_config/weight/is_dynamic", True),
+        ("global_quant_config/output_tensors", _E4M3), ("layer_quant_config", {"*k_proj": _KEYS}),
+    )),
+    *((BLOCK, *case) for case in (
+        ("activation_scheme", "static"), ("fmt", "e5m2"), ("ignored_layers", 3),
+    )),
     *((COMPRESSED_FP8, *case) for case in (
         ("format", "marlin-24"), ("kv_cache_scheme", {"num_bits": 4, "type": "int"}),
         ("config_groups", {}), ("config_groups/group_0", {"targets": ["Linear"]}),
@@ -357,6 +358,120 @@ def test_unsupported_descriptions_are_refused_by_name(
 def test_quark_outputs_for_the_cache_may_be_fp8() -> None:
     config = quark(_MX, None, layer_quant_config={"*k_proj": _KEYS, "*v_proj": _KEYS})
     config["export"]["kv_cache_group"] = ["*k_proj", "*v_proj"]
-    scheme = detect(QuantizationSpec("quark", config))
-    assert scheme is not None
-    assert scheme.format_of("model.layers.0.self_attn.k_proj") == mxfp4()
+    assert scheme_of(config).format_of("model.layers.0.self_attn.k_proj") == mxfp4()
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+# description -> the names that vLLM and SGLang accept for it
+ACCEPTED: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "fp8"}, "fp8 FP8"),
+    ({"quant_method": "awq"}, "awq auto_awq awq_marlin marlin moe_wna16"),
+    ({"quant_method": "gptq"}, "gptq auto_gptq gptq_marlin gptq-marlin marlin moe_wna16"),
+    ({"quant_method": "compressed-tensors"}, "compressed-tensors compressed_tensors"),
+    ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "w8a8_int8"),
+    ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "w8a8_fp8"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt modelopt_fp8"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt modelopt_fp4 petit_nvfp4"),
+    ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "modelopt modelopt_mxfp8 mxfp8"),
+    (
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "MIXED_PRECISION"}},
+        "modelopt modelopt_mixed",
+    ),
+    ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, "modelopt modelopt_fp4 petit_nvfp4"),
+    ({"quant_method": "modelslim"}, "modelslim ascend"),
+    ({"quant_method": "auto-round"}, "auto-round auto_round inc"),
+    ({"quant_method": "mxfp8"}, "mxfp8 modelopt_mxfp8"),
+    ({"quant_method": "mxfp4"}, "mxfp4"),
+    ({"quant_method": "quark"}, "quark"),
+]
+
+
+@pytest.mark.parametrize(("description", "names"), ACCEPTED)
+def test_only_names_of_the_detected_method_are_accepted(
+    description: dict[str, Any], names: str
+) -> None:
+    spec = QuantizationSpec(description["quant_method"], description)
+    for name in names.split():
+        said = f"--quantization {name}: detected in config.json, not needed"
+        assert quantized(name, spec) == (spec, said)
+    others = {name for _, each in ACCEPTED for name in each.split()} | {"int4"}
+    plain = {name.lower().replace("_", "-") for name in (*names.split(), spec.method)}
+    plain |= {"fp8"} if "mxfp8" in plain else set()  # fp8 converts MXFP8 to blocks
+    for name in sorted(others):
+        if name.lower().replace("_", "-") not in plain:
+            with pytest.raises(ConfigError, match=f"'{name}'; .* by '{spec.method}' \\(con"):
+                quantized(name, spec)
+
+
+@pytest.mark.parametrize("name", [None, "auto", "None", ""])
+def test_auto_and_none_are_no_name(name: str | None) -> None:
+    assert check_name(name) is None
+    spec = QuantizationSpec("awq", {})
+    assert quantized(name, spec) == (spec, None) and quantized(name, None) == (None, None)
+
+
+def test_every_method_that_is_read_is_a_name() -> None:
+    for method in METHODS:
+        assert quantized(method, QuantizationSpec(method, {}))[1]
+    with pytest.raises(ConfigError, match="by 'online' \\(config"):
+        detect(QuantizationSpec("online", {"format": "fp8"}))
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes", "gguf", "torchao", "w4afp8", "fp7"])
+def test_unknown_name_is_refused_before_the_model_is_located(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--quantization is '{name}'; allowed: .*awq_marlin, .*"):
+        locate(EngineOptions(model="nobody/has-this", quantization=name))
+
+
+def test_a_checkpoint_is_checked_when_it_is_located(tmp_path: Path) -> None:
+    found = locate(EngineOptions(model="minimax-m2", load_format="synthetic", quantization="fp8"))
+    assert found.spec.notes[-1].startswith("--quantization fp8: detected in config.json")
+    assert locate(EngineOptions(model="nano", quantization="fp8")).spec.notes
+    with pytest.raises(ConfigError, match="'awq'; the checkpoint is quantized by 'fp8'"):
+        locate(EngineOptions(model="nano", quantization="awq"))
+    config = json.loads((EMBEDDED["nano"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    with pytest.raises(ConfigError, match="'awq'; the checkpoint is not quantized"):
+        locate(EngineOptions(model=str(tmp_path), quantization="awq"))
+    found = locate(EngineOptions(model=str(tmp_path), quantization="int8-per-channel-weight-only"))
+    formats = scheme_of(found.spec.quantization).formats
+    assert [stored.name for stored in formats] == ["int8_channel"]
+
+
+def test_empty_description_is_none_and_one_without_method_is_refused() -> None:
+    assert read_quantization({"quantization_config": {}}) is None
+    for fields in ({"bits": 4}, {"quant_method": None}, {"quant_method": ""}):
+        with pytest.raises(ConfigError, match=r"quant_method is (None|'') \(add quant_method, or"):
+            read_quantization({"quantization_config": fields})
+
+
+def test_mxfp8_becomes_blocks_on_request() -> None:
+    listed = {"layers.0.mlp.down_proj": {"quant_algo": "MXFP8"},
+              "layers.3.mlp.experts.0.w1": {"quant_algo": "NVFP4"}}  # fmt: skip
+    for description, others in (
+        ({"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}, "fp8_e4m3_block_128x128"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed},
+         "nvfp4"),
+    ):  # fmt: skip
+        stored = QuantizationSpec(description["quant_method"], description)
+        spec, note = quantized("fp8", stored)
+        assert note is None and spec is not None and spec.method == "online"
+        assert msgspec.convert(msgspec.to_builtins(spec), QuantizationSpec) == spec
+        scheme = scheme_of(spec)
+        assert scheme.format_of("lm_head") is PLAIN
+        made = scheme.format_of("model.layers.0.mlp.down_proj")
+        assert made.name == "fp8_e4m3_block_128x128"
+        assert made.made_of is not None and made.made_of.name == "mxfp8"
+        assert scheme.format_of("model.layers.3.block_sparse_moe.experts.0.w1").name == others
+
+
+def test_synthetic_weights_take_the_requested_format() -> None:
+    options = EngineOptions(model="minimax-m2", load_format="synthetic", quantization="int4")
+    scheme = scheme_of(locate(options).spec.quantization)
+    assert scheme.formats[0].name == "packed_int4_group_128"
+    for module in ("model.embed_tokens", "model.layers.3.block_sparse_moe.gate", "lm_head"):
+        assert scheme.format_of(module) is PLAIN
+    assert scheme.format_of("model.layers.3.self_attn.q_proj") == scheme.formats[0]
+    with pytest.raises(ConfigError, match="'awq'; the checkpoint is not quantized"):
+        locate(EngineOptions(model="minimax-m2", load_format="synthetic", quantization="awq"))

@@ -1,0 +1,286 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from loading_support import (
+    assert_equal,
+    assert_holds,
+    conversion,
+    load,
+    spec_of,
+    stored_bytes,
+    write_source,
+)
+from m2_checkpoints import FP8_CONFIG, random_tensors, save_single, tiny_spec, to_fp8, write_index
+from model_support import random_weights
+from safetensors.torch import load_file, save_file
+from test_stored_formats import CONFIG, LAYOUTS
+from torch import Tensor
+
+from negamax.base.errors import CheckpointError, ConfigError
+from negamax.checkpoint.reader import read_entries
+from negamax.convert.convert import convert
+from negamax.convert.source import Source
+from negamax.convert.verify import compare
+from negamax.models.registry import read_spec
+from negamax.parallel.layout import ParallelLayout
+from tests import tiny_m3
+from tests.layouts import full
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def converted(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("converted")
+    folders = {name: root / name for name in ("fp8-channel", "fp8-block", "int4", "int8")}
+    for name, folder in folders.items():
+        convert(conversion(bf16, folder, name))
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("to", "tp", "ep"),
+    [(None, 2, 2), ("fp8-block", 4, 2), ("int4", 4, 1)]
+    + [full(to, tp, 1) for to in (None, "fp8-block") for tp in (2, 4)]
+    + [full(None, 4, 2), full("fp8-block", 2, 2)]
+    + [full("int4", *sizes) for sizes in ((2, 1), (2, 2), (4, 2))],
+)
+def test_rank_loads_the_same_from_split_files(
+    to: str | None, tp: int, ep: int, bf16: Path, converted: dict[str, Path], tmp_path: Path
+) -> None:
+    """Experts are 128 wide, so every split divides blocks and groups."""
+    whole = converted[to or "fp8-channel"]
+    out = tmp_path / "out"
+    convert(conversion(whole if to is None else bf16, out, to, tp=tp, ep=ep, allow_lossy=False))
+    assert not any(one.error for one in compare(Source(whole), out))
+    for rank in range(tp):
+        layout = ParallelLayout(rank=rank, tp=tp, ep=ep)
+        assert_equal(load(out, layout, is_split=True)[1], load(whole, layout)[1])
+    files = [path.stat().st_size for path in out.glob("model-rank-0-*.safetensors")]
+    all_files = [path.stat().st_size for path in whole.glob("*.safetensors")]
+    most = 0.95 if to else 0.65  # a scale per row divides nothing
+    assert len(files) == 3 and sum(files) < most * sum(all_files)
+    with pytest.raises(CheckpointError, match=rf"split for --tensor-parallel-size {tp}, --expert"):
+        read_entries(out)
+    convert(conversion(out, tmp_path / "joined"))
+    assert stored_bytes(tmp_path / "joined") == stored_bytes(whole)
+    assert not list((tmp_path / "joined").glob("model-rank-*"))
+
+
+def test_split_m3_loads_with_and_without_sharded_index_keys(tmp_path: Path) -> None:
+    """A rank with a shard of the index keys has the index queries of all heads."""
+    sizes = {"intermediate_size": 24, "shared_intermediate_size": 24, "dense_intermediate_size": 24}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "index_n_heads": 2}
+    config = tiny_m3.text_config(5, vocab_size=96, **sizes, **heads)
+    spec, whole, out = read_spec(config), tmp_path / "whole", tmp_path / "out"
+    whole.mkdir()
+    (whole / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(spec, 0), whole / "model.safetensors")
+    convert(conversion(whole, out, tp=2))
+    with pytest.raises(ConfigError, match=r"fp8-neuron is a layout of MiniMax-M2; .* is Mini"):
+        convert(conversion(whole, tmp_path / "neuron", "fp8-neuron"))
+    for rank, sharded_index in ((0, False), (1, False), (1, True)):
+        layout, spec = ParallelLayout(rank=rank, tp=2), spec_of(whole)
+        spec = spec.shard_index() if sharded_index else spec
+        found = load(out, layout, spec=spec, is_split=True)[1]
+        assert_equal(found, load(whole, layout, spec=spec)[1])
+
+
+def test_split_checkpoint_is_split_again_and_converted(
+    bf16: Path, converted: dict[str, Path], tmp_path: Path
+) -> None:
+    for name, target, tp in (("two", None, 2), ("four", None, 4), ("int8", "int8", 1)):
+        source = tmp_path / "two" if name != "two" else bf16
+        convert(conversion(source, tmp_path / name, target, tp=tp, allow_lossy=False))
+    convert(conversion(bf16, tmp_path / "at once", tp=4))
+    for rank in range(4):
+        layout = ParallelLayout(rank=rank, tp=4)
+        folders = tmp_path / "four", tmp_path / "at once"
+        assert_equal(*(load(folder, layout, is_split=True)[1] for folder in folders))
+    assert stored_bytes(tmp_path / "int8") == stored_bytes(converted["int8"])
+    with pytest.raises(ConfigError, match="split for as many ranks already"):
+        convert(conversion(tmp_path / "two", tmp_path / "out", tp=2))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("index", r"split for 2 ranks and has no model-rank-1"),
+        ("file", r"names 3 files of which 1 are missing: model-rank-1-part-00000"),
+        ("sizes", r"metadata \{'rank': 0\}, which do not give the sizes"),
+        ("part", r"parts of model.layers.0.* in model-rank-0.*, model-rank-1.* do not make one"),
+    ],
+)
+def test_incomplete_split_checkpoint_is_not_joined(
+    broken: str, message: str, bf16: Path, tmp_path: Path
+) -> None:
+    out, others = tmp_path / "out", tmp_path / "others"
+    convert(conversion(bf16, out, tp=2))
+    indices = [f"model-rank-{rank}.safetensors.index.json" for rank in (0, 1)]
+    if broken == "index":
+        (out / indices[1]).unlink()
+    elif broken == "file":
+        (out / "model-rank-1-part-00000.safetensors").unlink()
+    elif broken == "sizes":
+        index = json.loads((out / indices[0]).read_text())
+        (out / indices[0]).write_text(json.dumps({**index, "metadata": {"rank": 0}}))
+    else:  # a rank's file of another split
+        convert(conversion(bf16, others, tp=4))
+        part = "model-rank-{}-part-00000.safetensors"
+        shutil.copy(others / part.format(3), out / part.format(1))
+    with pytest.raises(CheckpointError, match=message):
+        convert(conversion(out, tmp_path / "joined"))
+
+
+def test_parts_hold_shards_at_block_borders(bf16: Path, tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", intermediate_size=640)
+    convert(conversion(source, tmp_path / "out", "fp8-block", tp=4))
+    for rank in range(4):
+        layout = ParallelLayout(rank=rank, tp=4)
+        share = layout.experts.width(640, unit=128).part
+        entries = read_entries(tmp_path / "out", layout)
+        name = "model.layers.0.block_sparse_moe.experts.1"
+        for entry, dim in ((entries[f"{name}.w1.weight"], 0), (entries[f"{name}.w2.weight"], 1)):
+            assert entry.part is not None
+            held = entry.part[dim]
+            assert entry.shape[dim] == 640 and held.start % 128 == 0
+            assert held.start <= share.start and share.stop <= held.stop
+            beyond = [range(size) for size in entry.shape]
+            with pytest.raises(CheckpointError, match="convert the checkpoint again"):
+                entry.translate(tuple(beyond))
+
+
+# --- Neuron's layout ------------------------------------------------------------------------------
+
+NEURON_SIZES = {**CONFIG, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+RATIO = 448 / 240
+
+
+def spread(values: Tensor, scale: Tensor) -> Tensor:
+    rows = scale.repeat_interleave(128, 0)[: values.shape[0]]
+    return values.float() * rows.repeat_interleave(128, 1)[:, : values.shape[1]]
+
+
+def preprocessed(stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    made: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    stacks: dict[str, list[Tensor]] = {}
+    for name, tensor in stored.items():
+        scale, own = stored.get(f"{name}_scale_inv"), name.removeprefix("model.")
+        if name.endswith("_scale_inv"):
+            continue
+        if ".experts." in name and scale is not None:
+            layer, _, part = own.replace(".experts.", "|").partition("|")
+            smaller = (tensor.bfloat16() / RATIO).to(torch.float8_e4m3fn)
+            larger = scale * RATIO
+            plain[name] = spread(smaller, larger)
+            key = f"{layer}.expert_mlps.mlp_op.{part.split('.')[1]}"
+            stacks.setdefault(f"{key}.weight", []).append(smaller.view(torch.uint8).T)
+            stacks.setdefault(f"{key}.scale", []).append(larger.T)
+        elif name.endswith("o_proj.weight") and scale is not None:
+            made[own] = spread(tensor, scale).bfloat16()
+            plain[name] = made[own].float()
+        elif scale is not None:
+            matrix = spread(tensor, scale)
+            rows = (matrix.abs().amax(1, keepdim=True) / 240).clamp_min(1e-10)
+            made[own] = (matrix / rows).to(torch.float8_e4m3fn)
+            made[own.replace(".weight", ".scale")] = rows
+            plain[name] = made[own].float() * rows
+        else:
+            other = own.replace("moe.gate.", "moe.router.linear_router.")
+            made[other.replace("moe.e_score", "moe.router.e_score")] = plain[name] = tensor
+    for key in [key for key in stacks if ".w1." in key]:
+        gate, up, down = (
+            torch.stack(stacks[key.replace(".w1.", f".{part}.")]) for part in ("w1", "w3", "w2")
+        )
+        made[key.replace(".w1.", ".gate_up_proj.")] = torch.cat([gate, up], 2)
+        made[key.replace(".w1.", ".down_proj.")] = down.contiguous()
+    fp8 = {name for name in made if ".mlp_op." in name and name.endswith(".weight")}
+    return {n: t.view(torch.float8_e4m3fn) if n in fp8 else t for n, t in made.items()}, plain
+
+
+NEURON_CONFIG = {**NEURON_SIZES, "quantization_config": FP8_CONFIG}
+NEURON_SPEC = tiny_spec(**NEURON_CONFIG)
+
+
+def write_preprocessed(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    folder.mkdir(exist_ok=True)
+    made, plain = preprocessed(to_fp8(random_tensors(NEURON_SPEC)))
+    (folder / "config.json").write_text(json.dumps(NEURON_CONFIG))
+    save_file(made, folder / "model_layer0.safetensors")
+    write_index(folder, dict.fromkeys(made, "model_layer0.safetensors"))
+    return made, plain
+
+
+def test_neuron_conversion_matches_the_preprocessing(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    stored = to_fp8(random_tensors(NEURON_SPEC, dtype=torch.bfloat16))
+    (source / "config.json").write_text(json.dumps(NEURON_CONFIG))
+    convert(conversion(save_single(source, stored), out, "fp8-neuron"))
+    extras, layer = (load_file(out / f"model_{part}.safetensors") for part in ("extras", "layer0"))
+    assert set(extras) == {"embed_tokens.weight", "norm.weight", "lm_head.weight"}
+    assert layer["layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
+    made, _ = preprocessed(stored)
+    assert_equal(
+        {name: tensor.float() for name, tensor in {**extras, **layer}.items()},
+        {name: tensor.float() for name, tensor in made.items()},
+    )
+
+
+def test_neuron_checkpoint_is_split_joined_and_converted(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write_preprocessed(source)
+    for name, first, to, tp in (
+        ("split", "source", None, 2), ("joined", "split", None, 1),
+        ("neuron", "joined", "fp8-neuron", 1), ("split again", "neuron", None, 4),
+    ):  # fmt: skip
+        convert(conversion(tmp_path / first, tmp_path / name, to, tp=tp))
+        assert not any(one.error for one in compare(Source(source), tmp_path / name)), name
+    with pytest.raises(ConfigError, match="convert the result once more, without --to"):
+        convert(conversion(source, tmp_path / "no", "fp8-neuron", tp=2))
+
+
+def test_neuron_checkpoint_loads_as_its_stored_values(tmp_path: Path) -> None:
+    spec = NEURON_SPEC
+    made, plain = write_preprocessed(tmp_path)
+    for layout in LAYOUTS:
+        model, found, report = load(tmp_path, layout)
+        assert report.num_dequantized == 3 + 3 * spec.num_experts // layout.ep
+        assert_holds(model, found, plain)
+    scale = "layers.0.block_sparse_moe.expert_mlps.mlp_op.gate_up_proj.scale"
+    made[scale] = torch.ones(spec.num_experts, 2 * spec.expert_width)  # mode per_row
+    save_file(made, tmp_path / "model_layer0.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{scale} has shape \[4, 512\]"):
+        load(tmp_path, ParallelLayout())
+
+
+def test_experts_may_have_a_scale_per_row(tmp_path: Path) -> None:
+    """In mode per_row the stack of scales has two dimensions, gate before up."""
+    source, split = tmp_path / "source", tmp_path / "split"
+    made, plain = write_preprocessed(source)
+    rows = (
+        torch.rand(2, 4, 2 * NEURON_SIZES["intermediate_size"], generator=torch.Generator()) + 0.5
+    )
+    for number, stack in enumerate(("gate_up_proj", "down_proj")):
+        name = f"layers.0.block_sparse_moe.expert_mlps.mlp_op.{stack}"
+        made[f"{name}.scale"] = rows[number, :, : made[f"{name}.weight"].shape[-1]].clone()
+        for expert, (weight, scale) in enumerate(
+            zip(made[f"{name}.weight"].float(), made[f"{name}.scale"], strict=True)
+        ):
+            parts = (weight.T * scale[:, None]).split(NEURON_SIZES["intermediate_size"])
+            for part, matrix in zip(("w1", "w3") if number == 0 else ("w2",), parts, strict=True):
+                key = f"model.layers.0.block_sparse_moe.experts.{expert}.{part}.weight"
+                plain[key] = matrix
+    save_file(made, source / "model_layer0.safetensors")
+    convert(conversion(source, split, tp=2))
+    for folder, layouts in ((source, LAYOUTS), (split, [ParallelLayout(rank=1, tp=2)])):
+        for layout in layouts:
+            model, found, _ = load(folder, layout, is_split=folder is split)
+            assert_holds(model, found, plain)
