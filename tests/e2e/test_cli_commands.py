@@ -17,13 +17,8 @@ FAST = ("--num-threads", "1")
 
 
 def negamax(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "negamax", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        **options,
-    )
+    command = [sys.executable, "-m", "negamax", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
 
 
 def test_version_and_help(
@@ -134,8 +129,7 @@ def test_doctor_finds_that_embedded_models_can_be_served() -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["can_serve"]
-    assert {"torch", "CPU", "memory", "hub", "port"} <= {
-        check["name"] for check in report["checks"]
-    }
+    names = {check["name"] for check in report["checks"]}
+    assert {"torch", "CPU", "memory", "hub", "port"} <= names
     assert [check for check in report["checks"] if check["status"] == "fail"] == []
     assert {"nano", "nano-m3"} <= {each["model"] for each in report["models"] if each["runs"]}

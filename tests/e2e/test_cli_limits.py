@@ -37,15 +37,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (f"generate nano {HELLO} --script {LONG}", "the system allows 255 bytes"),
     ],
 )
-def test_refuses_values_beyond_the_machine(
+def test_refuses_too_large_values(
     line: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in refused(capsys, *line.split())
 
 
-def test_context_length_beyond_the_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_context_length_beyond_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = shutil.copytree(EMBEDDED["nano"], tmp_path / "nano")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**31 - 1}))
@@ -59,11 +57,8 @@ def test_too_few_files_may_be_open() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
 
     done = negamax("serve", MODEL, "--port", "0", preexec_fn=few)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "negamax: error: this process may open 20 files; at least 128 are needed (raise the "
-        "limit (ulimit -n))\n"
-    )
+    words = "this process may open 20 files; at least 128 are needed (raise the limit (ulimit -n))"
+    assert (done.returncode, done.stderr) == (2, f"negamax: error: {words}\n")
 
 
 def test_children_do_not_inherit_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +72,5 @@ def test_children_do_not_inherit_api_keys(monkeypatch: pytest.MonkeyPatch) -> No
     finally:
         child.kill()
         child.reap()
-    assert [word for word in inherited if b"secret-value" in word] == [
-        b"NEGAMAX_OTHER=secret-value"
-    ]
+    found = [word for word in inherited if b"secret-value" in word]
+    assert found == [b"NEGAMAX_OTHER=secret-value"]

@@ -19,9 +19,8 @@ CLOSED = (
 
 def redirected(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = ("sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "negamax")
-    return subprocess.run(
-        [*command, *arguments], input="Hi", capture_output=True, text=True, timeout=120
-    )
+    command += arguments
+    return subprocess.run(command, input="Hi", capture_output=True, text=True, timeout=120)
 
 
 def mostly_full(*commands: tuple[str, ...]) -> list[object]:

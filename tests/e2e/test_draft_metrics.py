@@ -7,16 +7,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from negamax.cli.main import main
 from tests.e2e.conftest import serving
 
-CONFIG = {
-    "method": "ngram",
-    "num_speculative_tokens": 2,
-    "adaptive": False,
-    "rejection_sample_method": "synthetic",
-    "synthetic_acceptance_length": 2.0,
-}
+CONFIG = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
+CONFIG |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
 
 
-def test_drafts_are_counted_and_synthetic_ones_called_so(
+def test_drafts_are_counted_and_labelled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--speculative-config", json.dumps(CONFIG))

@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import HELD, MODEL, STUB, Server, eventually, serving, talking
+from tests.e2e.api_support import CHAT, HELLO, error_of
+from tests.e2e.conftest import HELD, MODEL, STUB, Server, eventually, serving, shared
 from tests.e2e.listening import strangers_doors
-from tests.e2e.test_api_errors import error_of
 
-CHAT = "/v1/chat/completions"
-LONG: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "Hello"}],
-    "ignore_eos": True,
-    "max_tokens": 3000,
-    "n": 4,
-}
+LONG: dict[str, Any] = {"messages": HELLO, "ignore_eos": True, "max_tokens": 3000, "n": 4}
 
 
 def is_alive(pid: int) -> bool:
@@ -87,13 +81,8 @@ def test_dead_engine_is_reported_and_restarted_until_it_dies_too_often(
         assert "Traceback" not in server.log
 
 
-@pytest.fixture(scope="module")
-def never_restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run a server that never restarts its engine; the last test that uses it ends it."""
-    folder = tmp_path_factory.mktemp("never_restarted")
-    talk = talking(folder, tokens_per_second=100)
-    with serving(*talk, "--max-engine-restarts", "0", log_file=folder / "log") as server:
-        yield server
+# the last test that uses it ends it
+never_restarted = shared("--max-engine-restarts 0", rate=100)
 
 
 def test_health_of_a_silent_idle_engine(never_restarted: Server) -> None:
@@ -124,8 +113,8 @@ def test_whole_answer_of_a_dead_engine_is_a_503(never_restarted: Server) -> None
 
 
 def test_engine_without_a_heartbeat_is_replaced(tmp_path: Path) -> None:
-    talk = talking(tmp_path, tokens_per_second=100)
-    with serving(*talk, "--engine-hang-timeout", "4", log_file=tmp_path / "log") as server:
+    options = ("--engine-hang-timeout", "4")
+    with serving(*options, log_file=tmp_path / "log", rate=100) as server:
         stopped = server.engine_pid()
         end = last_lines_after(server, lambda: os.kill(stopped, signal.SIGSTOP))
         assert "service_unavailable_error" in end[0]
@@ -150,9 +139,7 @@ def test_ranks_listen_on_loopback_only(two_ranks: Server) -> None:
     assert len(local) <= 6
 
 
-def test_engine_that_waits_for_a_stuck_rank_is_replaced_with_all_its_ranks(
-    two_ranks: Server,
-) -> None:
+def test_engine_with_a_stuck_rank_is_replaced_with_all_its_ranks(two_ranks: Server) -> None:
     engine = two_ranks.engine_pid()
     ranks = ranks_of(engine)
     assert len(ranks) == 2

@@ -1,25 +1,13 @@
-from collections.abc import Iterator
-
 import httpx
 import pytest
 
 from tests.e2e.api_support import COMPLETIONS, error_of, join, post, stream
-from tests.e2e.conftest import MODEL, serving, talking
+from tests.e2e.conftest import MODEL, shared
 
 PATH = "/v1/shout"
 BODY = {"model": MODEL, "prompt": "Tell me.", "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    folder = tmp_path_factory.mktemp("shout")
-    talk = talking(folder, tokens_per_second=1000)
-    program = "tests.e2e.example_endpoint"
-    with (
-        serving(*talk, log_file=folder / "log", program=program) as server,
-        server.http() as client,
-    ):
-        yield client
+WRONG = [("temprature", 1), ("temperature", 9), ("top_p", "x")]
+server = shared(program="tests.e2e.example_endpoint", rate=1000)
 
 
 def test_answers_whole_and_as_a_stream(http: httpx.Client) -> None:
@@ -29,16 +17,9 @@ def test_answers_whole_and_as_a_stream(http: httpx.Client) -> None:
     assert join(stream(http, PATH, **BODY), "text") == expected
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"temprature": 1}, "temprature"),
-        ({"temperature": 9}, "temperature"),
-        ({"top_p": "x"}, "top_p"),
-    ],
-)
-def test_fields_are_checked(http: httpx.Client, fields: dict[str, object], param: str) -> None:
-    error_of(http.post(PATH, json=BODY | fields), 400, param=param)
+@pytest.mark.parametrize(("param", "value"), WRONG)
+def test_fields_are_checked(http: httpx.Client, param: str, value: object) -> None:
+    error_of(http.post(PATH, json=BODY | {param: value}), 400, param=param)
 
 
 def test_is_listed_and_described(http: httpx.Client) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.api_support import error_of, post
 from tests.e2e.conftest import eventually, serving
-from tests.e2e.test_api_errors import error_of
 
 NAMES = ("start", "stop", "dump")
 RESTARTS = "negamax:engine_restarts_total"
@@ -19,13 +19,8 @@ def ask(http: httpx.Client, name: str) -> httpx.Response:
 
 
 def generate(http: httpx.Client, count: int) -> Any:
-    body = {
-        "text": ["Tom has 47 apples"] * count,
-        "sampling_params": {"max_new_tokens": 24, "temperature": 0.8, "ignore_eos": True},
-    }
-    answer = http.post("/generate", json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    sampling = {"max_new_tokens": 24, "temperature": 0.8, "ignore_eos": True}
+    return post(http, "/generate", text=["Tom has 47 apples"] * count, sampling_params=sampling)
 
 
 def test_without_the_option_nothing_is_counted(http: httpx.Client) -> None:
