@@ -138,7 +138,7 @@ def full(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("unit", "num_bytes", "end"),
     [
-        ("pairs", 20 * MiB, ""),
+        full("pairs", 20 * MiB, ""),
         *(full(unit, 20 * MiB, "") for unit in UNITS if unit != "pairs"),
         *(full(unit, 32 * MiB - 100, "") for unit in UNITS),
         full("words", 20 * MiB, "😀"),  # makes all characters wide

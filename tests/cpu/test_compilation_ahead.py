@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 # shared memory of a multiprocessor that one program may use
 SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}
 # test every n-th case, others for each architecture
-SAMPLE = {"sm_80": 900, "sm_89": 900, "sm_90": 229, "sm_100": 900, "gfx942": 450, "gfx950": 900}
+SAMPLE = {"sm_80": 900, "sm_89": 900, "sm_90": 457, "sm_100": 900, "gfx942": 450, "gfx950": 900}
 
 
 def compiled(every: dict[str, int]) -> dict[str, list[dict[str, Any]]]:

@@ -16,7 +16,7 @@ def oracle_logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(14), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(14, 24))]
+    "seed", [*range(7), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(7, 24))]
 )
 def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path) -> None:
     model_sizes = tiny.random_sizes(seed)

@@ -221,6 +221,7 @@ def test_dead_process_ends_its_requests(llm: LLM, proposer: Changing, expected: 
     assert answers(llm) == expected  # with another process
 
 
+@pytest.mark.full
 def test_no_launch_waits_for_drafts_of_constrained_rows(
     model: str, proposer: Changing, monkeypatch: pytest.MonkeyPatch
 ) -> None:

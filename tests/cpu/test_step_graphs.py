@@ -161,7 +161,7 @@ def expected() -> list[Any]:
     ("kind", "options"),
     [
         (ACCEPTED, "plain"),
-        (RANDOM, "preempted"),
+        full(RANDOM, "preempted"),
         full(REJECTED, "plain"),
         full(RANDOM, "plain"),
         full(RANDOM, FEW_GRAPHS),

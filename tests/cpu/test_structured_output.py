@@ -230,7 +230,9 @@ def test_late_masks_cost_steps_but_no_tokens(llm: LLM, monkeypatch: pytest.Monke
 SMALL = {"num_kv_blocks": 10, "block_size": 16}  # running requests are preempted
 
 
-@pytest.mark.parametrize("options", [SMALL, {"enable_overlap": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [SMALL, pytest.param({"enable_overlap": False}, marks=pytest.mark.full)], ids=str
+)
 def test_constrained_texts_do_not_depend_on_steps(llm: LLM, options: dict[str, Any]) -> None:
     prompts = [f"Person number {n}:" for n in range(6)]
     params = [seeded(seed, grammar=schema(PERSON), max_tokens=60) for seed in range(6)]

@@ -186,6 +186,7 @@ def test_each_context_rank_computes_half_of_a_prompt(
         assert 0.4 * computed[rank // 2] < own < 0.6 * computed[rank // 2]
 
 
+@pytest.mark.full
 def test_chunks_of_equal_time_keep_the_text(
     m2: str, expected: list[Generation], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,6 +138,7 @@ def test_every_layout_gives_the_text_of_one_rank(
     assert dump is not None and dump.logical_count == counts.logical_count
 
 
+@pytest.mark.full
 def test_drafts_and_captured_steps_find_the_experts(
     skewed: Path, of_one_rank: OneRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:

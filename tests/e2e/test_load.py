@@ -59,6 +59,7 @@ def test_server_survives_invalid_bodies(tmp_path: Path, options: tuple[str, ...]
     assert found["400"] > 0.3 * size and found["200"] > 0.1 * size
 
 
+@pytest.mark.full
 def test_server_alone_streams_every_tool_call_at_a_small_cost(tmp_path: Path) -> None:
     found = report("frontend", tmp_path)
     for name in ("64 streams, a step every 10 ms", "64 streams, at once"):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.api_support import CHAT, HELLO, error_of
 from tests.e2e.conftest import MODEL, Server, eventually, serving, shared
@@ -180,6 +181,7 @@ def test_a_dead_replica_fails_its_own_requests_and_restarts(tmp_path: Path) -> N
         assert "too often" in server.log and "Traceback" not in server.log
 
 
+@pytest.mark.full
 def test_ranks_of_one_engine_are_pinned_counted_and_restarted(tmp_path: Path) -> None:
     options = ("--data-parallel-size", "2", "--device", "cpu")
     with serving(*options, log_file=tmp_path / "log") as server:

@@ -24,7 +24,7 @@ from negamax.text.messages import is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
 _INLINE_BYTES = 8192  # larger requests are processed in a thread
-_PROBE_CHARS_PER_TOKEN = 8  # longer text is probed before it is tokenised
+_PROBE_CHARS_PER_TOKEN = 8  # longer text is probed before it is tokenized
 _LEAST_TOKENS = 2**18  # allowed however short the context is: the client may want only the tokens
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class ChatPrompt:
 
 
 class PromptBuilder:
-    """Renders conversations and tokenises text, off the event loop if it takes long."""
+    """Renders conversations and tokenizes text, off the event loop if it takes long."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class PromptBuilder:
     async def plain(
         self, prompts: Sequence[str | list[int]], *, cache_salt: str = ""
     ) -> list[list[int]]:
-        """Tokenise plain prompts; text may contain special tokens. Token ids are kept."""
+        """Tokenize plain prompts; text may contain special tokens. Token ids are kept."""
 
         def build() -> list[list[int]]:
             return [
@@ -159,7 +159,7 @@ class PromptBuilder:
         return *self._chat_format.begin_answer(text, may_think=may_think), ""
 
     def _encode(self, text: str, cache_salt: str, *, is_escaped: bool = False) -> list[int]:
-        """Tokenise `text`. Text that is far too long is refused before all of it is tokenised."""
+        """Tokenize `text`. Text that is far too long is refused before all of it is tokenized."""
         encode = partial(self._encodings.encode, salt=cache_salt, is_escaped=is_escaped)
         if not is_escaped:
             self._check_chars(len(text))

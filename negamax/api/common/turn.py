@@ -1,4 +1,4 @@
-"""Conversations and plain prompts of all dialects: checked, tokenised and started."""
+"""Conversations and plain prompts of all dialects: checked, tokenized and started."""
 
 import re
 from abc import abstractmethod
@@ -145,7 +145,7 @@ class PlainPrompt:
 async def start_prompts(
     context: ApiContext, request: ApiRequest[EngineRequest], prompts: Sequence[PlainPrompt]
 ) -> tuple[list[list[int]], AnswerSource]:
-    """Check, tokenise and start `prompts`; return their tokens and the source of their outputs.
+    """Check, tokenize and start `prompts`; return their tokens and the source of their outputs.
 
     Errors: all refusals, also those of the engine.
     """

@@ -22,7 +22,7 @@ def make_tokens_router(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
     async def tokenize(http: Request) -> Response:
-        """Tokenise texts or a conversation."""
+        """Tokenize texts or a conversation."""
         params, num_bytes = await read_request(http, schema.TokenizeRequest, context.body_limits)
         context.model_name(params.model)
         if (params.prompt is None) == (params.messages is None):
