@@ -168,7 +168,7 @@ def test_call_truncated_by_the_limit_does_not_look_complete(
 
 def test_response_continues_after_a_truncated_call(http: httpx.Client) -> None:
     dialect = RESPONSES_DIALECT
-    limit = dialect.ask(http, dialect.body(**WEATHER_CALL)).tokens[1] - 6
+    limit = dialect.ask(http, dialect.body(**WEATHER_CALL)).tokens[1] - 12
     truncated = post(http, dialect.path, **dialect.body(**WEATHER_CALL, limit=limit))
     call = truncated["output"][-1]
     assert (call["type"], call["status"]) == ("function_call", "incomplete")
