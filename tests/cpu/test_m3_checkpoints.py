@@ -105,6 +105,14 @@ def test_names_load_with_every_prefix(tmp_path: Path, prefix: str) -> None:
     assert report.num_tensors == len(TENSORS)
 
 
+def add_wrapper(folder: Path) -> None:
+    """Rename the tensors of a checkpoint as those of the multimodal model, and add others."""
+    tensors = load_file(folder / "model.safetensors")
+    whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    whole |= {name: torch.ones(2) for name in VISION}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def test_plain_indexer_does_not_dequantize_the_attention(tmp_path: Path) -> None:
     plain = write(tmp_path, CONFIG, TENSORS, FORMATS["modelslim-dynamic"])
     file = tmp_path / "quant_model_description.json"
@@ -159,11 +167,7 @@ def test_conversion_keeps_only_the_text_model(tmp_path: Path) -> None:
     source, made = tmp_path / "source", tmp_path / "made"
     source.mkdir()
     plain = write(source, CONFIG, TENSORS, FORMATS["mxfp8"])
-    # as the multimodal model's checkpoint, with other tensors
-    tensors = load_file(source / "model.safetensors")
-    whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
-    whole |= {name: torch.ones(2) for name in VISION}
-    save_file(whole, source / "model.safetensors", metadata={"format": "pt"})
+    add_wrapper(source)
     convert(conversion(source, made, "bf16", tp=2, allow_lossy=False))
     config = json.loads((made / "config.json").read_text())
     assert config["architectures"] == ["MiniMaxM3SparseForCausalLM"] and "text_config" not in config
