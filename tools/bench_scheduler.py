@@ -10,6 +10,7 @@ time. Block size 16, prefix cache on, budget 2,048 tokens.
 
 import argparse
 import gc
+import itertools
 import random
 from collections import deque
 from dataclasses import replace
@@ -46,7 +47,9 @@ def make_request(
 ) -> GenerateRequest:
     body = [rng.randrange(1, VOCAB_SIZE) for _ in range(prompt_len - len(prefix))]
     sampling = SamplingParams(max_tokens=max_tokens)
-    return GenerateRequest(f"request {index}", (*prefix, *body), sampling)
+    return GenerateRequest(
+        request_id=f"request {index}", prompt_token_ids=(*prefix, *body), sampling=sampling
+    )
 
 
 class Loop:
@@ -99,7 +102,7 @@ def bench_mixed(*, steps: int) -> Loop:
     rng = random.Random(0)
     scheduler = GroupScheduler(LIMITS)
     shared = tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(256))
-    requests = [
+    requests = (
         make_request(
             rng,
             index,
@@ -107,12 +110,12 @@ def bench_mixed(*, steps: int) -> Loop:
             prompt_len=rng.randint(100 if index % 3 else 300, 2000),
             max_tokens=rng.randint(20, 200),
         )
-        for index in range(steps)
-    ]
+        for index in itertools.count()
+    )
     loop = Loop(scheduler, rng)
     for _ in range(steps):
         while len(scheduler.sequences()) < 100:
-            scheduler.add(requests.pop())
+            scheduler.add(next(requests))
         loop.step()
     return loop
 
