@@ -46,11 +46,6 @@ from tests.layouts import full
 
 
 @pytest.fixture(scope="module")
-def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_source(tmp_path_factory.mktemp("source"))
-
-
-@pytest.fixture(scope="module")
 def converted(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("converted")
     folders = {name: root / name for name in TARGETS}

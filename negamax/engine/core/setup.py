@@ -288,7 +288,7 @@ def choose_chunk_length(
 
 
 def _find_gpu(device: str) -> GpuModel:
-    """The GPU to calculate with. Only ratios of times matter, so any stands in for another."""
+    """Return a GPU of this machine, else a measured one: only the ratios of its times are used."""
     if device == "cpu":
         return MEASURED
     try:
@@ -302,7 +302,7 @@ def _count_dp_ranks(options: EngineOptions, config: WorkerConfig) -> int:
 
 
 def _make_balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalancer | None:
-    """The balancer, or None if experts are neither counted nor moved."""
+    """Make the balancer; None if experts are neither counted nor moved."""
     sizes = config.spec.expert_sizes()
     if config.experts == FIXED or sizes is None:
         return None
