@@ -114,7 +114,7 @@ def finish_split(
                     partials, slot, one + i, 0, sequence.num_splits, m_row,
                     tl.zeros([1], tl.float32), acc_row, C,
                 )  # fmt: skip
-                if C.QUERIES > 1:  # a row of padding has no key
+                if C.QUERIES > 1 or C.FEWER_KEYS:  # a row may have no key
                     l_row = tl.where(l_row == 0.0, 1.0, l_row)
                 acc_row *= (v_scale / l_row)[:, None]
                 at = locate_row(run, first_row, one + i, C)
