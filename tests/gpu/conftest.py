@@ -1,5 +1,12 @@
-"""Tests that need a GPU: `pytest -m gpu tests/gpu`; kernel tests need no serving packages."""
+"""Tests that need a GPU: `pytest -m gpu tests/gpu`; kernel tests need no serving packages.
 
+`-n 10 --dist loadgroup` runs ten at a time on the same GPUs.
+"""
+
+import gc
+import os
+import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,10 +21,35 @@ WITHOUT_ENGINE = {
 collect_ignore = [
     each.name for each in HERE.glob("test_*.py") if KERNELS_ONLY and each.name not in WITHOUT_ENGINE
 ]
+# Only one at a time: each needs a third of a GPU's memory.
+IS_LARGE = re.compile(r"at_full_width\[moe.experts|test_two_full_layers")
+IS_PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_kv_caches() -> Iterator[None]:
+    """Limit the KV caches of engines that share a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if IS_PARALLEL and not KERNELS_ONLY:
+            from negamax.options.engine import EngineOptions
+
+            patch.setitem(EngineOptions.__init__.__kwdefaults__, "kv_cache_memory", 2 << 30)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def return_memory() -> Iterator[None]:
+    yield
+    if IS_PARALLEL:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
+        for item in items:
+            if IS_PARALLEL and IS_LARGE.search(item.nodeid):
+                item.add_marker(pytest.mark.xdist_group("large"))
         return
     skip = pytest.mark.skip(reason="PyTorch finds no GPU here")
     for item in items:
