@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,12 @@ def small_kv_caches() -> Iterator[None]:
         if IS_PARALLEL and not KERNELS_ONLY:
             from negamax.options.engine import EngineOptions
 
-            patch.setitem(EngineOptions.__init__.__kwdefaults__, "kv_cache_memory", 2 << 30)
+            whole = EngineOptions.__init__
+
+            def limited(self: EngineOptions, **options: Any) -> None:
+                whole(self, **{"kv_cache_memory": 2 << 30, **options})
+
+            patch.setattr(EngineOptions, "__init__", limited)
         yield
 
 
