@@ -36,8 +36,8 @@ def small_kv_caches() -> Iterator[None]:
 
             whole = EngineOptions.__init__
 
-            def limited(self: EngineOptions, **options: Any) -> None:
-                whole(self, **{"kv_cache_memory": 2 << 30, **options})
+            def limited(self: EngineOptions, *args: Any, **options: Any) -> None:
+                whole(self, *args, **{"kv_cache_memory": 2 << 30, **options})
 
             patch.setattr(EngineOptions, "__init__", limited)
         yield
