@@ -1,14 +1,16 @@
 """Tests that need a GPU: `pytest -m gpu tests/gpu`; kernel tests need no serving packages.
 
-`-n 10 --dist loadgroup` runs ten at a time on the same GPUs.
+`-n 12 --dist worksteal` runs twelve at a time on the same GPUs.
 """
 
+import fcntl
 import gc
 import os
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ collect_ignore = [
     each.name for each in HERE.glob("test_*.py") if KERNELS_ONLY and each.name not in WITHOUT_ENGINE
 ]
 # Only one at a time: each needs a third of a GPU's memory.
-IS_LARGE = re.compile(r"at_full_width\[moe.experts|test_two_full_layers")
+IS_LARGE = re.compile(r"at_full_width\[(moe.experts|gemm.linear|mlp)|test_two_full_layers")
 IS_PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
 
 
@@ -44,18 +46,21 @@ def small_kv_caches() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def return_memory() -> Iterator[None]:
-    yield
-    if IS_PARALLEL:
+def take_turns(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run one large test at a time, and return the memory that a test leaves unused."""
+    if not IS_PARALLEL:
+        yield
+        return
+    with (Path(gettempdir()) / "negamax-large-gpu-test.lock").open("w") as lock:
+        if IS_LARGE.search(request.node.nodeid):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
-        for item in items:
-            if IS_PARALLEL and IS_LARGE.search(item.nodeid):
-                item.add_marker(pytest.mark.xdist_group("large"))
         return
     skip = pytest.mark.skip(reason="PyTorch finds no GPU here")
     for item in items:
