@@ -25,7 +25,7 @@ collect_ignore = [
     each.name for each in HERE.glob("test_*.py") if KERNELS_ONLY and each.name not in WITHOUT_ENGINE
 ]
 # Only one at a time: each needs a third of a GPU's memory.
-IS_LARGE = re.compile(r"at_full_width\[(moe.experts|gemm.linear|mlp)|test_two_full_layers")
+IS_LARGE = re.compile(r"at_full_width\[moe.experts|test_two_full_layers")
 IS_PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
 
 
