@@ -259,7 +259,8 @@ class Agent:
         share = replace(self._share, beats=f"{self._folder.path}/beats", interface=place.interface)
         raw = msgspec.Raw(wire.encoder.encode(share))
         host, node = f"{sockets.gethostname()}, {place.address}", self._options.node_rank
-        self._send(wire.Join(node, self._id, host, datagrams.address, self._facts, raw))
+        address, beat = datagrams.address, self._num_sent
+        self._send(wire.Join(node, self._id, host, address, self._facts, raw, beat))
 
     def _send_leave(self) -> None:
         self._send(wire.Leave(self._options.node_rank, self._id))

@@ -343,6 +343,8 @@ class NodeGroup:
             return
         node.route, node.connection = route, connection
         if self._thread is not None:
+            if node.last_beat > join.last_beat:
+                return  # sent before the ranks started; a heartbeat over UDP has overtaken it
             if node.last_beat:
                 self._lost(node, f"{node.name} has lost its ranks")
             else:  # `StartRanks` has not arrived yet, or was lost with its connection

@@ -22,6 +22,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     address: tuple[str, int]  # host and UDP port
     facts: dict[str, str]  # `facts.collect_facts`
     share: msgspec.Raw  # `MachineShare`, decoded only if the facts agree
+    last_beat: int  # number of the agent's last heartbeat, in any session
 
 
 class AgentHeartbeat(msgspec.Struct, frozen=True, tag="beat"):
