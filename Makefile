@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -m "$(GATE)" --ignore tests/gpu
 # Everything else in the versions that were tested together.
 INSTALL := $(BIN)/python tools/install.py -c constraints.txt
 
-.PHONY: demo serve test test-full attack fault-table test-install lint types contracts
+.PHONY: demo serve test collect test-full attack fault-table test-install lint types contracts
 .PHONY: docs check compile-oldest sbom constraints clean
 
 demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a tool, stop
@@ -28,6 +28,9 @@ test: $(VENV)/.dev    ## run the tests that need no GPU
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder || { mkdir -p build; \
 	  cp .pytest_cache/v/cache/lastfailed build/second-run.json; \
 	  $(PYTEST) --last-failed --last-failed-no-failures none; }
+
+collect: $(VENV)/.dev  ## compile the tests once, so that the workers of `make test` need not
+	$(PYTEST) --collect-only -qq > /dev/null
 
 test-full: $(VENV)/.ray  ## what the gate leaves out: more splits over ranks, attacks at full size
 	$(BIN)/python -m pytest -m full -n 4 --dist loadfile

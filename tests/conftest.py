@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -72,14 +72,18 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by folder and order them so that all workers end together.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by folder and by `full.txt`, and order them so that all workers end together.
 
     Files that wait alternate with files that compute. Within each kind, slow files come first, by
-    folder and size.
+    folder and size. Errors: `UsageError` for a line of `full.txt` that no test matches.
     """
     for item in items:
         item.add_marker(getattr(pytest.mark, _folder(item.path)))
+    are_whole_files = not any("::" in arg for arg in config.args)
+    unmatched = mark_full([*read_full_list()], items)
+    if unmatched and are_whole_files:
+        raise pytest.UsageError(f"tests/full.txt: no test matches {', '.join(unmatched)}")
     size = {path: path.stat().st_size for path in {item.path for item in items}}
     place: dict[Path, float] = {}
     for folders in (WAITING, COMPUTING):
@@ -88,6 +92,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         sums = list(accumulate((size[path] for path in files), initial=0))
         place |= {path: before / sums[-1] for path, before in zip(files, sums, strict=False)}
     items.sort(key=lambda item: place[item.path])
+
+
+def read_full_list() -> Iterator[str]:
+    for line in (TESTS / "full.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            yield line
+
+
+def mark_full(starts: Iterable[str], items: Iterable[pytest.Item]) -> list[str]:
+    """Mark tests whose ids start so as `full`; return the unmatched starts of collected files."""
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    unmatched = []
+    for start in starts:
+        of_file = by_file.get(start.partition("::")[0], [])
+        found = [item for item in of_file if item.nodeid.startswith(start)]
+        for item in found:
+            item.add_marker(pytest.mark.full)
+        if of_file and not found:
+            unmatched.append(start)
+    return unmatched
 
 
 @pytest.fixture(autouse=True)
