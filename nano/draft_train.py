@@ -103,11 +103,11 @@ class Trainer:
             row = (inputs - 1 - step).clamp_min(0)
             there = (targets != -100) & (places > step)
             there &= documents[row] == documents[inputs]
-            guess = self.draft.logits(out.flatten(0, 1)[row]).float()
-            each = -(wanted.exp() * guess.log_softmax(-1)).sum(-1)
+            logits = self.draft.logits(out.flatten(0, 1)[row]).float()
+            each = -(wanted.exp() * logits.log_softmax(-1)).sum(-1)
             counted = there & self.known[best]
             loss = loss + DECAY**step * (each * counted).sum() / counted.sum().clamp_min(1)
-            hit = there & (self.ids[guess.argmax(-1)] == best)
+            hit = there & (self.ids[logits.argmax(-1)] == best)
             right.append(hit.sum() / there.sum().clamp_min(1))
         return loss, torch.stack(right)
 
