@@ -70,7 +70,7 @@ def test_time_is_linear_in_the_length(name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_megabyte_takes_less_than_a_second(name: str) -> None:
+def test_a_megabyte_takes_a_second_or_two_in_pieces(name: str) -> None:
     assert is_linear(lambda length: seconds_to_read(name, length, size=length), NUM_CHARS)
     assert seconds_to_read(name, 1_000_000, size=1_100_000) < slowness()
-    assert seconds_to_read(name, 1_000_000, size=4) < slowness()
+    assert seconds_to_read(name, 1_000_000, size=4) < 2 * slowness()  # 250,000 pieces
