@@ -202,3 +202,14 @@ def test_agents_get_absolute_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert found.model == str(tmp_path / "model")
     assert found.speculative_config == options.speculative_config
     assert make_paths_absolute(EngineOptions("org/model")).model == "org/model"
+
+
+def test_embedded_models_are_not_taken_for_folders(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("nano", "nano-draft"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = EngineOptions("nano", speculative_config={"method": "eagle3", "model": "nano-draft"})
+    found = make_paths_absolute(options)
+    assert (found.model, found.speculative_config) == ("nano", options.speculative_config)

@@ -22,6 +22,7 @@ from negamax.base import env, log
 from negamax.base.errors import ConfigError, NegamaxError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.supervision import exit_now
+from negamax.config.embedded import EMBEDDED, EMBEDDED_DRAFTS
 from negamax.engine.nodes.placement import ClusterNode, RayPlacement, Resources, make_placement
 from negamax.engine.nodes.ray_agent import ActorPlace, RayAgent, carried_variables
 from negamax.engine.nodes.ray_launcher import CONNECT_SECONDS, Failed, FromDriver, Placed, plan_node
@@ -251,10 +252,15 @@ def cluster_nodes() -> list[ClusterNode]:
 
 
 def make_paths_absolute(options: EngineOptions) -> EngineOptions:
-    """Make paths absolute, for processes with another current folder."""
+    """Make paths absolute, for processes with another current folder.
+
+    The name of an embedded model stays, although a folder of that name may exist.
+    """
 
     def whole(path: str | None) -> str | None:
-        return str(Path(path).absolute()) if path and Path(path).exists() else path
+        if not path or path in EMBEDDED or path in EMBEDDED_DRAFTS or not Path(path).exists():
+            return path
+        return str(Path(path).absolute())
 
     draft = dict(options.speculative_config or {})
     if isinstance(draft.get("model"), str):
