@@ -68,6 +68,7 @@ def test_a_sample_compiles(arch: str, sample: dict[str, list[dict[str, Any]]]) -
 
 @pytest.mark.full
 @pytest.mark.parametrize("arch", SAMPLE)
+@pytest.mark.timeout(3600)  # of two cores with other work
 def test_everything_compiles(arch: str) -> None:
     check(arch, compiled({arch: 1})[arch])
 
