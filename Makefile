@@ -32,7 +32,7 @@ test: $(VENV)/.dev    ## run the tests that need no GPU
 collect: $(VENV)/.dev  ## compile the tests once, so that the workers of `make test` need not
 	$(PYTEST) --collect-only -qq > /dev/null
 
-test-full: $(VENV)/.ray  ## what the gate leaves out: more splits over ranks, attacks at full size
+test-full: $(VENV)/.ray  ## the tests that the gate leaves out (tests/full.txt, the mark `full`)
 	$(BIN)/python -m pytest -m full -n 4 --dist loadfile
 
 fault-table: $(VENV)/.dev  ## kill and stop each part of a server, and measure what clients see

@@ -80,9 +80,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     for item in items:
         item.add_marker(getattr(pytest.mark, _folder(item.path)))
-    are_whole_files = not any("::" in arg for arg in config.args)
-    unmatched = mark_full([*read_full_list()], items)
-    if unmatched and are_whole_files:
+    # `--last-failed` and ids on the command line collect only a part of a file
+    is_part = config.getoption("lf", False) or any("::" in arg for arg in config.args)
+    unmatched = mark_full(read_full_list(), items)
+    if unmatched and not is_part:
         raise pytest.UsageError(f"tests/full.txt: no test matches {', '.join(unmatched)}")
     size = {path: path.stat().st_size for path in {item.path for item in items}}
     place: dict[Path, float] = {}

@@ -210,6 +210,9 @@ def test_embedded_models_are_not_taken_for_folders(
     for name in ("nano", "nano-draft"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
-    options = EngineOptions("nano", speculative_config={"method": "eagle3", "model": "nano-draft"})
-    found = make_paths_absolute(options)
-    assert (found.model, found.speculative_config) == ("nano", options.speculative_config)
+    draft = {"method": "eagle3", "model": "nano-draft"}
+    found = make_paths_absolute(
+        EngineOptions("nano", speculative_config=draft, weight_cache="nano")
+    )
+    assert (found.model, found.speculative_config) == ("nano", draft)
+    assert found.weight_cache == str(tmp_path / "nano")

@@ -258,16 +258,17 @@ def make_paths_absolute(options: EngineOptions) -> EngineOptions:
     """
 
     def whole(path: str | None) -> str | None:
-        if not path or path in EMBEDDED or path in EMBEDDED_DRAFTS or not Path(path).exists():
-            return path
-        return str(Path(path).absolute())
+        return str(Path(path).absolute()) if path and Path(path).exists() else path
+
+    def whole_model(name: str) -> str:
+        return name if name in EMBEDDED or name in EMBEDDED_DRAFTS else whole(name) or name
 
     draft = dict(options.speculative_config or {})
     if isinstance(draft.get("model"), str):
-        draft["model"] = whole(draft["model"])
+        draft["model"] = whole_model(draft["model"])
     return replace(
         options,
-        model=whole(options.model),
+        model=whole_model(options.model),
         download_dir=whole(options.download_dir),
         weight_cache=whole(options.weight_cache),
         speculative_config=draft or None,
