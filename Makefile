@@ -33,7 +33,7 @@ collect: $(VENV)/.dev  ## compile the tests once, so that the workers of `make t
 	$(PYTEST) --collect-only -qq > /dev/null
 
 test-full: $(VENV)/.ray  ## the tests that the gate leaves out (tests/full.txt, the mark `full`)
-	$(BIN)/python -m pytest -m full -n 4 --dist loadfile
+	$(BIN)/python -m pytest -m full -n 4 --dist worksteal
 
 fault-table: $(VENV)/.dev  ## kill and stop each part of a server, and measure what clients see
 	$(BIN)/python tests/attacks/fault_table.py

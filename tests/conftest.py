@@ -75,8 +75,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by folder and by `full.txt`, and order them so that all workers end together.
 
-    Files that wait alternate with files that compute. Within each kind, slow files come first, by
-    folder and size. Errors: `UsageError` for a line of `full.txt` that no test matches.
+    Tests with long time limits come first. Files that wait alternate with files that compute.
+    Within each kind, slow files come first, by folder and size. Errors: `UsageError` for a line of
+    `full.txt` that no test matches.
     """
     for item in items:
         item.add_marker(getattr(pytest.mark, _folder(item.path)))
@@ -92,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         files.sort(key=lambda path: (folders.index(_folder(path)), -size[path]))
         sums = list(accumulate((size[path] for path in files), initial=0))
         place |= {path: before / sums[-1] for path, before in zip(files, sums, strict=False)}
-    items.sort(key=lambda item: place[item.path])
+    items.sort(key=lambda item: (-_long_limit(item), place[item.path]))
 
 
 def read_full_list() -> Iterator[str]:
@@ -140,6 +141,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.enable()
         forked_children.environment()  # imported libraries have set variables
+
+
+def _long_limit(item: pytest.Item) -> float:
+    """Return a test's own limit in seconds if it is longer than a quarter of an hour, else 0."""
+    limit = item.get_closest_marker("timeout")
+    return limit.args[0] if limit and limit.args and limit.args[0] > 900 else 0
 
 
 def _folder(path: Path) -> str:

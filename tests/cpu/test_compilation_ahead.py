@@ -15,8 +15,7 @@ pytest.importorskip("triton")
 
 # shared memory of a multiprocessor that one program may use
 SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}
-# test every n-th case, others for each architecture
-SAMPLE = {"sm_80": 900, "sm_89": 900, "sm_90": 457, "sm_100": 900, "gfx942": 450, "gfx950": 900}
+SAMPLE = {"gfx942": 600, "sm_90": 457}  # every n-th case
 
 
 def compiled(every: dict[str, int]) -> dict[str, list[dict[str, Any]]]:
@@ -67,7 +66,7 @@ def test_a_sample_compiles(arch: str, sample: dict[str, list[dict[str, Any]]]) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("arch", SAMPLE)
+@pytest.mark.parametrize("arch", SHARED_KIB)
 @pytest.mark.timeout(3600)  # of two cores with other work
 def test_everything_compiles(arch: str) -> None:
     check(arch, compiled({arch: 1})[arch])

@@ -192,6 +192,7 @@ def test_suite_is_solved_with_drafts_from_the_command_line(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model", LENGTHS)
 @pytest.mark.parametrize("suite", ["nano-math", "nano-tools"])
 def test_whole_suites_give_the_same_tokens_with_drafts(model: str, suite: str) -> None:

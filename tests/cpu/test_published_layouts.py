@@ -612,6 +612,7 @@ def test_published_layouts_have_the_known_tensor_counts() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_checkpoints_fit_at_full_size(tmp_path: Path, name: str) -> None:
     layers = PUBLISHED[name].layers

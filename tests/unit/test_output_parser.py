@@ -100,6 +100,7 @@ def test_generated_outputs_read_the_same_in_pieces(format: OutputFormat, seed: i
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @by_format
 @settings(max_examples=300, deadline=None)
 @given(seed=SEEDS)
