@@ -18,16 +18,19 @@ from negamax.cli.plan import commands
 from negamax.cli.resolve import resolve
 from negamax.config.kv_cache import block_bytes, set_index_dtype, split_over_holders
 from negamax.config.model_spec import ModelSpec
+from negamax.config.quantization import QuantizationSpec
 from negamax.models.memory import ModelWeights, weight_bytes
 from negamax.models.registry import bundled_spec
 from negamax.options.engine import EngineOptions
+from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, possible_splits
-from negamax.planner.cost import Workload
+from negamax.planner.cost import Model, Workload
 from negamax.planner.gpus import GIB, GPUS, MEASURED, find_gpu
 from negamax.planner.plan import Candidate, Hardware, Plan, make_plan
-from negamax.planner.topology import Topology, gpu_reserve, topologies
+from negamax.planner.topology import Topology, fit, gpu_reserve, topologies
 from negamax.quantization import online
+from tests import quantization_descriptions as described
 from tests.layouts import full
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -404,6 +407,48 @@ def test_planner_needs_no_torch() -> None:
         'sys.exit(main("plan minimax-m3 --gpus 1 --gpu-memory 2000 --json".split()))'
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+MACHINES = re.findall(
+    r"^\| (\d+) x (\S+)[^|]*\| `negamax serve (\S+) (.+?)` \| about ([\d,]+) tokens",
+    "".join((RESULTS.parent / page).read_text() for page in ("recipes.md", "models/minimax-m3.md")),
+    re.M,
+)
+CACHES = ("kv", "index")
+# 4-bit checkpoints as they are published
+PACKED = {
+    "Intel/MiniMax-M2.5-int4-AutoRound": described.auto_round(),
+    "QuantTrio/MiniMax-M2.5-AWQ": described.awq(
+        ["self_attn", "gate", "model.layers.0.", "lm_head"]
+    ),
+}
+
+
+@pytest.mark.parametrize(("count", "gpu", "model", "line", "said"), MACHINES)
+def test_cache_sizes_of_the_pages_are_planned(
+    count: str, gpu: str, model: str, line: str, said: str
+) -> None:
+    root = typer.main.get_command(app)
+    words = ["serve", model, *shlex.split(line)]
+    chosen = resolve(root, words).choices  # type: ignore[arg-type]
+    given = {name: choice.words[0].partition("=")[2] for name, choice in chosen.items()}
+    sizes = {name: int(size) for name, size in given.items() if name.endswith("parallel_size")}
+    spec = M2 if model in PACKED else bundled_spec(model.rpartition("/")[2])
+    if fields := PACKED.get(model):
+        spec = replace(spec, quantization=QuantizationSpec(fields["quant_method"], fields))
+    elif "quantization" in given:
+        spec = replace(spec, quantization=online.spec(given["quantization"]))
+    spec = spec.shard_index() if given.get("index_cache_sharding") == "on" else spec
+    dtypes = {f"{cache}_dtype": given.get(f"{cache}_cache_dtype", "auto") for cache in CACHES}
+    parts = Model.of(spec, find_gpu(gpu), **dtypes)
+    utilization = float(given.get("gpu_memory_utilization", Hardware.utilization))
+    hardware = Hardware(find_gpu(gpu), int(count), utilization=utilization)
+    longest = int(given.get("max_model_len", spec.max_position_embeddings))
+    layout = ParallelLayout.of(ParallelOptions(**sizes))  # type: ignore[arg-type]
+    found = fit(parts, layout, budget=hardware.budget, longest=longest)
+    assert found.context_length == longest and len(MACHINES) > 12
+    tokens = found.tokens * int(given.get("num_replicas", 1))
+    assert said == f"{round(tokens, -3):,}"
 
 
 ROWS = re.findall(r"^\| [^|]+ \| `(M[23]\S* --.+?)` \| (.+) \|$", PAGE, re.M)
