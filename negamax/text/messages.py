@@ -13,12 +13,22 @@ ROLES = (*INSTRUCTION_ROLES, "user", "assistant", "tool")
 # Tags of reasoning in the content, of all families in the registry.
 THINK_TAGS = (("<think>", "</think>"), ("<mm:think>", "</mm:think>"))
 
-_REASONING = ("reasoning", "reasoning_details")  # become reasoning_content
+# become reasoning_content
+_REASONING = ("reasoning", "reasoning_text", "reasoning_details", "thinking", "thinking_blocks")
+_KIND_CHARS = 60  # of a type in a note
 _QUOTES = tuple("`'\"“‘«")
 
 # by type of the part
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 RAW_ARGUMENTS = "arguments"  # the parameter of a call whose arguments are not a JSON object
+
+# parts of an answer by type of other servers and client libraries
+_THOUGHTS = ("thinking", "reasoning", "reasoning_content", "reasoning_text")
+_CALLS = ("tool_use", "tool_call", "tool-call", "function_call")
+_RESULTS = ("tool_result", "tool-result", "function_call_output")
+_HIDDEN = ("redacted_thinking", "redacted_reasoning")  # only other servers can read them
+_THOUGHT_FIELDS = (*_THOUGHTS, "text", "content", "summary")
+_CONTENT_FIELDS = ("text", "content", "output", "result", "value")
 
 _NOTES = {
     "image": "[an image, which this model cannot see]",
@@ -49,11 +59,13 @@ def normalize_messages(
       else a user message. Templates would drop it silently. At the start it would change the cached
       prefix, and a user message within a tool loop would hide the thinking of that loop. One
       without text is left out.
-    - Content null or missing is "". Text parts of every known type become type text. Images,
-      documents, recordings and videos become notes (`unseen_note`), unless models of `family` could
-      see them.
-    - Reasoning in `reasoning_content`, `reasoning`, `reasoning_details`, thinking parts, or a think
+    - Content null or missing is "". Parts with text become type text. Images, documents, recordings
+      and videos become notes (`unseen_note`), unless models of `family` could see them. Other parts
+      without text become notes, too; in answers they are omitted.
+    - Reasoning in `reasoning_content`, another field of this purpose, reasoning parts, or a think
       block that begins the content becomes `reasoning_content`.
+    - Parts that are tool calls count where the message has no `tool_calls`; parts that are results
+      become tool messages.
     - Arguments of tool calls become mappings. Empty text and null are no arguments. Anything else
       that is not a JSON object, such as truncated arguments, becomes one parameter with its text
       (`RAW_ARGUMENTS`).
@@ -69,7 +81,11 @@ def normalize_messages(
     if not messages:
         raise InvalidRequestError("messages is empty; send at least one message", param="messages")
     ordered = _order_tool_results(
-        [_check_message(message, i, family) for i, message in enumerate(messages)]
+        [
+            _check_message(part, i, family)
+            for i, message in enumerate(messages)
+            for part in _split_results(message)
+        ]
     )
     return _place_instructions(ordered, has_root=has_root)
 
@@ -99,7 +115,27 @@ def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = 
 
 def is_unseen(value: Mapping[str, Any]) -> bool:
     """Whether the model cannot read the part `value`."""
-    return unseen_note(value.get("type")) is not None
+    return value.get("type") in _HIDDEN or unseen_note(value.get("type")) is not None
+
+
+def find_text(part: Mapping[str, Any], fields: Sequence[str] = _CONTENT_FIELDS) -> str:
+    """Return the text of a part or item of any type: the first of `fields` with text, or "".
+
+    The value of a field may also be such a part, or a list of them.
+    """
+    for field in fields:
+        value = part.get(field)
+        inner = value if isinstance(value, list) else [value]
+        texts = [one.get("text") if isinstance(one, Mapping) else one for one in inner]
+        if text := "".join(text for text in texts if isinstance(text, str)):
+            return text
+    return ""
+
+
+def show_unknown(part: Mapping[str, Any]) -> str:
+    """Return the text of a part of unknown type, or a note. A refusal would end the session."""
+    kind = str(part.get("type"))[:_KIND_CHARS]
+    return find_text(part) or f"[a part of type {kind!r}, which this model cannot read]"
 
 
 def split_inline_reasoning(content: str) -> tuple[str | None, str]:
@@ -153,9 +189,44 @@ def _check_message(message: Any, i: int, family: ChatFamily | None) -> dict[str,
     checked.pop("tool_calls", None)
     if reasoning is not None:
         checked["reasoning_content"] = reasoning
-    if message.get("tool_calls"):
-        checked["tool_calls"] = _read_tool_calls(message["tool_calls"], i)
+    calls = message.get("tool_calls") or _find_calls(given)
+    if calls:
+        checked["tool_calls"] = _read_tool_calls(calls, i)
     return checked
+
+
+def _split_results(message: Any) -> list[Any]:
+    """Split the parts that are results of tools from a user message, as messages before it."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list) or message.get("role") != "user":
+        return [message]
+    results, others = [], []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") not in _RESULTS:
+            others.append(part)
+            continue
+        ids = (part.get(name) for name in ("tool_use_id", "tool_call_id", "toolCallId", "call_id"))
+        call_id = next((one for one in ids if one is not None), None)
+        results.append({"role": "tool", "tool_call_id": call_id, "content": find_text(part)})
+    return [*results, {**message, "content": others}] if others or not results else results
+
+
+def _find_calls(content: Any) -> list[dict[str, Any]]:
+    """Return the parts of an answer that are calls, in the shape of `tool_calls`."""
+    calls = []
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, Mapping) and part.get("type") in _CALLS:
+            (call_id, name, arguments) = (
+                next((part[field] for field in fields if field in part), None)
+                for fields in (
+                    ("call_id", "toolCallId", "id"),
+                    ("name", "toolName"),
+                    ("input", "args", "arguments"),
+                )
+            )
+            function = {"name": name, "arguments": arguments}
+            calls.append({"id": call_id, "type": "function", "function": function})
+    return calls
 
 
 def _read_content(
@@ -166,7 +237,10 @@ def _read_content(
     thoughts: list[str] | None = None,
     joins_notes: bool = True,
 ) -> str | list[Any]:
-    """Return content as text or text parts; thinking goes to `thoughts`, notes to own lines."""
+    """Return content as text or text parts, with notes on lines of their own.
+
+    The thinking of an answer goes to `thoughts`; None: the message is not an answer.
+    """
     if content is None or content == []:
         return ""
     if isinstance(content, str):
@@ -178,8 +252,8 @@ def _read_content(
     was_note = False
     for j, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "thinking" and thoughts is not None:
-            thoughts.append(_read_part(part, "thinking", i, j))
+        if kind in _THOUGHTS and thoughts is not None:
+            thoughts.append(find_text(part, _THOUGHT_FIELDS))
             continue
         note = unseen_note(kind, family, place=f"messages[{i}].content[{j}]")
         if note is not None:
@@ -188,10 +262,13 @@ def _read_content(
             text = _read_part(part, _TEXT_FIELDS[kind], i, j)
         elif isinstance(part, str):
             text = part
-        else:
-            shown = kind if isinstance(part, Mapping) else type(part).__name__
-            problem = f"has type {shown!r}; allowed are parts with text, images and files"
+        elif not isinstance(part, Mapping):
+            problem = f"is a {type(part).__name__}; allowed are texts and parts with a type"
             _refuse(i, problem, field=f"content[{j}]")
+        elif thoughts is None:
+            text = show_unknown(part)
+        elif kind in _CALLS or not (text := find_text(part)):
+            continue
         if joins_notes and parts and (was_note or note is not None):
             text = f"\n{text}"
         parts.append(text if isinstance(part, str) else {"type": "text", "text": text})
@@ -221,7 +298,12 @@ def _read_reasoning(message: Mapping[str, Any], i: int, *, thoughts: str) -> str
         _refuse(i, f"is a {type(details).__name__}; send a list or null", field="reasoning_details")
     texts = [detail.get("text") for detail in details or () if isinstance(detail, Mapping)]
     detailed = "".join(text for text in texts if isinstance(text, str))
-    return next((text for text in (*named, detailed, thoughts) if text), "" if named else None)
+    blocks = message.get("thinking_blocks")
+    blocks = [one for one in blocks if isinstance(one, Mapping)] if isinstance(blocks, list) else []
+    others = "".join(find_text(block, _THOUGHT_FIELDS) for block in blocks)
+    others = others or find_text(message, ("thinking", "reasoning_text"))
+    found = (*named, detailed, others, thoughts)
+    return next((text for text in found if text), "" if named else None)
 
 
 def _read_tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from backports import zstd
 
 from tests.e2e.api_support import CHAT, HELLO, JSON, MESSAGES, error_of
 from tests.e2e.conftest import MODEL, Server
@@ -45,11 +46,11 @@ def test_head_of_unknown_and_post_routes(http: httpx.Client) -> None:
     assert http.head(CHAT).status_code == 405
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "zstd"])
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 def test_a_compressed_body_is_read(http: httpx.Client, encoding: str, path: str) -> None:
     body = json.dumps(BODY).encode()
-    content = gzip.compress(body) if encoding == "gzip" else zlib.compress(body)
+    content = {"gzip": gzip, "deflate": zlib, "zstd": zstd}[encoding].compress(body)
     answer = http.post(path, content=content, headers={**JSON, "content-encoding": encoding})
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]

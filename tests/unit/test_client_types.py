@@ -188,9 +188,8 @@ def test_input_items_of_openai() -> None:
             requests.append((name, {"input": items}))
     assert len(requests) > 150
     # references are resolved before; a result must name its call; no summaries
-    assert refused(answer_openai, requests) == {
-        "reference", "item_reference", "no call_id", "compaction_trigger",
-    }  # fmt: skip
+    refusals = {"reference", "no call_id", "compaction_trigger"}
+    assert refused(answer_openai, requests) == refusals
 
 
 def tools_in(union: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -245,10 +244,5 @@ def test_blocks_of_anthropic(role: str) -> None:
                 messages.append({"role": "user", "content": [result]})
             requests.append((name, {"messages": messages}))
     not_here = refused(answer_anthropic, requests)
-    if role == "assistant":
-        assert not_here == {"tool_addition", "tool_removal", "tool_result"}
-    else:
-        assert {name for name in not_here if not name.endswith("_tool_result")} == {
-            "thinking", "redacted_thinking", "tool_use", "server_tool_use", "mcp_tool_use",
-            "mcp_tool_listing", "fallback", "compaction", "tool_addition", "tool_removal",
-        }  # fmt: skip
+    # a user's call is only a note, so that its result answers nothing
+    assert not_here == ({"tool_use"} if role == "user" else set())

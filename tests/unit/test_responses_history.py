@@ -68,6 +68,10 @@ def said(text: str) -> dict[str, Any]:
     return {"type": "message", "role": "assistant", "content": content}
 
 
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "input_text", "text": text}
+
+
 def summary(text: str) -> dict[str, Any]:
     return {"summary": [{"type": "summary_text", "text": text}]}
 
@@ -166,15 +170,38 @@ def test_calls_that_ran_elsewhere_are_passed_over(kinds: str) -> None:
     assert [message["role"] for message in made.messages] == ["user", "assistant"]
 
 
+AGENT = {"type": "agent_message", "author": "/root/a", "content": [text_part("done")]}
+SECRET = {"type": "encrypted_content", "encrypted_content": "x"}
+NOTE = "<system-reminder>\ndone\n</system-reminder>"
+
+
+@pytest.mark.parametrize(
+    ("items", "shown"),
+    [
+        ([AGENT], [USER["content"], "done"]),
+        ([{**AGENT, "content": [SECRET]}, {"type": "magic", "n": 3}], [USER["content"]]),
+        ([call(1), AGENT, result(1)], [USER["content"], "", f"ok\n\n{NOTE}"]),
+        ([call(1), AGENT, call(2), result(1), result(2)], [USER["content"], "", "ok", "ok", NOTE]),
+        ([call(1), result(1), AGENT, said("x")], [USER["content"], "", f"ok\n\n{NOTE}", "x"]),
+        ([{"role": "assistant", "content": [{"type": "magic"}]}], [USER["content"], ""]),
+    ],
+)
+def test_items_of_unknown_type_are_shown_or_passed_over(
+    items: list[dict[str, Any]], shown: list[str]
+) -> None:
+    made = normalize_messages(history(USER, *items).messages)
+    texts = [message["content"] for message in made]
+    assert texts == (shown if len(texts) == len(shown) else [*shown[:-2], f"ok\n\n{NOTE}"])
+
+
 SHELL_RESULT = {"type": "shell_call_output", "call_id": "c"}
 
 
 @pytest.mark.parametrize(
     ("item", "place"),
     [
-        ({"type": "magic"}, ".type"),
+        ({"type": ["magic"]}, ".type"),
         ({"role": "wizard", "content": "x"}, ".role"),
-        ({"role": "assistant", "content": [{"type": "magic"}]}, ".content[0]"),
         ({"role": "assistant", "content": 3}, ".content[0]"),
         ({"type": "shell_call", "call_id": "c", "action": "ls"}, ".action"),
         ({"type": "apply_patch_call", "call_id": "c"}, ".operation"),

@@ -5,13 +5,15 @@ import zlib
 
 import msgspec
 import pytest
+from backports import zstd
 
-from negamax.api.http.unpacking import PIECE_BYTES, Unpacker, find_encoding
+from negamax.api.http.unpacking import MAX_PARTS, PIECE_BYTES, Unpacker, find_encoding
 from negamax.base.errors import InvalidRequestError, UnsupportedMediaTypeError
 from negamax.base.unicode import valid_escapes, valid_unicode
 from tests.speed import cpu_seconds, is_linear
 
 SAYS = b'{"prompt": "%s"}' % random.Random(1).randbytes(50_000).hex().encode()
+SKIPPED = b"\x50\x2a\x4d\x18\x04\0\0\0more"  # a frame without content
 RAW = zlib.compressobj(wbits=-15)
 FORMS = {
     "gzip": (b"gzip", gzip.compress(SAYS)),
@@ -19,6 +21,8 @@ FORMS = {
     "gzip in two parts": (b"gzip", gzip.compress(SAYS[:7]) + gzip.compress(SAYS[7:]) + bytes(512)),
     "deflate": (b"deflate", zlib.compress(SAYS)),
     "raw deflate": (b"deflate", RAW.compress(SAYS) + RAW.flush()),
+    "zstd": (b"zstd", zstd.compress(SAYS)),
+    "zstd in frames": (b"zstd", zstd.compress(SAYS[:7]) + SKIPPED + zstd.compress(SAYS[7:])),
 }
 
 
@@ -47,6 +51,22 @@ def test_every_form_is_unpacked_in_packets_of_any_size(form: str, packet_bytes: 
 def test_body_that_ends_near_a_piece_is_whole(num_bytes: int) -> None:
     said = b"ab" * (num_bytes // 2) + b"c" * (num_bytes % 2)
     assert unpacked(b"gzip", gzip.compress(said), packet_bytes=10**6) == said
+    assert unpacked(b"zstd", zstd.compress(said), packet_bytes=10**6) == said
+
+
+@pytest.mark.parametrize(
+    ("encoding", "packed", "problem"),
+    [
+        (b"gzip", gzip.compress(b"") * (MAX_PARTS + 1), "more than 1024 parts"),
+        (b"zstd", SKIPPED * (MAX_PARTS + 1), "more than 1024 parts"),
+        (b"zstd", b"\x28\xb5\x2f\xfd\x00\x70" + bytes(20), "too much memory"),  # 16 MiB
+    ],
+)
+def test_work_and_memory_of_one_body_are_bounded(
+    encoding: bytes, packed: bytes, problem: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=problem):
+        unpacked(encoding, packed, packet_bytes=10**6)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -71,9 +91,9 @@ def test_encodings_that_are_read(value: bytes, encoding: bytes | None) -> None:
     assert find_encoding([(b"host", b"x"), (b"content-encoding", value)]) == encoding
 
 
-@pytest.mark.parametrize("value", [b"br", b"zstd", b"gzip, gzip", b"x" * 1000])
+@pytest.mark.parametrize("value", [b"br", b"compress", b"gzip, gzip", b"x" * 1000])
 def test_other_encodings_are_named_in_the_refusal(value: bytes) -> None:
-    allowed = "allowed: 'gzip', 'deflate', or none"
+    allowed = "allowed: 'gzip', 'deflate', 'zstd', or none"
     with pytest.raises(UnsupportedMediaTypeError, match=allowed) as error:
         find_encoding([(b"content-encoding", value)])
     assert value[:20].decode() in error.value.message and len(error.value.message) < 150

@@ -67,6 +67,12 @@ class History:
     places: list[str] = field(default_factory=list)
     _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)  # by message
 
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether the last message calls tools or is a result."""
+        last = self.messages[-1] if self.messages else {}
+        return last.get("role") == "tool" or "tool_calls" in last
+
     def add(self, message: dict[str, Any], *, place: str) -> None:
         self.messages.append(message)
         self.places.append(place)

@@ -1,13 +1,71 @@
 """Decompresses request bodies in pieces, so that the size limits apply to the decompressed body."""
 
+import sys
 import zlib
+from collections.abc import Callable
+from typing import Protocol
 
 from negamax.base.errors import InvalidRequestError, UnsupportedMediaTypeError
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 PIECE_BYTES = 256 * 1024  # decompressed at a time
-_ENCODINGS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}  # zlib's numbers of the formats
+MAX_PARTS = 1024  # gzip members or zstd frames of one body
+_WINDOW_BITS = 23  # 8 MiB, the largest window of content encodings (RFC 9659)
 _FRAME_BYTES = 2  # that show whether there is a frame
 _RAW_DEFLATE = -15  # without the frame that the standard requires, as some clients send it
+
+
+class Decoder(Protocol):
+    """A decompressor with the interface of those in the standard library."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def needs_input(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, max_length: int) -> bytes: ...
+
+
+class _Inflater:
+    """zlib's decompressor as a `Decoder`. Single writer: its `Unpacker`."""
+
+    def __init__(self, window_bits: int) -> None:
+        self._zlib = zlib.decompressobj(window_bits)
+        self.needs_input = True
+
+    @property
+    def eof(self) -> bool:
+        return self._zlib.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._zlib.unused_data
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        piece = self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
+        # zlib may hold output although it has consumed its input
+        self.needs_input = not self._zlib.unconsumed_tail and len(piece) < max_length
+        return piece
+
+
+def _make_zstd() -> Decoder:
+    return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _WINDOW_BITS})
+
+
+_DECODERS: dict[bytes, Callable[[], Decoder]] = {
+    b"gzip": lambda: _Inflater(31),
+    b"x-gzip": lambda: _Inflater(31),
+    b"deflate": lambda: _Inflater(15),
+    b"zstd": _make_zstd,
+}
 
 
 def find_encoding(headers: list[tuple[bytes, bytes]]) -> bytes | None:
@@ -17,10 +75,10 @@ def find_encoding(headers: list[tuple[bytes, bytes]]) -> bytes | None:
     encodings = [name for name in given if name not in (b"", b"identity")]
     if not encodings:
         return None
-    if len(encodings) > 1 or encodings[0] not in _ENCODINGS:
+    if len(encodings) > 1 or encodings[0] not in _DECODERS:
         shown = b", ".join(encodings)[:60].decode("latin-1")
         raise UnsupportedMediaTypeError(
-            f"the content encoding is {shown!r}; allowed: 'gzip', 'deflate', or none",
+            f"the content encoding is {shown!r}; allowed: 'gzip', 'deflate', 'zstd', or none",
             code="unsupported_encoding",
         )
     return encodings[0]
@@ -32,10 +90,10 @@ class Unpacker:
     def __init__(self, encoding: bytes) -> None:
         """`encoding` is a result of `find_encoding`."""
         self._encoding = encoding
-        self._decoder = zlib.decompressobj(_ENCODINGS[encoding])
+        self._decoder = _DECODERS[encoding]()
         self._packed = b""
         self._has_begun = False
-        self._holds_more = False  # the decoder may hold output although it has consumed its input
+        self._num_parts = 1
 
     def feed(self, packed: bytes) -> None:
         self._packed += packed
@@ -44,7 +102,7 @@ class Unpacker:
         """Return the next piece; b"" until more is fed. Errors: `InvalidRequestError`."""
         if not self._has_begun and not self._begin():
             return b""
-        while self._packed or self._holds_more:
+        while self._packed or not (self._decoder.eof or self._decoder.needs_input):
             if self._decoder.eof:
                 self._begin_next_part()
                 continue
@@ -64,26 +122,29 @@ class Unpacker:
             return False
         self._has_begun = True
         if self._encoding == b"deflate" and not _has_frame(self._packed):
-            self._decoder = zlib.decompressobj(_RAW_DEFLATE)
+            self._decoder = _Inflater(_RAW_DEFLATE)
         return True
 
     def _unpack(self) -> bytes:
         try:
             piece = self._decoder.decompress(self._packed, PIECE_BYTES)
-        except zlib.error as error:
+        except (zlib.error, zstd.ZstdError) as error:
             raise self._error(str(error)) from None
-        is_over = self._decoder.eof
-        self._packed = self._decoder.unused_data if is_over else self._decoder.unconsumed_tail
-        self._holds_more = not is_over and len(piece) == PIECE_BYTES
+        self._packed = self._decoder.unused_data if self._decoder.eof else b""
         return piece
 
     def _begin_next_part(self) -> None:
-        """Begin the next part of a gzip body, which may have several, followed by zeros."""
-        self._packed = self._packed.lstrip(b"\0")
-        if self._packed and self._encoding == b"deflate":
+        """Begin the next member or frame of a body. Zeros may follow gzip members."""
+        if self._encoding != b"zstd":
+            self._packed = self._packed.lstrip(b"\0")
+        if not self._packed:
+            return
+        if self._encoding == b"deflate":
             raise self._error("it is followed by more data")
-        if self._packed:
-            self._decoder = zlib.decompressobj(_ENCODINGS[self._encoding])
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise self._error(f"it has more than {MAX_PARTS} parts; send it as one")
+        self._decoder = _DECODERS[self._encoding]()
 
     def _error(self, problem: str) -> InvalidRequestError:
         return InvalidRequestError(

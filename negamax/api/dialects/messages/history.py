@@ -12,7 +12,7 @@ from negamax.api.common.thought_signature import HiddenThoughts
 from negamax.api.dialects.messages.schema import TOOL_CHANGES
 from negamax.api.schemas.request_model import check_choice, check_type, describe, refuse
 from negamax.text.chat_family import ChatFamily
-from negamax.text.messages import unseen_note
+from negamax.text.messages import find_text, show_unknown, unseen_note
 
 _ROLES = ("user", "assistant", "system")
 _CLEAR_AT = ("never", "next_user_message")
@@ -53,7 +53,7 @@ def build_history(
             for place, block in blocks:
                 if block.get("type") not in TOOL_CHANGES:
                     history.add(
-                        {"role": "system", "content": _read_text(block, place)},
+                        {"role": "system", "content": _read_user_text(block, place, family)},
                         place=_get_message_place(place),
                     )
         else:
@@ -69,9 +69,9 @@ def _add_system(history: History, system: str | list[dict[str, Any]] | None) -> 
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system or []
     for index, block in enumerate(blocks):
         place = "system" if isinstance(system, str) else f"system[{index}]"
-        if block.get("type", "text") != "text":
-            refuse(place, f"has type {describe(block.get('type'))}; allowed: 'text'")
-        text = _BILLING_LINE.sub("", _read_text(block, place))
+        is_text = block.get("type", "text") == "text"
+        text = _read_text(block, place) if is_text else show_unknown(block)
+        text = _BILLING_LINE.sub("", text)
         if text.strip():
             history.add({"role": "system", "content": text}, place=place)
 
@@ -170,11 +170,9 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
                 pass  # of a tool that ran on another server
             case "document" | "search_result" if shown_text := _read_document(block):
                 parts.add_text(shown_text, is_apart=True)
-            case _ if note := unseen_note(kind, family, place=place):
-                parts.add_text(note, is_apart=True)
             case _:
-                allowed = "'text', 'thinking', 'redacted_thinking', 'tool_use'"
-                refuse(place, f"has type {describe(kind)}; allowed: {allowed}")
+                shown_text = unseen_note(kind, family, place=place) or find_text(block)
+                parts.add_text(shown_text, is_apart=True)
     history.add_assistant(parts, place=_get_message_place(blocks[0][0]))
 
 
@@ -184,8 +182,7 @@ def _read_user_text(block: Mapping[str, Any], place: str, family: ChatFamily | N
         return _read_text(block, place)
     shown_text = _read_document(block)
     if shown_text is None and unseen_note(kind, family, place=place) is None:
-        allowed = "'text', 'image', 'document', 'search_result', 'tool_result'"
-        refuse(place, f"has type {describe(kind)}; allowed: {allowed}")
+        return show_unknown(block)
     return shown_text
 
 
@@ -229,10 +226,7 @@ def _read_result(block: Mapping[str, Any], place: str, family: ChatFamily | None
                     text = _read_document(part) or unseen_note(
                         "document" if kind == "search_result" else kind, family, place=where
                     )
-                    if text is None:
-                        allowed = "'text', 'image', 'document', 'search_result'"
-                        refuse(where, f"has type {describe(kind)}; allowed: {allowed}")
-                    texts.append(text)
+                    texts.append(show_unknown(part) if text is None else text)
     text = "\n".join(texts)
     is_marked = text.lstrip().lower().startswith(("error", "<tool_use_error>"))
     if block.get("is_error") is True and not is_marked:

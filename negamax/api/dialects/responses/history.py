@@ -11,13 +11,12 @@ from negamax.api.dialects.responses.client_tools import RESULTS as CLIENT_RESULT
 from negamax.api.dialects.responses.client_tools import extract_arguments, render_result
 from negamax.api.dialects.responses.item_settings import SETTINGS
 from negamax.api.dialects.responses.schema import CUSTOM_INPUT, build_shown_name
-from negamax.api.schemas.request_model import check_choice, refuse
+from negamax.api.schemas.request_model import check_choice, check_type, refuse
 from negamax.text.chat_family import ChatFamily
-from negamax.text.messages import unseen_note
+from negamax.text.messages import find_text, unseen_note
 
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS = ("function_call", "custom_tool_call", *CLIENT_CALLS)
-_TEXT_PARTS = ("output_text", "input_text", "text", "refusal")
 _RESULTS = ("function_call_output", "custom_tool_call_output", *CLIENT_RESULTS)
 # items of other servers' models and tools
 _PASSED_OVER = (
@@ -27,6 +26,7 @@ _PASSED_OVER = (
     "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response",
     "compaction", "context_compaction", *SETTINGS,
 )  # fmt: skip
+_END: Mapping[str, Any] = {"type": "end"}  # of the items
 
 
 def build_history(
@@ -39,16 +39,18 @@ def build_history(
     """Build the conversation of `items`, which come with their places, for a model of `family`.
 
     Consecutive reasoning, assistant messages and calls are one assistant message, as the model
-    wrote them. Reasoning is taken from the item's content, else from its encrypted content
-    (unpacked if the prompt shows it), else from its summary. A truncated call without a result is
-    omitted: it could not be run. Errors: `InvalidRequestError` with the place of what the model
-    cannot be shown.
+    wrote them. Text of items of unknown type is a user's message, within a loop of calls a note;
+    without text they are omitted. Reasoning is taken from the item's content, else from its
+    encrypted content (unpacked if the prompt shows it), else from its summary. A truncated call
+    without a result is omitted: it could not be run. Errors: `InvalidRequestError` with the place
+    of what the model cannot be shown.
     """
     history = History()
     if instructions:
         history.add({"role": "system", "content": instructions}, place="instructions")
     parts: AssistantParts | None = None
     parts_place = ""
+    notes: list[tuple[str, str]] = []  # texts of items between calls, which follow these
     local_calls = {
         item["id"]: item.get("call_id")
         for _, item in items
@@ -56,8 +58,8 @@ def build_history(
     }
     results = (_get_call_id(item, local_calls) for _, item in items if item.get("type") in _RESULTS)
     answered = {call_id for call_id in results if isinstance(call_id, str)}
-    for place, item in items:
-        kind = item.get("type", "message")
+    for place, item in [*items, ("", _END)]:
+        kind = check_type(item.get("type", "message"), str, f"{place}.type")
         is_truncated = kind in _CALLS and item.get("status") == "incomplete"
         call_id = item.get("call_id")
         if is_truncated and isinstance(call_id, str | None) and call_id not in answered:
@@ -69,13 +71,25 @@ def build_history(
             if parts is None:
                 parts, parts_place = AssistantParts(), place
             _add_part(parts, item, place, family)
-        elif kind not in _PASSED_OVER:
-            if parts is not None:
-                history.add_assistant(parts, place=parts_place)
-                parts = None
+            continue
+        is_known = kind in ("message", *_RESULTS) or item is _END
+        text = "" if is_known else _read_unknown(item, place)
+        if not (is_known or text):
+            continue
+        if text and parts is not None and parts.calls:
+            notes.append((text, place))
+            continue
+        if parts is not None:
+            history.add_assistant(parts, place=parts_place)
+            parts = None
+        for note, note_place in notes:
+            history.add({"role": "system", "content": note}, place=note_place)
+        notes.clear()
+        if text:
+            role = "system" if history.is_in_loop else "user"
+            history.add({"role": role, "content": text}, place=place)
+        elif item is not _END:
             history.add(_build_message(item, place, local_calls), place=place)
-    if parts is not None:
-        history.add_assistant(parts, place=parts_place)
     history.reveal(thoughts)
     return history
 
@@ -117,7 +131,7 @@ def _get_call_id(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any
 def _build_message(
     item: Mapping[str, Any], place: str, local_calls: Mapping[Any, Any]
 ) -> dict[str, Any]:
-    """Build the message of another item; its content is checked with the other messages."""
+    """Build the message of a result or a message; its content is checked with the others."""
     kind = item.get("type", "message")
     if kind in _RESULTS:
         output = render_result(item, place) if kind in CLIENT_RESULTS else item.get("output")
@@ -125,13 +139,16 @@ def _build_message(
             output = json.dumps(output, ensure_ascii=False)
         call_id = _get_call_id(item, local_calls)
         return {"role": "tool", "tool_call_id": call_id, "content": output}
-    if kind == "compaction_trigger":
-        refuse(f"{place}.type", f"{kind!r}: the server writes no summaries; ask for one")
-    if kind != "message":
-        allowed = ("message", "reasoning", *_CALLS, *_RESULTS, "item_reference")
-        check_choice(kind, allowed, f"{place}.type")
     role = check_choice(item.get("role"), _ROLES, f"{place}.role")
     return {"role": role, "content": item.get("content")}
+
+
+def _read_unknown(item: Mapping[str, Any], place: str) -> str:
+    """Return the text to show of an item that is neither known nor of the assistant."""
+    kind = item["type"]
+    if kind == "compaction_trigger":
+        refuse(f"{place}.type", f"{kind!r}: the server writes no summaries; ask for one")
+    return "" if kind in _PASSED_OVER else find_text(item)
 
 
 def _read_assistant_text(content: object, place: str, family: ChatFamily | None) -> str:
@@ -144,11 +161,9 @@ def _read_assistant_text(content: object, place: str, family: ChatFamily | None)
         if note is not None:
             texts.append(f"\n{note}\n")
             continue
-        text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
-        if not isinstance(text, str):
-            message = "must be a part with text; allowed: 'output_text', 'refusal'"
-            refuse(f"{place}.content[{index}]", message)
-        texts.append(text)
+        if not isinstance(part, dict):
+            refuse(f"{place}.content[{index}]", "must be a part with text, such as 'output_text'")
+        texts.append(find_text(part, ("refusal",) if kind == "refusal" else ("text",)))
     return "".join(texts)
 
 

@@ -354,6 +354,8 @@ class _Responses:
             thoughts=self._context.hidden_thoughts(),
             family=self._context.chat_format.family,
         )
+        if not history.messages:
+            refuse("input", "has nothing to show to the model; send text or at least one message")
         tools, calls = params.choice()
         turn = Turn(
             conversation=Conversation(

@@ -71,7 +71,7 @@ def build_shown_name(namespace: object, name: Any) -> Any:
 
 
 def _check_input(value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    if not value:
+    if value == "":
         refuse("input", "is empty; send text or at least one item")
     if isinstance(value, list) and len(value) > MAX_ITEMS:
         refuse("input", f"{len(value)} items; allowed: at most {MAX_ITEMS}")
