@@ -15,7 +15,7 @@ from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import possible_splits
 from negamax.planner.cost import Model
-from negamax.planner.gpus import GIB, MEASURED_RANKS
+from negamax.planner.gpus import GIB, MEASURED, MEASURED_RANKS
 from negamax.planner.topology import LEAST_TOKENS, Fit, fit, gpu_reserve
 from negamax.quantization.detect import detect
 
@@ -139,6 +139,8 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
     detail += f", KV cache of about {tokens // 1000 * 1000:,} tokens"
     if not all(gpu.platform.is_measured for gpu in gpus[:size]):
         detail += "; never measured on such a GPU"
+    elif not all(MEASURED.name in gpu.name for gpu in gpus[:size]):
+        detail += f"; measured on {MEASURED.name} only"
     padding = expert_padding(spec, kept=form, layout=ParallelLayout.of(best))
     detail += f"; {padding}" if padding else ""
     if size > MEASURED_RANKS:

@@ -333,7 +333,10 @@ def _notes(plan: Plan) -> Iterator[str]:
     elif not gpu.platform.is_measured:
         yield f"Never measured on {gpu.name}: times are carried over from {MEASURED.name}."
     if any(each.ranks > MEASURED_RANKS or each.tp < each.ranks or each.ep > 1 for each in best):
-        yield f"Measured is tensor parallelism on up to {MEASURED_RANKS} GPUs, nothing else."
+        yield (
+            f"Measured on up to {MEASURED_RANKS} GPUs: tensor parallelism, and of MiniMax-M2 PP2, "
+            f"PP2 TP2, DP2 EP2 and DP4 EP4 (docs/performance.md)."
+        )
 
 
 def _by_reason(refused: tuple[Refused, ...]) -> Mapping[str, list[str]]:

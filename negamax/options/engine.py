@@ -305,7 +305,8 @@ class EngineOptions:
     )
     num_threads: int | None = option(
         None,
-        "Set the CPU threads of each rank. Default: all cores, divided by the ranks.",
+        "Set the CPU threads of each rank. Default: the cores (from three on all but one) divided "
+        "by the ranks.",
         least=1,
         most=MAX_THREADS,
         is_count=True,

@@ -79,7 +79,7 @@ GPUS = {
         _amd("MI355X", 294_896, 8.0, 2517, 5033, 538, "gfx950"),
     )
 }
-MEASURED_RANKS = 4  # the most GPUs that M2 was measured on, with tensor parallelism only
+MEASURED_RANKS = 4  # the most GPUs that a model was measured on
 MEASURED = GPUS["h200"]  # the GPU of all measured and fitted constants in `cost`
 
 

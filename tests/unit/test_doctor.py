@@ -86,6 +86,7 @@ def test_model_that_does_not_fit_has_a_reason(here: Machine, words: str) -> None
     ("here", "words"),
     [
         (machine(8, gib=79.1), "35.7 GiB of weights per GPU"),
+        (machine(4, gib=139.8), "; measured on H200 only"),
         (machine(8, gib=79.1), "33% more bytes and arithmetic in the experts (none with --expert-"),
         # GPUs that cannot multiply FP8 keep it packed
         (machine(16, gib=79.1, capability=(8, 0)), "FP8 as stored, 35.7 GiB of weights"),
