@@ -27,6 +27,8 @@ logger = get_logger(__name__)
 
 MAX_MESSAGE_CHARS = 1000  # of an error, including what it quotes from the request
 MESSAGES_PATH = "/v1/messages"  # clients expect Anthropic's shapes there
+_ALIAS = "/anthropic"  # MiniMax's own API has Anthropic's routes below this path
+_ALIASED = (f"{_ALIAS}{MESSAGES_PATH}", f"{_ALIAS}/v1/models")
 CLIENT_CLOSED_REQUEST = 499  # in logs only; proxies use the same number
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -93,6 +95,8 @@ class ErrorMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"].startswith(_ALIASED):
+            scope["path"] = scope["path"].removeprefix(_ALIAS)
         request_id = Headers(scope=scope).get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(12)

@@ -1,13 +1,20 @@
 """/v1 and /v1/models: the server, and the model names that it serves."""
 
 import datetime
+from pathlib import Path
+from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
+from msgspec import UNSET
 
 from negamax import __version__
 from negamax.api.common.context import ApiContext
 from negamax.api.errors import build_json_response
+from negamax.api.schemas import answers
 from negamax.api.schemas.answers import ModelCard, ModelList, ServerAnswer
+
+_CODEX_MODEL = Path(answers.__file__).with_name("codex_model.json")  # all that Codex requires
 
 
 def make_models_router(context: ApiContext) -> APIRouter:
@@ -22,6 +29,14 @@ def make_models_router(context: ApiContext) -> APIRouter:
             max_model_len=context.engine.info.max_model_len,
             max_input_tokens=context.engine.info.max_model_len,
         )
+        for name in context.model_names
+    ]
+
+    codex_model: dict[str, Any] = msgspec.json.decode(_CODEX_MODEL.read_bytes())
+    context_length = context.engine.info.max_model_len
+    windows = {"context_window": context_length, "max_context_window": context_length}
+    codex_models = [
+        {"slug": name, "display_name": name, **codex_model, **windows}
         for name in context.model_names
     ]
 
@@ -40,10 +55,16 @@ def make_models_router(context: ApiContext) -> APIRouter:
     router.add_route("/v1/", server, methods=["GET"])
 
     @router.get("/v1/models")
-    async def models() -> Response:
-        """List all model names."""
+    async def models(request: Request) -> Response:
+        """List all model names. With `client_version`, which Codex sends, in its form too."""
+        is_codex = "client_version" in request.query_params
         return build_json_response(
-            ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id)
+            ModelList(
+                data=cards,
+                first_id=cards[0].id,
+                last_id=cards[-1].id,
+                models=codex_models if is_codex else UNSET,
+            )
         )
 
     @router.get("/v1/models/{name:path}")

@@ -283,7 +283,8 @@ def test_echo_repeats_the_message_that_is_continued(http: httpx.Client) -> None:
 
 
 def test_fields_of_sglang_and_vllm_reach_the_answer(http: httpx.Client) -> None:
-    body = {"rid": "my-id.1", "logprobs": True, "top_logprobs": 1}
+    whole = {"separate_reasoning": False}  # the content has all tokens
+    body = {"rid": "my-id.1", "logprobs": True, "top_logprobs": 1, **whole}
     answer = answered(http, **body, return_tokens_as_token_ids=True, return_token_ids=True)
     assert answer["id"] == "chatcmpl-my-id.1"
     (choice,) = answer["choices"]

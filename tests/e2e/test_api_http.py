@@ -15,7 +15,7 @@ from tests.e2e.conftest import MODEL, Server
 BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 3, "temperature": 0}
 PATHS = (
     "/", "/livez", "/readyz", "/health", "/ping", "/version", "/metrics", "/v1", "/v1/models",
-    f"/v1/models/{MODEL}", "/openapi.json",
+    f"/v1/models/{MODEL}", "/openapi.json", "/anthropic/v1/models",
 )  # fmt: skip
 
 
@@ -41,13 +41,27 @@ def test_head_is_get_without_a_body(http: httpx.Client, path: str) -> None:
     assert http.get("/livez").status_code == 200  # the connection is still in sync
 
 
+def test_codex_gets_its_form_of_the_models(http: httpx.Client) -> None:
+    listed = http.get("/v1/models", params={"client_version": "0.153.4"}).json()
+    (card,), (model,) = listed["data"], listed["models"]
+    assert (model["slug"], model["context_window"]) == (card["id"], card["max_model_len"])
+    # required by Codex, which discards all models without one of them
+    assert model.keys() > {
+        "display_name", "supported_reasoning_levels", "shell_type", "visibility", "priority",
+        "supported_in_api", "base_instructions", "supports_reasoning_summaries",
+        "support_verbosity", "truncation_policy", "supports_parallel_tool_calls",
+        "experimental_supported_tools",
+    }  # fmt: skip
+    assert "models" not in http.get("/v1/models").json()
+
+
 def test_head_of_unknown_and_post_routes(http: httpx.Client) -> None:
     assert http.head("/nothing").status_code == 404
     assert http.head(CHAT).status_code == 405
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "zstd"])
-@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, f"/anthropic{MESSAGES}"])
 def test_a_compressed_body_is_read(http: httpx.Client, encoding: str, path: str) -> None:
     body = json.dumps(BODY).encode()
     content = {"gzip": gzip, "deflate": zlib, "zstd": zstd}[encoding].compress(body)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from negamax.api.common.api_request import ApiRequest
 from negamax.api.common.choice_reader import ChoiceReader, PlainReader, check_failed
 from negamax.api.common.context import ApiContext
+from negamax.api.common.conversation import run_off_loop
 from negamax.api.errors import build_json_response, encode_failure
 from negamax.api.http.sse import (
     DONE,
@@ -28,6 +29,7 @@ from negamax.engine.client.output import RequestOutput
 from negamax.text.parser.events import ParserEvent
 from negamax.text.parser.packets import PacedPackets
 
+_BYTES_PER_LOGPROB = 64  # about, as JSON
 Ping = tuple[bytes, float]  # an event, and the seconds of silence after which it is sent
 _KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it
 
@@ -64,6 +66,11 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         self._of_prompt: dict[int, list[ChoiceT]] = {}
         for choice in choices:
             self._of_prompt.setdefault(choice.prompt_index, []).append(choice)
+
+    @property
+    def num_logprobs(self) -> int:
+        """The entries of a whole answer; many are converted and encoded in a thread."""
+        return 0
 
     @abstractmethod
     def take(self, choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> None:
@@ -114,6 +121,14 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         """Return the whole response. Errors: those of `OpenRequest.run`."""
         await self._run(self.take, is_paced=False)
         return self.response()
+
+    async def whole_json(self, headers: dict[str, str] | None) -> Response:
+        """Return the whole response encoded. Errors: as `whole`."""
+        await self._run(self.take, is_paced=False)
+        return await run_off_loop(
+            lambda: build_json_response(self.response(), headers=headers),
+            num_bytes=_BYTES_PER_LOGPROB * self.num_logprobs,
+        )
 
     async def stream(self, write: Write) -> None:
         """Write the response as events. An error after the start is an event too."""
@@ -173,8 +188,7 @@ async def respond(
 ) -> Response:
     """Answer a started request, whole or as a stream. `ping` defaults to comments."""
     if not request.params.stream:
-        answer = await run_while_connected(request.http.receive, writer.whole())
-        return build_json_response(answer, headers=headers)
+        return await run_while_connected(request.http.receive, writer.whole_json(headers))
     seconds = context.options.sse_keep_alive_interval
     event, seconds = ping or (_KEEP_ALIVE if seconds else b"", seconds)
     stream = EventStream(writer.stream, source=writer.source, ping=event, ping_seconds=seconds)

@@ -128,7 +128,9 @@ class ChoiceReader(_CountingReader):
         is_silent = rules.reasoning is ReasoningPlace.NOWHERE
         # the parser alone cannot do this
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
-        self._parser = _place_reasoning(rules.reasoning, chat_format).new_parser(
+        placed = _place_reasoning(rules.reasoning, chat_format)
+        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # off the content
+        self._parser = placed.new_parser(
             tools=rules.tools,
             in_reasoning=in_reasoning,
             may_call=rules.may_call,

@@ -24,7 +24,11 @@ class ContentLogprobs:
     them are skipped. A token that two stretches of content share belongs to the first.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat_format: ChatFormat) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, chat_format: ChatFormat, *, as_ids: bool = False
+    ) -> None:
+        """`as_ids`: as in `convert_chat_logprobs`."""
+        self._as_ids = as_ids
         self._closer_id = None
         if chat_format.thinking is not Thinking.RAW:  # no block contains the text of this token
             self._closer_id = chat_format.tag_ids.get(chat_format.output.think_close)
@@ -65,7 +69,7 @@ class ContentLogprobs:
         self._latest = block.index
         if block.kind is not BlockKind.CONTENT:
             return []
-        entries = convert_chat_logprobs(self._tokenizer, found)
+        entries = convert_chat_logprobs(self._tokenizer, found, as_ids=self._as_ids)
         self._of_block.setdefault(block.index, []).extend(entries)
         return entries
 

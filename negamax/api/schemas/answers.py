@@ -3,6 +3,8 @@
 A field at UNSET is absent from the JSON, None is `null`.
 """
 
+from typing import Any
+
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
@@ -52,7 +54,8 @@ class ChatLogprob(Struct, frozen=True):
 
 
 class ChatLogprobs(Struct, frozen=True):
-    content: list[ChatLogprob]  # one entry per generated token, reasoning and tags included
+    # one entry per token of the content; of all tokens where reasoning stays in the content
+    content: list[ChatLogprob | msgspec.Raw]
 
 
 class TextLogprobs(Struct, frozen=True):
@@ -106,6 +109,7 @@ class ModelList(Struct, frozen=True, kw_only=True):
     first_id: str  # the id of the first
     last_id: str  # the id of the last
     has_more: bool = False  # always false: the list is complete
+    models: list[dict[str, Any]] | UnsetType = UNSET  # the same as Codex reads them, for Codex
 
 
 class ReplicaHealth(Struct, frozen=True):

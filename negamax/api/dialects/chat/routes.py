@@ -1,17 +1,21 @@
 """/v1/chat/completions. A whole answer collects the same events as a stream."""
 
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 
 from negamax.api.access import list_ids
 from negamax.api.common.answer import Choice, respond
 from negamax.api.common.api_request import check_sampling, get_cache_salt, read_api_request
+from negamax.api.common.blocks import BlockGrew, BlockWriter
 from negamax.api.common.choice_reader import ChoiceReader
 from negamax.api.common.completion_writer import CompletionWriter
+from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import Conversation, run_off_loop
 from negamax.api.common.logprobs import convert_chat_logprobs, convert_prompt_logprobs
@@ -20,10 +24,11 @@ from negamax.api.dialects.chat import schema
 from negamax.api.errors import build_json_response
 from negamax.api.http.sse import encode_event
 from negamax.api.openapi import describe_body
-from negamax.api.schemas.answers import ChatLogprob, ChatLogprobs, PromptLogprobs
+from negamax.api.schemas.answers import ChatLogprob, ChatLogprobs, PromptLogprobs, encode
 from negamax.api.schemas.request_model import refuse
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
+from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser import events as parsed_events
 from negamax.text.parser.events import ParserEvent, collect
 
@@ -106,15 +111,19 @@ def _build_turn(context: ApiContext, chat: schema.ChatRequest) -> Turn:
     )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class _ChatChoice(Choice):
     """What a choice has yet to send. Single writer: its `_ChatWriter`."""
 
     reader: ChoiceReader
+    blocks: BlockWriter
+    found: ContentLogprobs | None  # None: without logprobs, or with those of all tokens
     events: list[ParserEvent] = field(default_factory=list)  # of a whole answer
     role_sent: bool = False
-    logprobs: list[ChatLogprob] = field(default_factory=list)  # unsent, or of the whole answer
-    token_ids: list[int] = field(default_factory=list)  # the same; only with return_token_ids
+    entries: list[TokenLogprobs] = field(default_factory=list)  # not converted yet
+    logprobs: list[ChatLogprob | msgspec.Raw] = field(default_factory=list)  # unsent
+    # unsent, or of the whole answer; only with return_token_ids
+    token_ids: list[int] = field(default_factory=list)
 
 
 class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
@@ -132,8 +141,17 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
         answer_id: str,
         model: str,
     ) -> None:
+        as_ids = chat.return_tokens_as_token_ids
         choices = [
-            _ChatChoice(index, reader, is_prompt_only=started.is_prompt_only)
+            _ChatChoice(
+                index,
+                reader=reader,
+                is_prompt_only=started.is_prompt_only,
+                blocks=BlockWriter(reader.calls),
+                found=ContentLogprobs(context.engine.tokenizer, context.chat_format, as_ids=as_ids)
+                if chat.logprobs and reader.splits_reasoning
+                else None,
+            )
             for index, reader in enumerate(started.readers)
         ]
         super().__init__(context, chat, started.source, choices, answer_id=answer_id, model=model)
@@ -146,6 +164,11 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
         choice.events += events
         self._take_tokens(choice, output)
 
+    @property
+    def num_logprobs(self) -> int:
+        per_token = 1 + (self._chat.num_logprobs or 0)
+        return per_token * sum(len(choice.entries) for choice in self.choices)
+
     def response(self) -> schema.ChatAnswer:
         return schema.ChatAnswer(
             **self._head,
@@ -157,6 +180,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
 
     def chunk(self, choice: _ChatChoice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
         self._take_tokens(choice, output)
+        choice.logprobs += self._convert_logprobs(choice, events)
         deltas = self._deltas(choice, events)
         is_last = output.finish_reason is not None
         if not (deltas or is_last) and self._reports_tokens and output.token_ids:
@@ -205,12 +229,24 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
         if output.prompt_logprobs is not None and self._chat.prompt_logprobs is not None:
             self._prompt_logprobs = convert_prompt_logprobs(self._tokenizer, output.prompt_logprobs)
         if output.logprobs is not None:
-            as_ids = self._chat.return_tokens_as_token_ids
-            choice.logprobs += convert_chat_logprobs(
-                self._tokenizer, output.logprobs, as_ids=as_ids
-            )
+            choice.entries += output.logprobs
         if self._chat.return_token_ids:
             choice.token_ids += output.token_ids
+
+    def _convert_logprobs(
+        self, choice: _ChatChoice, events: list[ParserEvent]
+    ) -> Iterator[ChatLogprob]:
+        """Yield the logprobs of the content in `events`, or those of all tokens so far."""
+        entries, choice.entries = choice.entries, []
+        if choice.found is None:
+            as_ids = self._chat.return_tokens_as_token_ids
+            for entry in entries:
+                yield from convert_chat_logprobs(self._tokenizer, [entry], as_ids=as_ids)
+            return
+        choice.found.add(entries)
+        for event in choice.blocks.push(events):
+            if isinstance(event, BlockGrew):
+                yield from choice.found.take(event.block, event.text)
 
     def _details(self, text: str) -> list[schema.ReasoningDetail] | UnsetType:
         return [schema.ReasoningDetail(text)] if self._chat.reasoning_split else UNSET
@@ -218,7 +254,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
     def _chunk(self, choice: _ChatChoice, delta: schema.Delta, *, last: bool = False) -> Struct:
         """Build a chunk of one choice, with the logprobs and token ids that were not sent yet."""
         logprobs: ChatLogprobs | None = None
-        if choice.logprobs:
+        if choice.logprobs and (delta.content or choice.found is None or last):
             logprobs, choice.logprobs = ChatLogprobs(choice.logprobs), []
         token_ids: list[int] | UnsetType = UNSET
         prompt_token_ids: list[int] | UnsetType = UNSET
@@ -248,6 +284,9 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
             )
             for known, call in zip(reader.calls, parsed.tool_calls, strict=True)
         ]
+        logprobs: list[ChatLogprob | msgspec.Raw] = [  # encoded, they take little memory
+            msgspec.Raw(encode(entry)) for entry in self._convert_logprobs(choice, choice.events)
+        ]
         content = self._echo + (parsed.content or "")
         reasoning = parsed.reasoning
         return schema.ChatChoice(
@@ -260,7 +299,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
                 reasoning_details=UNSET if reasoning is None else self._details(reasoning),
                 tool_calls=calls or UNSET,
             ),
-            logprobs=ChatLogprobs(choice.logprobs) if self._chat.logprobs else None,
+            logprobs=ChatLogprobs(logprobs) if self._chat.logprobs else None,
             finish_reason=reader.finish_reason,
             stop_reason=reader.stop_reason,
             token_ids=choice.token_ids if self._chat.return_token_ids else UNSET,
