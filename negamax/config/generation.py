@@ -1,9 +1,9 @@
 """Read generation_config.json: sampling defaults and end-of-sequence tokens."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import msgspec
 
@@ -12,6 +12,8 @@ from negamax.config.fields import read_token_ids
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 
+GENERATION_FILE, OVERRIDE = "generation_config.json", "--override-generation-config"
+_CLASS_DEFAULTS = (1, 2)  # in transformers' config classes
 _ABOVE_0 = math.ulp(0.0)
 _LIMITS = {  # default, lowest, highest
     "temperature": (1.0, 0.0, 2.0),
@@ -33,77 +35,139 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # the tokenizer's own first
+    warning: str | None = None  # the files disagree about the end tokens
 
 
 def read_generation_defaults(
-    folder: Path, spec: ModelSpec, *, absent: Mapping[str, Any]
+    folder: Path | None,
+    spec: ModelSpec,
+    *,
+    absent: Mapping[str, Any],
+    override: Mapping[str, Any] | None = None,
 ) -> GenerationDefaults:
-    """Read `folder`/generation_config.json; without it sampling has the values `absent`.
+    """Read `folder`/generation_config.json, with the fields in `override` replaced.
 
-    Sampling fields that the file omits are off; `do_sample: false` is greedy. End-of-sequence ids
-    come from the file, else from the tokenizer, else from config.json: quantizers have left ids of
-    other models there (1 and 2 in NVIDIA's M2). Errors: `ConfigError` with the field, the value and
-    what is allowed; `CheckpointError` if the file is not a JSON object.
+    Without the file, sampling has the values `absent`. Sampling fields that the file omits are off;
+    `do_sample: false` is greedy. An `eos_token_id` in `override` counts alone; otherwise the end
+    tokens are those of the tokenizer, of the file and of config.json together. Errors:
+    `ConfigError` with the field, the value and what is allowed; `CheckpointError` for a file that
+    is no JSON object.
     """
-    path = folder / "generation_config.json"
-    others = _read_tokenizer_eos(folder, spec) or spec.eos_token_ids
-    if not path.exists():
-        return GenerationDefaults(sampling=SamplingDefaults(**absent), eos_token_ids=others)
-    config = read_json_object(path)
-    do_sample = config.get("do_sample")
-    if do_sample not in (None, True, False):
-        _refuse("do_sample", do_sample, "true or false")
-    numbers = {
-        name: _read_number(config.get(name), name, *limits) for name, limits in _LIMITS.items()
-    }
-    if do_sample is False:
-        numbers["temperature"] = 0.0
-    sampling = SamplingDefaults(**numbers, top_k=_read_top_k(config.get("top_k")))
-    eos_token_ids = read_token_ids(
-        config.get("eos_token_id"), name="generation_config.json: eos_token_id"
+    path = None if folder is None else folder / GENERATION_FILE
+    config = read_json_object(path) if path is not None and path.exists() else dict(absent)
+    sampling = _read_sampling(config, where=GENERATION_FILE)
+    ids = _read_ends(config, spec, where=GENERATION_FILE)
+    if override:
+        greedy = {} if override.get("temperature") is None else {"do_sample": None}
+        sampling = _read_sampling({**config, **greedy, **override}, where=OVERRIDE)
+        if chosen := _read_ends(override, spec, where=OVERRIDE):
+            return GenerationDefaults(sampling=sampling, eos_token_ids=chosen)
+    own = () if folder is None else _read_tokenizer_eos(folder, spec)
+    found = {"the tokenizer": own, GENERATION_FILE: ids, "config.json": spec.eos_token_ids}
+    return _join_ends(sampling, {name: these for name, these in found.items() if these})
+
+
+def check_override(override: Mapping[str, Any]) -> None:
+    """Check the values of --override-generation-config. Errors: `ConfigError`."""
+    _read_sampling(override, where=OVERRIDE)
+    read_token_ids(override.get("eos_token_id"), name=f"{OVERRIDE}: eos_token_id")
+
+
+def _join_ends(
+    sampling: SamplingDefaults, found: Mapping[str, tuple[int, ...]]
+) -> GenerationDefaults:
+    """Join the end tokens by file. Warn if they differ."""
+    own = found.get("the tokenizer", ())
+    every = tuple(dict.fromkeys(token_id for ids in found.values() for token_id in ids))
+    # exporters write the config class's default where the tokenizer ends with another token
+    joined = tuple(i for i in every if i in own or not own or i not in _CLASS_DEFAULTS)
+    if len(set(map(frozenset, found.values()))) < 2:
+        return GenerationDefaults(sampling=sampling, eos_token_ids=joined)
+    named = ", ".join(f"{name} {_list_ids(ids)}" for name, ids in found.items())
+    left = [token_id for token_id in every if token_id not in joined]
+    ignored = f"; {_list_ids(left)} is a default of the exporter and ignored" if left else ""
+    warning = (
+        f"the checkpoint names different end tokens: {named}; answers end at {_list_ids(joined)}"
+        f'{ignored} ({OVERRIDE} {{"eos_token_id": ...}} replaces them)'
     )
-    for token_id in eos_token_ids:
-        if token_id >= spec.vocab_size:
-            _refuse("eos_token_id", token_id, f"0 to vocab_size - 1 ({spec.vocab_size - 1})")
-    return GenerationDefaults(sampling=sampling, eos_token_ids=eos_token_ids or others)
+    return GenerationDefaults(sampling=sampling, eos_token_ids=joined, warning=warning)
+
+
+def _list_ids(ids: Sequence[int]) -> str:
+    return " and ".join(map(str, ids))
 
 
 def _read_tokenizer_eos(folder: Path, spec: ModelSpec) -> tuple[int, ...]:
-    """Return the id of the tokenizer's eos_token, if tokenizer_config.json has both."""
-    path = folder / "tokenizer_config.json"
-    config = read_json_object(path) if path.exists() else {}
-    named, added = config.get("eos_token"), config.get("added_tokens_decoder")
-    text = named.get("content") if isinstance(named, Mapping) else named
-    if text is None or not isinstance(added, Mapping):
+    """Return the id of the tokenizer's eos_token; () if its files do not name both."""
+    text = None
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        config = read_json_object(folder / name) if (folder / name).exists() else {}
+        named = config.get("eos_token")
+        text = text or (named.get("content") if isinstance(named, Mapping) else named)
+        if text and isinstance(added := config.get("added_tokens_decoder"), Mapping):
+            found = {token.get("content"): key for key, token in added.items() if _is_token(token)}
+            if str(key := found.get(text)).isdecimal() and int(str(key)) < spec.vocab_size:
+                return (int(str(key)),)
+    path = folder / "tokenizer.json"  # transformers 5 writes the ids into this file alone
+    if not text or not path.exists():
         return ()
+    listed = read_json_object(path).get("added_tokens")
     return tuple(
-        int(token_id)
-        for token_id, token in added.items()
-        if isinstance(token, Mapping) and token.get("content") == text
-        if token_id.isdecimal() and int(token_id) < spec.vocab_size
+        token["id"]
+        for token in (listed if isinstance(listed, list) else ())
+        if _is_token(token) and token.get("content") == text
+        if type(token.get("id")) is int and 0 <= token["id"] < spec.vocab_size
     )
 
 
-def _read_number(value: object, name: str, default: float, low: float, high: float) -> float:
+def _is_token(token: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(token, Mapping)
+
+
+def _read_ends(config: Mapping[str, Any], spec: ModelSpec, *, where: str) -> tuple[int, ...]:
+    ids = read_token_ids(config.get("eos_token_id"), name=f"{where}: eos_token_id")
+    for token_id in ids:
+        if token_id >= spec.vocab_size:
+            allowed = f"0 to vocab_size - 1 ({spec.vocab_size - 1})"
+            _refuse("eos_token_id", token_id, allowed, where)
+    return ids
+
+
+def _read_sampling(config: Mapping[str, Any], *, where: str) -> SamplingDefaults:
+    do_sample = config.get("do_sample")
+    if do_sample not in (None, True, False):
+        _refuse("do_sample", do_sample, "true or false", where)
+    numbers = {
+        name: _read_number(config.get(name), name, *limits, where=where)
+        for name, limits in _LIMITS.items()
+    }
+    if do_sample is False:
+        numbers["temperature"] = 0.0
+    return SamplingDefaults(**numbers, top_k=_read_top_k(config.get("top_k"), where=where))
+
+
+def _read_number(
+    value: object, name: str, default: float, low: float, high: float, *, where: str
+) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         lowest = "above 0" if low == _ABOVE_0 else f"from {low:g}"
-        _refuse(name, value, f"a number {lowest} to {high:g}")
+        _refuse(name, value, f"a number {lowest} to {high:g}", where)
     return float(value)
 
 
-def _read_top_k(value: object) -> int:
+def _read_top_k(value: object, *, where: str) -> int:
     if value is None:
         return 0
     if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**31:
-        _refuse("top_k", value, "an integer from -1 (off, as 0 is) to 2147483647")
+        _refuse("top_k", value, "an integer from -1 (off, as 0 is) to 2147483647", where)
     return max(0, value)
 
 
-def _refuse(name: str, value: object, allowed: str) -> NoReturn:
+def _refuse(name: str, value: object, allowed: str, where: str) -> NoReturn:
     raise ConfigError(
-        f"generation_config.json: {name} is {value!r}; allowed: {allowed}",
-        hint="correct or delete the file",
+        f"{where}: {name} is {value!r}; allowed: {allowed}",
+        hint=f"correct or delete the file, or use {OVERRIDE}" if where == GENERATION_FILE else None,
     )

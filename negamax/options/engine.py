@@ -7,7 +7,7 @@ from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.base.unicode import valid_unicode
 from negamax.options.eplb import COUNTED, FIXED, IN_ORDER, MOVED, RECORDER_MODES, EplbConfig
-from negamax.options.flags import check_options, flag_name, option
+from negamax.options.flags import check_keys, check_options, flag_name, option
 from negamax.options.nodes import LAUNCHERS, MASTER_PORT, MP, RAY, NodeOptions
 from negamax.options.parallel import ALL2ALL_BACKENDS, ParallelOptions
 from negamax.options.speculation import SpeculationConfig
@@ -20,6 +20,9 @@ KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 INDEX_CACHE_SHARDINGS = ("auto", "on", "off")
 # balanced: sizes as given; latency is vLLM's interactivity
 PERFORMANCE_MODES = ("balanced", "interactivity", "latency", "throughput")
+GENERATION_KEYS = (
+    "eos_token_id", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample",
+)  # fmt: skip
 MAX_REPLICAS = 64
 MAX_PLACEMENT_SECONDS = 86400
 MAX_THREADS = 1024
@@ -96,6 +99,14 @@ class EngineOptions:
         also="--context-length",
         least=2,
         is_count=True,
+    )
+    # keys: GENERATION_KEYS
+    override_generation_config: dict[str, Any] | None = option(
+        None,
+        "Replace fields of generation_config.json: eos_token_id, temperature, top_p, top_k, min_p, "
+        "repetition_penalty, do_sample.",
+        also="--preferred-sampling-params",
+        is_json=True,
     )
     seed: int = option(
         0,
@@ -360,6 +371,9 @@ class EngineOptions:
             if isinstance(value, str) and valid_unicode(value) != value:
                 hint = "rename the file or folder, or make a link to it"
                 raise ConfigError(f"{flag_name(name)} is {value!r}, which is no UTF-8", hint=hint)
+        also = ("bos_token_id", "pad_token_id")  # without effect
+        name, given = "--override-generation-config", self.override_generation_config or {}
+        check_keys(name, given, GENERATION_KEYS, also=also)
         self._check_weights()
         self._check_parallel()
 

@@ -538,27 +538,38 @@ def test_generation_defaults_of_minimax(tmp_path: Path) -> None:
     assert defaults(tmp_path, {**ids, "do_sample": True, **sampling}) == minimax
 
 
-def test_the_tokenizers_end_replaces_one_of_config_json_alone(tmp_path: Path) -> None:
-    spec = replace(bundled_spec("minimax-m2"), eos_token_ids=(2,))  # of NVIDIA's NVFP4
+NAMED = {"eos_token": {"content": "[e~["}}  # as transformers 5 writes it, beside tokenizer.json
+LISTED = {"eos_token": "[e~[", "added_tokens_decoder": {"200020": {"content": "[e~["}}}
+UNKNOWN = {**LISTED, "eos_token": "</s>"}
 
-    def ends() -> tuple[int, ...]:
-        return defaults(tmp_path, spec=spec).eos_token_ids
 
-    def write_config(eos_token: Any) -> None:
-        added = {"200019": {"content": "]~b]"}, "200020": {"content": "[e~["}}
-        config = {"eos_token": eos_token, "added_tokens_decoder": added}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-
-    assert ends() == (2,)
-    for name in ("[e~[", {"content": "[e~["}):
-        write_config(name)
-        assert ends() == (200_020,)
-    for generation, expected in (("{}", 200_020), ('{"eos_token_id": 200019}', 200_019)):
-        (tmp_path / "generation_config.json").write_text(generation)
-        assert ends() == (expected,)
-    (tmp_path / "generation_config.json").unlink()
-    write_config("</s>")
-    assert ends() == (2,)
+@pytest.mark.parametrize(
+    ("tokenizer", "generation", "config", "ends", "warns"),
+    [
+        (None, None, 2, (2,), False),
+        (LISTED, None, 2, (200_020,), True),  # 2: of NVIDIA's NVFP4
+        (NAMED, {}, 2, (200_020,), True),
+        (NAMED, {"eos_token_id": 2}, 2, (200_020,), True),
+        (NAMED, {"eos_token_id": [200_020, 2]}, 200_020, (200_020,), True),
+        (LISTED, {"eos_token_id": 200_019}, 200_020, (200_020, 200_019), True),
+        (LISTED, {"eos_token_id": 200_020}, 200_020, (200_020,), False),
+        (UNKNOWN, None, 2, (2,), False),
+        (None, {"eos_token_id": 7}, 2, (7, 2), True),
+    ],
+)
+def test_answers_end_at_the_tokens_of_all_files(
+    tmp_path: Path, tokenizer: Any, generation: Any, config: int, ends: Any, warns: bool
+) -> None:
+    added = {"added_tokens": [{"content": "[e~[", "id": 200_020}]}
+    for name, content in (("tokenizer_config", tokenizer), ("tokenizer", tokenizer and added)):
+        if content is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    spec = replace(bundled_spec("minimax-m2"), eos_token_ids=(config,))
+    found = defaults(tmp_path, generation, spec=spec)
+    assert (found.eos_token_ids, found.warning is not None) == (ends, warns)
+    override = {"eos_token_id": 5, "temperature": 0.5}
+    found = read_generation_defaults(tmp_path, spec, absent={}, override=override)
+    assert (found.eos_token_ids, found.warning, found.sampling.temperature) == ((5,), None, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -577,7 +588,7 @@ def test_a_generation_config_replaces_all_defaults(
 ) -> None:
     found = defaults(tmp_path, config)
     assert found.sampling == expected
-    assert found.eos_token_ids == tuple(config.get("eos_token_id", (200_020,)))
+    assert found.eos_token_ids == (*config.get("eos_token_id", ()), 200_020)
 
 
 @pytest.mark.parametrize(

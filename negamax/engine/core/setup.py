@@ -107,6 +107,8 @@ def _make_worker_config(
     for part in (spec, source.speculation, source.draft and source.draft.spec):
         for note in part.notes if part else ():
             logger.info("%s", note)
+    if source.generation.warning is not None:
+        logger.warning("%s", source.generation.warning)
     max_model_len = _choose_context_length(options, spec)
     device, gpus = find_device(options.device)
     layout = ParallelLayout.of(options.parallel, nodes=options.nnodes)

@@ -7,7 +7,7 @@ from pathlib import Path
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.hub import resolve_model
 from negamax.config.embedded import EMBEDDED
-from negamax.config.generation import GenerationDefaults, SamplingDefaults, read_generation_defaults
+from negamax.config.generation import GenerationDefaults, read_generation_defaults
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import read_quantization
@@ -71,8 +71,7 @@ def _locate_target(options: EngineOptions) -> ModelSource:
         spec = _keep_layers(bundled_spec(options.model), options.num_hidden_layers)
         spec = _apply_quantization(spec, options)
         family = find_family(spec.architecture)
-        sampling = SamplingDefaults(**family.sampling)
-        generation = GenerationDefaults(sampling=sampling, eos_token_ids=spec.eos_token_ids)
+        generation = _read_generation(None, spec, options)
         return ModelSource(spec, generation, None, EMBEDDED[family.embedded], options.model)
     folder = resolve_model(
         options.model,
@@ -84,10 +83,17 @@ def _locate_target(options: EngineOptions) -> ModelSource:
     )
     spec = _read_spec(folder, options=options)
     weights = None if options.load_format == "synthetic" else folder
-    generation = read_generation_defaults(
-        folder, spec, absent=find_family(spec.architecture).sampling
-    )
+    generation = _read_generation(folder, spec, options)
     return ModelSource(spec, generation, weights, folder, options.model.rstrip("/"))
+
+
+def _read_generation(
+    folder: Path | None, spec: ModelSpec, options: EngineOptions
+) -> GenerationDefaults:
+    """Read sampling defaults and end tokens. Errors: `ConfigError`, `CheckpointError`."""
+    absent = find_family(spec.architecture).sampling
+    override = options.override_generation_config
+    return read_generation_defaults(folder, spec, absent=absent, override=override)
 
 
 def _locate_draft(
@@ -142,6 +148,7 @@ def _read_spec(folder: Path, *, options: EngineOptions) -> ModelSpec:
         read_spec(read_json_object(folder / "config.json"), folder), options.num_hidden_layers
     )
     detect(spec.quantization)  # refuses unknown formats
+    _read_generation(folder, spec, options)  # before weights are downloaded
     return _apply_quantization(spec, options)
 
 
