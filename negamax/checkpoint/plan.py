@@ -28,6 +28,7 @@ from negamax.checkpoint.reader import (
     read_entries,
 )
 from negamax.config.model_spec import ModelSpec
+from negamax.config.spellings import other_scale
 from negamax.formats.floats import PLAIN
 from negamax.formats.tensor_format import Axis, Region, Role, StoredTensor, TensorFormat
 from negamax.kernels.quantize.stored import check_entries
@@ -295,13 +296,24 @@ def _find(
         else:
             others.append(name)
     for name, placement in names.place(others, num_layers=num_layers).items():
-        entry = entries[name]
+        entry, placement = entries[name], _respell(placement, places)
         if placement.skip_reason and not any(slot in places for slot in placement.slots):
             skipped[placement.skip_reason].append(name)
             continue
         for slot_name, source in _windows(entry, placement, places):
             add(slot_name, source)
     return found, skipped
+
+
+def _respell(placement: Placement, places: Places) -> Placement:
+    """Replace slots that do not exist by those of the other spelling of a scale."""
+
+    def find(slot: str) -> str:
+        other = other_scale(slot)
+        has = [name is not None and name.replace("*", "0") in places for name in (slot, other)]
+        return other if other is not None and has == [False, True] else slot
+
+    return replace(placement, slots=tuple(map(find, placement.slots)))
 
 
 def _windows(

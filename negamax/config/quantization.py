@@ -9,8 +9,8 @@ from typing import Any
 from negamax.base.errors import ConfigError
 from negamax.config.json_file import read_json_object
 
-# Files beside config.json that describe the quantization, and the method of each.
-SIDE_FILES = {"hf_quant_config.json": "modelopt", "quant_model_description.json": "modelslim"}
+# Files beside config.json that describe the quantization: of ModelOpt and of ModelSlim.
+MODELOPT_FILE, DESCRIPTION = "hf_quant_config.json", "quant_model_description.json"
 
 PROVENANCE = "negamax_conversion"  # key in config.json of what `negamax convert` did
 _ROTATION = ("optional", "quarot", "rotation_map", "global_rotation")  # in ModelSlim's description
@@ -32,12 +32,17 @@ class QuantizationSpec:
 def read_quantization(
     config: Mapping[str, Any], folder: Path | None = None
 ) -> QuantizationSpec | None:
-    """Read config.json, else the files beside it in `folder`; None: not quantized.
+    """Read ModelSlim's description in `folder`, else config.json, else ModelOpt's file beside it.
+
+    ModelSlim leaves the description of its source in config.json. None: not quantized.
 
     Errors: `ConfigError`, `CheckpointError` for a malformed description.
     """
     found = config.get("quantization_config")
-    if found is not None and found != {}:
+    described = _read_beside(folder, DESCRIPTION, "modelslim")
+    if described is not None and any(name.endswith(".weight") for name in described.fields):
+        return described
+    if found not in (None, {}, []):
         if not isinstance(found, Mapping):
             raise ConfigError(
                 f"model config: quantization_config is {found!r}; supported: an object or null"
@@ -50,10 +55,13 @@ def read_quantization(
         spec = QuantizationSpec(str(method), dict(found))
         is_neuron = folder is not None and spec.method == "fp8" and _is_neuron(folder)
         return _make_neuron_spec(spec, folder) if is_neuron and folder is not None else spec
-    for name, method in SIDE_FILES.items():
-        if folder is not None and (folder / name).is_file():
-            return QuantizationSpec(method, read_json_object(folder / name), source=name)
-    return None
+    return _read_beside(folder, MODELOPT_FILE, "modelopt") or described
+
+
+def _read_beside(folder: Path | None, name: str, method: str) -> QuantizationSpec | None:
+    if folder is None or not (folder / name).is_file():
+        return None
+    return QuantizationSpec(method, read_json_object(folder / name), source=name)
 
 
 def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:

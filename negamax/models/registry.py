@@ -12,7 +12,7 @@ from typing import Any, cast
 from negamax.base.errors import ConfigError
 from negamax.config.fields import refuse
 from negamax.config.model_spec import ModelSpec
-from negamax.config.quantization import SIDE_FILES, read_quantization
+from negamax.config.quantization import MODELOPT_FILE, read_quantization
 from negamax.models.eagle3 import config as eagle3
 from negamax.models.family import Init, ModelFamily, WeightNames
 from negamax.models.minimax_m2 import config as minimax_m2
@@ -59,7 +59,8 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
     `ConfigError` with the field, the value found and the values allowed.
     """
     eagle3.check_no_draft(config)
-    architectures, model_type = config.get("architectures"), config.get("model_type")
+    architectures = config.get("architectures") or None
+    model_type = config.get("model_type") or None
     if architectures is None and model_type is None:
         raise ConfigError(
             f"config.json names neither architectures nor model_type; supported: "
@@ -78,9 +79,9 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
         types = dict.fromkeys(name for family in found for name in family.model_types)
         refuse("model_type", model_type, " or ".join(map(repr, types)))
     spec = of_type[0].read_spec(config)
-    # config.json, also that of its text model, takes precedence over the files beside it
+    # config.json, also that of its text model, takes precedence over ModelOpt's file
     described = read_quantization(config, folder)
-    is_beside = described is None or described.source in SIDE_FILES
+    is_beside = described is None or described.source == MODELOPT_FILE
     quantization = (spec.quantization or described) if is_beside else described
     return replace(spec, quantization=quantization)
 

@@ -6,8 +6,10 @@ compressed-tensors. Single modules may have other bits or stay plain.
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from negamax.config.quantization import QuantizationSpec
+from negamax.config.spellings import find_data_type
 from negamax.formats.floats import (
     MX_GROUP,
     NVFP4_GROUP,
@@ -50,7 +52,7 @@ _FP4 = nvfp4(
     values="weight_packed", global_scale="weight_global_scale", divides=True,
     input_scale="input_global_scale",
 )  # fmt: skip
-# Data type and bits -> format and groups. The suffix "_rceil" is a rounding mode.
+# Data type and bits -> format and groups.
 _FLOATS: Mapping[tuple[str, int], tuple[TensorFormat, int]] = {
     ("mx_fp", 4): (mxfp4(values="weight_packed"), MX_GROUP),
     ("mx_fp", 8): (mxfp8(), MX_GROUP),
@@ -107,9 +109,10 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
     bits = spec.fields.get("bits")
     if type(bits) is int and bits >= _PLAIN_BITS:
         return PLAIN
-    data_type = str(spec.fields.get("data_type") or "int").removesuffix("_rceil")
+    data_type = find_data_type(spec.fields.get("data_type"))
     if data_type in ("fp", *(name for name, _ in _FLOATS)):
         return _floats(spec, data_type)
+    spec = replace(spec, fields={**spec.fields, "data_type": data_type})
     check_fields(spec, {"packing_format": tuple(_PACKINGS), **UNLESS_MORE})
     allowed, make = _PACKINGS[spec.fields["packing_format"]]
     check_fields(spec, {"bits": allowed})
@@ -118,7 +121,10 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
 
 def _floats(spec: QuantizationSpec, data_type: str) -> TensorFormat:
     """Read FP8, FP4 and the MX formats; activations may be quantized, too."""
-    known = {**UNLESS_MORE, "data_type": (spec.fields["data_type"],)}
+    known = {
+        **UNLESS_MORE, "data_type": (spec.fields["data_type"],),
+        "static_attention_dtype": (None, "fp8"),
+    }  # fmt: skip
     check_fields(spec, {name: known[name] for name in known if name != "act_bits"})
     if data_type != "fp":
         check_fields(spec, {"bits": tuple(bits for name, bits in _FLOATS if name == data_type)})

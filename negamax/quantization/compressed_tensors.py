@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from negamax.config.quantization import QuantizationSpec
+from negamax.config.spellings import fill_strategy
 from negamax.formats.floats import (
     MX_GROUP,
     NVFP4_GROUP,
@@ -136,7 +137,7 @@ def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ..
         {"output_activations": (None,), "format": (None, *_FORMATS)},
         beside=("targets", "weights", "input_activations"),
     )
-    weights = QuantizationSpec(spec.method, dict(group["weights"]), f"{name}.weights")
+    weights = QuantizationSpec(spec.method, fill_strategy(group["weights"]), f"{name}.weights")
     stored_as = str(group.get("format") or spec.fields.get("format"))
     if stored_as not in _FORMATS:
         refuse(fields, "format", stored_as, ", ".join(_FORMATS))

@@ -6,6 +6,7 @@ from functools import cache
 
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import QuantizationSpec
+from negamax.config.spellings import find_method
 from negamax.quantization import (
     auto_round,
     awq,
@@ -27,8 +28,6 @@ METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
     "fp8": fp8.read,
     "gptq": gptq.read,
     "modelopt": modelopt.read,
-    "modelopt_fp4": modelopt.read,
-    "modelopt_mixed": modelopt.read,
     "modelslim": modelslim.read,
     "mxfp8": fp8.read_mxfp8,
     "neuron_fp8": neuron.read,
@@ -44,7 +43,7 @@ def detect(spec: QuantizationSpec | None) -> Scheme | None:
         read_as_stored = detect(QuantizationSpec(**stored))
         assert read_as_stored is not None
         return online.convert_to_blocks(read_as_stored)
-    read = online.read if spec.source == online.SOURCE else METHODS.get(spec.method)
+    read = online.read if spec.source == online.SOURCE else METHODS.get(find_method(spec.method))
     if read is None:
         raise ConfigError(
             f"the checkpoint is quantized by {spec.method!r} ({spec.source}); supported: "

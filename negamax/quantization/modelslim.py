@@ -9,7 +9,8 @@ trained on the unrotated model needs it (`checkpoint/quarot.py`).
 
 from functools import cache
 
-from negamax.config.quantization import QuantizationSpec
+from negamax.base.errors import ConfigError
+from negamax.config.quantization import DESCRIPTION, QuantizationSpec
 from negamax.formats.floats import PLAIN, use_rounded_activations
 from negamax.formats.tensor_format import (
     COLUMNS,
@@ -116,6 +117,11 @@ def read(spec: QuantizationSpec) -> Scheme:
                 refuse(spec, name, said, ", ".join(_TYPES))
             module = name.removesuffix(".weight")
             formats[canonicalize(module)] = _format(spec, module, said)
+    if not formats and spec.source == "config.json":
+        raise ConfigError(
+            f"the checkpoint is quantized by {spec.method!r} and has no {DESCRIPTION}",
+            hint="download that file: it names the format of each tensor",
+        )
     if not formats:
         refuse(spec, "*.weight", None, ", ".join(_TYPES))
 

@@ -121,7 +121,9 @@ CHANGES = {
     "experts' projections": lambda tensors: respelled(r"\.w1\.", ".gate_proj.")(
         respelled(r"\.w2\.", ".down_proj.")(respelled(r"\.w3\.", ".up_proj.")(tensors))
     ),
-    "mlp": respelled("block_sparse_moe", "mlp"),
+    "mlp, the other scale": lambda tensors: respelled("weight_scale_inv$", "weight_scale")(
+        respelled("block_sparse_moe", "mlp")(tensors)
+    ),
     "bias of the gate": respelled(r"block_sparse_moe\.e_score", "mlp.gate.e_score"),
     "bias beside the gate": respelled(r"block_sparse_moe\.e_score", "mlp.e_score"),
     "language_model.": respelled("^", "language_model."),

@@ -20,7 +20,7 @@ from negamax.config.kv_cache import (
 from negamax.config.model_spec import ModelSpec
 from negamax.models.memory import weight_bytes
 from negamax.models.minimax_m2.config import FAMILY
-from negamax.models.minimax_m3.config import MiniMaxM3Spec
+from negamax.models.minimax_m3.config import MiniMaxM3Spec, text_config
 from negamax.models.registry import bundled_names, bundled_spec, import_names, read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
@@ -312,9 +312,13 @@ def test_quantization_may_be_in_another_file(tmp_path: Path, name: str, message:
         detect(read_spec(plain, tmp_path).quantization)
     described = read_spec(M2, tmp_path).quantization
     assert described is not None and described.source == "config.json"
-    (tmp_path / "quant_model_description.json").write_text("{}")
+    file = tmp_path / "quant_model_description.json"
+    file.write_text("{}")
     described = read_spec(plain, tmp_path).quantization
     assert described is not None and described.source == name
+    file.write_text('{"model.norm.weight": "FLOAT"}')  # beside what the source had
+    described = read_spec(M2, tmp_path).quantization
+    assert described is not None and described.source == file.name
 
 
 # --- fields --------------------------------------------------------------------------------------
@@ -333,6 +337,13 @@ def test_unknown_fields_are_noted() -> None:
     assert spec == read_spec(M2)
     spec = read_spec(change(M3, apple=1, text_config=change(M3_TEXT, zebra=2)))
     assert [note.rpartition(": ")[2] for note in spec.notes] == ["zebra", "apple"]
+
+
+@pytest.mark.parametrize("name", ["", "minimax_m2", None])
+def test_tools_wrote_other_types_of_text_models(name: str | None) -> None:
+    text = change(M3_TEXT, model_type=name, architectures=[])
+    assert read_spec(change(M3, text_config=text)) == read_spec(M3)
+    assert text_config(change(M3, text_config=text))["model_type"] == "minimax_m3_vl_text"
 
 
 def test_eos_may_be_one_id_or_several() -> None:

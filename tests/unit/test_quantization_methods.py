@@ -126,6 +126,14 @@ def scheme_of(spec: dict[str, Any] | QuantizationSpec | None) -> Scheme:
         ({**FP8, "activation_scheme": "static"}, STATIC, STATIC),
         ({**FP8, "weight_block_size": [64, 32]}, *[blocks(64, 32)] * 2),
         ({**BLOCK, "fmt": "float8_e4m3fnuz"}, *[blocks(128, 128, fnuz=True)] * 2),
+        ({**M2_CONFIG, "quant_method": "MODELOPT_FP4"}, NVFP4, PLAIN),
+        (
+            described.auto_round_floats(
+                "fp8_sym", 8, -1, plain=[GATE], static_attention_dtype="fp8"
+            ),
+            *[use_rounded_activations(fp8("fp8_e4m3_channel", (ROWS,), input_scale="input_scale"))]
+            * 2,
+        ),
     ],
 )
 def test_modules_have_the_described_float_formats(
@@ -205,6 +213,11 @@ ONE_LAYER = {
             compressed(num_bits=8, strategy="channel", group_size=None),
             "plain", "packed_int8_channel", "plain plain",
         ),
+        (
+            {**compressed(strategy=None, group_size=-1), "quant_method": "compressed_tensors"},
+            "plain", "packed_int4_channel", "plain plain",
+        ),
+        (compressed(strategy=None), "plain", "packed_int4_group_32", "plain plain"),
         (modelslim(), "modelslim_int8_deq_scale", "modelslim_int8_channel", "plain plain"),
         (
             modelslim(**{f"{ATTENTION}.weight_scale": "W8A8"}),

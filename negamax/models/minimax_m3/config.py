@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 from negamax.base.errors import ConfigError
-from negamax.config import fields
+from negamax.config import fields, spellings
 from negamax.config.fields import refuse
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
 from negamax.config.model_spec import MoeSpec
@@ -160,9 +160,10 @@ def read_vision(config: Mapping[str, Any]) -> MiniMaxM3Spec:
     if not isinstance(text, Mapping):
         refuse("text_config", text, "an object, which describes the text model")
     for name, allowed in (("architectures", TEXT_ARCHITECTURES), ("model_type", TEXT_TYPES)):
-        value = text.get(name)
+        value = text.get(name) or None
         only = value[0] if isinstance(value, list) and len(value) == 1 else value
-        if value is not None and only not in allowed:
+        is_known = only in allowed or (name == "model_type" and only in spellings.TEXT_TYPES)
+        if value is not None and not is_known:
             refuse(f"text_config.{name}", value, ", ".join(allowed))
     fields.check_fixed(config, {"tie_word_embeddings": False})
     spec = read_text(text_config(config), architecture=VISION_ARCHITECTURE)
@@ -178,8 +179,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     dtypes = (of.get(name) for of in (text, config) for name in ("dtype", "torch_dtype"))
     return {
         **{name: config[name] for name in around if config.get(name) is not None},
-        "model_type": TEXT_TYPES[0],
         **text,
+        "model_type": text["model_type"] if text.get("model_type") in TEXT_TYPES else TEXT_TYPES[0],
         "architectures": [TEXT_ARCHITECTURES[0]],
         "dtype": next((dtype for dtype in dtypes if dtype is not None), None),
     }

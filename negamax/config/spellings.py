@@ -1,0 +1,79 @@
+"""Other spellings in checkpoints, in one place: methods, data types, scales, types of text models.
+
+To add a spelling, add a word here. `quantization/scheme.py` has those of module names,
+`models/<family>/names.py` those of tensors.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+# Quantization method -> other names for it -> the algorithm that the name is limited to ("": none).
+# Some names select kernels in other engines; here the platform selects them.
+METHODS: Mapping[str, Mapping[str, str]] = {
+    "auto-round": dict.fromkeys(("inc", "intel/auto-round", "autoround"), ""),
+    "awq": dict.fromkeys(("auto_awq", "awq_marlin", "cpu_awq", "marlin", "moe_wna16"), ""),
+    "compressed-tensors": {"w8a8_fp8": "float-quantized", "w8a8_int8": "int-quantized"},
+    "fp8": {},
+    "gptq": dict.fromkeys(("auto_gptq", "gptq_marlin", "marlin", "moe_wna16"), ""),
+    "modelopt": {
+        "modelopt_fp4": "NVFP4", "modelopt_fp8": "FP8", "modelopt_mixed": "MIXED_PRECISION",
+        "modelopt_mxfp8": "MXFP8", "mxfp8": "MXFP8", "petit_nvfp4": "NVFP4",
+    },
+    "modelslim": {"ascend": ""},
+    "mxfp4": {},
+    "mxfp8": {"modelopt_mxfp8": ""},
+    "neuron_fp8": {},
+    "quark": {},
+}  # fmt: skip
+# AutoRound's data types. A suffix "_rceil" is a rounding mode.
+_DATA_TYPES = {
+    "int": "int_sym int_asym",
+    "fp": "fp8 fp8_sym fp8_e4m3 fp8_dynamic",
+    "mx_fp": "mx_fp4 mx_fp8 mx_fp4e2m1 mx_fp8e4m3 mxfp4 mxfp8",
+    "nv_fp": "nv_fp4 nvfp4 nv_fp4_with_static_gs",
+}
+# Both multiply the values, and mean the same of FP8 and MXFP8.
+_SCALES = ("weight_scale", "weight_scale_inv")
+# Types that tools wrote into the `text_config` of a vision-language model.
+TEXT_TYPES = (None, "", "minimax_m2", "minimax_m3_vl")
+
+
+def plain(name: str) -> str:
+    """Normalize spellings such as `auto_round`, `auto-round` and `AUTO-ROUND`."""
+    return name.lower().replace("_", "-")
+
+
+def find_method(name: str) -> str:
+    """Return the method that a checkpoint calls `name`; an unknown name is returned as it is."""
+    given = plain(name)
+    found = [method for method in METHODS if plain(method) == given] or [
+        method for method, others in METHODS.items() if given in map(plain, others)
+    ]
+    found = [method for method in found if given.startswith(plain(method))] or found
+    return found[0] if len(found) == 1 else name
+
+
+def find_data_type(name: Any) -> str:
+    """Return AutoRound's data type `name` under its first spelling; "int" for none."""
+    given = str(name or "int").removesuffix("_rceil")
+    return next((own for own, others in _DATA_TYPES.items() if given in others.split()), given)
+
+
+def other_scale(name: str) -> str | None:
+    """Return the other spelling of the scale `name`, with the names before it; None: not one."""
+    module, _, last = name.rpartition(".")
+    if last not in _SCALES:
+        return None
+    return f"{module}.{_SCALES[1 - _SCALES.index(last)]}"
+
+
+def fill_strategy(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of compressed-tensors with its defaults for the ones that are missing."""
+    size = weights.get("group_size")
+    strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    if weights.get("block_structure") is not None:
+        strategy = "block"
+    elif size == 16 and weights.get("type") == "float":
+        strategy = "tensor_group"
+    chosen = {"strategy": strategy} if weights.get("strategy") is None else {}
+    return {"num_bits": 8, "type": "int", "symmetric": True, **weights, **chosen}
