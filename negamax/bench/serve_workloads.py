@@ -328,7 +328,7 @@ def shortened(session: Session, num_turns: int) -> Session:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         refusal = f"--dataset-path is {path[:200]!r}, which cannot be read: {error}"
         raise ConfigError(refusal) from None

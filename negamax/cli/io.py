@@ -58,7 +58,7 @@ def read_text() -> str:
 def read_tools(path: Path) -> list[dict[str, Any]]:
     """Read the file of --tools: a JSON list of tools, as in a request. Errors: `ConfigError`."""
     try:
-        tools = json.loads(path.read_text(encoding="utf-8"))
+        tools = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"--tools {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -132,7 +132,7 @@ def _of_file(given: Sequence[Given], names: OptionNames) -> list[Given]:
 
 def _read_file(path: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"--config is {path!r}, which cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -33,8 +33,9 @@ _IGNORED = {
     "initializer_range", "is_encoder_decoder", "label2id", "num_mtp_modules",
     "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
     "output_router_logits", "pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef",
-    "router_jitter_noise", "transformers_version", "use_cache", "use_mtp",
+    "router_jitter_noise", "transformers_version", "use_cache", "use_mtp", "max_window_layers",
 }  # fmt: skip
+_SWITCHES = {"sliding_window": "use_sliding_window"}  # field -> what turns it on
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_SIZE = 2**31 - 1
 
@@ -64,12 +65,16 @@ def read_common(
 
 
 def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    """Refuse a field that is present with another value than in `fixed`. Errors: `ConfigError`."""
+    """Refuse a field that is present with another value than in `fixed`. Errors: `ConfigError`.
+
+    An empty list or object is absent, and so is a field whose switch is off.
+    """
     for name, only in fixed.items():
         value = config.get(name)
-        if value is not None and (
-            value != only or isinstance(value, bool) != isinstance(only, bool)
-        ):
+        is_off = name in _SWITCHES and config.get(_SWITCHES[name]) is False
+        if value in (None, [], {}) or is_off:
+            continue
+        if value != only or isinstance(value, bool) != isinstance(only, bool):
             refuse(name, value, "null" if only is None else repr(only))
 
 
@@ -79,7 +84,7 @@ def check_per_layer(
     """Refuse lists with another value than in `per_layer`: an entry per layer, or one for all."""
     for name, only in per_layer.items():
         value = config.get(name)
-        if value is None:
+        if value in (None, [], {}):
             continue
         entries = value if isinstance(value, list | tuple) else [value] * num_layers
         if len(entries) != num_layers:
@@ -173,7 +178,7 @@ def _read_rope(
     parameters: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         given = config.get(name)
-        if given is None:
+        if given in (None, [], {}, False):
             continue
         if not isinstance(given, Mapping):
             refuse(name, given, "an object or null")

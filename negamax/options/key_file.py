@@ -10,7 +10,7 @@ def keys_of_file(path: str | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
         raise ConfigError(f"--api-key-file is {path!r}, which cannot be read: {reason}") from None

@@ -76,7 +76,7 @@ class ChatTemplate:
         file = override if override is not None else path / "chat_template.jinja"
         if override is not None or file.exists():
             try:
-                source = file.read_text(encoding="utf-8")
+                source = file.read_text(encoding="utf-8-sig")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(
                     f"the chat template {file} cannot be read: {error}",

@@ -75,7 +75,7 @@ class Tokenizer:
         file = path / "tokenizer.json"
         read_json_object(file)  # checked, the text is used
         config = read_json_object(path / "tokenizer_config.json")
-        return cls(file.read_text(encoding="utf-8"), config=config, source=str(file))
+        return cls(file.read_text(encoding="utf-8-sig"), config=config, source=str(file))
 
     def encode(
         self, text: str, *, allow_special: bool = True, max_tokens: int | None = None

@@ -58,7 +58,13 @@ def test_published_drafts_are_read() -> None:
     assert sum(one.heads * one.width * 2 for one in caches) == 32_768  # bytes per token
 
 
-@pytest.mark.parametrize("ids", [[1, 30, 58], [2, 31, 59], None])
+def test_fields_that_are_off_or_empty_count_as_absent() -> None:
+    off = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 1}
+    assert read_spec(M2 | off | {"layer_types": [], "rope_scaling": {}}) == read_spec(M2)
+    assert not read_spec(M2 | off).notes
+
+
+@pytest.mark.parametrize("ids", [[1, 30, 58], [2, 31, 59], None, []])
 def test_layers_are_named_by_their_outputs_or_inputs(ids: list[int] | None) -> None:
     config = M2 | {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": ids}
     target = bundled_spec("minimax-m2.5")
@@ -104,7 +110,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 9, 20]}}, "begin with 1"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 2}}, "layer_ids is 2; supported: a"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 58]}}, "a list of layers"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, "a list of layers"),
+    ({"sliding_window": 512, "use_sliding_window": True}, "sliding_window is "),
     ({"rope_theta": None, "rope_parameters": {"partial_rotary_factor": 0.5}}, "head_dim (128)"),
     ({"target_model_type": [1]}, "target_model_type"),
     ({"target_num_hidden_layers": [1]}, "target_num_hidden_layers"),

@@ -278,7 +278,7 @@ def _read_aux_layers(ids: object) -> tuple[int, ...]:
 
 def _read_input_layers(ids: object) -> tuple[int, ...]:
     """Return the layers named as inputs, as vLLM does; () without. Errors: `ConfigError`."""
-    if ids is None:
+    if ids in (None, []):  # exporters fill the list in once the draft is trained
         return ()
     given = ids if isinstance(ids, list | tuple) else ()
     layers = tuple(one for one in given if type(one) is int and one >= 0)

@@ -21,7 +21,8 @@ FIXED: dict[str, Any] = {
     "scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True,
     "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "tie_word_embeddings": False,
     "attention_output_gate": False, "attention_bias": False, "qkv_bias": False, "mlp_bias": False,
-    "postnorm": False, "sliding_window": None, "compression_config": None,
+    "postnorm": False, "sliding_window": None, "use_sliding_window": False,
+    "compression_config": None,
     "final_logit_softcapping": None, "attn_logit_softcapping": None,
 }  # fmt: skip
 _FIXED: dict[str, Any] = {
