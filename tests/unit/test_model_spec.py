@@ -226,7 +226,7 @@ REFUSED_IN_SPARSE: list[tuple[str, Any, str]] = [
     ("sparse_init_block", 16, "is 16; supported: at least the 16 first and 1 last blocks"),
     ("sparse_init_block", -1, "sparse_init_block is -1; supported: an integer from 0"),
     ("sparse_init_tokens", 1, "is 1; supported: what sparse_init_block says (0)"),
-    ("sparse_local_tokens", 1, "is 2; supported: what sparse_local_block says (1)"),
+    ("sparse_local_tokens", 1, "tokens 1 in blocks is 2; supported: what sparse_local_block says"),
     ("sparse_topk_blocks", 0, "sparse_topk_blocks is 0; supported: an integer from 1"),
     ("sparse_topk_blocks", 1025, "sparse_topk_blocks is 1025; supported: at most 1024"),
 ]  # fmt: skip

@@ -291,7 +291,8 @@ def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
     found = {name: _read_count(given, name) for name in names if given.get(name) is not None}
     tokens = f"sparse_{which}_tokens"
     if given.get(tokens) is not None:
-        found[tokens] = -(-_read_count(given, tokens) // block_size) + own
+        count = _read_count(given, tokens)
+        found[f"{tokens} {count} in blocks"] = -(-count // block_size) + own
     return _agree(found, own)
 
 
