@@ -21,7 +21,7 @@ from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.cli import bench_compare, bench_kernels, bench_offline, bench_profile, bench_serve
 from negamax.cli.bench_options import json_option
 from negamax.cli.examples import make_epilog
-from negamax.cli.options import add_command, add_options, setting
+from negamax.cli.options import add_command, add_options, setting, template_option
 from negamax.evals.suites import DEFAULT_SUITES, SUITES
 from negamax.options.engine import EngineOptions
 
@@ -62,6 +62,7 @@ def accuracy(
     ),
     temperature: float = setting(0.0, "Set the temperature; 0 is greedy.", min=0.0, max=2.0),
     json_file: Path | None = json_option(),
+    chat_template: str | None = template_option(),
 ) -> None:
     """Solve generated problems that were never in the training data and count the exact answers.
     MODEL is `nano` where none is given; `--seed` says which problems are drawn.
@@ -77,7 +78,8 @@ def accuracy(
     console = Console(markup=False)  # answers may have brackets
     results, counted = [], NO_DRAFTS
     options = {field.name: getattr(engine, field.name) for field in fields(engine)}
-    with LLM(**options | {"model": engine.model or "nano"}) as llm:
+    options |= {"model": engine.model or "nano", "chat_template": chat_template}
+    with LLM(**options) as llm:
         for name in suite or DEFAULT_SUITES:
             columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

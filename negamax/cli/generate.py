@@ -10,7 +10,7 @@ import typer
 from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.cli.io import check_sampling, loading, print_json, read_text
-from negamax.cli.options import add_options, setting
+from negamax.cli.options import add_options, setting, template_option
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
 
@@ -48,6 +48,7 @@ def command(
     as_json: bool = setting(
         False, "Print one JSON object per choice and line.", "--json", panel="Output"
     ),
+    chat_template: str | None = template_option(),
 ) -> None:
     """Print what the model writes."""
     log.setup(engine.log_level, engine.log_format)
@@ -62,7 +63,7 @@ def command(
 
     options = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
     with loading(engine.model):
-        llm = LLM(**options)
+        llm = LLM(**options, chat_template=chat_template)
     with llm:
         chats = [[{"role": "user", "content": text}] for text in prompts]
         generations = llm.generate(prompts, sampling) if raw else llm.chat(chats, sampling)

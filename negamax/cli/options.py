@@ -281,6 +281,12 @@ def setting(
     return typer.Option(default, *names, help=help, rich_help_panel=panel, **rules)
 
 
+def template_option() -> Any:
+    """Declare the option --chat-template of a command without `ServerOptions`."""
+    help = "Replace the checkpoint's chat template with this Jinja file."
+    return setting(None, help, "--chat-template", panel=MODEL)
+
+
 def add_command(app: typer.Typer, name: str, module: Any, *, group: str = "") -> None:
     """Add the command of a module; settings without a panel are in the panel of those before."""
     panel = None

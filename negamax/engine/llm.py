@@ -22,7 +22,7 @@ from negamax.options.engine import EngineOptions
 from negamax.options.foreign import own_value
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
-from negamax.text.chat_template import ChatTemplate
+from negamax.text.chat_template import ChatTemplate, require_template
 from negamax.text.detokenizer import TextPiece
 from negamax.text.escaping import unescape
 from negamax.text.messages import normalize_messages
@@ -221,13 +221,14 @@ class LLM:
     def _render(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, /, **options: Any
     ) -> str:
+        template = require_template(self.chat_template)
         normal = normalize_messages(
             [dict(message) for message in messages],
-            has_root=self.chat_template.has_root_role,
+            has_root=template.has_root_role,
             family=ChatFormat.of_model(self.info.architecture).family,
         )
         listed = None if tools is None else list(tools)
-        return self.chat_template.render(normal, self.tokenizer.escaper, tools=listed, **options)
+        return template.render(normal, self.tokenizer.escaper, tools=listed, **options)
 
     def _parser(
         self,

@@ -10,7 +10,9 @@ from typing import Any, NoReturn, Self
 
 import jinja2
 import jinja2.meta
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
@@ -25,6 +27,17 @@ _NOT_ASCII = re.compile(rf"[^\x00-\x7f{ESCAPE}]+")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
+class _GenerationTag(Extension):
+    """Renders {% generation %}, which marks an answer for training, as its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Scope:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
 class ChatTemplate:
     """A compiled chat template. Threads may share it."""
 
@@ -37,7 +50,7 @@ class ChatTemplate:
     ) -> None:
         """`variables` are always defined; `origin` names `source`. Errors: `CheckpointError`."""
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
@@ -62,8 +75,9 @@ class ChatTemplate:
         """Read the template of the checkpoint folder `path`; None without one.
 
         It is the file `override`, else `chat_template.jinja`, else `chat_template` of
-        tokenizer_config.json (of several, "default"). Errors: `ConfigError` for an unreadable
-        override, `CheckpointError` for a broken file of the checkpoint.
+        chat_template.json or tokenizer_config.json (of several, "default" or the only one).
+        Errors: `ConfigError` for an unreadable override, `CheckpointError` for a broken file of the
+        checkpoint, and for several templates without a default.
         """
         config_file = path / "tokenizer_config.json"
         # the tokenizer refuses a folder without it
@@ -83,17 +97,27 @@ class ChatTemplate:
                     hint="give a UTF-8 text file",
                 ) from error
             return cls(source, variables=variables, origin=str(file))
+        beside = path / "chat_template.json"  # of older processors
+        if beside.exists():
+            config_file, config = beside, read_json_object(beside)
         entry = config.get("chat_template")
+        origin = f"chat_template in {config_file}"
         if isinstance(entry, list):
-            named = {
+            entry = {
                 item.get("name"): item.get("template")
                 for item in entry
                 if isinstance(item, Mapping)
             }
-            entry = named.get("default")
-        if entry is None:
+        if isinstance(entry, Mapping) and entry:
+            names = list(entry)
+            entry = entry.get("default") if len(names) > 1 else entry[names[0]]
+            if entry is None:
+                raise CheckpointError(
+                    f"{origin} has no default; it has {', '.join(map(str, names))}",
+                    hint="write one of them into a file, and give it with --chat-template",
+                )
+        if not entry:
             return None
-        origin = f"chat_template in {config_file}"
         if not isinstance(entry, str):
             raise CheckpointError(
                 f"{origin} is a {type(entry).__name__}, text is needed", hint="use --chat-template"
@@ -162,6 +186,17 @@ class ChatTemplate:
                 param="messages",
             ) from error
         return text if escaper is not None else valid_unicode(text)
+
+
+def require_template(template: ChatTemplate | None) -> ChatTemplate:
+    """Return `template`. Errors: `InvalidRequestError` for a model without one."""
+    if template is None:
+        raise InvalidRequestError(
+            "this model has no chat template",
+            hint="give one with --chat-template FILE, or continue text without one: "
+            "/v1/completions, negamax generate --raw, LLM.generate",
+        )
+    return template
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from template_support import check_render, m2_template, m3_template, recorded_re
 
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
 from negamax.config.embedded import EMBEDDED
-from negamax.text.chat_template import ChatTemplate, check_template_kwargs
+from negamax.text.chat_template import ChatTemplate, check_template_kwargs, require_template
 from negamax.text.messages import normalize_messages
 
 RENDERS = [(family, case) for family in ("m2", "m3") for case in recorded_renders(family)]
@@ -65,6 +65,7 @@ COMPACT = "{{ x | tojson(sort_keys=True, separators=(',', ':')) }}"
         ("{{ x | tojson(ensure_ascii=True) }}", "é", '"\\u00e9"'),
         (COMPACT, VALUE, '{"a":[1.0,null],"b":"é<&\'"}'),
         ("{{ x | tojson(indent=1) }}", [1], "[\n 1\n]"),
+        ("a{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}", 2, "a12"),
     ],
 )
 def test_syntax_and_filters_of_transformers(source: str, value: Any, expected: str) -> None:
@@ -111,12 +112,15 @@ def test_template_is_found_by_precedence(tmp_path: Path) -> None:
 
     assert ChatTemplate.from_folder(tmp_path) is None
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "list"}]
-    write_folder(tmp_path, config={"chat_template": named})
-    assert rendered() == "list"
+    for entry in (named, {"default": "list", "rag": "no"}, [{"name": "a", "template": "list"}]):
+        write_folder(tmp_path, config={"chat_template": entry})
+        assert rendered() == "list"
     config = {"chat_template": "config {{ bos_token }}{{ eos_token }}", "bos_token": "B"}
     write_folder(tmp_path, config=config | {"eos_token": {"content": "E"}})
     assert rendered() == "config BE"
-    write_folder(tmp_path, jinja="file {{ messages[0].content }} {{ bos_token }}")
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "older"}', encoding="utf-8")
+    assert rendered() == "older"
+    write_folder(tmp_path, jinja="\ufefffile {{ messages[0].content }} {{ bos_token }}")
     assert rendered() == "file é B"
     override = tmp_path / "other.jinja"
     override.write_text("override", encoding="utf-8")
@@ -130,6 +134,11 @@ def test_broken_template_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja has a syntax error in line 1"):
         ChatTemplate.from_folder(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
+    write_folder(tmp_path, config={"chat_template": {"rag": "a", "tool_use": "b"}})
+    with pytest.raises(CheckpointError, match="has no default; it has rag, tool_use"):
+        ChatTemplate.from_folder(tmp_path)
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        require_template(None)
     write_folder(tmp_path, config={"chat_template": 3})
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is a int"):
         ChatTemplate.from_folder(tmp_path)

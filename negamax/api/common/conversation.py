@@ -18,6 +18,7 @@ from negamax.api.schemas.thinking import (
 from negamax.base.errors import ContextLengthError, InvalidRequestError
 from negamax.base.pieces import num_chars
 from negamax.models.chat_format import ChatFormat, ReasoningState
+from negamax.text.chat_template import require_template
 from negamax.text.encoding_cache import EncodingCache
 from negamax.text.escaping import unescape
 from negamax.text.messages import is_unseen, normalize_messages, plain_text
@@ -130,12 +131,7 @@ class PromptBuilder:
 
     def _render(self, conversation: Conversation) -> tuple[str, ReasoningState, str]:
         """Return the escaped text of the prompt, its reasoning state, and what it continues."""
-        template = self._chat_format.template
-        if template is None:
-            raise InvalidRequestError(
-                "this model has no chat template",
-                hint="use /v1/completions, or start the server with --chat-template FILE",
-            )
+        template = require_template(self._chat_format.template)
         thinking, kwargs = conversation.thinking, conversation.template_kwargs or {}
         if thinking.mode is None:
             thinking = dataclasses.replace(thinking, mode=read_template_switch(kwargs))

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from negamax.base.errors import EngineDeadError, UnavailableError
+from negamax.base.log import get_logger
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine import wire
 from negamax.engine.client.admission import NUM_COLUMNS as QUEUE_COLUMNS
@@ -33,6 +34,8 @@ from negamax.options.parallel import ParallelOptions
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,16 @@ class AsyncEngine:
         the same engines; `index`: the row of this one. Errors: `ConfigError` and its subclasses.
         """
         source = await asyncio.to_thread(locate, options)
+        template = ChatTemplate.from_folder(source.tokenizer_folder, chat_template)
+        if template is None and index == 0:
+            logger.warning(
+                "%s has no chat template, so chats are refused; --chat-template FILE gives one",
+                source.name,
+            )
         return cls(
             options,
             tokenizer=await asyncio.to_thread(Tokenizer.from_folder, source.tokenizer_folder),
-            chat_template=ChatTemplate.from_folder(source.tokenizer_folder, chat_template),
+            chat_template=template,
             index=index,
             queue=queue,
         )
