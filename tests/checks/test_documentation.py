@@ -70,6 +70,15 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_named_modules_exist(page: Path) -> None:
+    if "log" in page.parts:
+        return
+    named = re.findall(r"`((?!models/x/)\w+/[\w/]+\.py)`", page.read_text(encoding="utf-8"))
+    folders = (ROOT, ROOT / "negamax", ROOT / "nano")
+    assert [name for name in named if not any((each / name).exists() for each in folders)] == []
+
+
 # Records of the past may name removed commands and tools.
 PAST = {"decisions", "log", "CHANGELOG.md"}
 COMMANDS_OF = [page for page in PAGES if PAST.isdisjoint(page.parts)]
