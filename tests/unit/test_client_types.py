@@ -29,6 +29,7 @@ CALL_OF = {
     "shell_call_output": {"type": "shell_call", "action": {"commands": ["ls"]}},
     "local_shell_call_output": {"type": "local_shell_call", "id": "item_1", "action": {}},
     "apply_patch_call_output": {"type": "apply_patch_call", "operation": {}},
+    "tool_search_output": {"type": "tool_search_call", "arguments": {}},
 }
 
 
@@ -112,7 +113,7 @@ def _value(name: str, hint: Any, *, depth: int) -> Any:
 def answer_openai(**fields: Any) -> None:
     params = ResponsesRequest.parse({"input": [HELLO], **fields})
     placed = [(f"input[{index}]", item) for index, item in enumerate(params.input)]
-    params = apply_settings(params, placed)
+    params = apply_settings(params, placed).params
     made = responses_history.build_history(placed, instructions=None, thoughts=THOUGHTS)
     normalize_messages(made.messages)
     _ = params.choice(), params.thinking_choice, params.grammar

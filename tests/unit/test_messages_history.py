@@ -12,6 +12,7 @@ from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.dialects.messages.history import build_history
 from negamax.api.dialects.messages.schema import CountRequest
 from negamax.api.schemas.answers import build_error, build_message_error
+from negamax.api.schemas.tools import show_tools
 from negamax.base.errors import ContextLengthError, InvalidRequestError
 from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
 from negamax.text.messages import normalize_messages
@@ -427,6 +428,25 @@ def test_messages_change_tools(changes: list[dict[str, Any]], names: list[str]) 
     tools = [message_tool("a"), message_tool("b")]
     offered_tools = request(*changes, tools=tools).offered_tools or []
     assert [tool["function"]["name"] for tool in offered_tools] == names
+
+
+def test_deferred_tools_are_shown_where_they_are_found() -> None:
+    """The tools at the start of the prompt, and with them the cached prefix, stay as they are."""
+    deferred = message_tool("b", defer_loading=True)
+    reference = {"type": "tool_reference", "tool_name": "b"}
+    found = (assistant(call(1)), user(result(1, [reference, reference])))
+    tools = [message_tool("a"), deferred]
+    params = request(*found, change("removal", name="a"), tools=tools)
+    effect = params.tools_in_effect
+    (shown,), (called,) = effect.shown, params.offered_tools or []
+    assert (shown["function"]["name"], called["function"]["name"]) == ("a", "b")
+    made = history(*params.messages, tool_notes=effect.notes).messages
+    assert made[-2]["content"] == show_tools([called]) + "\n[the tool b]"
+    assert made[-1] == system("[the tool a can no longer be called]")
+    server_search = {"type": "tool_search_tool_regex_20251119", "name": "search"}
+    for tools in ([deferred], [message_tool("a"), deferred, server_search]):
+        effect = request(tools=tools).tools_in_effect
+        assert effect.shown == list(effect.callable.values())
 
 
 def test_a_tool_that_is_defined_again_is_the_latest() -> None:

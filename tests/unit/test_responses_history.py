@@ -12,6 +12,7 @@ from negamax.api.dialects.responses.client_tools import CLIENT_TOOLS, build_call
 from negamax.api.dialects.responses.history import build_history
 from negamax.api.dialects.responses.item_settings import apply_settings
 from negamax.api.dialects.responses.schema import ResponsesRequest
+from negamax.api.schemas.tools import show_tools
 from negamax.base.errors import InvalidRequestError
 from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
 from negamax.text.messages import normalize_messages
@@ -24,8 +25,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "shell": {"timeout_ms": 5, "commands": ["ls", "pwd"]},
     "local_shell": {"command": ["ls", "-l"], "working_directory": "/tmp"},
     "apply_patch": {"type": "update_file", "path": "a.py", "diff": "@@\n-a\n+b"},
+    "tool_search": {"query": "calendar"},
 }
 OUTPUTS = {"shell": [], "local_shell": "", "apply_patch": ""}
+SEARCH = {"type": "tool_search", "execution": "client", "description": "Searches."}
 
 
 def placed(*items: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -47,7 +50,7 @@ def request(*tools: dict[str, Any], **fields: Any) -> ResponsesRequest:
 
 
 def settled(params: ResponsesRequest, *items: dict[str, Any]) -> ResponsesRequest:
-    return apply_settings(params, placed(*items))
+    return apply_settings(params, placed(*items)).params
 
 
 def reasoning(**fields: Any) -> dict[str, Any]:
@@ -220,11 +223,12 @@ def test_refuses_what_cannot_be_shown_by_its_place(item: dict[str, Any], place: 
 
 @pytest.mark.parametrize("name", CLIENT_TOOLS)
 def test_model_is_shown_tools_that_clients_run_and_may_have_to_call_one(name: str) -> None:
-    tools, calls = request({"type": name}, LOOKUP, tool_choice={"type": name}).choice()
+    own = {"type": name, "execution": "client"}
+    tools, calls = request(own, LOOKUP, tool_choice={"type": name}).choice()
     assert [tool["function"]["name"] for tool in tools or ()] == [name, "look"]
     assert calls.name == name
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": name}]}
-    assert request({"type": name}, LOOKUP, tool_choice=allowed).choice()[1].allowed == (name,)
+    assert request(own, LOOKUP, tool_choice=allowed).choice()[1].allowed == (name,)
     with pytest.raises(InvalidRequestError, match="not declared"):
         request(LOOKUP, tool_choice={"type": name}).choice()
 
@@ -239,7 +243,11 @@ def test_shell_in_a_container_of_openai_is_left_out(kind: str, names: list[str])
 def test_call_comes_back_as_the_model_wrote_it(name: str) -> None:
     item = client_call(name, ARGUMENTS[name])
     assert item["type"] == f"{name}_call" and item["call_id"] == "call_1"
-    (made,) = assistant_of(USER, item, result(1, OUTPUTS[name], of=name))["tool_calls"]
+    if name == "tool_search":
+        found = {"type": "tool_search_output", "call_id": "call_1", "tools": []}
+    else:
+        found = result(1, OUTPUTS[name], of=name)
+    (made,) = assistant_of(USER, item, found)["tool_calls"]
     assert made["function"]["name"] == name
     # in the same order, so that the prefix stays cached
     assert json.dumps(made["function"]["arguments"]) == json.dumps(ARGUMENTS[name])
@@ -317,6 +325,31 @@ def test_items_add_tools_that_are_not_there_yet() -> None:
     assert [tool.shown_name for tool in params.declared_tools] == ["look", "apply_patch", "other"]
     assert params.tools == [LOOKUP, patch, other]
     assert history(USER, more_tools(), USER).messages == [USER, USER]
+
+
+def test_tools_that_a_search_finds_are_shown_in_its_result() -> None:
+    """The tools at the start of the prompt, and with them the cached prefix, stay as they are."""
+    deferred, other = {**LOOKUP, "defer_loading": True}, {**LOOKUP, "name": "other"}
+    params = request(SEARCH, deferred)
+    call_item = client_call("tool_search", {"query": "look"})
+    assert call_item["execution"] == "client"
+    found = {"type": "tool_search_output", "call_id": "call_1", "tools": [deferred, other]}
+    items = [USER, call_item, found, more_tools({**LOOKUP, "name": "third"})]
+    settings = apply_settings(params, placed(*items))
+    tools, _ = settings.params.choice()
+    names = [tool["function"]["name"] for tool in tools or ()]
+    assert names == ["tool_search", "look", "other", "third"] and tools
+    assert tools[0]["function"]["description"] == "Searches."
+    assert settings.later == {"look", "other", "third"}
+    made = history(*items, tool_notes=settings.notes).messages
+    assert [message["role"] for message in made] == ["user", "assistant", "tool", "system"]
+    assert (
+        made[2]["content"] == show_tools(tools[1:3]) and show_tools(tools[3:]) in made[3].values()
+    )
+    assert apply_settings(request(LOOKUP, deferred), placed(USER)).later == frozenset()
+    hosted = {"type": "tool_search_output", "call_id": None, "tools": [other]}
+    shown = apply_settings(request(LOOKUP), placed(USER, hosted))
+    assert history(USER, hosted, tool_notes=shown.notes).messages[1]["role"] == "system"
 
 
 def test_the_last_configuration_holds() -> None:

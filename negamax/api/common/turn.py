@@ -39,6 +39,7 @@ class Turn:
 
     conversation: Conversation
     places: Sequence[str] = ()
+    tools: list[dict[str, Any]] | None  # that may be called; messages may show more of them
     calls: CallChoice
     form: Grammar | None  # of the content
     sampling: SamplingParams
@@ -89,7 +90,7 @@ async def start_turn(
     """Check, render and start `turn`. Errors: all refusals, also those of the engine."""
     check_sampling(context, turn.sampling)
     conversation, calls, chat_format = turn.conversation, turn.calls, context.chat_format
-    tools = conversation.tools
+    tools = turn.tools
     grammar = await run_off_loop(
         lambda: build_answer_grammar(chat_format, tools=tools, choice=calls, content=turn.form),
         num_bytes=request.num_bytes,

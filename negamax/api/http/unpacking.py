@@ -19,7 +19,7 @@ _FRAME_BYTES = 2  # that show whether there is a frame
 _RAW_DEFLATE = -15  # without the frame that the standard requires, as some clients send it
 
 
-class Decoder(Protocol):
+class BodyDecoder(Protocol):
     """A decompressor with the interface of those in the standard library."""
 
     @property
@@ -35,7 +35,7 @@ class Decoder(Protocol):
 
 
 class _Inflater:
-    """zlib's decompressor as a `Decoder`. Single writer: its `Unpacker`."""
+    """zlib's decompressor as a `BodyDecoder`. Single writer: its `Unpacker`."""
 
     def __init__(self, window_bits: int) -> None:
         self._zlib = zlib.decompressobj(window_bits)
@@ -56,11 +56,11 @@ class _Inflater:
         return piece
 
 
-def _make_zstd() -> Decoder:
+def _make_zstd() -> BodyDecoder:
     return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _WINDOW_BITS})
 
 
-_DECODERS: dict[bytes, Callable[[], Decoder]] = {
+_DECODERS: dict[bytes, Callable[[], BodyDecoder]] = {
     b"gzip": lambda: _Inflater(31),
     b"x-gzip": lambda: _Inflater(31),
     b"deflate": lambda: _Inflater(15),

@@ -1,5 +1,6 @@
 """Checks of declared functions and of `tool_choice` that all dialects share."""
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,12 @@ def build_function_tool(
         function["strict"] = True
     function = {key: value for key, value in function.items() if value is not None}
     return {"type": "function", "function": function}
+
+
+def show_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Write functions as the templates do, for a place within the conversation."""
+    lines = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    return "\n".join(("<tools>", *(f"<tool>{line}</tool>" for line in lines), "</tools>"))
 
 
 def read_allowed_tools(

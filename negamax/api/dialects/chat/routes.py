@@ -100,6 +100,7 @@ def _build_conversation(
 def _build_turn(context: ApiContext, chat: schema.ChatRequest) -> Turn:
     sampling, tools = _build_sampling(context, chat), chat.offered_tools
     return Turn(
+        tools=tools,
         calls=chat.call_choice(tools),
         conversation=_build_conversation(chat, tools),
         form=chat.grammar,

@@ -9,7 +9,7 @@ from typing import Any
 
 from negamax.api.common.history import AssistantParts, HiddenThought, History, collect_texts
 from negamax.api.common.thought_signature import HiddenThoughts
-from negamax.api.dialects.messages.schema import TOOL_CHANGES
+from negamax.api.dialects.messages.tool_changes import TOOL_CHANGES
 from negamax.api.schemas.request_model import check_choice, check_type, describe, refuse
 from negamax.text.chat_family import ChatFamily
 from negamax.text.messages import find_text, show_unknown, unseen_note
@@ -22,6 +22,7 @@ _PASSED_OVER = (
 )  # fmt: skip
 # Claude Code's first line, which differs in every request, so that no prefix could be cached
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
+_NO_NOTES: Mapping[str, str] = {}
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)
 
 
@@ -31,6 +32,7 @@ def build_history(
     system: str | list[dict[str, Any]] | None,
     thoughts: HiddenThoughts,
     family: ChatFamily | None = None,
+    tool_notes: Mapping[str, str] = _NO_NOTES,
 ) -> History:
     """Build the conversation of a request to a model of `family`.
 
@@ -38,7 +40,8 @@ def build_history(
     - Adjacent messages of one role are one turn. In a user's turn the tool results come first.
       A text that is one `<system-reminder>` beside tool results belongs to them; as a user message
       it would hide the thinking of the loop.
-    - Later system messages stay in place. Their changes of tools are read with the tools.
+    - Later system messages stay in place. `tool_notes` has the texts of blocks that bring or change
+      tools, by their places.
     - Thinking becomes reasoning, whatever its signature; hidden thinking is unpacked where the
       prompt shows it.
 
@@ -51,13 +54,13 @@ def build_history(
             _add_assistant(history, blocks, family)
         elif role == "system":
             for place, block in blocks:
-                if block.get("type") not in TOOL_CHANGES:
-                    history.add(
-                        {"role": "system", "content": _read_user_text(block, place, family)},
-                        place=_get_message_place(place),
-                    )
+                is_change = block.get("type") in TOOL_CHANGES
+                text = tool_notes.get(place) if is_change else _read_user_text(block, place, family)
+                if text or not is_change:
+                    message = {"role": "system", "content": text}
+                    history.add(message, place=_get_message_place(place))
         else:
-            _add_user(history, blocks, family)
+            _add_user(history, blocks, family, tool_notes)
     history.reveal(thoughts)
     return history
 
@@ -122,13 +125,15 @@ def _read_blocks(content: object, place: str) -> Blocks:
     return blocks or [(place, {"type": "text", "text": ""})]
 
 
-def _add_user(history: History, blocks: Blocks, family: ChatFamily | None) -> None:
+def _add_user(
+    history: History, blocks: Blocks, family: ChatFamily | None, tool_notes: Mapping[str, str]
+) -> None:
     results = [(place, block) for place, block in blocks if block.get("type") == "tool_result"]
     for place, block in results:
         result = {
             "role": "tool",
             "tool_call_id": block.get("tool_use_id"),
-            "content": _read_result(block, place, family),
+            "content": _read_result(block, place, family, tool_notes),
         }
         history.add(result, place=_get_message_place(place))
     parts: list[dict[str, Any]] = []
@@ -204,7 +209,9 @@ def _read_document(block: Mapping[str, Any]) -> str | None:
     return f"{title}\n{text}" if isinstance(title, str) and title else text
 
 
-def _read_result(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> str:
+def _read_result(
+    block: Mapping[str, Any], place: str, family: ChatFamily | None, tool_notes: Mapping[str, str]
+) -> str:
     """Return the text of a tool result, with a note for each part that the model cannot see.
 
     A refusal would end the session that contains it.
@@ -221,7 +228,7 @@ def _read_result(block: Mapping[str, Any], place: str, family: ChatFamily | None
                 case "browser_state":
                     texts.append(_describe_tabs(part, where))
                 case "tool_reference":
-                    texts.append(f"[the tool {part.get('tool_name')}]")
+                    texts.append(tool_notes.get(where) or f"[the tool {part.get('tool_name')}]")
                 case kind:
                     text = _read_document(part) or unseen_note(
                         "document" if kind == "search_result" else kind, family, place=where

@@ -93,21 +93,23 @@ def make_messages_router(context: ApiContext) -> APIRouter:
 def _build_turn(
     context: ApiContext, params: schema.CountRequest, *, max_tokens: int, stop: list[str]
 ) -> Turn:
+    effect, tools = params.tools_in_effect, params.offered_tools
     history = build_history(
         params.messages,
         system=params.system,
         thoughts=context.hidden_thoughts(),
         family=context.chat_format.family,
+        tool_notes=effect.notes,
     )
-    tools = params.offered_tools
     last = history.messages[-1] if history.messages else {"role": "system"}
     is_answer = last["role"] == "assistant" and "tool_calls" not in last
     continues = is_answer and bool(last["content"] or last.get("reasoning_content"))
     return Turn(
+        tools=tools,
         calls=params.call_choice(tools),
         conversation=Conversation(
             messages=history.messages,
-            tools=tools,
+            tools=effect.shown or None,
             thinking=params.thinking_choice,
             template_kwargs=params.chat_template_kwargs,
             add_generation_prompt=not continues,

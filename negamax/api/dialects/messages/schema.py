@@ -1,38 +1,30 @@
 """Requests, answers and stream events of Anthropic's messages."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, NoReturn
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
+from negamax.api.dialects.messages.tool_changes import ToolsInEffect, read_tools
 from negamax.api.schemas.request_model import (
     RequestModel,
     check_choice,
     check_type,
-    refuse,
     validate_one_of,
 )
 from negamax.api.schemas.sampled_request import Messages, StopStrings, TurnRequest
 from negamax.api.schemas.structure import build_grammar
 from negamax.api.schemas.thinking import EFFORTS, MODES, ThinkingChoice
-from negamax.api.schemas.tools import (
-    CallChoice,
-    build_function_tool,
-    check_call_choice,
-    check_function,
-    check_tool_count,
-    load_client_tools,
-)
+from negamax.api.schemas.tools import CallChoice, check_call_choice
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar
 
 _THINKING = {mode: mode for mode in MODES} | {"between_tools": "adaptive"}
 _DISPLAYS = ("summarized", "omitted", "updates")
-TOOL_CHANGES = ("tool_addition", "tool_removal")  # blocks of system messages
 THREAD_UNSUPPORTED = "thread_unsupported_request"  # code of Anthropic's API
-_CLIENT_TOOLS = load_client_tools("messages")
 _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
 
 
@@ -111,55 +103,17 @@ class CountRequest(TurnRequest):
     # refused with a code that makes clients send the whole conversation
     thread: Annotated[dict[str, Any], AfterValidator(_refuse_thread)] | None = None
 
+    @cached_property
+    def tools_in_effect(self) -> ToolsInEffect:
+        """The tools and their changes within the conversation; none with tool_choice none."""
+        effect = read_tools(self.tools or (), self.messages)
+        is_none = self.tool_choice is not None and self.tool_choice.type == "none"
+        return ToolsInEffect() if is_none else effect
+
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools shown to the model after all changes within the conversation.
-
-        Tools that clients run get the schema of their type if they have none. Tools that run on
-        Anthropic's servers are omitted.
-        """
-        tools = self._tools_in_effect()
-        check_tool_count(len(tools))
-        offered = []
-        for where, declared in tools:
-            tool = declared if "input_schema" in declared else _add_schema(declared)
-            if tool is None:
-                if declared.get("type") in (None, "custom"):
-                    refuse(f"{where}.input_schema", "is required and missing")
-                continue
-            check_function(tool, where=where, schema_field="input_schema")
-            offered.append(
-                build_function_tool(
-                    tool["name"],
-                    description=tool.get("description"),
-                    parameters=tool["input_schema"],
-                    is_strict=tool.get("strict") is True,
-                )
-            )
-        if self.tool_choice is not None and self.tool_choice.type == "none":
-            return None
-        return offered or None
-
-    def _tools_in_effect(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the tools, with their places, after the changes in system messages."""
-        declared = [(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())]
-        changes = list(_find_tool_changes(self.messages))
-        if not changes:
-            return declared
-        known = {_get_name(where, tool): (where, tool) for where, tool in declared}
-        in_effect = dict(known)
-        for where, kind, change in changes:
-            name = _get_name(where, change)
-            if kind == "tool_removal":
-                in_effect.pop(name, None)
-            elif change.get("type") != "tool_definition":
-                in_effect |= {name: known[name]} if name in known else {}
-            else:
-                where = f"{where}.definition"
-                tool = check_type(change.get("definition"), dict, where, "a tool")
-                name = _get_name(where, tool)
-                known[name] = in_effect[name] = (where, tool)
-        return list(in_effect.values())
+        """The tools that may be called after all changes within the conversation."""
+        return list(self.tools_in_effect.callable.values()) or None
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
         choice = self.tool_choice or ToolChoice(type="auto")
@@ -190,17 +144,6 @@ class CountRequest(TurnRequest):
         return build_grammar("json_schema", form.get("schema"), param="output_config.format.schema")
 
 
-def _find_tool_changes(messages: list[dict[str, Any]]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the changes of tools in system messages: place, type of the block, and tool."""
-    for index, message in enumerate(messages):
-        content = message.get("content") if message.get("role") == "system" else None
-        for number, block in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(block, dict) and block.get("type") in TOOL_CHANGES:
-                where = f"messages[{index}].content[{number}].tool"
-                tool = check_type(block.get("tool"), dict, where, "a reference or a definition")
-                yield where, block["type"], tool
-
-
 def _find_latest_effort(messages: list[dict[str, Any]]) -> str | None:
     """Return the effort in `output_config` of the last system message that has one."""
     effort = None
@@ -213,26 +156,6 @@ def _find_latest_effort(messages: list[dict[str, Any]]) -> str | None:
         if given is not None:
             effort = check_choice(given, EFFORTS, f"{place}.effort")
     return effort
-
-
-def _get_name(place: str, tool: Mapping[str, Any]) -> str:
-    name = tool.get("name")
-    return name if isinstance(name, str) else place
-
-
-def _add_schema(tool: dict[str, Any]) -> dict[str, Any] | None:
-    """Add the description and `input_schema` of the tool's type.
-
-    None: the server does not know the type, or the tool runs on Anthropic's servers.
-    """
-    kind = tool.get("type")
-    known = _CLIENT_TOOLS.get(kind) if isinstance(kind, str) else None
-    if known is None:
-        return None
-    description, most = known.description, tool.get("max_characters")
-    if isinstance(most, int):
-        description += f" At most {most} characters of a file are shown."
-    return {**tool, "description": description, "input_schema": known.schema}
 
 
 class MessagesRequest(CountRequest):

@@ -1,4 +1,4 @@
-"""Shell and patch tools of the Responses API, which have a type instead of a name and a schema.
+"""Shell, patch and search tools of the Responses API, which have a type instead of a name.
 
 Clients run them. The model calls them as functions with the name of their type.
 """
@@ -12,6 +12,7 @@ from negamax.api.dialects.responses.items import (
     JsonObject,
     LocalShellCallItem,
     ShellCallItem,
+    ToolSearchCallItem,
 )
 from negamax.api.schemas.request_model import check_type, describe, refuse
 from negamax.api.schemas.tools import load_client_tools
@@ -19,19 +20,31 @@ from negamax.api.schemas.tools import load_client_tools
 _OPERATIONS = ("create_file", "update_file", "delete_file")
 CLIENT_TOOLS = load_client_tools("responses")
 CALLS = {f"{name}_call": name for name in CLIENT_TOOLS}  # the tool by type of its call item
-RESULTS = tuple(f"{name}_call_output" for name in CLIENT_TOOLS)
+TOOL_SEARCH = "tool_search"
+FOUND_TOOLS = "tool_search_output"  # the result that has them
+RESULTS = tuple(
+    FOUND_TOOLS if name == TOOL_SEARCH else f"{name}_call_output" for name in CLIENT_TOOLS
+)
 
 
 def is_run_by_client(tool: Mapping[str, Any]) -> bool:
-    """Return whether the client runs a tool; a shell may also run in OpenAI's containers."""
+    """Return whether the client runs a tool; OpenAI may run shells and searches."""
+    if tool.get("type") == TOOL_SEARCH:
+        return tool.get("execution") == "client"
     place = tool.get("environment")
     is_local = place is None or (isinstance(place, dict) and place.get("type") == "local")
     return tool.get("type") in CLIENT_TOOLS and is_local
 
 
+def is_hosted_search(item: Mapping[str, Any]) -> bool:
+    """Return whether an item is a search for tools, or its result, of OpenAI's servers."""
+    is_search = item.get("type") in (f"{TOOL_SEARCH}_call", FOUND_TOOLS)
+    return is_search and (item.get("execution") == "server" or item.get("call_id") is None)
+
+
 def build_call_item(
     name: str, arguments: str, *, item_id: str, status: str, call_id: str
-) -> ShellCallItem | LocalShellCallItem | ApplyPatchCallItem | None:
+) -> ShellCallItem | LocalShellCallItem | ApplyPatchCallItem | ToolSearchCallItem | None:
     """Build the item of a call of the tool `name`; None if its `arguments` do not fit."""
     try:
         given = json.loads(arguments)
@@ -39,6 +52,8 @@ def build_call_item(
         return None
     if not isinstance(given, dict):
         return None
+    if name == TOOL_SEARCH:
+        return ToolSearchCallItem(item_id, status, call_id, given)
     given = {key: given[key] for key in given if key in CLIENT_TOOLS[name].schema["properties"]}
     match name:
         case "shell" if _are_strings(given.get("commands")):
@@ -55,9 +70,11 @@ def build_call_item(
     return None
 
 
-def extract_arguments(item: Mapping[str, Any], place: str) -> JsonObject:
+def extract_arguments(item: Mapping[str, Any], place: str) -> Any:
     """Return the arguments of the call `item` as the model made it."""
     name = CALLS[item["type"]]
+    if name == TOOL_SEARCH:
+        return item.get("arguments")
     field = "operation" if name == "apply_patch" else "action"
     given = check_type(item.get(field), dict, f"{place}.{field}")
     known = CLIENT_TOOLS[name].schema["properties"]

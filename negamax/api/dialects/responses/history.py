@@ -7,8 +7,13 @@ from typing import Any
 from negamax.api.common.history import AssistantParts, HiddenThought, History, collect_texts
 from negamax.api.common.thought_signature import HiddenThoughts
 from negamax.api.dialects.responses.client_tools import CALLS as CLIENT_CALLS
+from negamax.api.dialects.responses.client_tools import (
+    FOUND_TOOLS,
+    extract_arguments,
+    is_hosted_search,
+    render_result,
+)
 from negamax.api.dialects.responses.client_tools import RESULTS as CLIENT_RESULTS
-from negamax.api.dialects.responses.client_tools import extract_arguments, render_result
 from negamax.api.dialects.responses.item_settings import SETTINGS
 from negamax.api.dialects.responses.schema import CUSTOM_INPUT, build_shown_name
 from negamax.api.schemas.request_model import check_choice, check_type, refuse
@@ -22,10 +27,10 @@ _RESULTS = ("function_call_output", "custom_tool_call_output", *CLIENT_RESULTS)
 _PASSED_OVER = (
     "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call",
     "computer_call", "computer_call_output", "program", "program_output",
-    "tool_search_call", "tool_search_output",
     "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response",
     "compaction", "context_compaction", *SETTINGS,
 )  # fmt: skip
+_NO_NOTES: Mapping[int, str] = {}
 _END: Mapping[str, Any] = {"type": "end"}  # of the items
 
 
@@ -35,6 +40,7 @@ def build_history(
     instructions: str | None,
     thoughts: HiddenThoughts,
     family: ChatFamily | None = None,
+    tool_notes: Mapping[int, str] = _NO_NOTES,
 ) -> History:
     """Build the conversation of `items`, which come with their places, for a model of `family`.
 
@@ -43,7 +49,8 @@ def build_history(
     without text they are omitted. Reasoning is taken from the item's content, else from its
     encrypted content (unpacked if the prompt shows it), else from its summary. A truncated call
     without a result is omitted: it could not be run. Errors: `InvalidRequestError` with the place
-    of what the model cannot be shown.
+    of what the model cannot be shown. `tool_notes` has the texts of items that bring tools, by
+    their number.
     """
     history = History()
     if instructions:
@@ -58,13 +65,14 @@ def build_history(
     }
     results = (_get_call_id(item, local_calls) for _, item in items if item.get("type") in _RESULTS)
     answered = {call_id for call_id in results if isinstance(call_id, str)}
-    for place, item in [*items, ("", _END)]:
+    for number, (place, item) in enumerate([*items, ("", _END)]):
         kind = check_type(item.get("type", "message"), str, f"{place}.type")
         is_truncated = kind in _CALLS and item.get("status") == "incomplete"
         call_id = item.get("call_id")
         if is_truncated and isinstance(call_id, str | None) and call_id not in answered:
             continue
-        is_assistants = kind in ("reasoning", *_CALLS) or (
+        is_hosted = is_hosted_search(item)
+        is_assistants = (kind in ("reasoning", *_CALLS) and not is_hosted) or (
             kind == "message" and item.get("role") == "assistant"
         )
         if is_assistants:
@@ -72,8 +80,8 @@ def build_history(
                 parts, parts_place = AssistantParts(), place
             _add_part(parts, item, place, family)
             continue
-        is_known = kind in ("message", *_RESULTS) or item is _END
-        text = "" if is_known else _read_unknown(item, place)
+        is_known = (kind in ("message", *_RESULTS) and not is_hosted) or item is _END
+        text = "" if is_known else tool_notes.get(number) or _read_unknown(item, place)
         if not (is_known or text):
             continue
         if text and parts is not None and parts.calls:
@@ -86,10 +94,13 @@ def build_history(
             history.add({"role": "system", "content": note}, place=note_place)
         notes.clear()
         if text:
-            role = "system" if history.is_in_loop else "user"
+            is_note = history.is_in_loop or number in tool_notes
+            role = "system" if is_note else "user"
             history.add({"role": role, "content": text}, place=place)
         elif item is not _END:
-            history.add(_build_message(item, place, local_calls), place=place)
+            found = tool_notes.get(number, "[no other tools were found]")
+            message = _build_message(item, place, local_calls, found_tools=found)
+            history.add(message, place=place)
     history.reveal(thoughts)
     return history
 
@@ -129,12 +140,16 @@ def _get_call_id(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any
 
 
 def _build_message(
-    item: Mapping[str, Any], place: str, local_calls: Mapping[Any, Any]
+    item: Mapping[str, Any], place: str, local_calls: Mapping[Any, Any], *, found_tools: str
 ) -> dict[str, Any]:
     """Build the message of a result or a message; its content is checked with the others."""
     kind = item.get("type", "message")
     if kind in _RESULTS:
-        output = render_result(item, place) if kind in CLIENT_RESULTS else item.get("output")
+        output = item.get("output")
+        if kind == FOUND_TOOLS:
+            output = found_tools
+        elif kind in CLIENT_RESULTS:
+            output = render_result(item, place)
         if isinstance(output, dict):  # an object instead of a list of parts
             output = json.dumps(output, ensure_ascii=False)
         call_id = _get_call_id(item, local_calls)
@@ -148,7 +163,7 @@ def _read_unknown(item: Mapping[str, Any], place: str) -> str:
     kind = item["type"]
     if kind == "compaction_trigger":
         refuse(f"{place}.type", f"{kind!r}: the server writes no summaries; ask for one")
-    return "" if kind in _PASSED_OVER else find_text(item)
+    return "" if kind in _PASSED_OVER or is_hosted_search(item) else find_text(item)
 
 
 def _read_assistant_text(content: object, place: str, family: ChatFamily | None) -> str:

@@ -25,6 +25,8 @@ _ID_PREFIXES = {
     "local_shell_call_output": "lsho",
     "apply_patch_call": "apc",
     "apply_patch_call_output": "apco",
+    "tool_search_call": "tsc",
+    "tool_search_output": "tso",
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
 

@@ -1,29 +1,52 @@
 """Items that change the settings of later answers: more tools, and the configuration."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from negamax.api.dialects.responses.client_tools import TOOL_SEARCH
 from negamax.api.dialects.responses.schema import ResponsesRequest, read_declared_tools
 from negamax.api.schemas.request_model import check_choice, check_type
 from negamax.api.schemas.thinking import EFFORTS
+from negamax.api.schemas.tools import show_tools
 
 SETTINGS = ("additional_tools", "configuration_update")
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A request with the changes of its items.
+
+    `later` has the names of the tools that the prompt does not show at its start, `notes` the
+    texts of items that bring tools, by the number of the item.
+    """
+
+    params: ResponsesRequest
+    later: frozenset[str] = frozenset()
+    notes: Mapping[int, str] = field(default_factory=dict)
+
+
 def apply_settings(
     params: ResponsesRequest, items: Sequence[tuple[str, Mapping[str, Any]]]
-) -> ResponsesRequest:
+) -> Settings:
     """Apply the changes in `items`, which come with their places, to the request.
 
-    Tools are added unless their name is taken. The last effort and the last text format apply.
+    Tools are added unless their name is taken. Those of items before the first message are shown
+    with the request's, others at the place of their item, so that the cached prefix stays valid. A
+    tool with `defer_loading` is shown where the client's search finds it. The last effort and the
+    last text format apply.
     """
     tools = read_declared_tools(
         [(f"tools[{i}]", tool) for i, tool in enumerate(params.tools or ())]
     )
     names = {tool.shown_name for tool in tools}
+    is_searched = any(tool.kind == TOOL_SEARCH for tool in tools)
+    hidden = {tool.shown_name for tool in tools if is_searched and tool.is_deferred}
+    later, notes = set(hidden), dict[int, str]()
     added: list[dict[str, Any]] = []
     reasoning, text = params.reasoning, params.text
-    for place, item in items:
+    is_start = True
+    for number, (place, item) in enumerate(items):
         match item.get("type"):
             case "additional_tools":
                 offered = _check_objects(item.get("tools"), f"{place}.tools")
@@ -40,18 +63,29 @@ def apply_settings(
                     text = text.model_copy(update={"format": form})
                 continue
             case _:
+                is_start = is_start and item.get("role") in ("system", "developer")
                 continue
+        brought = []
         for where, tool in offered:
-            found = {entry.shown_name for entry in read_declared_tools([(where, tool)])}
-            if found - names:
+            found = read_declared_tools([(where, tool)])
+            new = {entry.shown_name for entry in found} - names
+            if new:
                 added.append(tool)
-                names |= found
+                names |= new
+            brought += [one for one in found if one.shown_name in new | hidden]
+            hidden -= {entry.shown_name for entry in found}
+        if is_start:
+            later -= {entry.shown_name for entry in brought}
+        elif brought:
+            later |= {entry.shown_name for entry in brought}
+            notes[number] = show_tools([entry.as_function for entry in brought])
     if not added and reasoning is params.reasoning and text is params.text:
-        return params
+        return Settings(params, frozenset(later), notes)
     tools_in_effect = [*(params.tools or ()), *added] or None
-    return params.model_copy(
+    params = params.model_copy(
         update={"tools": tools_in_effect, "reasoning": reasoning, "text": text}
     )
+    return Settings(params, frozenset(later), notes)
 
 
 def _check_objects(value: object, place: str) -> list[tuple[str, dict[str, Any]]]:

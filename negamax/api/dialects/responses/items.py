@@ -75,6 +75,12 @@ class ApplyPatchCallItem(Item, frozen=True, tag="apply_patch_call"):
     operation: JsonObject  # `type`, `path`, `diff`
 
 
+class ToolSearchCallItem(Item, frozen=True, tag="tool_search_call"):
+    call_id: str  # id to use in the tool_search_output
+    arguments: JsonObject  # what to search for
+    execution: str = "client"  # always `client`
+
+
 OutputItem = (
     ReasoningItem
     | MessageItem
@@ -83,6 +89,7 @@ OutputItem = (
     | ShellCallItem
     | LocalShellCallItem
     | ApplyPatchCallItem
+    | ToolSearchCallItem
 )
 
 

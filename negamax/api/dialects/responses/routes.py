@@ -347,20 +347,24 @@ class _Responses:
             ("input" if isinstance(params.input, str) else f"input[{i}]", item)
             for i, item in enumerate(given)
         ]
-        params = apply_settings(params, items)
+        settings = apply_settings(params, items)
+        params = settings.params
         history = build_history(
             items,
             instructions=params.instructions,
             thoughts=self._context.hidden_thoughts(),
             family=self._context.chat_format.family,
+            tool_notes=settings.notes,
         )
         if not history.messages:
             refuse("input", "has nothing to show to the model; send text or at least one message")
         tools, calls = params.choice()
+        shown = [tool for tool in tools or () if tool["function"]["name"] not in settings.later]
         turn = Turn(
+            tools=tools,
             conversation=Conversation(
                 messages=history.messages,
-                tools=tools,
+                tools=shown or None,
                 thinking=params.thinking_choice,
                 template_kwargs=params.chat_template_kwargs,
             ),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from negamax.api.dialects.responses.client_tools import CLIENT_TOOLS, is_run_by_client
+from negamax.api.dialects.responses.client_tools import CLIENT_TOOLS, TOOL_SEARCH, is_run_by_client
 from negamax.api.schemas.request_model import (
     RequestModel,
     check_type,
@@ -54,6 +54,7 @@ class DeclaredTool:
     namespace: str | None
     kind: str
     as_function: dict[str, Any]
+    is_deferred: bool = False  # shown only when a search finds it
 
     @property
     def shown_name(self) -> str:
@@ -124,7 +125,8 @@ class ResponsesRequest(TurnRequest):
     background: bool = False  # answer at once, to be fetched later; needs store
     max_output_tokens: int | None = Field(default=None, ge=1)  # default: the rest of the context
     stop: StopStrings = Field(default_factory=list)  # an extension
-    # functions, custom tools, namespaces of them, shell, local_shell, apply_patch; at most 1,024
+    # functions, custom tools, namespaces of them, and tools with a type that clients run; at most
+    # 1,024
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] = "auto"  # auto, none, required, a tool, or allowed_tools
     parallel_tool_calls: bool = True  # false: at most one call
@@ -205,8 +207,8 @@ class ResponsesRequest(TurnRequest):
 def read_declared_tools(placed: Sequence[tuple[str, dict[str, Any]]]) -> list[DeclaredTool]:
     """Return the tools that the model can be shown, given with their places.
 
-    These are functions, custom tools, both also in namespaces, and shells and patches that clients
-    run. Tools that run on OpenAI's servers are omitted.
+    These are functions, custom tools, both also in namespaces, and shells, patches and searches
+    that clients run. Tools that run on OpenAI's servers are omitted.
     """
     declared: list[DeclaredTool] = []
     for where, tool in placed:
@@ -226,11 +228,13 @@ def read_declared_tools(placed: Sequence[tuple[str, dict[str, Any]]]) -> list[De
 def _read_tool(tool: dict[str, Any], *, where: str, namespace: str | None) -> list[DeclaredTool]:
     kind = tool.get("type")
     if isinstance(kind, str) and is_run_by_client(tool):
-        tool_shown = CLIENT_TOOLS[kind]
-        function = build_function_tool(
-            kind, description=tool_shown.description, parameters=tool_shown.schema, is_strict=False
-        )
-        return [DeclaredTool(kind, None, kind, function)]
+        known = CLIENT_TOOLS[kind]
+        given = {"name": kind, "description": known.description, "parameters": known.schema}
+        if kind == TOOL_SEARCH:
+            own = (name for name in ("description", "parameters") if tool.get(name) is not None)
+            given.update({name: tool[name] for name in own})
+        check_function(given, where=where)
+        return [DeclaredTool(kind, None, kind, {"type": "function", "function": given})]
     if kind not in ("function", "custom"):
         if not isinstance(kind, str):
             allowed = "the name of a type, such as 'function'"
@@ -248,4 +252,5 @@ def _read_tool(tool: dict[str, Any], *, where: str, namespace: str | None) -> li
         parameters=_CUSTOM_PARAMETERS if is_custom else described.get("parameters"),
         is_strict=not is_custom and described.get("strict") is True,
     )
-    return [DeclaredTool(described["name"], namespace, kind, function)]
+    is_deferred = described.get("defer_loading") is True
+    return [DeclaredTool(described["name"], namespace, kind, function, is_deferred)]

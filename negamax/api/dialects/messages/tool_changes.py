@@ -1,0 +1,139 @@
+"""The tools of a request to /v1/messages: those of its prompt, and those that messages bring.
+
+A tool that a message brings is shown there, so that the cached prefix stays valid.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from negamax.api.schemas.request_model import check_type, refuse
+from negamax.api.schemas.tools import (
+    build_function_tool,
+    check_function,
+    check_tool_count,
+    load_client_tools,
+    show_tools,
+)
+
+TOOL_CHANGES = ("tool_addition", "tool_removal")  # blocks of system messages
+_CLIENT_TOOLS = load_client_tools("messages")
+_SERVER_SEARCH = "tool_search_tool_"  # prefix of types whose search this server does not run
+
+
+@dataclass(slots=True)
+class ToolsInEffect:
+    """The tools of a conversation as functions. Single writer: `read_tools`."""
+
+    shown: list[dict[str, Any]] = field(default_factory=list)  # at the start of the prompt
+    callable: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name, after all changes
+    notes: dict[str, str] = field(default_factory=dict)  # texts of blocks by their place
+
+
+def read_tools(
+    tools: Sequence[dict[str, Any]], messages: Sequence[Mapping[str, Any]]
+) -> ToolsInEffect:
+    """Read the declared tools and the changes in messages. Errors: `InvalidRequestError`.
+
+    - Tools that clients run get the schema of their type if they have none. Tools that run on
+      Anthropic's servers are omitted.
+    - A tool with `defer_loading` is shown where a message first refers to it. All are shown at the
+      start if Anthropic's servers would search them, or if there are no others.
+    """
+    effect, known, deferred = ToolsInEffect(), dict[str, dict[str, Any] | None](), set[str]()
+    check_tool_count(len(tools))
+    is_searched = any(str(tool.get("type")).startswith(_SERVER_SEARCH) for tool in tools)
+    is_mixed = any(tool.get("defer_loading") is not True for tool in tools)
+    for index, tool in enumerate(tools):
+        place = f"tools[{index}]"
+        name, function = _get_name(place, tool), _read_tool(place, tool)
+        known[name] = function
+        if function is None:
+            continue
+        effect.callable[name] = function
+        if tool.get("defer_loading") is True and is_mixed and not is_searched:
+            deferred.add(name)
+        else:
+            effect.shown.append(function)
+    for place, kind, change in _find_changes(messages):
+        name = _get_name(place, change)
+        if kind == "tool_removal":
+            if effect.callable.pop(name, None) is not None:
+                effect.notes[place] = f"[the tool {name} can no longer be called]"
+            continue
+        if change.get("type") == "tool_definition":
+            where = f"{place}.tool.definition"
+            tool = check_type(change.get("definition"), dict, where, "a tool")
+            name = _get_name(where, tool)
+            known[name] = _read_tool(where, tool)
+            deferred.add(name)
+        if (found := known.get(name)) is None:
+            continue
+        if name in deferred:
+            effect.notes[place] = show_tools([found])
+            deferred.discard(name)
+        elif name not in effect.callable:
+            effect.notes[place] = f"[the tool {name} can be called again]"
+        if kind == "tool_addition":
+            effect.callable[name] = found
+    check_tool_count(len(effect.callable))
+    return effect
+
+
+def _find_changes(
+    messages: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yield changes in system messages and references in results: place, type, and tool."""
+    for index, message in enumerate(messages):
+        for place, block in _list_blocks(message, f"messages[{index}]"):
+            kind = block.get("type")
+            if kind in TOOL_CHANGES and message.get("role") == "system":
+                what = "a reference or a definition"
+                yield place, kind, check_type(block.get("tool"), dict, f"{place}.tool", what)
+            elif kind == "tool_result":
+                for where, part in _list_blocks(block, place):
+                    if part.get("type") == "tool_reference":
+                        yield where, "tool_reference", {"name": part.get("tool_name")}
+
+
+def _list_blocks(owner: Mapping[str, Any], place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    content = owner.get("content")
+    for number, block in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(block, dict):
+            yield f"{place}.content[{number}]", block
+
+
+def _get_name(place: str, tool: Mapping[str, Any]) -> str:
+    name = tool.get("name")
+    return name if isinstance(name, str) else place
+
+
+def _read_tool(where: str, declared: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a tool as a function; None if this server does not know it."""
+    tool = declared if "input_schema" in declared else _add_schema(declared)
+    if tool is None:
+        if declared.get("type") in (None, "custom"):
+            refuse(f"{where}.input_schema", "is required and missing")
+        return None
+    check_function(tool, where=where, schema_field="input_schema")
+    return build_function_tool(
+        tool["name"],
+        description=tool.get("description"),
+        parameters=tool["input_schema"],
+        is_strict=tool.get("strict") is True,
+    )
+
+
+def _add_schema(tool: dict[str, Any]) -> dict[str, Any] | None:
+    """Add the description and `input_schema` of the tool's type.
+
+    None: the server does not know the type, or the tool runs on Anthropic's servers.
+    """
+    kind = tool.get("type")
+    known = _CLIENT_TOOLS.get(kind) if isinstance(kind, str) else None
+    if known is None:
+        return None
+    description, most = known.description, tool.get("max_characters")
+    if isinstance(most, int):
+        description += f" At most {most} characters of a file are shown."
+    return {**tool, "description": description, "input_schema": known.schema}
