@@ -6,6 +6,7 @@ is written, so a GPU is synchronized once and not once per tensor. Scales are ch
 Broken values are counted only in tensors that are refused.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.checkpoint.holes import check_zeros
+from negamax.checkpoint.holes import ZeroMatrix, check_zeros
 from negamax.checkpoint.reader import CheckpointReader, TensorEntry
+from negamax.formats.floats import E4M3_FNUZ
+from negamax.formats.tensor_format import Role, TensorFormat
 
 _MAX_NAMED = 5
 # In NaN and infinity all exponent bits are set. E4M3FN has no infinities; in its NaN all bits but
@@ -32,7 +35,6 @@ class _Part(NamedTuple):
     """A written part of one tensor, or of several."""
 
     sources: tuple[TensorEntry, ...]
-    matrix: str | None
     dtype: torch.dtype
     exponent: Tensor  # [] integer: the largest
 
@@ -61,14 +63,17 @@ class FiniteCheck:
 
     _parts: list[_Part] = field(default_factory=list)
     _scales: dict[str, BrokenScale] = field(default_factory=dict)
+    # by matrix; None: a part of it has other bytes than 0
+    _zeros: dict[str, ZeroMatrix | None] = field(default_factory=dict)
 
-    def add(self, values: Tensor, *sources: TensorEntry, matrix: str | None = None) -> None:
-        """Check `values`, made from the tensors `sources`, without waiting for the device.
-
-        `matrix` is the name of the matrix that `values` are a part of.
-        """
+    def add(self, values: Tensor, *sources: TensorEntry) -> None:
+        """Check `values`, made from the tensors `sources`, without waiting for the device."""
         if values.numel() and values.dtype in _SPECIAL_BITS:
-            self._parts.append(_Part(sources, matrix, values.dtype, _largest_exponent(values)))
+            self._parts.append(_Part(sources, values.dtype, _largest_exponent(values)))
+
+    def add_matrix(self, name: str, zeros: ZeroMatrix | None) -> None:
+        """Note whether a part of the matrix `name` holds only `zeros`; None: it does not."""
+        self._zeros[name] = zeros and self._zeros.get(name, zeros)
 
     def add_scale(self, scale: BrokenScale) -> None:
         """Report `scale` in `finish`."""
@@ -84,20 +89,14 @@ class FiniteCheck:
         for number, part in enumerate(self._parts):
             alike.setdefault((part.exponent.device, part.dtype), []).append(number)
         broken: list[int] = []
-        zero: set[int] = set()
         for (_, dtype), numbers in alike.items():
             stacked = torch.stack([self._parts[number].exponent for number in numbers])
             exponents = stacked.tolist()  # host-sync: once, after the last tensor
             special = _SPECIAL_BITS[dtype][1]
             broken += [n for n, bits in zip(numbers, exponents, strict=True) if bits == special]
-            zero |= {n for n, bits in zip(numbers, exponents, strict=True) if bits == 0}
         texts = []
         if self._scales:
-            found = [scale.describe(reader) for scale in list(self._scales.values())[:_MAX_NAMED]]
-            names = _some(found, len(self._scales))
-            texts.append(
-                f"the checkpoint has scales that are 0, negative, huge, NaN or infinite: {names}"
-            )
+            texts.append(_describe_scales(reader, list(self._scales.values())))
             broken = [
                 n
                 for n in broken
@@ -108,21 +107,36 @@ class FiniteCheck:
             names = _some(found, len(broken))
             texts.append(f"the checkpoint has values that are NaN or infinite: {names}")
         if texts:
-            raise CheckpointError(
-                "; ".join(texts),
-                hint="download the files again; if they are complete, the checkpoint itself is "
-                "broken",
-            )
-        others = {part.matrix for n, part in enumerate(self._parts) if n not in zero} | {None}
-        empty = (self._parts[n] for n in sorted(zero))
-        zeros = {str(one.matrix): one.sources[0] for one in empty if one.matrix not in others}
-        check_zeros(reader, zeros)
+            raise CheckpointError("; ".join(texts), hint=_BROKEN)
+        check_zeros(reader, {name: zeros for name, zeros in self._zeros.items() if zeros})
+
+
+_BROKEN = "download the files again; if they are complete, the checkpoint itself is broken"
+
+
+def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorFormat) -> None:
+    """Check `values` (read from `entry`, on the CPU), which have `role` in the format `stored`.
+
+    Errors: `CheckpointError` for broken scales and for values that are NaN or infinite.
+    """
+    scale = find_broken_scale(values, entry, stored) if role is Role.SCALE else None
+    if scale is not None:
+        with CheckpointReader() as reader:
+            text = _describe_scales(reader, [scale])
+        raise CheckpointError(text, hint=_BROKEN)
+    # FNUZ values have other NaNs, and may be declared as E4M3FN
+    if role is Role.VALUES and values.dtype in _SPECIAL_BITS and stored.element != E4M3_FNUZ:
+        places = find_non_finite(values).nonzero()
+        if len(places):
+            text = f"the checkpoint has values that are NaN or infinite: {_spot(entry, places)}"
+            raise CheckpointError(text, hint=_BROKEN)
 
 
 def find_broken_scale(
-    values: Tensor, entry: TensorEntry, *, may_be_negative: bool
+    values: Tensor, entry: TensorEntry, stored: TensorFormat
 ) -> BrokenScale | None:
     """Return a `BrokenScale` if `values` (read from `entry`, on the CPU) hold an invalid scale."""
+    may_be_negative = stored.element.startswith(("int", "uint"))
     if values.numel() == 0:
         return None
     if values.dtype not in _POWERS:
@@ -168,10 +182,9 @@ def find_non_finite(values: Tensor) -> Tensor:
 
 
 def _largest_exponent(values: Tensor) -> Tensor:
-    """Return the largest exponent bits, [] integer.
+    """Return the largest exponent bits, [] integer; all of them are set if a value is not finite.
 
-    All of them are set if a value is not finite; 0 means that all values are 0. This is several
-    times as fast as `find_non_finite(values).any()`.
+    This is several times as fast as `find_non_finite(values).any()`.
     """
     bits, special = _SPECIAL_BITS[values.dtype]
     return (values.view(bits) & special).amax()
@@ -193,6 +206,12 @@ def _describe(reader: CheckpointReader, sources: tuple[TensorEntry, ...]) -> str
 def _spot(entry: TensorEntry, places: Tensor) -> str:
     size = " x ".join(map(str, entry.shape)) or "1"
     return f"{entry.name} in {len(places)} of {size} ({entry.dtype}), first at {places[0].tolist()}"
+
+
+def _describe_scales(reader: CheckpointReader, scales: Sequence[BrokenScale]) -> str:
+    found = [scale.describe(reader) for scale in scales[:_MAX_NAMED]]
+    names = _some(found, len(scales))
+    return f"the checkpoint has scales that are 0, negative, huge, NaN or infinite: {names}"
 
 
 def _some(found: list[str], total: int) -> str:

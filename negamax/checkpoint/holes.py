@@ -1,17 +1,20 @@
 """Detection of holes: zeros that an interrupted download left in place of weights.
 
-Quantized formats refuse them, since no scale is 0. Plain matrices of zeros can be intended, such as
-pruned experts. A hole, however, does not end at a tensor border: the next tensor then starts or
-ends with zeros.
+They are looked for in the stored bytes, whatever the values mean. Matrices of zeros can be
+intended, such as pruned experts. A hole, however, does not end at a tensor border: the next tensor
+then starts or ends with zeros. Packed integers that are stored plus an offset are never all 0.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.base.log import get_logger
 from negamax.checkpoint.reader import CheckpointReader, TensorEntry, list_first, read_header
+from negamax.formats.tensor_format import TensorFormat
 
 logger = get_logger(__name__)
 
@@ -20,23 +23,31 @@ _CHUNK_BYTES = 2**20
 _MOST_LOOKED_AT = 100
 
 
-def find_zeros(
-    reader: CheckpointReader, matrices: Mapping[str, TensorEntry]
-) -> dict[str, TensorEntry]:
-    """Return the matrices that hold only zeros. Of the others, only the first bytes are read."""
-    return {
-        name: entry
-        for name, entry in matrices.items()
-        if _is_zero(reader, entry, entry.offset, entry.offset + entry.num_bytes)
-    }
+class ZeroMatrix(NamedTuple):
+    """A matrix whose stored values hold only bytes of 0."""
+
+    entry: TensorEntry  # of the values
+    format: TensorFormat
 
 
-def check_zeros(reader: CheckpointReader, zeros: Mapping[str, TensorEntry]) -> None:
-    """Warn of matrices that hold only zeros: name -> the tensor that it is read from.
+def is_zero(values: Tensor) -> bool:
+    """Return whether all bytes of `values` (on the CPU, contiguous) are 0; False without any."""
+    data = values.reshape(-1).view(torch.uint8)
+    return bool(len(data)) and not bool(data[:_EDGE_BYTES].any()) and not bool(data.any())
 
-    Errors: `CheckpointError` if one of them lies in a hole.
+
+def check_zeros(reader: CheckpointReader, zeros: Mapping[str, ZeroMatrix]) -> None:
+    """Warn of matrices that hold only zeros, by name.
+
+    Errors: `CheckpointError` if one of them lies in a hole, or if zeros cannot be meant.
     """
-    for name, entry in list(zeros.items())[:_MOST_LOOKED_AT]:
+    for name, (entry, stored) in list(zeros.items())[:_MOST_LOOKED_AT]:
+        if stored.has_offset_codes:
+            raise CheckpointError(
+                f"{entry.file} has a hole: {entry.name} holds only zeros, which {stored.name} does "
+                f"not store for any matrix",
+                hint="download the file again",
+            )
         if (torn := _torn(reader, entry)) is not None:
             raise CheckpointError(
                 f"{entry.file} has a hole: {name} holds only zeros, and so does an end of "

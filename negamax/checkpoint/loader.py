@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from negamax.base.log import get_logger
 from negamax.base.progress import ShowProgress, format_bytes
 from negamax.checkpoint.finite import FiniteCheck
+from negamax.checkpoint.holes import ZeroMatrix
 from negamax.checkpoint.plan import LoadPlan, Move
 from negamax.checkpoint.reader import CheckpointReader, list_first
 from negamax.checkpoint.stream import PIECE_BYTES, THREADS, read_parts
@@ -99,12 +100,10 @@ def fill(
             # Scales are many small tensors, copied unchanged: check them on the host.
             stored = move.slot.stored
             looked_at = part.tensor if stored and stored.role is not Role.VALUES else written
-            is_matrix = move.is_of_values and len(move.slot.shape) == 2
-            check.add(
-                looked_at if part.plain is None else part.plain,
-                *move.entries,
-                matrix=move.slot.name if is_matrix else None,
-            )
+            check.add(looked_at if part.plain is None else part.plain, *move.entries)
+            if move.is_of_values and len(move.slot.shape) == 2:
+                zeros = ZeroMatrix(move.entries[0], move.stored_format) if part.zeros else None
+                check.add_matrix(move.slot.name, zeros)
             done += move.num_bytes
             if progress:
                 progress(done, total)

@@ -95,6 +95,12 @@ class Move:
         return self.slot.stored in (None, self.slot.source.values)
 
     @property
+    def stored_format(self) -> TensorFormat:
+        """The format in the files."""
+        is_plain = self.tensors[0][0] is PLAIN.values
+        return PLAIN if is_plain else self.slot.source.made_of or self.slot.source
+
+    @property
     def position(self) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
         source = self.tensors[0][1]
         return str(source.entry.file), source.entry.offset, source.index, source.start

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from negamax.checkpoint.finite import BrokenScale, find_broken_scale
+from negamax.checkpoint.holes import is_zero
 from negamax.checkpoint.plan import Move, SourceTensor
 from negamax.checkpoint.reader import CheckpointReader, Span
 from negamax.formats.floats import PLAIN
@@ -33,11 +34,15 @@ _ALIGNMENT = 64  # alignment of a piece in its buffer, as in its file
 
 
 class Part(NamedTuple):
-    """A rank's part of a matrix, its broken scales, and its plain values if quantized."""
+    """A rank's part of a matrix, its broken scales, and its plain values if quantized.
+
+    `zeros`: the bytes of its values are all 0 in the file.
+    """
 
     move: Move
     tensor: Tensor
     broken: list[BrokenScale]
+    zeros: bool
     plain: Tensor | None = None
 
 
@@ -61,6 +66,7 @@ class _Found(NamedTuple):
     wanted: _Wanted
     tensor: Tensor
     broken: list[BrokenScale]
+    zeros: bool
 
 
 @dataclass(slots=True)
@@ -168,12 +174,11 @@ class _Stream:
         tensor = wanted.span.view(data[wanted.span.start - start :])
         if not tensor.is_contiguous():
             tensor = self._held(tensor) if _is_copied(move) else tensor.contiguous()
-        tensor, broken = tensor.reshape(wanted.shape), []
-        if wanted.stored.role is Role.SCALE:
-            signed = move.slot.source.element.startswith(("int", "uint"))
-            scale = find_broken_scale(tensor, entry, may_be_negative=signed)
+        tensor, broken, role = tensor.reshape(wanted.shape), [], wanted.stored.role
+        if role is Role.SCALE:
+            scale = find_broken_scale(tensor, entry, move.slot.source)
             broken += [] if scale is None else [scale]
-        return _Found(wanted, tensor, broken)
+        return _Found(wanted, tensor, broken, role is Role.VALUES and is_zero(tensor))
 
     def _make(self, found: list[_Found]) -> list[GiveParts]:
         """Yield the parts that these tensors complete."""
@@ -181,7 +186,7 @@ class _Stream:
         for one in found:
             moves = [self._moves[number] for number in one.wanted.moves]
             if _is_copied(moves[0]):
-                parts.append(partial(_one, Part(moves[0], one.tensor, one.broken)))
+                parts.append(partial(_one, Part(moves[0], one.tensor, one.broken, one.zeros)))
                 continue
             number = one.wanted.moves[0]
             there = self._there.setdefault(number, [])
@@ -206,7 +211,7 @@ class _Stream:
         """Dequantize or quantize a matrix. Runs in a thread."""
         plain = dequantize(move.slot.source, _kept(move, there))
         part = self._held(_within(plain, move.slot.region, move.read_region))
-        return [Part(move, part, _broken(there))]
+        return [Part(move, part, _broken(there), _has_zeros(there))]
 
     def _held(self, part: Tensor) -> Tensor:
         """Return `part`, copied to pinned memory if it is for a GPU."""
@@ -218,7 +223,7 @@ class _Stream:
 def _kept(move: Move, there: Sequence[_Found]) -> dict[str, Tensor]:
     """Return the tensors that a matrix depends on. Errors: those of `check_entries`."""
     tensors = {}
-    for wanted, tensor, _ in there:
+    for wanted, tensor, *_ in there:
         stored, part = wanted.stored, wanted.stored.part(move.read_region)
         wanted.source.check(stored, tensor, part, move.slot.matrix_shape)
         if stored.is_kept:
@@ -228,6 +233,10 @@ def _kept(move: Move, there: Sequence[_Found]) -> dict[str, Tensor]:
 
 def _broken(there: Sequence[_Found]) -> list[BrokenScale]:
     return [scale for found in there for scale in found.broken]
+
+
+def _has_zeros(there: Sequence[_Found]) -> bool:
+    return any(found.zeros for found in there)
 
 
 def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
@@ -247,7 +256,8 @@ def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
             region, outer = slot.stored.part(slot.matrix_region), slot.stored.part(whole)
             found = _within(made[slot.stored.name], region, outer)
         is_first = move.is_of_values
-        parts.append(Part(move, found, _broken(there) * is_first, plain if is_first else None))
+        broken, zeros = _broken(there) * is_first, _has_zeros(there)
+        parts.append(Part(move, found, broken, zeros, plain if is_first else None))
     return parts
 
 

@@ -18,7 +18,6 @@ from typing import Any
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.progress import ShowProgress, format_bytes
-from negamax.checkpoint.holes import check_zeros, find_zeros
 from negamax.checkpoint.identity import compute_identity, find_commit
 from negamax.checkpoint.reader import INDEX_NAME, list_first
 from negamax.config.json_file import read_json_object
@@ -189,8 +188,7 @@ def _run(
         if step in finished:
             done += sum(piece.source_bytes for piece in step.pieces)
             continue
-        with source.reader() as reader:
-            check_zeros(reader, find_zeros(reader, source.matrices_of_layer(step.layer)))
+        source.check_holes(step.layer)
         for piece in _write(step, source):
             done += piece.source_bytes
             if progress:

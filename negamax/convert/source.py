@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
+from negamax.checkpoint.finite import check_tensor
+from negamax.checkpoint.holes import ZeroMatrix, check_zeros, is_zero
 from negamax.checkpoint.plan import Move, plan_tensors
 from negamax.checkpoint.reader import SAFETENSORS_NAMES, CheckpointReader, TensorEntry, read_entries
 from negamax.checkpoint.split import read_ranks
@@ -88,6 +90,7 @@ class Weight:
             found = reader.read(source.entry, source.region(part)).reshape(list(map(len, part)))
             if not is_plain:
                 source.check(stored, found, part, self.shape)
+            check_tensor(found, source.entry, stored.role, self.move.stored_format)
             tensors[stored.name] = found
         for stored, source in self.move.tensors:
             if stored.role is Role.ACTIVATION:  # the values do not depend on it
@@ -95,6 +98,13 @@ class Weight:
                 found = reader.read(source.entry, source.region(whole))
                 tensors[stored.name] = found.reshape(list(map(len, whole)))
         return tensors
+
+    def is_zero(self, reader: CheckpointReader) -> bool:
+        """Return whether the bytes of a matrix's values are all 0. Reads a row if they are not."""
+        stored, source = self.move.tensors[0]
+        rows, columns = map(range, stored.shape(self.shape))
+        parts = ((rows[:1], columns), (rows, columns))
+        return all(is_zero(reader.read(source.entry, source.region(part))) for part in parts)
 
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Dequantize what `read` returned, to fp32. Errors: `CheckpointError` if not finite."""
@@ -165,13 +175,15 @@ class Source:
     def read_layer(self, layer: int | None) -> list[Weight]:
         return [weight for weight in self.weights if weight.layer == layer]
 
-    def matrices_of_layer(self, layer: int | None) -> dict[str, TensorEntry]:
-        """Return the plain weights, each with its entry."""
-        return {
-            weight.name: weight.move.entries[0]
-            for weight in self.read_layer(layer)
-            if weight.format is PLAIN and len(weight.spec.shape) == 2
-        }
+    def check_holes(self, layer: int | None) -> None:
+        """Check the matrices of a layer for holes. Errors: `CheckpointError`."""
+        with self.reader() as reader:
+            zeros = {}
+            for weight in self.read_layer(layer):
+                if len(weight.spec.shape) == 2 and weight.is_zero(reader):
+                    entry = weight.move.entries[0]
+                    zeros[weight.name] = ZeroMatrix(entry, weight.move.stored_format)
+            check_zeros(reader, zeros)
 
     @property
     def formats(self) -> tuple[TensorFormat, ...]:

@@ -218,6 +218,11 @@ class TensorFormat:
             for t in held
         )
 
+    @property
+    def has_offset_codes(self) -> bool:
+        """Whether integers are stored plus 2^(bits - 1), so that zeros are not stored as 0."""
+        return self.packing is CodePacking.WORDS and self.element.startswith("int")
+
     def unit(self, axis: Axis) -> int:
         """Return the rows or columns that must not be split, because they share an entry."""
         return math.lcm(*(d.unit for tensor in self.tensors for d in tensor.dims if d.axis is axis))

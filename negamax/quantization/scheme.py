@@ -125,8 +125,7 @@ def is_within(module: str, names: Sequence[str]) -> bool:
     ends = range(1, len(parts) + 1)
     if any(".".join(parts[first:end]) in known for end in ends for first in range(end)):
         return True
-    expression = _expression(_wildcards(names))
-    return expression is not None and any(map(expression.match, spellings(module, expression)))
+    return _match_any(module, _wildcards(names))
 
 
 def matches(module: str, patterns: Sequence[str]) -> bool:
@@ -134,8 +133,7 @@ def matches(module: str, patterns: Sequence[str]) -> bool:
     patterns = _unfused(tuple(patterns))
     if canonicalize(module) in _canonical(patterns):
         return True
-    expression = _expression(tuple(each[3:] for each in patterns if each.startswith("re:")))
-    return expression is not None and any(map(expression.match, spellings(module, expression)))
+    return _match_any(module, tuple(each[3:] for each in patterns if each.startswith("re:")))
 
 
 def make_lookup(table: Mapping[str, V]) -> Callable[[str], V | None]:
@@ -155,13 +153,17 @@ def make_lookup(table: Mapping[str, V]) -> Callable[[str], V | None]:
 def spellings(module: str, pattern: re.Pattern[str]) -> Iterator[str]:
     """Yield the names that checkpoints use for a module, its own first.
 
-    Tools differ in prefixes and in the name of the MoE block. If `pattern` distinguishes experts or
-    their matrices, the names of these differ as well.
+    Tools differ in prefixes and in the name of the MoE block. If `pattern` names experts, or
+    projections of the MLP, the names of experts' matrices differ as well.
     """
+    return _spell(module, tells_experts=_tells_experts(pattern.pattern))
+
+
+def _spell(module: str, *, tells_experts: bool) -> Iterator[str]:
     yield module
     bare = canonicalize(module)
     names = [bare, _MOE.sub("mlp", bare)]
-    if ".experts." in bare and _tells_experts(pattern):
+    if ".experts." in bare and tells_experts:
         names += [_MATRIX.sub(lambda match: _MATRICES[match[0]], name) for name in names]
     for name in names:
         yield from (prefix + name for prefix in _PREFIXES)
@@ -200,9 +202,12 @@ _MATRIX, _MATRICES = re.compile(r"(?<=\.)w[123]$"), {w: name for name, w in _PRO
 
 
 @cache
-def _tells_experts(pattern: re.Pattern[str]) -> bool:
-    """Return whether `pattern` names experts or their projections, alone or in alternatives."""
-    return re.search(r"experts|(?:gate|up|down)(?:[|\w]*\))*_proj", pattern.pattern) is not None
+def _tells_experts(pattern: str) -> bool:
+    """Return whether `pattern` names experts, or projections of the MLP alone or in alternatives.
+
+    "down_proj" without either is of dense and shared MLPs beside experts with w1, w2 and w3.
+    """
+    return re.search(r"experts|mlp.*(?:gate|up|down)(?:[|\w]*\))*_proj", pattern) is not None
 
 
 def canonicalize(name: str) -> str:
@@ -228,16 +233,32 @@ def _wildcards(names: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
+def _match_any(module: str, patterns: tuple[str, ...]) -> bool:
+    return any(
+        any(map(expression.match, _spell(module, tells_experts=tells_experts)))
+        for expression, tells_experts in _expressions(patterns)
+    )
+
+
 @cache
-def _expression(patterns: tuple[str, ...]) -> re.Pattern[str] | None:
-    """Join patterns to one expression. Errors: `ConfigError` for an invalid one."""
-    try:
-        return re.compile("|".join(f"(?:{each})" for each in patterns)) if patterns else None
-    except re.error as error:
-        raise ConfigError(
-            f"the checkpoint names modules by {', '.join(patterns)}, which is no regular "
-            f"expression: {error}"
-        ) from None
+def _expressions(patterns: tuple[str, ...]) -> tuple[tuple[re.Pattern[str], bool], ...]:
+    """Join patterns to two expressions: those that name experts, and the others.
+
+    Errors: `ConfigError` for an invalid pattern.
+    """
+    found = []
+    for tells_experts in (False, True):
+        alike = [each for each in patterns if _tells_experts(each) is tells_experts]
+        try:
+            if alike:
+                joined = "|".join(f"(?:{each})" for each in alike)
+                found.append((re.compile(joined), tells_experts))
+        except re.error as error:
+            raise ConfigError(
+                f"the checkpoint names modules by {', '.join(alike)}, which is no regular "
+                f"expression: {error}"
+            ) from None
+    return tuple(found)
 
 
 def refuse(spec: QuantizationSpec, name: str, value: Any, allowed: str) -> NoReturn:

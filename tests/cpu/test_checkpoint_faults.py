@@ -16,15 +16,18 @@ from typing import Any
 
 import pytest
 import torch
+from loading_support import conversion
 from m2_checkpoints import CONFIG, load_weights, quantize_block, random_tensors, tiny_spec
 from model_support import build
 from safetensors.torch import load_file, save_file
 from stored_formats import FORMATS, in_full, sample, write
+from stored_kernels import keeping_stored
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
+from negamax.convert.convert import convert
 from negamax.formats.floats import PLAIN
 from negamax.formats.platform import CPU, nvidia
 from negamax.formats.tensor_format import Role
@@ -271,3 +274,31 @@ def test_huge_powers_of_two_are_refused(tmp_path: Path, name: str) -> None:
         save(tmp_path, made.tensors)
         with pytest.raises(CheckpointError, match="huge") if is_refused else nullcontext():
             load_weights(build(made.spec, loaded=False).weight_slots(), made.spec, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["packed-int4", "awq", "modelopt-nvfp4"])
+def test_loads_and_conversions_find_the_same_zeros_in_packed_weights(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, made, folder = CONFIG | SIZES, sound(name), tmp_path / "source"
+    folder.mkdir()
+    write(folder, config, random_tensors(tiny_spec(**config)), FORMATS[name])
+    keeping = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
+    for key in (made.values, made.scale):
+        save(folder, made.tensors | {key: torch.zeros_like(made.tensors[key])})
+        for number in range(3):
+            caplog.clear()
+            if number < 2:
+                kernels = {"kernels": keeping} if number else {}
+                slots = build(made.spec, loaded=False, **kernels).weight_slots()
+                assert (made.scale in slots) is bool(number)
+                found = refusal(partial(load_weights, slots, made.spec, folder))
+            else:
+                found = refusal(partial(convert, conversion(folder, tmp_path / key, "bf16")))
+            zeros = [record.getMessage() for record in caplog.records if "zeros" in record.msg]
+            if key == made.scale:
+                assert f"scales that are 0, negative, huge, NaN or infinite: {key}" in found
+            elif name == "packed-int4":
+                assert f"has a hole: {key} holds only zeros, which packed_int4" in found
+            else:
+                assert not found and len(zeros) == 1 and MODULE in zeros[0]
