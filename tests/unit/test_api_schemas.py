@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from pydantic import ValidationError
 from request_support import HELLO, chat
 
@@ -394,13 +395,24 @@ def test_every_name_of_a_form(fields: dict[str, Any], kind: str, text: object) -
         assert grammar.text == (text if isinstance(text, str) else json.dumps(text))
 
 
+COMPACT_KEY = "disable_any_whitespace"
+COMPACT = {"structured_outputs": {COMPACT_KEY: True}}
+
+
 @pytest.mark.parametrize("strict", [True, False, None])
 def test_schema_is_strict_only_where_asked(strict: bool | None) -> None:
     grammar = chat(**json_format(name="x", schema=SCHEMA, strict=strict)).grammar
     assert grammar is not None and grammar.strict == (strict is True)
+    compact = chat(**json_format(schema=SCHEMA, strict=strict), **COMPACT).grammar
+    assert compact == replace(grammar, compact=True)
 
 
-NO_FORMS = [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {"x": 1}}]
+NO_FORMS = [
+    COMPACT,
+    {},
+    {"response_format": {"type": "text"}},
+    {"structured_outputs": {"json": None}},
+]
 
 
 @pytest.mark.parametrize("fields", [*NO_FORMS, {"structured_outputs": {}}], ids=str)
@@ -416,6 +428,14 @@ def test_no_form(fields: dict[str, Any]) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (json_format(name="x"), "response_format.json_schema"),
         (json_format(schema="{"), "response_format.json_schema.schema"),
+        ({"structured_outputs": {"jsn": SCHEMA}}, "structured_outputs.jsn"),
+        ({"structured_outputs": {"json": SCHEMA, "x": None}}, "structured_outputs.x"),
+        (
+            {"structured_outputs": {"whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+        ),
+        (COMPACT | {"regex": "a", "ebnf": "b"}, "ebnf"),
+        ({"structured_outputs": {COMPACT_KEY: 1}}, f"structured_outputs.{COMPACT_KEY}"),
         ({"structured_outputs": {"choice": "yes"}}, "structured_outputs.choice"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs.regex"),

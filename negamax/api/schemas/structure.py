@@ -4,7 +4,15 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from negamax.api.schemas.request_model import check_choice, describe, refuse
+from msgspec.structs import replace
+
+from negamax.api.schemas.request_model import (
+    check_choice,
+    check_type,
+    describe,
+    refuse,
+    suggest_nearest,
+)
 from negamax.api.schemas.sampled_request import GenerationRequest
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar, GrammarKind, written
@@ -30,6 +38,10 @@ _STRUCTURED_KINDS: dict[str, GrammarKind] = {
     "grammar": "ebnf",
     "structural_tag": "structural_tag",
 }
+_MAX_KEY_CHARS = 60  # of an unknown key in a message
+_COMPACT = "disable_any_whitespace"  # option of `structured_outputs`
+_UNSUPPORTED_OPTIONS = ("whitespace_pattern", "disable_additional_properties")
+_IGNORED_OPTIONS = ("disable_fallback", "_backend", "_backend_was_auto")  # of vLLM's backends
 
 
 class StructuredRequest(GenerationRequest):
@@ -40,7 +52,8 @@ class StructuredRequest(GenerationRequest):
 
     # OpenAI's: `type` is text, json_object, json_schema or structural_tag
     response_format: dict[str, Any] | None = None
-    # vLLM's: one of `json`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag`
+    # vLLM's: one of `json`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag`, and
+    # `disable_any_whitespace` for JSON without white space between its parts
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | bool | None = None  # a JSON schema for the content
     guided_regex: str | None = None  # an expression that the whole content matches
@@ -62,6 +75,7 @@ class StructuredRequest(GenerationRequest):
             if form is not None:
                 found["response_format"] = form
         structured = self.structured_outputs or {}
+        is_compact = _read_options(structured)
         for name, kind in _STRUCTURED_KINDS.items():
             if structured.get(name) not in (None, False):
                 where = f"structured_outputs.{name}"
@@ -73,7 +87,24 @@ class StructuredRequest(GenerationRequest):
         if len(found) > 1:
             asked = " and ".join(found)
             refuse(list(found)[1], f"an answer has one form; the request asks for {asked}")
-        return next(iter(found.values()), None)
+        form = next(iter(found.values()), None)
+        return replace(form, compact=True) if form is not None and is_compact else form
+
+
+def _read_options(structured: Mapping[str, Any]) -> bool:
+    """Refuse unknown keys of `structured_outputs`; return whether its JSON is compact."""
+    known = [*_STRUCTURED_KINDS, _COMPACT, *_IGNORED_OPTIONS]
+    for name, value in structured.items():
+        if name in known or (name in _UNSUPPORTED_OPTIONS and value in (None, False)):
+            continue
+        hint = suggest_nearest(name, known) or f" Known are {', '.join(_STRUCTURED_KINDS)}."
+        is_known = name in _UNSUPPORTED_OPTIONS
+        problem = "is not supported; leave it out" if is_known else f"is not a known key.{hint}"
+        refuse(f"structured_outputs.{name[:_MAX_KEY_CHARS]}", problem)
+    value = structured.get(_COMPACT)
+    return value is not None and check_type(
+        value, bool, f"structured_outputs.{_COMPACT}", "a boolean"
+    )
 
 
 def build_format_grammar(
