@@ -59,6 +59,7 @@ _CREATE_EVENT = {
     "meta": {"type": "object"},
     "kind": {"enum": ["none", "low", "high"]},
     "any": {"description": "anything"},
+    **{"until>": _STRING, "<at": _STRING, 'say "hi">': _INTEGER},
 }
 _DEFINITIONS = {"$defs": {"Guest": {"type": "object", "properties": _GUEST}}}
 _EVENT_TOOL = _tool("create_event", _CREATE_EVENT, **_DEFINITIONS)
@@ -190,10 +191,12 @@ _WORDS = [
     "the", "Plan", "x", "if a < b:", "return", "naïve", "日本語", "🙂", "👩\u200d🚀", "العربية",
     "\n", "\n\n  ", "\t", " ", "[x]", "]", "[1, 2]", "]<]", "<b>", "</div>", "<", ">", "&amp;",
     '"quoted"', "\\", "\\n", "null", "true", "none", "007", "[SILENCE]", "{", "}", "\u2028",
-    "\x00", "</param>", "<para", "minimax", "=",
+    "\x00", "</param>", "<para", "minimax", "=", "`",
 ]  # fmt: skip
 _ENDINGS = ["nul", "5", "[1, 2]", '{"a": 1}', "True"]
 _M2_FRAGMENTS = [
+    *('<parameter name="until>', '<parameter name="<at">', '<parameter name="path>', '">'),
+    *("\n```\n", "</thinking>", "</thinking>\n"),
     *_M2_TAGS, "</invoke>", "</parameter>", "<parameter>", "<invoke ", "</param",
     "<minimax:tool", '<invoke name write_file">', '<invoke nameping">', "<parameter name=path>",
     "<invoke name='ping' />", "<parameter name='mode'>", '<parameter name = "any" type="x">',
@@ -209,6 +212,8 @@ _M3_CLOSED = (
     "strange tool_call invoke"
 )
 _M3_FRAGMENTS = [
+    *(f"{MARKER}<until>", f"{MARKER}<<at>", f'{MARKER}<invoke name="a>b', '">'),
+    *("\n```\n", "</think>", "</think>\n"),
     "<mm:think>", "</mm:think>", "<mm:thin", "<tool_call>", "</tool_call>", "</invoke>",
     '<invoke name="ping">', "</city>", " \n ", MARKER[:5], MARKER[5:],
     *(MARKER + rest for rest in ("", " ", "<", "</", "\n<tool_call>", '<invoke nameping">')),
@@ -383,17 +388,20 @@ def check_well_formed(events: Sequence[ParserEvent]) -> None:
     """Check that events are well-formed.
 
     Calls follow each other and begin with a name; no delta is empty. Arguments are one JSON object
-    at their end; the last call may be truncated.
+    at their end, unless they are truncated.
     """
     open_call: int | None = None
     num_calls = 0
     arguments = ""
     for event in events:
+        if open_call is not None and not isinstance(event, ToolArgumentsDelta | ToolCallEnd):
+            assert arguments.startswith("{") and not is_json(arguments)
+            open_call = None
         match event:
             case ReasoningDelta(text) | ContentDelta(text):
-                assert open_call is None and text
+                assert text
             case ToolCallStart(index, name):
-                assert open_call is None and index == num_calls and name
+                assert index == num_calls and name
                 open_call, num_calls, arguments = index, num_calls + 1, ""
             case ToolArgumentsDelta(index, text):
                 assert open_call == index and text

@@ -152,8 +152,8 @@ def delta(text: str) -> ToolArgumentsDelta:
 STREAMS: dict[str, list[tuple[str, list[ParserEvent]]]] = {
     "m2 string arguments": [
         ("x</think>\n\n<minimax:tool_call>\n", [ReasoningDelta("x")]),
-        ('<invoke name="write_file">', [ToolCallStart(0, "write_file")]),
-        ('\n<parameter name="content">', []),
+        ('<invoke name="write_file">', []),  # perhaps without arguments that can be read
+        ('\n<parameter name="content">', [ToolCallStart(0, "write_file")]),
         ("def", [delta('{"content": "def')]),
         (' f():\n  "', [delta(' f():\\n  \\"')]),
         ("</parameter>\n", []),
@@ -173,8 +173,8 @@ STREAMS: dict[str, list[tuple[str, list[ParserEvent]]]] = {
         (" 2", [ContentDelta(" < 2")]),
     ],
     "m3 strings at every depth": [
-        (M3_EVENT, [ToolCallStart(0, "create_event")]),
-        (f"{M}<location>{M}<city>", []),
+        (M3_EVENT, []),
+        (f"{M}<location>{M}<city>", [ToolCallStart(0, "create_event")]),
         ("Ro", [delta('{"location": {"city": "Ro')]),
         ("me]", [delta("me")]),
         (" ", [delta("] ")]),

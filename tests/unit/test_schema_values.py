@@ -101,13 +101,16 @@ CONVERSIONS: dict[tuple[str, ...], dict[str, Any]] = {
     },
     ("array",): {"\n[\n  1\n]\n": [1], "[1e999]": ..., DEEP: ...},
     ("null",): {"null": None, "other": ...},
-    ("string", "null"): {"null": None, " null ": ..., "none": ...},
+    ("string", "null"): {"null": None, " null ": ..., "none": ..., "NULL": ..., "Null": ...},
     ("integer", "null"): {"NULL": None, " null ": None},
     ("string", "integer", "null"): {" null ": ...},
-    ("string", "integer"): {"42": 42},
+    ("string", "integer"): {"42": 42, "-7": -7, "5.0": ..., "12e5": ...} | dict.fromkeys(
+        ("007", "+49", "1_000", "１２", " 5", "5\n", "-", ""), ...
+    ),
+    ("string", "number"): {"1.5e3": 1500, "0.50": 0.5, "42": 42, "1e999": ..., ".5": ...},
     ("integer", "number"): {"4.5": 4.5},
     ("boolean", "integer"): {"1": 1},
-    ("boolean", "string"): {"true": True},
+    ("boolean", "string"): {"true": True, "1": ..., "0": ..., "True": ..., " true": ...},
     ("object", "string"): {'{"a":1}': {"a": 1}, "[1]": ...},
     ("array", "string"): {"[1": ...},
 }  # fmt: skip

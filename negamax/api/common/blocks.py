@@ -70,7 +70,7 @@ class BlockWriter:
                 case parsed_events.ContentDelta(text):
                     yield from self._grow(BlockKind.CONTENT, text)
                 case parsed_events.ToolCallStart(index, _):
-                    yield from self._close(is_whole=True)
+                    yield from self._interrupt()
                     yield self._begin(BlockKind.CALL, self._calls[index])
                 case parsed_events.ToolArgumentsDelta(_, text):
                     yield from self._grow(BlockKind.CALL, text)
@@ -79,16 +79,20 @@ class BlockWriter:
 
     def finish(self, *, is_truncated: bool) -> Iterator[BlockEvent]:
         """End the answer. A call that is still open is truncated in any case."""
-        is_call = self._open is not None and self._open.kind is BlockKind.CALL
-        yield from self._close(is_whole=not (is_truncated or is_call))
+        yield from self._close(is_whole=False) if is_truncated else self._interrupt()
 
     def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockEvent]:
         if self._open is None or self._open.kind is not kind:
-            yield from self._close(is_whole=True)
+            yield from self._interrupt()
             yield self._begin(kind)
         assert self._open is not None
         self._open.parts.append(text)
         yield BlockGrew(self._open, text)
+
+    def _interrupt(self) -> Iterator[BlockEvent]:
+        """Close the open block before another one. A call has its own end, or is truncated."""
+        is_call = self._open is not None and self._open.kind is BlockKind.CALL
+        yield from self._close(is_whole=not is_call)
 
     def _begin(self, kind: BlockKind, call: StartedCall | None = None) -> BlockOpened:
         self._open = Block(kind, len(self.blocks), call)

@@ -12,7 +12,13 @@ Nothing is escaped, so a value may contain anything, closers included. What foll
 - an opener `<parameter name="k">` in an open value ends it (a forgotten closer) only if k is
   declared and was not given yet.
 The end of a truncated output decides nothing. A parameter given twice is written twice: every
-common JSON reader takes the last one, streamed or not.
+common JSON reader takes the last one, streamed or not. If it is an array whose items came one by
+one, they are joined.
+
+A tag ends at its name's closing quote, or with a declared name. In place of parameters, a JSON
+object or elements are read. A value without an opener belongs to the only parameter that it can be.
+Other text in an invoke is dropped beside parameters. An invoke of nothing else is no call, and one
+with text that looks like another argument is left.
 """
 
 import enum
@@ -25,8 +31,9 @@ from negamax.text.chat_family import ChatFamily
 from negamax.text.grammar.json_schema import Budget
 from negamax.text.grammar.tag_formats import Format, const, marker, newlines, sequence
 from negamax.text.grammar.tool_calls import NAME, CallStyle
+from negamax.text.parser.call_recovery import find_key, may_hold_argument, read_members
 from negamax.text.parser.output_format import CallBlock, CallWriter, OutputFormat
-from negamax.text.parser.schema_values import TEXT_TYPES, ToolSchemas, json_value
+from negamax.text.parser.schema_values import TEXT_TYPES, ToolSchemas, WaitingMember, group_members
 from negamax.text.parser.tag_lexer import (
     MAX_ATTRIBUTE_CHARS,
     TEXT,
@@ -35,11 +42,15 @@ from negamax.text.parser.tag_lexer import (
     TagKind,
     TagPattern,
 )
-from negamax.text.parser.tag_names import quoted_name, tag_name, tool_name
+from negamax.text.parser.tag_names import argument_name, quoted_name, tool_name
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 _CALL_OPEN, _CALL_CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
-_ATTRIBUTES = rf"\s[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
+# between the word and the end of a tag: perhaps garbled, or a name with angle brackets
+_ATTRIBUTES = rf"(?:[\s=:\"']|name)[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
+_TAGS = "|".join((_THINK_OPEN, _THINK_CLOSE, _CALL_OPEN, _CALL_CLOSE))
+_QUOTED = rf"\s+name\s*=\s*\"(?:(?!{_TAGS})[^\"\n]){{0,{MAX_ATTRIBUTE_CHARS}}}"
+_HELD = rf"{_QUOTED}(?:\"\s{{0,4}})?\Z"
 _NAMED_PARAMETER = re.compile(r"<parameter\s+name\b")
 
 # What must follow a closer in an open value, apart from the end of an output that was not
@@ -65,18 +76,20 @@ class MiniMaxM2Block(CallBlock):
     """Reader of a call block."""
 
     __slots__ = (
-        "_arguments", "_closer", "_is_declared", "_is_written", "_key", "_keys", "_space", "_state",
-        "_types", "_value",
+        "_arguments", "_closer", "_is_declared", "_is_written", "_key", "_keys", "_schema",
+        "_space", "_state", "_stray", "_unnamed", "_value", "_waiting",
     )  # fmt: skip
 
-    def __init__(self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool) -> None:
-        super().__init__(calls, schemas=schemas, has_opener=has_opener)
+    def __init__(self, calls: CallWriter, **options: Any) -> None:
+        super().__init__(calls, **options)
         self._state = _BLOCK
-        self._arguments = schemas.arguments("")  # of the open call
+        self._arguments = self._schema = self._schemas.arguments("")  # of the call, of the value
         self._is_declared = False
         self._keys: set[str] = set()  # parameters of the open call with the current one
+        self._stray: list[str] = []  # text between parameters since the last one
+        self._unnamed: list[str] = []  # values without a name
+        self._waiting: list[WaitingMember] = []  # perhaps items of one array
         self._key = ""
-        self._types: frozenset[str] = frozenset()
         self._value: list[str] = []  # of the open value, not written yet
         self._is_written = False  # the open value is streamed as a string
         self._closer: Lexeme | None = None  # in the open value, undecided
@@ -107,24 +120,48 @@ class MiniMaxM2Block(CallBlock):
             if ends_call:
                 self._end_call()
         if self._state is not _BLOCK:
-            self._calls.cut_call()
+            stray = "".join(self._stray)
+            if self._calls.is_announced or not stray.strip():
+                self._calls.cut_call()
+            else:
+                self._leave_call(stray)
+        self._end_block()
 
     def _take_in_block(self, lexeme: Lexeme) -> bool:
-        if lexeme.kind is TagKind.INVOKE_OPEN:
-            self._begin_call(lexeme)
-        return lexeme.kind is TagKind.BLOCK_CLOSE
+        kind = lexeme.kind
+        if kind is TagKind.INVOKE_OPEN and self._begin_call(lexeme):
+            return False
+        is_end = kind is TagKind.BLOCK_CLOSE
+        if not is_end and kind not in (TagKind.CUT, TagKind.BLOCK_OPEN):
+            self._unread.append(lexeme.text)
+        is_end = is_end or (kind is TagKind.INVOKE_CLOSE and not self._opener)
+        if is_end:
+            self._end_block(lexeme.text if kind is TagKind.BLOCK_CLOSE else "")
+        return is_end
 
     def _take_in_invoke(self, lexeme: Lexeme) -> bool:
-        if lexeme.kind is TagKind.PARAMETER_OPEN:
-            key = tag_name(lexeme.text)
-            if key:
+        kind = lexeme.kind
+        if kind in (TagKind.INVOKE_OPEN, TagKind.BLOCK_OPEN, TagKind.BLOCK_CLOSE):
+            self._end_call()
+            return self._take_in_block(lexeme)
+        if not self._calls.is_announced and kind is not TagKind.CUT:
+            self._raw.append(lexeme.text)
+        if kind is TagKind.INVOKE_CLOSE:
+            self._end_call()
+            if not self._opener:
+                self._end_block()
+            return not self._opener
+        if kind is TagKind.PARAMETER_OPEN:
+            key = argument_name(lexeme.text, self._arguments)
+            if not self._read_stray():
+                self._unread += [lexeme.text] if self._calls.is_announced else []
+            elif key:
+                self._calls.announce()
                 self._begin_value(key)
-        elif lexeme.kind is TagKind.INVOKE_OPEN:
-            self._end_call()
-            self._begin_call(lexeme)
-        elif lexeme.kind in (TagKind.INVOKE_CLOSE, TagKind.BLOCK_CLOSE):
-            self._end_call()
-            return lexeme.kind is TagKind.BLOCK_CLOSE or not self._has_opener
+        elif kind is TagKind.PARAMETER_CLOSE:
+            self._close_unopened()
+        elif kind is not TagKind.CUT:
+            self._stray.append(lexeme.text)
         return False
 
     def _take_in_value(self, lexeme: Lexeme) -> None:
@@ -148,7 +185,10 @@ class MiniMaxM2Block(CallBlock):
         """Decide about `closer` by the lexeme after it, `before`."""
         follows = before.kind is TagKind.CUT or before.kind in _CLOSES_BEFORE[closer.kind]
         if before.kind is TagKind.PARAMETER_OPEN:
-            follows = bool(quoted_name(before.text) or _NAMED_PARAMETER.match(before.text))
+            follows = (
+                bool(quoted_name(before.text) or _NAMED_PARAMETER.match(before.text))
+                or self._arguments.lists(argument_name(before.text, self._arguments))
+            )  # fmt: skip
         if follows:
             self._close_value()  # after an outer closer, the next lexeme ends the call too
         else:
@@ -160,18 +200,69 @@ class MiniMaxM2Block(CallBlock):
         self._closer = None
         self._space = []
 
-    def _begin_call(self, lexeme: Lexeme) -> None:
+    def _begin_call(self, lexeme: Lexeme) -> bool:
+        """Begin the call of an invoke tag. False: the tag has no name."""
         tool = tool_name([lexeme.text], self._schemas)
+        if not tool:
+            return False
+        self._make_unread_calls()
         self._arguments = self._schemas.arguments(tool)
         self._is_declared = self._schemas.declares(tool)
-        self._keys = set()
-        if tool:
-            self._calls.start_call(tool)
-            self._state = _INVOKE
+        self._keys, self._stray, self._unnamed, self._waiting = set(), [], [], []
+        self._calls.start_call(tool)
+        self._raw = [lexeme.text]
+        self._state = _INVOKE
+        return True
 
     def _end_call(self) -> None:
+        """End the open call, unless an argument of it cannot be read."""
+        if not self._read_stray(is_last=True):
+            return
+        if self._unnamed:
+            key = self._arguments.missing(self._keys)
+            if not key or len(self._unnamed) > 1:
+                self._leave("".join(self._unnamed))
+                return
+            self._calls.member(key, self._arguments.member(key).convert(self._unnamed[0]))
+        for key, value in group_members(self._waiting):
+            self._calls.member(key, value)
         self._calls.end_call()
         self._state = _BLOCK
+
+    def _leave(self, text: str) -> None:
+        self._leave_call(text)
+        self._state = _BLOCK
+
+    def _read_stray(self, *, is_last: bool = False) -> bool:
+        """Read the text since the last parameter. False: it ended the call."""
+        text, self._stray = "".join(self._stray), []
+        if not text.strip():
+            return True
+        members = read_members(text, self._arguments)
+        if members is not None and not self._keys.intersection(members):
+            for key, value in members.items():
+                self._keys.add(key)
+                self._calls.member(key, value)
+            return True
+        is_all = is_last and not self._calls.is_announced and not self._unnamed
+        if is_all or may_hold_argument(text, self._arguments):
+            self._leave(text)
+            return False
+        return True
+
+    def _close_unopened(self) -> None:
+        """Take the closer of a parameter without an opener."""
+        text, self._stray = "".join(self._stray), []
+        if not text.strip():
+            return  # a repeated closer
+        key, value = find_key(text, self._arguments, self._keys)
+        if key:
+            self._calls.announce()
+            self._begin_value(key)
+            self._write(value)
+            self._close_value()
+        else:
+            self._unnamed.append(value.strip("\n"))
 
     def _may_have(self, key: str) -> bool:
         return not self._is_declared or self._arguments.lists(key)
@@ -179,7 +270,7 @@ class MiniMaxM2Block(CallBlock):
     def _begin_value(self, key: str) -> None:
         self._key = key
         self._keys.add(key)
-        self._types = self._arguments.member(key).types
+        self._schema = self._arguments.member(key)
         self._state = _VALUE
 
     def _write(self, text: str) -> None:
@@ -188,10 +279,11 @@ class MiniMaxM2Block(CallBlock):
             self._calls.string_text(text)
             return
         self._value.append(text)
-        if not self._types <= TEXT_TYPES:
+        types = self._schema.types
+        if not types <= TEXT_TYPES:
             return
         text = "".join(self._value)
-        if "null" in self._types and "null".startswith(text.lower()):
+        if "null" in types and "null".startswith(text):
             return
         self._calls.open_string(self._key)
         self._calls.string_text(text)
@@ -199,10 +291,16 @@ class MiniMaxM2Block(CallBlock):
         self._is_written = True
 
     def _close_value(self) -> None:
+        text = "".join(self._value)
         if self._is_written:
             self._calls.close_string()
         else:
-            self._calls.member(self._key, json_value("".join(self._value), self._types))
+            value = self._schema.convert(text)
+            if "array" in self._schema.types and not value.startswith("["):
+                item = self._schema.item(0).convert(text)
+                self._waiting.append(WaitingMember(self._key, value, item))
+            else:
+                self._calls.member(self._key, value)
         self._value = []
         self._is_written = False
         self._forget_closer()
@@ -262,16 +360,27 @@ MINIMAX_M2 = OutputFormat(
         _CALL_CLOSE: TagKind.BLOCK_CLOSE,
     },
     patterns=(
+        TagPattern(TagKind.INVOKE_OPEN, "<", rf"invoke{_QUOTED}\"\s{{0,4}}>"),
+        TagPattern(TagKind.PARAMETER_OPEN, "<", rf"parameter{_QUOTED}\"\s{{0,4}}>"),
+        TagPattern(TagKind.HELD, "<", rf"(?:invoke|parameter){_HELD}"),
         TagPattern(TagKind.INVOKE_OPEN, "<", rf"invoke{_ATTRIBUTES}>"),
         TagPattern(TagKind.INVOKE_CLOSE, "<", "/invoke>"),
         TagPattern(TagKind.PARAMETER_OPEN, "<", rf"parameter{_ATTRIBUTES}>"),
         TagPattern(TagKind.PARAMETER_CLOSE, "<", "/parameter>"),
+        TagPattern(TagKind.LOOSE_THINK_CLOSE, "<", "/thinking>"),
+    ),
+    name_tags=(
+        TagPattern(TagKind.INVOKE_OPEN, "<", 'invoke name="{}">'),
+        TagPattern(TagKind.PARAMETER_OPEN, "<", 'parameter name="{}">'),
     ),
     beginnings=TagBeginnings(
-        words=("<invoke", "</invoke", "<parameter", "</parameter"),
+        words=(
+            *("<invoke", "</invoke", "<invokename", "<parameter", "</parameter", "<parametername"),
+            "</thinking",
+        ),
         anchors=("<invoke", "<parameter"),
-        growing=rf"<(?:invoke|parameter){_ATTRIBUTES}",
-        inside=r"<(?:invoke|parameter)\s[^<>]*",
+        growing=rf"<(?:invoke|parameter)(?:{_ATTRIBUTES}|{_HELD})",
+        inside=r"<(?:invoke|parameter)(?:[\s=:\"']|name)[^<>]*",
     ),
     new_block=MiniMaxM2Block,
     may_think_again=False,

@@ -15,6 +15,9 @@ A tag without the marker is data. Elements nest: an object has one element per m
 - `<tool_call>`, invoke tags and their closers without the marker count where only a tag is
   possible.
 - Garbled invoke tags, also with the marker inside, are read as the declared tool that they name.
+- A forgotten opener leaves its marker, the value and the closer, which names the element.
+- In place of elements, a JSON object or elements without markers are read. Other text in an invoke
+  is dropped beside elements. An invoke of nothing else is no call.
 """
 
 import re
@@ -62,8 +65,8 @@ class MiniMaxM3Block(CallBlock):
 
     __slots__ = ("_arguments",)
 
-    def __init__(self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool) -> None:
-        super().__init__(calls, schemas=schemas, has_opener=has_opener)
+    def __init__(self, calls: CallWriter, **options: Any) -> None:
+        super().__init__(calls, **options)
         self._arguments: ElementArguments | None = None  # of the open call
 
     @staticmethod
@@ -77,16 +80,36 @@ class MiniMaxM3Block(CallBlock):
             return self._take_between_calls(lexeme)
         if lexeme.kind is TEXT:
             arguments.add_text(lexeme.text)
-        return lexeme.kind not in _NO_TAGS and self._take_in_call(lexeme, arguments)
+        has_ended = lexeme.kind not in _NO_TAGS and self._take_in_call(lexeme, arguments)
+        if self._arguments is arguments:
+            if not self._calls.is_announced and lexeme.kind is not TagKind.CUT:
+                self._raw.append(lexeme.text)
+            if arguments.lost:
+                self._leave(arguments.lost + lexeme.text)
+            elif lexeme.kind is TagKind.PARAMETER_OPEN:
+                self._calls.announce()
+        return has_ended
 
     def finish(self, *, is_truncated: bool) -> None:
         if self._arguments is not None:
-            self._calls.cut_call()
+            if self._calls.is_announced or not self._arguments.stray.strip():
+                self._calls.cut_call()
+            else:
+                self._leave(self._arguments.stray)
+        self._end_block()
 
     def _take_between_calls(self, lexeme: Lexeme) -> bool:
-        if lexeme.kind in (TagKind.INVOKE_OPEN, TagKind.LOOSE_INVOKE_OPEN):
-            self._begin_call(lexeme.text)
-        return lexeme.kind in (TagKind.BLOCK_CLOSE, TagKind.LOOSE_BLOCK_CLOSE)
+        kind = lexeme.kind
+        is_opener = kind in (TagKind.INVOKE_OPEN, TagKind.LOOSE_INVOKE_OPEN)
+        if is_opener and self._begin_call(lexeme.text):
+            return False
+        is_end = kind in (TagKind.BLOCK_CLOSE, TagKind.LOOSE_BLOCK_CLOSE)
+        if not is_end and kind not in (TagKind.CUT, TagKind.BLOCK_OPEN):
+            self._unread.append(lexeme.text)
+        is_end = is_end or (kind is TagKind.INVOKE_CLOSE and not self._opener)
+        if is_end:
+            self._end_block(lexeme.text if kind is not TagKind.INVOKE_CLOSE else "")
+        return is_end
 
     def _take_in_call(self, lexeme: Lexeme, arguments: ElementArguments) -> bool:
         tag = lexeme.text
@@ -94,7 +117,7 @@ class MiniMaxM3Block(CallBlock):
             case TagKind.PARAMETER_OPEN:
                 _open_element(arguments, tag)
             case TagKind.PARAMETER_CLOSE:
-                arguments.close(_read_element_name(tag, arguments), tag)
+                _close_element(arguments, tag)
             case TagKind.INVOKE_OPEN if self._is_data(tag, arguments):
                 arguments.quote(_INVOKE, tag)
             case TagKind.BLOCK_OPEN if arguments.is_in_string:
@@ -120,34 +143,51 @@ class MiniMaxM3Block(CallBlock):
         match lexeme.kind:
             case TagKind.INVOKE_OPEN | TagKind.LOOSE_INVOKE_OPEN:
                 self._end_call()
-                self._begin_call(lexeme.text)
+                return self._take_between_calls(lexeme)
             case TagKind.BLOCK_OPEN:
                 self._end_call()
             case TagKind.INVOKE_CLOSE | TagKind.LOOSE_INVOKE_CLOSE:
-                self._end_call()
-                return not self._has_opener
+                self._end_call(lexeme.text)
+                if not self._opener:
+                    self._end_block()
+                return not self._opener
             case TagKind.BLOCK_CLOSE | TagKind.LOOSE_BLOCK_CLOSE:
                 self._end_call()
-                return True
+                return self._take_between_calls(lexeme)
             case _:
                 pass
         return False
 
-    def _begin_call(self, tag: str) -> None:
+    def _begin_call(self, tag: str) -> bool:
+        """Begin the call of an invoke tag. False: the tag has no name."""
         tool = _read_tool_name(tag, self._schemas)
-        if tool:
-            self._calls.start_call(tool)
-            self._arguments = ElementArguments(self._calls, self._schemas.arguments(tool))
+        if not tool:
+            return False
+        self._make_unread_calls()
+        self._calls.start_call(tool)
+        self._raw = [tag]
+        schema = self._schemas.arguments(tool)
+        self._arguments = ElementArguments(self._calls, schema, marker=MARKER)
+        return True
 
-    def _end_call(self) -> None:
-        if self._arguments is not None:
-            self._arguments.end()
+    def _end_call(self, closer: str = "") -> None:
+        """End the open call, unless an argument of it cannot be read."""
+        if self._arguments is None:
+            return
+        if self._arguments.end():
             self._arguments = None
+        else:
+            self._raw.append(closer)
+            self._leave(self._arguments.lost)
+
+    def _leave(self, text: str) -> None:
+        self._leave_call(text)
+        self._arguments = None
 
 
 def _open_element(arguments: ElementArguments, tag: str) -> None:
     name = _read_element_name(tag, arguments)
-    is_empty = name.endswith("/")  # `<tags/>`
+    is_empty = name.endswith("/") and not arguments.lists(name)  # `<tags/>`
     if is_empty:
         name = name.removesuffix("/").rstrip()
     arguments.open(name, tag)
@@ -155,9 +195,20 @@ def _open_element(arguments: ElementArguments, tag: str) -> None:
         arguments.close(name, "")
 
 
+def _close_element(arguments: ElementArguments, tag: str) -> None:
+    name = _read_element_name(tag, arguments)
+    if arguments.lists(f"/{name}") and not arguments.has_open(name):
+        arguments.open(f"/{name}", tag)  # the opener of a name that begins with a slash
+    else:
+        arguments.close(name, tag)
+
+
 def _read_element_name(tag: str, arguments: ElementArguments) -> str:
     """Return the name in an element's tag, without attributes that no schema has."""
-    name = tag.removeprefix(MARKER).strip()[1:-1].removeprefix("/").strip()
+    exact = tag.removeprefix(MARKER).lstrip()[1:-1].removeprefix("/")
+    if arguments.lists(exact) or arguments.has_open(exact):
+        return exact
+    name = exact.strip()
     first, _, others = name.partition(" ")
     return first if "=" in others and not arguments.lists(name) else name
 
@@ -223,6 +274,8 @@ class M3Calls(CallStyle):
 _INSIDE = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
 _AFTER_SLASH = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS - 1}}}"
 _AFTER_INVOKE = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS - 6}}}"
+_QUOTED = rf"\s+name\s*=\s*\"(?:(?!</?mm:think>)[^\"\n]){{0,{MAX_ATTRIBUTE_CHARS}}}"
+_HELD = rf"{_QUOTED}(?:\"\s{{0,4}})?\Z"
 _INVOKE_SPLICED = r"<invoke(?=[\s\]])[^<>]{0,64}"
 
 MINIMAX_M3 = OutputFormat(
@@ -235,6 +288,8 @@ MINIMAX_M3 = OutputFormat(
         TagPattern(TagKind.BLOCK_OPEN, MARKER, rf"{_SPACE}<tool_call{_SPACE}>"),
         TagPattern(TagKind.BLOCK_CLOSE, MARKER, rf"{_SPACE}</tool_call{_SPACE}>"),
         TagPattern(TagKind.INVOKE_CLOSE, MARKER, rf"{_SPACE}</invoke{_SPACE}>"),
+        TagPattern(TagKind.INVOKE_OPEN, MARKER, rf"{_SPACE}<invoke{_QUOTED}\"\s{{0,4}}>"),
+        TagPattern(TagKind.HELD, MARKER, rf"{_SPACE}<invoke{_HELD}"),
         TagPattern(TagKind.INVOKE_OPEN, MARKER, rf"{_SPACE}<invoke(?=\s){_AFTER_INVOKE}>"),
         TagPattern(TagKind.INVOKE_OPEN, MARKER, rf"{_SPACE}{_INVOKE_SPLICED}(?:{_SPLICE}){{1,2}}>"),
         TagPattern(TagKind.PARAMETER_CLOSE, MARKER, rf"{_SPACE}</{_AFTER_SLASH}>"),
@@ -243,12 +298,20 @@ MINIMAX_M3 = OutputFormat(
         TagPattern(TagKind.LOOSE_BLOCK_CLOSE, "<", "/tool_call>"),
         TagPattern(TagKind.LOOSE_INVOKE_CLOSE, "<", "/invoke>"),
         TagPattern(TagKind.LOOSE_INVOKE_OPEN, "<", rf"invoke(?=\s){_AFTER_INVOKE}>"),
+        TagPattern(TagKind.LOOSE_THINK_CLOSE, "<", "/think>"),
+        TagPattern(TagKind.LOOSE_THINK_CLOSE, "<", "/thinking>"),
+    ),
+    name_tags=(
+        TagPattern(TagKind.INVOKE_OPEN, MARKER, '<invoke name="{}">'),
+        TagPattern(TagKind.PARAMETER_OPEN, MARKER, "<{}>"),
+        TagPattern(TagKind.PARAMETER_CLOSE, MARKER, "</{}>"),
     ),
     beginnings=TagBeginnings(
-        words=(MARKER, "<tool_call", "</tool_call", "<invoke", "</invoke"),
+        words=(MARKER, "<tool_call", "</tool_call", "<invoke", "</invoke", "</thinking", "</think"),
         anchors=(MARKER, "<invoke"),
         growing=(
             rf"{_M}{_SPACE}(?:<{_INSIDE})?"
+            rf"|{_M}{_SPACE}<invoke{_HELD}"
             rf"|{_M}{_SPACE}{_INVOKE_SPLICED}(?:{_SPLICE})?(?:{_SPLICE}|{_PARTIAL_M})"
             rf"|<invoke(?=\s){_AFTER_INVOKE}"
         ),

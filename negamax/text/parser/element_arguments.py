@@ -6,23 +6,35 @@ false and null. White space between elements is layout; other text there is drop
 objects and arrays of a known type, are written while they grow.
 
 A member of unknown type in a nested object waits for the end of that object, because a repeated
-name makes a list. So does text in place of an array: several such elements form the array. Any
-other repeated name is written twice; every common JSON reader takes the last one.
+name makes a list. So does a value that is no array where one is allowed: several such elements form
+the array. An array that was written is continued by the next element of its name; if another
+element is between them, the whole array is written again. Any other repeated name is written twice;
+every common JSON reader takes the last one.
+
+Text in a container that begins with a marker is the value of an element whose opener was
+forgotten; its closer names it.
 """
 
 import enum
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from negamax.text.parser.call_recovery import may_hold_argument, read_members
 from negamax.text.parser.output_format import CallWriter
-from negamax.text.parser.schema_values import TEXT_TYPES, ValueSchema, json_string, json_value
+from negamax.text.parser.schema_values import (
+    CONTAINERS,
+    TEXT_TYPES,
+    ValueSchema,
+    WaitingMember,
+    group_members,
+    json_string,
+    write_object,
+)
 
 MAX_DEPTH = 64  # nested elements; deeper ones are dropped
 ITEM = "item"  # the name of an array's elements
 
 _MAX_UNDECIDED_CHARS = 64  # text of an undecided type above this length becomes a string
 _WORDS = ("true", "false", "null")  # words that are not strings if the type is unknown
-_CONTAINERS = frozenset({"object", "array"})
 
 
 class _Shape(enum.Enum):
@@ -36,15 +48,6 @@ class _Shape(enum.Enum):
 
 
 _UNDECIDED, _STRING = _Shape.UNDECIDED, _Shape.STRING
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """A value that waits in its container. `json_in_list`: its JSON if its name repeats."""
-
-    name: str
-    json: str
-    json_in_list: str
 
 
 @dataclass(slots=True)
@@ -64,23 +67,31 @@ class _Element:
     quoted: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # names of its members so far
     num_children: int = 0
-    values: list[_Value] = field(default_factory=list)  # waiting values
+    values: list[WaitingMember] = field(default_factory=list)  # waiting values
     is_written: bool = False  # whether its opening bracket is written
     may_be_over: bool = False  # a closer with another name followed its last child
     is_implied: bool = False  # an item written without an item tag
+    is_marked: bool = False  # its text begins with a marker
+    mark: int = 0  # place of its brackets in the arguments
+    ended: "_Element | None" = None  # the last member, an array whose bracket is not closed
+    resumed: "_Element | None" = None  # such an array of the same name, which this one continues
+    arrays: dict[str, str] = field(default_factory=dict)  # items of closed arrays by name
+    waiting: set[str] = field(default_factory=set)  # names of waiting values
 
 
 class ElementArguments:
     """The arguments of one call. Single writer: the open block."""
 
-    __slots__ = ("_calls", "_num_skipped", "_open", "_wrongly_closed")
+    __slots__ = ("_calls", "_marker", "_num_skipped", "_open", "_wrongly_closed", "lost")
 
-    def __init__(self, calls: CallWriter, schema: ValueSchema) -> None:
+    def __init__(self, calls: CallWriter, schema: ValueSchema, *, marker: str) -> None:
         self._calls = calls
+        self._marker = marker
+        self.lost = ""  # text of an argument that cannot be read
         arguments = _Element(
             "", None, schema, waits=False, is_collected=False, shape=_Shape.OBJECT, is_written=True
         )
-        self._open = [arguments]
+        self._open: list[_Element] = [arguments]
         self._num_skipped = 0  # open elements below MAX_DEPTH, which are dropped
         # the element that the previous tag closed by a wrong name
         self._wrongly_closed: str | None = None
@@ -104,7 +115,12 @@ class ElementArguments:
 
     def may_close(self, name: str) -> bool:
         """Whether the opener `name` is part of the open text, or such an element is open."""
-        return name in self._open[-1].quoted or self._has_open(name)
+        return name in self._open[-1].quoted or self.has_open(name)
+
+    @property
+    def stray(self) -> str:
+        """Text between the arguments, since the last one."""
+        return "".join(self._open[0].text)
 
     @property
     def has_quotation(self) -> bool:
@@ -118,16 +134,19 @@ class ElementArguments:
     # Tags and text
 
     def add_text(self, text: str) -> None:
-        """Take text. It is dropped where only elements are allowed."""
+        """Take text. Where only elements are allowed, the next tag decides about it."""
         element = self._open[-1]
         if element.shape is _STRING:
             self._calls.string_text(text)
-        elif element.shape is _UNDECIDED and not self._num_skipped:
-            self._wrongly_closed = None
+        elif not self._num_skipped:
+            if element.is_blank and not text.isspace():
+                element.is_blank = False
+                element.is_marked = text.lstrip().startswith(self._marker)
             element.text.append(text)
-            element.num_chars += len(text)
-            element.is_blank = element.is_blank and text.isspace()
-            self._begin_string(element)
+            if element.shape is _UNDECIDED:
+                self._wrongly_closed = None
+                element.num_chars += len(text)
+                self._begin_string(element)
 
     def quote(self, name: str, tag: str) -> None:
         """Take the opener `tag` as part of the open text."""
@@ -142,6 +161,9 @@ class ElementArguments:
             self._num_skipped += 1
             return
         element = self._open[-1]
+        if not self.is_in_text:
+            self._drop_text(element, before=name)
+            element = self._open[-1]
         if self.is_in_text:
             self._leave_for_sibling(element, name)
             if self._open[-1] is element and not self._become_container(element):
@@ -162,13 +184,15 @@ class ElementArguments:
             return
         wrongly_closed, self._wrongly_closed = self._wrongly_closed, None
         element = self._open[-1]
-        if element.quoted and (name in element.quoted or not self._has_open(name)):
+        if self._lacks_opener(element, name):
+            self._add_unopened(element, name)
+        elif element.quoted and (name in element.quoted or not self.has_open(name)):
             while name in element.quoted and element.quoted.pop() != name:
                 pass
             self.add_text(tag)
         elif name == wrongly_closed:
             pass
-        elif self._has_open(name) and name:
+        elif self.has_open(name) and name:
             while self._close() != name:
                 pass
         elif self.is_in_text:
@@ -176,13 +200,76 @@ class ElementArguments:
         else:
             element.may_be_over = True
 
-    def end(self) -> None:
-        """Close the call and everything in it."""
+    def end(self) -> bool:
+        """Close the call and everything in it. False: an argument of it was `lost`."""
         self._num_skipped = 0
         self._close_down_to(0)
-        for name, json in _group(self._open[0].values):
+        arguments, text = self._open[0], self.stray
+        members = read_members(text, arguments.schema) if not arguments.is_blank else None
+        if members is not None and not arguments.names.intersection(members):
+            arguments.values += [WaitingMember(key, json, json) for key, json in members.items()]
+        elif not arguments.is_blank and not self._calls.is_announced and not arguments.values:
+            self.lost = text
+        else:
+            self._drop_text(arguments)
+        if self.lost:
+            return False
+        self._settle(arguments)
+        for name, json in group_members(arguments.values):
             self._calls.member(name, json)
         self._calls.end_call()
+        return True
+
+    # Text in containers
+
+    def _drop_text(self, element: _Element, *, before: str | None = None) -> None:
+        """Drop the text of a container, unless an argument is in it.
+
+        An opener may be forgotten before the element `before`: that of the only listed member that
+        such an element fits into.
+        """
+        text, element.text = "".join(element.text), []
+        is_marked, is_blank = element.is_marked, element.is_blank
+        element.is_marked, element.is_blank = False, True
+        if is_blank:
+            return
+        value = text.lstrip().removeprefix(self._marker) if is_marked else text
+        if is_marked and before is not None and not value.strip():
+            outer = self._find_holders(element, before)
+            if len(outer) == 1 and not element.schema.lists(before):
+                self._begin(outer[0])
+                self._become_container(self._open[-1])
+        elif is_marked or may_hold_argument(text, element.schema):
+            self.lost = self.lost or text
+
+    def _find_holders(self, element: _Element, name: str) -> list[str]:
+        """Return the listed members that were not given and can hold an element `name`."""
+        schema, free = element.schema, element.schema.names - element.names
+        if name == ITEM:
+            return [member for member in free if "array" in schema.member(member).types]
+        return [member for member in free if schema.member(member).lists(name)]
+
+    def _lacks_opener(self, element: _Element, name: str) -> bool:
+        """Whether the closer `name` is of an element whose opener was forgotten."""
+        if not name or element.is_blank or self.has_open(name) or element.quoted:
+            return False
+        if not self.is_in_text:
+            may_have = element.schema.lists(name) or not element.schema.lists_members
+            return element.is_marked or (may_have and name not in element.names)
+        types = element.schema.types
+        can_hold = not types or bool(types & CONTAINERS and "string" not in types)
+        return can_hold and (element.is_marked or element.schema.lists(name))
+
+    def _add_unopened(self, element: _Element, name: str) -> None:
+        """Add the text of a container as its member `name`."""
+        text, element.text = "".join(element.text), []
+        is_marked, element.is_marked = element.is_marked, False
+        element.is_blank = True
+        if self.is_in_text:
+            self._become_container(element)
+        self._begin(name)
+        self.add_text(text.lstrip().removeprefix(self._marker) if is_marked else text.strip())
+        self._close()
 
     # Placement
 
@@ -190,7 +277,7 @@ class ElementArguments:
         """Close the open text if the opener `name` shows that its closer was forgotten."""
         if element.quoted or element.schema.lists(name):
             return
-        may_have_children = not element.schema.types or bool(element.schema.types & _CONTAINERS)
+        may_have_children = not element.schema.types or bool(element.schema.types & CONTAINERS)
         if element.is_blank and may_have_children:
             return
         self._close_down_to(self._level_for(name, may_guess=True))
@@ -219,14 +306,20 @@ class ElementArguments:
         """Turn the open text into a container. False: it is a string, and tags in it are data."""
         types = element.schema.types
         if element.shape is _STRING or not (
-            element.is_blank or (types & _CONTAINERS and "string" not in types)
+            element.is_blank or (types & CONTAINERS and "string" not in types)
         ):
             return False
+        if not element.is_blank:
+            self._drop_text(element)
         element.text = []
         if "object" in types and "array" not in types:
             element.shape = _Shape.OBJECT
         elif "array" in types and "object" not in types:
             element.shape = _Shape.ARRAY
+            if element.resumed is not None:
+                element.is_written = True
+                element.num_children = element.resumed.num_children
+                element.mark = element.resumed.mark
         else:
             element.shape = _Shape.TREE
             element.is_collected = True
@@ -250,13 +343,22 @@ class ElementArguments:
             schema = container.schema.item(container.num_children)
         else:
             schema = container.schema.member(name)
-        self._push(name, schema)
+        element = self._push(name, schema)
+        ended = container.ended
+        if ended is not None and ended.name == name:
+            element.resumed, container.ended = ended, None
+        else:
+            self._settle(container)
         container.names.add(name)
 
     def _push(self, name: str, schema: ValueSchema, *, shape: _Shape = _UNDECIDED) -> _Element:
         container = self._open[-1]
         may_repeat = container.shape is _Shape.OBJECT and len(self._open) > 1 and not schema.types
-        waits = container.is_collected or may_repeat
+        if name in container.arrays:  # written again, with more items
+            items = container.arrays.pop(name)
+            container.values.append(WaitingMember(name, f"[{items}]", items))
+            container.waiting.add(name)
+        waits = container.is_collected or may_repeat or name in container.waiting
         key = None if container.shape is _Shape.ARRAY else name
         container.num_children += 1
         self._open.append(_Element(name, key, schema, waits=waits, is_collected=waits, shape=shape))
@@ -267,7 +369,7 @@ class ElementArguments:
         while level is not None and len(self._open) > level + 1:
             self._close()
 
-    def _has_open(self, name: str) -> bool:
+    def has_open(self, name: str) -> bool:
         return any(element.name == name for element in self._open)
 
     # Output
@@ -277,6 +379,8 @@ class ElementArguments:
         types = element.schema.types
         if element.is_collected or not types <= TEXT_TYPES:
             return
+        if element.is_marked and not types:
+            return  # perhaps a member whose opener was forgotten
         if element.num_chars <= _MAX_UNDECIDED_CHARS and (
             element.is_blank or _may_be_word("".join(element.text), types)
         ):
@@ -294,20 +398,51 @@ class ElementArguments:
             self._calls.close_string()
             self._open.pop()
         elif element.shape in (_Shape.OBJECT, _Shape.ARRAY) and not element.is_collected:
+            self._settle(element)
+            self._drop_text(element)
             self._write_brackets()
-            for name, json in _group(element.values):
+            for name, json in group_members(element.values):
                 self._calls.member(name, json)
-            self._calls.close_container()
             self._open.pop()
+            if element.shape is _Shape.ARRAY and element.key is not None:
+                self._open[-1].ended = element
+            else:
+                self._calls.close_container()
+        elif element.resumed is not None:
+            self._open.pop()
+            self._continue(element.resumed, element)
         else:
-            value = _read_text(element) if element.shape is _UNDECIDED else _join_container(element)
+            if element.shape is _UNDECIDED:
+                value = _read_text(element)
+            else:
+                self._drop_text(element)
+                value = _join_container(element)
             self._open.pop()
             if element.waits or (element.key is not None and value.json_in_list != value.json):
                 self._open[-1].values.append(value)
+                self._open[-1].waiting.add(value.name)
             else:
                 self._write_brackets()
                 self._calls.member(element.key, value.json)
         return element.name
+
+    def _continue(self, array: _Element, element: _Element) -> None:
+        """Add the text of `element` to an array that was ended."""
+        self._open[-1].ended = array
+        if element.is_blank:
+            return
+        value = _read_text(element)
+        is_array = value.json.startswith("[")
+        items = value.json[1:-1] if is_array else value.json_in_list
+        if items:
+            self._calls.member(None, items)
+
+    def _settle(self, container: _Element) -> None:
+        """Close the bracket of the array that ended last in `container`."""
+        array, container.ended = container.ended, None
+        if array is not None:
+            container.arrays[array.name] = self._calls.text_since(array.mark)
+            self._calls.close_container()
 
     def _write_brackets(self) -> None:
         """Write the opening brackets of the open containers: a value in them is certain."""
@@ -316,6 +451,7 @@ class ElementArguments:
         for element in self._open:
             if not element.is_written and element.shape in (_Shape.OBJECT, _Shape.ARRAY):
                 self._calls.open_container(element.key, is_array=element.shape is _Shape.ARRAY)
+                element.mark = self._calls.mark
                 element.is_written = True
 
 
@@ -323,52 +459,39 @@ def _may_be_word(text: str, types: frozenset[str]) -> bool:
     """Whether a text that begins with `text` may become a word that is not a string."""
     if not types:
         return any(word.startswith(text.strip()) for word in _WORDS)
-    return "null" in types and "null".startswith(text.lower())
+    return "null" in types and "null".startswith(text)
 
 
-def _read_text(element: _Element) -> _Value:
+def _read_text(element: _Element) -> WaitingMember:
     """Return the value of an element without children. Text in place of an array may be an item."""
-    text = "".join(element.text)
-    types = element.schema.types
-    value = _convert_text(text, types)
-    if text and "array" in types and "string" not in types and not value.startswith("["):
-        return _Value(element.name, value, _convert_text(text, element.schema.item(0).types))
-    return _Value(element.name, value, value)
+    text, schema = "".join(element.text), element.schema
+    value = _convert_text(text, schema)
+    if text and "array" in schema.types and not value.startswith("["):
+        return WaitingMember(element.name, value, _convert_text(text, schema.item(0)))
+    return WaitingMember(element.name, value, value)
 
 
-def _convert_text(text: str, types: frozenset[str]) -> str:
-    """Convert a text to JSON by the allowed types."""
+def _convert_text(text: str, schema: ValueSchema) -> str:
+    """Convert a text to JSON by its schema."""
+    types = schema.types
     if not types:
         return text.strip() if text.strip() in _WORDS else json_string(text)
     if text.strip() or "string" in types:
-        return json_value(text, types)
-    if types & _CONTAINERS:
+        return schema.convert(text)
+    if types & CONTAINERS:
         return "{}" if "object" in types else "[]"
     return "null" if "null" in types else json_string(text)
 
 
-def _join_container(element: _Element) -> _Value:
+def _join_container(element: _Element) -> WaitingMember:
     """Return the value of a collected container."""
     values = element.values
     is_array = element.shape is _Shape.ARRAY or (
         element.shape is _Shape.TREE and all(value.name == ITEM for value in values)
     )
-    if is_array:
-        written = f"[{', '.join(value.json for value in values)}]"
-    else:
-        written = (
-            "{" + ", ".join(f"{json_string(name)}: {value}" for name, value in _group(values)) + "}"
-        )
-    return _Value(element.name, written, written)
-
-
-def _group(values: Sequence[_Value]) -> Iterator[tuple[str, str]]:
-    """Yield the name and JSON of each member; a repeated name has a list."""
-    by_name: dict[str, list[_Value]] = {}
-    for value in values:
-        by_name.setdefault(value.name, []).append(value)
-    for name, alike in by_name.items():
-        if len(alike) == 1:
-            yield name, alike[0].json
-        else:
-            yield name, f"[{', '.join(value.json_in_list for value in alike)}]"
+    if not is_array:
+        written = write_object(group_members(values))
+        return WaitingMember(element.name, written, written)
+    items = ", ".join(value.json for value in values)
+    is_declared = "array" in element.schema.types
+    return WaitingMember(element.name, f"[{items}]", items if is_declared else f"[{items}]")

@@ -67,7 +67,7 @@ def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
     content: list[str] = []
     names: list[str] = []
     arguments: list[list[str]] = []
-    num_whole = 0  # only the last call can be truncated
+    whole: set[int] = set()
     for event in events:
         match event:
             case ReasoningDelta(text):
@@ -80,9 +80,9 @@ def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
             case ToolArgumentsDelta(index, text):
                 arguments[index].append(text)
             case ToolCallEnd(index):
-                num_whole = index + 1
+                whole.add(index)
     calls = [
-        ParsedToolCall(name, "".join(parts), is_whole=index < num_whole)
+        ParsedToolCall(name, "".join(parts), is_whole=index in whole)
         for index, (name, parts) in enumerate(zip(names, arguments, strict=True))
     ]
     return ParsedOutput("".join(reasoning) or None, "".join(content) or None, calls)

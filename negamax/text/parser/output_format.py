@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from negamax.text.parser.call_recovery import read_json_calls
 from negamax.text.parser.events import ParserEvent, ToolArgumentsDelta, ToolCallEnd, ToolCallStart
 from negamax.text.parser.schema_values import ToolSchemas, json_string, json_string_body
-from negamax.text.parser.tag_lexer import NO_BEGINNINGS, Lexeme, TagBeginnings, TagKind, TagPattern
+from negamax.text.parser.tag_lexer import Lexeme, TagBeginnings, TagKind, TagPattern
 from negamax.text.tokenizer import Tokenizer
 
 
@@ -16,13 +17,17 @@ class CallWriter:
     """Write tool calls as events; the arguments are one JSON object that grows.
 
     Values go into the innermost open container: with a key into an object, with None into an array.
+    A call is announced by its first argument or its end; before, it can be forgotten.
     """
 
-    __slots__ = ("_closers", "_emit", "_has_members", "_index")
+    __slots__ = ("_closers", "_emit", "_has_members", "_index", "_name", "_written", "before_call")
 
     def __init__(self, emit: Callable[[ParserEvent], None]) -> None:
         self._emit = emit
         self._index = -1
+        self._name = ""  # of a call that is not announced
+        self.before_call: Callable[[], None] = lambda: None  # called before an announcement
+        self._written: list[str] = []  # the arguments so far
         self._closers: list[str] = []  # closers of the open containers below the arguments
         # of the innermost container; a container with a container in it has members
         self._has_members = False
@@ -31,7 +36,37 @@ class CallWriter:
         """Begin the next call."""
         self._index += 1
         self._has_members = False
-        self._emit(ToolCallStart(self._index, name))
+        self._closers.clear()
+        self._written.clear()
+        self._name = name
+
+    def announce(self) -> None:
+        """Report the open call, unless that was done."""
+        if self._name:
+            self.before_call()
+            self._emit(ToolCallStart(self._index, self._name))
+            self._name = ""
+
+    @property
+    def is_announced(self) -> bool:
+        return not self._name
+
+    def leave_call(self) -> None:
+        """Leave a call that cannot be read: it is forgotten, or stays truncated."""
+        if self._name:
+            self._index -= 1
+            self._name = ""
+        else:
+            self.cut_call()
+
+    @property
+    def mark(self) -> int:
+        """A place in the arguments, for `text_since`."""
+        return len(self._written)
+
+    def text_since(self, mark: int) -> str:
+        """Return the JSON that was written after `mark`."""
+        return "".join(self._written[mark:])
 
     def member(self, key: str | None, value: str) -> None:
         """Add a whole JSON value."""
@@ -78,19 +113,28 @@ class CallWriter:
         return lead if key is None else f"{lead}{json_string(key)}: "
 
     def _arguments(self, text: str) -> None:
+        self.announce()
+        self._written.append(text)
         self._emit(ToolArgumentsDelta(self._index, text))
 
 
 class CallBlock(ABC):
     """Reader of one call block, from its opener on. The parser feeds it lexemes."""
 
-    __slots__ = ("_calls", "_has_opener", "_schemas")
+    __slots__ = ("_calls", "_has_calls", "_opener", "_raw", "_schemas", "_show", "_unread")
 
-    def __init__(self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool) -> None:
-        """`has_opener` is False for a bare invoke without a block; it ends the block."""
+    def __init__(
+        self, calls: CallWriter, *, schemas: ToolSchemas, opener: str, show: Callable[[str], None]
+    ) -> None:
+        """`opener` is "" for a bare invoke, which ends the block; `show` takes unread text."""
         self._calls = calls
         self._schemas = schemas
-        self._has_opener = has_opener
+        self._opener = opener
+        self._show = show
+        self._has_calls = False
+        self._unread: list[str] = []  # text between calls, and calls that cannot be read
+        self._raw: list[str] = []  # text of the open call while it is not announced
+        calls.before_call = self._begin_calls
 
     @staticmethod
     @abstractmethod
@@ -104,6 +148,36 @@ class CallBlock(ABC):
     @abstractmethod
     def finish(self, *, is_truncated: bool) -> None:
         """End the output: an open call was truncated. `is_truncated`: the model did not end it."""
+
+    def _begin_calls(self) -> None:
+        self._has_calls = True
+        self._show_unread()
+
+    def _leave_call(self, text: str) -> None:
+        """Leave the open call, which cannot be read because of `text`."""
+        self._unread += [text] if self._calls.is_announced else self._raw
+        self._calls.leave_call()
+
+    def _make_unread_calls(self) -> None:
+        """Make the calls that the text since the last call is, in JSON."""
+        calls = read_json_calls("".join(self._unread), self._schemas)
+        if calls:
+            self._unread = []
+        for name, arguments in calls:
+            self._calls.start_call(name)
+            for key, value in arguments.items():
+                self._calls.member(key, value)
+            self._calls.end_call()
+
+    def _show_unread(self, closer: str = "") -> None:
+        """Make text between calls content; a block without a call whole, with its `closer`."""
+        text, self._unread = "".join(self._unread), []
+        if text.strip():
+            self._show(text.strip() if self._has_calls else f"{self._opener}{text}{closer}")
+
+    def _end_block(self, closer: str = "") -> None:
+        self._make_unread_calls()
+        self._show_unread(closer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +194,8 @@ class OutputFormat:
     new_block: type[CallBlock]
     may_think_again: bool  # whether a think opener within content begins reasoning
     call_closers: tuple[str, ...]  # closers in and after calls that are not literals
+    # tags with {} in place of a name that may contain quotes and angle brackets
+    name_tags: tuple[TagPattern, ...]
     turn_open: str = "]~b]"  # begins a turn in rendered prompts, before its role
     turn_close: str = "[e~["
     assistant: str = "ai"  # the role of the model's own turns
@@ -127,12 +203,17 @@ class OutputFormat:
     def drop_calls(self) -> Self:
         """Return the format for answers in which calls are text."""
         think_tags = {tag: self.literals[tag] for tag in (self.think_open, self.think_close)}
-        return dataclasses.replace(self, literals=think_tags, patterns=(), beginnings=NO_BEGINNINGS)
+        patterns = tuple(p for p in self.patterns if p.kind is TagKind.LOOSE_THINK_CLOSE)
+        beginnings = TagBeginnings(tuple(p.prefix + p.rest[:-1] for p in patterns))
+        return dataclasses.replace(
+            self, literals=think_tags, patterns=patterns, beginnings=beginnings, name_tags=()
+        )
 
     @property
     def ends_in_content(self) -> bool:
         """Whether only content can follow the reasoning."""
-        return not (self.patterns or self.may_think_again or self.call_open in self.literals)
+        has_calls = any(p.kind is not TagKind.LOOSE_THINK_CLOSE for p in self.patterns)
+        return not (has_calls or self.may_think_again or self.call_open in self.literals)
 
     def tag_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
         """Return the token ids of the literal tags that are tokens in `tokenizer`."""

@@ -11,6 +11,10 @@ Rules for every format:
   `OutputFormat.may_think_again`, an opener without a quotation mark before it begins reasoning.
 - A call opener begins a block if it begins a line of content, or if an invoke or the end of the
   output follows it, or, in content, its closer. Elsewhere it is quoted text.
+- In a fenced or indented code block of Markdown, a call is quoted text.
+- Another family's think closer ends reasoning if a line break or a call follows it.
+- Text of a call block that cannot be read becomes content. A call with an argument that cannot be
+  read is not made, or stays truncated.
 - A closer that closes nothing is dropped if it is a token: then it is not a quotation.
 - White space between content and a call block is layout, and so are line breaks at the edges of
   reasoning and before content.
@@ -22,19 +26,23 @@ Rules for every format:
 
 import enum
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from negamax.text.detokenizer import TextPiece
 from negamax.text.parser.events import ContentDelta, ParserEvent, ReasoningDelta, merged
 from negamax.text.parser.output_format import CallBlock, CallWriter, OutputFormat
 from negamax.text.parser.schema_values import ToolSchemas
-from negamax.text.parser.tag_lexer import TEXT, Lexeme, TagKind, TagLexer
+from negamax.text.parser.tag_lexer import TEXT, Lexeme, TagKind, TagLexer, TagPattern
 from negamax.text.parser.text_channel import TextChannel
 from negamax.text.stop_strings import StopMatcher, StoppableText
 
 # Confirms an undecided call opener.
 _AFTER_OPENER = frozenset({TagKind.INVOKE_OPEN, TagKind.LOOSE_INVOKE_OPEN, TagKind.CUT})
 _AFTER_LOOSE_OPENER = frozenset({TagKind.INVOKE_OPEN})
+_STRUCTURE = frozenset({TagKind.BLOCK_OPEN, TagKind.INVOKE_OPEN})  # confirms a loose closer
+# text in code blocks of Markdown
+_QUOTED_IN_CODE = _STRUCTURE | {TagKind.LOOSE_BLOCK_OPEN, TagKind.LOOSE_THINK_CLOSE}
 
 
 class Thinking(enum.Enum):
@@ -67,9 +75,9 @@ class OutputParser:
     """
 
     __slots__ = (
-        "_block", "_calls", "_closer_is_token", "_content", "_emit_content", "_events", "_format",
-        "_is_after_block", "_lexer", "_opener", "_opener_is_loose", "_reasoning", "_schemas",
-        "_splits", "_state", "_stoppable", "_thinking",
+        "_block", "_calls", "_closer", "_closer_is_token", "_content", "_emit_content", "_events",
+        "_format", "_is_after_block", "_lexer", "_opener", "_opener_is_loose", "_reasoning",
+        "_schemas", "_splits", "_state", "_stoppable", "_thinking",
     )  # fmt: skip
 
     def __init__(
@@ -88,7 +96,11 @@ class OutputParser:
         self._schemas = ToolSchemas(tools)
         patterns, beginnings = format.patterns, format.beginnings
         self._lexer = TagLexer(
-            format.literals, patterns=patterns, beginnings=beginnings, token_ids=tag_ids
+            format.literals,
+            patterns=patterns,
+            beginnings=beginnings,
+            token_ids=tag_ids,
+            list_named=self._list_named if format.name_tags else None,
         )
         self._events: list[ParserEvent] = []  # events since the last feed
         emit = self._events.append
@@ -117,6 +129,7 @@ class OutputParser:
         self._calls = CallWriter(emit)
         self._state = _ParserState.REASONING if in_reasoning else _ParserState.CONTENT
         self._block: CallBlock | None = None
+        self._closer = ""  # an undecided closer of the reasoning
         self._opener: list[str] = []  # an undecided call opener and the white space after it
         self._opener_is_loose = False
         self._is_after_block = False  # only white space since a block ended
@@ -146,6 +159,8 @@ class OutputParser:
         """End the output; return held text as events. `is_truncated`: the model did not end it."""
         for lexeme in self._lexer.finish():
             self._take(lexeme)
+        if self._closer:
+            self._write(self._closer)
         if self._block is not None:
             self._block.finish(is_truncated=is_truncated)
             self._block = None
@@ -162,6 +177,8 @@ class OutputParser:
     def _take(self, lexeme: Lexeme) -> None:
         if self._stoppable is not None and self._stoppable.matched is not None:
             return
+        if self._closer and self._decide_closer(lexeme):
+            return
         if self._opener and self._decide_opener(lexeme):
             return
         if self._block is not None:
@@ -176,9 +193,13 @@ class OutputParser:
         match lexeme.kind:
             case TagKind.THINK_OPEN | TagKind.THINK_CLOSE:
                 self._take_think_tag(lexeme)
+            case kind if kind in _QUOTED_IN_CODE and self._channel.is_in_code():
+                self._write(lexeme.text)
+            case TagKind.LOOSE_THINK_CLOSE if self._state is _REASONING and self._splits:
+                self._closer = lexeme.text
             case TagKind.BLOCK_OPEN:
                 if self._state is _CONTENT and self._content.is_at_line_start():
-                    self._open_block(has_opener=True)
+                    self._open_block(lexeme.text)
                 else:
                     self._opener, self._opener_is_loose = [lexeme.text], False
             case TagKind.LOOSE_BLOCK_OPEN:
@@ -201,9 +222,30 @@ class OutputParser:
         confirming = _AFTER_LOOSE_OPENER if self._opener_is_loose else _AFTER_OPENER
         may_be_empty = self._state is _CONTENT and not self._opener_is_loose
         if lexeme.kind in confirming or (may_be_empty and lexeme.kind is TagKind.BLOCK_CLOSE):
-            self._open_block(has_opener=True)
+            self._open_block(quoted)
         else:
             self._write(quoted)
+        return False
+
+    def _decide_closer(self, lexeme: Lexeme) -> bool:
+        """Decide about another family's closer by what follows it. True: `lexeme` is consumed.
+
+        It ends the reasoning before a line break or a call, unless the reasoning's own closer is
+        next.
+        """
+        if lexeme.kind is TEXT and lexeme.text.isspace():
+            self._closer += lexeme.text
+            return True
+        closer, self._closer = self._closer, ""
+        words = lexeme.text.lstrip() if lexeme.kind is TEXT else ""
+        space = closer[closer.index(">") + 1 :] + lexeme.text.removesuffix(words)
+        ends = lexeme.kind in _STRUCTURE or (lexeme.kind is TEXT and "\n" in space)
+        if ends and self._reasoning.has_begun and not self._reasoning.ends_in_quote():
+            self._reasoning.drop_space()
+            self._enter(_CONTENT)
+            closer = closer[closer.index(">") + 1 :]
+        if closer:
+            self._write(closer)
         return False
 
     def _take_think_tag(self, lexeme: Lexeme) -> None:
@@ -232,21 +274,39 @@ class OutputParser:
                 pass  # a repeated opener or closer
 
     def _take_bare_invoke(self, lexeme: Lexeme) -> None:
-        is_call = self._state is _CONTENT and self._format.new_block.is_bare_call(
+        is_prose = self._state is _CONTENT and not self._content.is_in_inline_code()
+        is_call = is_prose and self._format.new_block.is_bare_call(
             lexeme, self._schemas, at_line_start=self._content.is_at_line_start()
         )
         if not is_call:
             self._write(lexeme.text)
             return
-        self._open_block(has_opener=False)
+        self._open_block("")
         self._take(lexeme)
 
-    def _open_block(self, *, has_opener: bool) -> None:
+    def _open_block(self, opener: str) -> None:
         self._reasoning.drop_space()
         self._content.drop_space()
         self._enter(_ParserState.BLOCK)
         new_block, schemas = self._format.new_block, self._schemas
-        self._block = new_block(self._calls, schemas=schemas, has_opener=has_opener)
+        self._block = new_block(self._calls, schemas=schemas, opener=opener, show=self._show_unread)
+        self._content.begin_line()
+
+    def _show_unread(self, text: str) -> None:
+        """Make text of a call block content, after a line break."""
+        if self._closer_is_token:  # as in content
+            text = text.replace(self._format.think_close, "")
+        lead = "\n" if self._content.has_begun else ""
+        self._content.write(lead + text)
+        self._content.drop_space()
+
+    def _list_named(self) -> list[TagPattern]:
+        tools, members = self._schemas.list_names()
+        return [
+            replace(tag, rest=tag.rest.replace("{}", name))
+            for tag in self._format.name_tags
+            for name in (tools if tag.kind is TagKind.INVOKE_OPEN else members)
+        ]
 
     def _enter(self, state: _ParserState) -> None:
         """Change the state. A stop string does not span two stretches of content."""
@@ -255,14 +315,17 @@ class OutputParser:
         self._state = state
 
     def _write(self, text: str) -> None:
-        channel = self._reasoning if self._state is _REASONING else self._content
-        channel.write(text)
+        self._channel.write(text)
         if self._is_after_block and not text.isspace():
             self._is_after_block = False
 
+    @property
+    def _channel(self) -> TextChannel:
+        return self._reasoning if self._state is _REASONING else self._content
+
     def _stop_or_emit(self, text: str) -> None:
-        """Emit content up to a stop string; emit reasoning in the content as it is."""
-        if self._state is _REASONING:
+        """Emit content up to a stop string; emit reasoning and unread calls as they are."""
+        if self._state is not _CONTENT:
             self._emit_content(text)
         else:
             assert self._stoppable is not None

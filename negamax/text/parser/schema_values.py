@@ -10,7 +10,8 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -19,7 +20,15 @@ from negamax.text.schema_walk import find_types, walk_alternatives
 # arguments of these types are written as JSON strings while they are generated
 TEXT_TYPES = frozenset({"string", "null"})
 
+CONTAINERS = frozenset({"object", "array"})
+_ODD = re.compile(r"(?=.*[<>\"]).{1,128}", re.DOTALL)
+_MAX_ODD_NAMES = 200  # of a request; the tags of others end at their first angle bracket
 _MAX_DIGITS = 4300  # Python's own readers refuse more
+# scalars that are no strings, as templates write them
+_LITERAL = re.compile(
+    r"(?P<null>null)|(?P<boolean>true|false)|(?P<integer>-?(?:0|[1-9][0-9]*))"
+    r"|(?P<number>-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)"
+)
 _POINT_ZERO = re.compile(r"([+-]?[0-9]+)\.0*")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -38,6 +47,22 @@ class ToolSchemas:
                 if name not in self._roots:
                     self._roots[name] = function.get("parameters")
                     self._folded.setdefault(name.casefold(), []).append(name)
+
+    def list_names(self) -> tuple[list[str], list[str]]:
+        """Return the tools and the members, at any depth, with an angle bracket or a quote."""
+        members: dict[str, None] = {}
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            if isinstance(node, list):
+                stack.extend(node)
+            elif isinstance(node, Mapping):
+                stack.extend(node.values())
+                listed = node.get("properties")
+                if isinstance(listed, Mapping):
+                    members.update(dict.fromkeys(filter(_ODD.fullmatch, listed)))
+        tools = list(filter(_ODD.fullmatch, self._roots))
+        return tools[:_MAX_ODD_NAMES], list(members)[:_MAX_ODD_NAMES]
 
     def declares(self, tool: str) -> bool:
         return tool in self._roots
@@ -76,6 +101,8 @@ class ValueSchema:
         self._members: dict[str, ValueSchema] = {}  # views of listed names, made on demand
         self._others: list[Any] = []
         self._arrays: list[tuple[list[Any], Any]] = []  # schemas of the first items, of the others
+        self._texts: set[str] = set()  # strings that enum and const list
+        self._required: set[str] = set()
         for node in walk_alternatives(schemas, root=root):
             properties = node.get("properties")
             if isinstance(properties, Mapping):
@@ -87,6 +114,23 @@ class ValueSchema:
             items, first = node.get("items"), node.get("prefixItems")
             first = next((given for given in (first, items) if isinstance(given, list)), [])
             self._arrays.append((first, items))
+            required = node.get("required")
+            if isinstance(required, list):
+                self._required.update(name for name in required if isinstance(name, str))
+            values = node["enum"] if isinstance(node.get("enum"), list) else []
+            values = [*values, node.get("const")]
+            self._texts.update(value for value in values if isinstance(value, str))
+
+    def missing(self, given: Collection[str]) -> str:
+        """Return the only listed member that is not `given`, or else the only required one."""
+        listed = [name for name in self._listed if name not in given]
+        required = [name for name in listed if name in self._required]
+        return next((only[0] for only in (listed, required) if len(only) == 1), "")
+
+    @property
+    def names(self) -> Set[str]:
+        """The names of the listed members."""
+        return self._listed.keys()
 
     @property
     def lists_members(self) -> bool:
@@ -113,6 +157,10 @@ class ValueSchema:
             [first[place] if place < len(first) else others for first, others in self._arrays]
         )
 
+    def convert(self, text: str) -> str:
+        """Convert `text` to JSON (see `json_value`); a listed string stays a string."""
+        return _encode(text) if text in self._texts else json_value(text, self.types)
+
     def _view(self, schemas: list[Any]) -> ValueSchema:
         schemas = [schema for schema in schemas if isinstance(schema, Mapping)]
         key = tuple(map(id, schemas))  # cached values live as long as the root
@@ -122,22 +170,45 @@ class ValueSchema:
         return view
 
 
+@dataclass(frozen=True, slots=True)
+class WaitingMember:
+    """A member that is written later. `json_in_list`: its JSON if its name repeats."""
+
+    name: str
+    json: str
+    json_in_list: str
+
+
+def group_members(members: Iterable[WaitingMember]) -> Iterator[tuple[str, str]]:
+    """Yield the name and JSON of each member; a repeated name has a list."""
+    by_name: dict[str, list[WaitingMember]] = {}
+    for member in members:
+        by_name.setdefault(member.name, []).append(member)
+    for name, alike in by_name.items():
+        items = ", ".join(member.json_in_list for member in alike if member.json_in_list)
+        yield name, alike[0].json if len(alike) == 1 else f"[{items}]"
+
+
 def json_value(text: str, types: frozenset[str]) -> str:
     """Convert the argument `text` to JSON by the first type that fits, else to a string.
 
-    The order is null, integer, number, boolean, object, array, string. White space is ignored
-    around anything but a string. Where a string is possible, only the bare word null (in any case)
-    is null.
+    The order is null, integer, number, boolean, object, array, string. Where a string is possible,
+    a scalar must be a JSON literal to be anything else: `007` and `True` were strings. Elsewhere
+    white space, letter case and the spelling of numbers do not matter.
     """
-    scalar = text if types <= TEXT_TYPES or "string" in types else text.strip()
-    if "null" in types and scalar.lower() == "null":
+    has_string = "string" in types
+    if has_string:
+        literal = _LITERAL.fullmatch(text)
+        kind = literal.lastgroup if literal else None
+        types = types & {kind, "number" if kind == "integer" else kind, *CONTAINERS}
+    if "null" in types and text.strip().lower() == "null":
         return "null"
     for name, converter in _CONVERTERS.items():
         converted = converter(text) if name in types else None
         if converted is not None:
             return converted
     # parsed as the other container, not kept as text
-    if types & {"object", "array"} and "string" not in types:
+    if types & CONTAINERS and not has_string:
         return _convert_container(text, (dict, list)) or _encode(text)
     return _encode(text)
 
@@ -156,6 +227,21 @@ def parse_json(text: str) -> Any:
         return json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_finite)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def write_json(value: Any) -> str:
+    """Write a parsed value. Errors: `RecursionError` for too deep nesting."""
+    written = _encode(value)
+    try:
+        written.encode()
+    except UnicodeEncodeError:  # an escaped lone surrogate, which only an escape can represent
+        return json.dumps(value)
+    return written
+
+
+def write_object(members: Iterable[tuple[str, str]]) -> str:
+    """Write an object of JSON values by name."""
+    return "{" + ", ".join(f"{json_string(name)}: {value}" for name, value in members) + "}"
 
 
 def _convert_number(text: str, *, is_integer: bool = False) -> str | None:
@@ -193,16 +279,9 @@ def _convert_boolean(text: str) -> str | None:
 def _convert_container(text: str, kind: type | tuple[type, ...]) -> str | None:
     try:
         value = parse_json(text)
-        if not isinstance(value, kind):
-            return None
-        written = _encode(value)
+        return write_json(value) if isinstance(value, kind) else None
     except (ValueError, RecursionError):
         return None
-    try:
-        written.encode()
-    except UnicodeEncodeError:  # an escaped lone surrogate, which only an escape can represent
-        return json.dumps(value)
-    return written
 
 
 def _refuse_constant(word: str) -> float:

@@ -2,9 +2,9 @@
 
 import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache, partial
 
 import msgspec
 
@@ -18,13 +18,15 @@ _NEVER = "(?!)"
 class TagKind(enum.Enum):
     """Kind of a stretch of output.
 
-    CUT is the beginning of a tag at the very end of the output. LOOSE kinds are tags without the
-    marker that their format puts before every tag: text, except where only a tag is possible.
+    CUT is the beginning of a tag at the very end of the output. LOOSE kinds are tags of another
+    family, or without the marker that their format puts before every tag: text, except where only
+    a tag is possible. HELD is a whole tag that the next text can make longer.
     """
 
     TEXT = "text"
     THINK_OPEN = "think_open"
     THINK_CLOSE = "think_close"
+    LOOSE_THINK_CLOSE = "loose_think_close"
     BLOCK_OPEN = "block_open"
     BLOCK_CLOSE = "block_close"
     INVOKE_OPEN = "invoke_open"
@@ -36,6 +38,7 @@ class TagKind(enum.Enum):
     LOOSE_INVOKE_OPEN = "loose_invoke_open"
     LOOSE_INVOKE_CLOSE = "loose_invoke_close"
     CUT = "cut"
+    HELD = "held"
 
     # members are compared by identity; hashing by name costs a Python call
     __hash__ = object.__hash__
@@ -71,12 +74,12 @@ class TagBeginnings:
     """
 
     words: tuple[str, ...]
-    anchors: tuple[str, ...]
-    growing: str
-    inside: str
+    anchors: tuple[str, ...] = ()
+    growing: str = _NEVER
+    inside: str = _NEVER
 
 
-NO_BEGINNINGS = TagBeginnings((), anchors=(), growing=_NEVER, inside=_NEVER)
+NO_BEGINNINGS = TagBeginnings(())
 
 
 class _Tables:
@@ -88,14 +91,25 @@ class _Tables:
         patterns: Sequence[TagPattern],
         beginnings: TagBeginnings,
         token_ids: Mapping[str, int],
+        named: Sequence[TagPattern],
     ) -> None:
         self.kind_of_token: dict[int | None, TagKind] = {
             token_ids[tag]: kind for tag, kind in literals.items() if tag in token_ids
         }
         by_text = [(tag, kind) for tag, kind in literals.items() if tag not in token_ids]
         fixed = [TagPattern(kind, tag[0], re.escape(tag[1:])) for tag, kind in by_text]
-        self.kinds, self.tag = _join_patterns([*fixed, *patterns])
-        words = [*(tag[:-1] for tag, _ in by_text), *beginnings.words]
+        # the longest first
+        named = sorted(named, key=lambda tag: len(tag.rest), reverse=True)
+        exact = [TagPattern(tag.kind, tag.prefix, re.escape(tag.rest)) for tag in named]
+        tags = [*exact, *fixed, *patterns]
+        self.kinds, self.tag = _join_patterns(tags)
+        self.last_kinds, self.last_tag = _join_patterns(
+            [tag for tag in tags if tag.kind is not TagKind.HELD]
+        )
+        texts = [tag.prefix + tag.rest for tag in named]
+        self.named_starts = frozenset(text[:end] for text in texts for end in range(len(text)))
+        self.longest_named = max(map(len, texts), default=0)
+        words = [*(tag[:-1] for tag in (*dict(by_text), *texts)), *beginnings.words]
         self.starts = frozenset(
             word[:length] for word in words for length in range(1, len(word) + 1)
         )
@@ -114,24 +128,27 @@ class _Tables:
         self.inside = re.compile(beginnings.inside)
 
 
-@cache
+@lru_cache(maxsize=32)
 def _tables(
     literals: tuple[tuple[str, TagKind], ...],
     patterns: tuple[TagPattern, ...],
     beginnings: TagBeginnings,
     token_ids: tuple[tuple[str, int], ...],
+    named: tuple[TagPattern, ...],
 ) -> _Tables:
-    return _Tables(dict(literals), patterns, beginnings, dict(token_ids))
+    return _Tables(dict(literals), patterns, beginnings, dict(token_ids), named)
 
 
 class TagLexer:
     """Finds tags in a stream of pieces, and holds back only text that may still become a tag.
 
     `literals` are tags with a fixed text that ends with `>`. Those in `token_ids` count only as
-    that token. All others, and the `patterns`, are found in the text.
+    that token. All others, and the `patterns`, are found in the text. `list_named` returns tags,
+    with their literal `rest`, whose names have angle brackets or quotes. They count before the
+    patterns. It is called before the first tag with an anchor.
     """
 
-    __slots__ = ("_held", "_is_inside", "_tables")
+    __slots__ = ("_held", "_is_inside", "_list_named", "_tables", "_tables_with")
 
     def __init__(
         self,
@@ -140,10 +157,14 @@ class TagLexer:
         patterns: Sequence[TagPattern],
         beginnings: TagBeginnings,
         token_ids: Mapping[str, int] | None,
+        list_named: Callable[[], Sequence[TagPattern]] | None = None,
     ) -> None:
-        self._tables = _tables(
-            tuple(literals.items()), tuple(patterns), beginnings, tuple((token_ids or {}).items())
+        ids = tuple((token_ids or {}).items())
+        self._tables_with = partial(
+            _tables, tuple(literals.items()), tuple(patterns), beginnings, ids
         )
+        self._tables = self._tables_with(())
+        self._list_named = list_named
         self._held = ""
         self._is_inside = False  # whether `inside` matches `_held`
 
@@ -161,17 +182,26 @@ class TagLexer:
                 continue
             self._scan("".join(texts), lexemes)
             texts = []
-            if self._held:  # no text tag spans a tag token
-                lexemes.append(Lexeme(TEXT, self._held))
-                self._held = ""
+            rest = self._release(lexemes)  # no text tag spans a tag token
+            if rest:
+                lexemes.append(Lexeme(TEXT, rest))
             lexemes.append(Lexeme(kind_of_token[piece.token_id], piece.text))
         self._scan("".join(texts), lexemes)
         return lexemes
 
     def finish(self) -> list[Lexeme]:
-        """End the output; held text is a truncated tag."""
+        """End the output; held text is a truncated tag, after tags that could have been longer."""
+        lexemes: list[Lexeme] = []
+        rest = self._release(lexemes)
+        end = self._find_beginning(rest, 0) if ">" in rest else 0
+        if end:
+            lexemes.append(Lexeme(TEXT, rest[:end]))
+        return [*lexemes, Lexeme(TagKind.CUT, rest[end:])] if rest[end:] else lexemes
+
+    def _release(self, lexemes: list[Lexeme]) -> str:
+        """Append the tags of the held text; return the rest."""
         held, self._held = self._held, ""
-        return [Lexeme(TagKind.CUT, held)] if held else []
+        return held[self._split(held, lexemes, is_last=True) :] if ">" in held else held
 
     def _scan(self, text: str, lexemes: list[Lexeme]) -> None:
         tables, may_end_tag = self._tables, ">" in text
@@ -181,24 +211,46 @@ class TagLexer:
             if (stays_inside and len(text) <= MAX_ATTRIBUTE_CHARS) or text in tables.starts:
                 self._held = text
                 return
+            may_end_tag = may_end_tag or ">" in self._held
             self._held = ""
         elif not tables.first_char.search(text):
             if text:
                 lexemes.append(Lexeme(TEXT, text))
             return
-        start = 0
-        if may_end_tag:
-            for match in tables.tag.finditer(text):
-                if match.start() > start:
-                    lexemes.append(Lexeme(TEXT, text[start : match.start()]))
-                assert match.lastindex is not None
-                lexemes.append(Lexeme(tables.kinds[match.lastindex - 1], match[0]))
-                start = match.end()
+        if self._list_named is not None and tables.anchor.search(text):
+            self._tables = tables = self._tables_with(tuple(self._list_named()))
+            self._list_named = None
+        start = self._split(text, lexemes) if may_end_tag else 0
+        if self._held:
+            return
         if start < len(text):
             end = self._find_beginning(text, start)
             if end > start:
                 lexemes.append(Lexeme(TEXT, text[start:end]))
             self._held = text[end:]
+
+    def _split(self, text: str, lexemes: list[Lexeme], *, is_last: bool = False) -> int:
+        """Append the tags of `text` and the text between them; return where the last one ends.
+
+        Unless `is_last`, a tag is held that the next text can make longer.
+        """
+        tables, start = self._tables, 0
+        kinds, tag = (tables.last_kinds, tables.last_tag) if is_last else (tables.kinds, tables.tag)
+        for match in tag.finditer(text):
+            assert match.lastindex is not None
+            kind, begin = kinds[match.lastindex - 1], match.start()
+            may_grow = not is_last and len(text) - begin < tables.longest_named
+            is_held = kind is TagKind.HELD or (may_grow and text[begin:] in tables.named_starts)
+            if is_held:  # perhaps in the beginning of another tag
+                begin = min(begin, self._find_beginning(text, start))
+            if begin > start:
+                lexemes.append(Lexeme(TEXT, text[start:begin]))
+            if is_held:
+                self._held, self._is_inside = text[begin:], False
+                return len(text)
+            lexemes.append(Lexeme(kind, match[0]))
+            start = match.end()
+        return start
 
     def _find_beginning(self, text: str, start: int) -> int:
         """Return where a possible tag begins that reaches the end of `text`, or its length."""

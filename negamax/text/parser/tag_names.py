@@ -3,10 +3,15 @@
 import re
 from collections.abc import Iterator
 
-from negamax.text.parser.schema_values import ToolSchemas
+from negamax.text.parser.schema_values import ToolSchemas, ValueSchema
 
 _QUOTED_NAME = re.compile(r"""\sname\s*=\s*(?:"([^"]*)"|'([^']*)')""")
-_LOOSE_EDGES = " \t\r\n=:\"'"
+_LOOSE_EDGES = " \t\r\n=:\"'“”"
+# as templates write a tag, whatever the name is
+_EXACT_NAME = re.compile(r'\S*\sname="(.*)">', re.DOTALL)
+_NEXT_ATTRIBUTE = re.compile(r'"\s+[\w-]+\s*=')
+_QUOTED_TEXT = re.compile(r"""=\s*(?:"([^"]+)"|'([^']+)')""")
+_WORD = re.compile(r"\S*?<(?:invoke|parameter)")
 
 
 def quoted_name(tag: str) -> str:
@@ -17,7 +22,17 @@ def quoted_name(tag: str) -> str:
 
 def tag_name(tag: str) -> str:
     """Return the name in a tag that may lack a quote or the equals sign: `<invoke name f">`."""
-    return quoted_name(tag) or _read_attributes(tag).removeprefix("name").strip(_LOOSE_EDGES)
+    exact = _EXACT_NAME.fullmatch(tag)
+    if exact and not _NEXT_ATTRIBUTE.search(exact[1]):
+        return exact[1]
+    quoted = quoted_name(tag) or next(_list_quoted(tag), "")
+    return quoted or _read_attributes(tag).removeprefix("name").strip(_LOOSE_EDGES)
+
+
+def argument_name(tag: str, schema: ValueSchema) -> str:
+    """Return the argument that a parameter tag names: the first one that `schema` lists."""
+    candidates = _list_candidates([tag])
+    return next(filter(schema.lists, candidates), None) or tag_name(tag)
 
 
 def tool_name(readings: list[str], schemas: ToolSchemas) -> str:
@@ -35,7 +50,11 @@ def tool_name(readings: list[str], schemas: ToolSchemas) -> str:
 
 def _list_candidates(readings: list[str]) -> Iterator[str]:
     for tag in readings:
+        exact = _EXACT_NAME.fullmatch(tag)
+        if exact:
+            yield exact[1]
         yield quoted_name(tag)
+        yield from _list_quoted(tag)
         name = _read_attributes(tag)
         yield name
         while name.startswith("name"):  # `<invoke name name=f>`
@@ -43,6 +62,11 @@ def _list_candidates(readings: list[str]) -> Iterator[str]:
             yield name
 
 
+def _list_quoted(tag: str) -> Iterator[str]:
+    """Yield the values of all attributes: `<parameter rname="f">`."""
+    return (match[1] or match[2] for match in _QUOTED_TEXT.finditer(tag))
+
+
 def _read_attributes(tag: str) -> str:
     """Return the text after a tag's first word, without quotes and equals signs at the edges."""
-    return "".join(tag.removesuffix(">").split(None, 1)[1:]).strip(_LOOSE_EDGES)
+    return _WORD.sub("", tag.removesuffix(">"), count=1).strip(_LOOSE_EDGES)

@@ -1,14 +1,78 @@
 """White space of reasoning or content while it is written."""
 
+import re
 from collections.abc import Callable
 
 _QUOTES = frozenset("`'\"“‘«")
 
 
+_FENCE = re.compile(r"[ \t>*+-]*(?:\d+[.)][ \t]+)?(`{3,}|~{3,})(.*)")
+_MAX_LINE_CHARS = 300  # that can decide what a line is
+_MAX_PARTS = 4096
+
+
+class MarkdownCode:
+    """Tells code blocks of Markdown, fenced or indented, from other text."""
+
+    __slots__ = ("_fence", "_line", "_parts")
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []  # not processed yet
+        self._line = ""  # the beginning of the current line
+        self._fence = ""  # of the open block
+
+    def add(self, text: str) -> None:
+        self._parts.append(text)
+        if len(self._parts) > _MAX_PARTS:
+            self._process()
+
+    def begin_line(self) -> None:
+        self.add("\n")
+
+    def is_open(self) -> bool:
+        """Whether the next text is in a code block."""
+        self._process()
+        line = self._line
+        if self._fence or _next_fence(line, ""):
+            return bool(_next_fence(line, self._fence))
+        return line.isspace() and len(line.expandtabs(4)) >= 4
+
+    def is_inline(self) -> bool:
+        """Whether the next text is between the backticks of inline code."""
+        self._process()
+        return self._line.count("`") % 2 == 1
+
+    def _process(self) -> None:
+        *lines, last = "".join([self._line, *self._parts]).split("\n")
+        for line in lines:
+            self._fence = _next_fence(line[:_MAX_LINE_CHARS], self._fence)
+        self._line = last[:_MAX_LINE_CHARS]
+        self._parts.clear()
+
+
+def _next_fence(line: str, fence: str) -> str:
+    """Return the fence of the code block that is open after `line`, or ""."""
+    found = _FENCE.fullmatch(line.rstrip("\r"))
+    if found is None:
+        return fence
+    if not fence:
+        return "" if found[1][0] == "`" and "`" in found[2] else found[1]
+    closes = found[1].startswith(fence) and not found[2].strip()
+    return "" if closes else fence
+
+
 class TextChannel:
     """Reasoning or content: drops leading line breaks unless verbatim, and holds trailing space."""
 
-    __slots__ = ("_holds_space", "_is_verbatim", "_last_char", "_out", "_space", "has_begun")
+    __slots__ = (
+        "_code",
+        "_holds_space",
+        "_is_verbatim",
+        "_last_char",
+        "_out",
+        "_space",
+        "has_begun",
+    )
 
     def __init__(
         self, out: Callable[[str], None], *, is_verbatim: bool = False, holds_space: bool = True
@@ -19,8 +83,11 @@ class TextChannel:
         self._space: list[str] = []
         self._last_char = ""
         self.has_begun = False
+        self._code: MarkdownCode | None = MarkdownCode() if holds_space else None
 
     def write(self, text: str) -> None:
+        if self._code is not None:
+            self._code.add(text)
         words = (
             text.rstrip() if self._holds_space or (text.isspace() and not self.has_begun) else text
         )
@@ -45,6 +112,18 @@ class TextChannel:
     def ends_in_quote(self) -> bool:
         """Whether the last character is a quotation mark."""
         return not self._space and self._last_char in _QUOTES
+
+    def is_in_code(self) -> bool:
+        """Whether the next text is in a code block of Markdown."""
+        return self._code is not None and self._code.is_open()
+
+    def is_in_inline_code(self) -> bool:
+        return self._code is not None and self._code.is_inline()
+
+    def begin_line(self) -> None:
+        """Begin a line of Markdown: a call block was before."""
+        if self._code is not None:
+            self._code.begin_line()
 
     def drop_space(self) -> None:
         self._space = []
