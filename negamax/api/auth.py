@@ -5,6 +5,7 @@ It decides before the body is read, so that a refusal costs next to nothing.
 
 import asyncio
 import ipaddress
+import sys
 import time
 
 from starlette.requests import Request
@@ -13,13 +14,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from negamax.api.access import get_owner
 from negamax.api.common.context import ApiContext
 from negamax.api.errors import handle_error
+from negamax.api.http.body_budget import BodyBudget, BodyShare
 from negamax.api.http.request_body import build_size_error
 from negamax.api.http.unpacking import Unpacker, find_encoding
 from negamax.base.errors import (
     ForbiddenError,
     HeadTooLargeError,
     NegamaxError,
-    OverloadedError,
     RequestTimeoutError,
     UrlTooLongError,
 )
@@ -50,8 +51,8 @@ class AuthMiddleware:
         hosts = {host.lower() for host in (*options.allowed_hosts, options.host)}
         is_open = self._access.has_keys or options.allow_unauthenticated or _ALL in hosts
         self._hosts = None if is_open else hosts
-        self._body_budget = BODIES_IN_FLIGHT * options.max_body_bytes
-        self.max_packed_bytes = options.max_body_bytes  # of one body, compressed
+        self._body_budget = BodyBudget(BODIES_IN_FLIGHT * options.max_body_bytes)
+        self._max_packed_bytes = options.max_body_bytes  # of one body, compressed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,24 +74,15 @@ class AuthMiddleware:
         if encoding is not None:
             headers = [each for each in scope["headers"] if each[0] not in _PACKED_HEADERS]
             scope = {**scope, "headers": headers}
-        body = _Body(receive, self, encoding=encoding)
+        share = BodyShare(self._body_budget, scope)
+        body = _Body(receive, share, max_packed_bytes=self._max_packed_bytes, encoding=encoding)
         lifecycle = self._context.lifecycle
         lifecycle.opened()
         try:
             await self._app(scope, body.receive, send)
         finally:
             lifecycle.closed()
-            self._body_budget += body.num_bytes
-
-    def take_bytes(self, count: int) -> None:
-        """Reserve memory for `count` bytes. Errors: `OverloadedError` if there is too little."""
-        if count > self._body_budget:
-            raise OverloadedError(
-                "the bodies of open requests fill the memory reserved for them",
-                hint="retry later",
-                code="memory",
-            )
-        self._body_budget -= count
+            share.keep(0)
 
     def _check(self, scope: Scope) -> None:
         headers: _Headers = scope["headers"]
@@ -114,16 +106,21 @@ class _Body:
     """Receives and unpacks one body within limits of time and memory. Single reader: the route."""
 
     def __init__(
-        self, receive: Receive, middleware: AuthMiddleware, *, encoding: bytes | None = None
+        self,
+        receive: Receive,
+        share: BodyShare,
+        *,
+        max_packed_bytes: int = sys.maxsize,
+        encoding: bytes | None = None,
     ) -> None:
         self._receive = receive
         self._unpacker = None if encoding is None else Unpacker(encoding)
         self._num_packed_bytes = 0
         self._is_all_packed = False  # the whole compressed body has arrived
-        self._middleware = middleware
+        self._max_packed_bytes = max_packed_bytes
+        self._share = share
         self._end = time.monotonic() + BODY_SECONDS
         self._is_complete = False
-        self.num_bytes = 0
 
     async def receive(self) -> Message:
         """Return the next message.
@@ -139,8 +136,7 @@ class _Body:
         if message["type"] != "http.request":
             return message
         count = len(message.get("body", b""))
-        self._middleware.take_bytes(count)
-        self.num_bytes += count
+        self._share.take(count)
         self._is_complete = not message.get("more_body", False)
         return message
 
@@ -155,8 +151,8 @@ class _Body:
                 return message
             packed = message.get("body", b"")
             self._num_packed_bytes += len(packed)
-            if self._num_packed_bytes > self._middleware.max_packed_bytes:
-                raise build_size_error(self._num_packed_bytes, self._middleware.max_packed_bytes)
+            if self._num_packed_bytes > self._max_packed_bytes:
+                raise build_size_error(self._num_packed_bytes, self._max_packed_bytes)
             self._is_all_packed = not message.get("more_body", False)
             unpacker.feed(packed)
         return {"type": "http.request", "body": piece, "more_body": bool(piece)}

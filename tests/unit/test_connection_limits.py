@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +17,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from negamax.api import auth
 from negamax.api.http import listening, protocol
+from negamax.api.http.body_budget import BodyBudget, BodyShare
 from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
-from negamax.base.errors import RequestTimeoutError
+from negamax.base.errors import OverloadedError, RequestTimeoutError
 from tests.certificates import make_certificate
 
 FREE = ConnectionLimits(in_all=100, per_address=100)
@@ -274,8 +274,7 @@ def test_unread_answer_is_dropped_after_the_limit() -> None:
 def test_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "BODY_SECONDS", 0.1)
 
-    taken: list[int] = []
-    budget: Any = SimpleNamespace(take_bytes=taken.append)
+    share: Any = BodyShare(BodyBudget(10), {"state": {"tenant": "", "shares_queue": False}})
 
     async def run() -> None:
         parts: list[Message] = [{"type": "http.request", "body": b"abc", "more_body": True}]
@@ -286,13 +285,33 @@ def test_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPatc
             await asyncio.sleep(60)
             raise AssertionError
 
-        body = auth._Body(receive, budget)
+        body = auth._Body(receive, share)
         assert (await body.receive())["body"] == b"abc"
         with pytest.raises(RequestTimeoutError):
             await body.receive()
-        assert sum(taken) == body.num_bytes == 3
+        assert share.num_bytes == 3
 
     asyncio.run(run())
+
+
+def test_one_key_leaves_room_for_the_bodies_of_another() -> None:
+    budget = BodyBudget(100)
+
+    def share_of(tenant: str) -> BodyShare:
+        return BodyShare(budget, {"state": {"tenant": tenant, "shares_queue": bool(tenant)}})
+
+    first, second = share_of("a"), share_of("b")
+    first.take(50)
+    with pytest.raises(OverloadedError, match="your key's open requests"):
+        share_of("a").take(1)
+    second.take(25)
+    with pytest.raises(OverloadedError):
+        second.take(1)
+    first.keep(10)  # the rest were fields without effect
+    second.take(20)
+    for share in (first, second):
+        share.keep(0)
+    share_of("").take(100)
 
 
 def until_closed(client: Client, *, sending: bytes, most: int) -> tuple[bytes, int]:

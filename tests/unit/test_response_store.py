@@ -1,13 +1,26 @@
 import json
 
-from negamax.api.dialects.responses.store import ResponseStore, StoredResponse, StoredTurn
+import pytest
+
+from negamax.api.dialects.responses.store import (
+    Item,
+    ResponseStore,
+    StoredResponse,
+    StoredTurn,
+    decode_items,
+    encode_shown,
+)
+
+LONG = "x" * 5000
 
 
-def kept(parent: StoredTurn | None, number: int, *, size: int = 10) -> StoredResponse:
+def kept(
+    parent: StoredTurn | None, number: int, *, size: int = 10, tenant: str = ""
+) -> StoredResponse:
     items = [{"id": f"{name}{number}", "text": name[-1] * size} for name in ("in", "out")]
     given, said = (json.dumps([item]).encode() for item in items)
     turn = StoredTurn(parent, input_items=given, output_items=said)
-    return StoredResponse(b'{"body": 1}', turn, [f"out{number}"])
+    return StoredResponse(b'{"body": 1}', turn, [f"out{number}"], tenant)
 
 
 def test_least_used_responses_make_room() -> None:
@@ -32,6 +45,37 @@ def test_bytes_are_bounded_and_come_back_to_zero() -> None:
     assert 0 < len(store) < 5
     store.put("huge", kept(None, 99, size=10_000))
     assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_a_tenant_pushes_out_its_own_responses_first() -> None:
+    for limits, size in (({"max_bytes": 5000}, 500), ({"max_responses": 4}, 10)):
+        store = ResponseStore(**limits)
+        store.put("r", kept(None, 0, size=size, tenant="a"))
+        for number in range(20):
+            store.put(f"r{number}", kept(None, number, size=size, tenant="b"))
+        assert store.get("r", tenant="a") and store.get("r19", tenant="b")
+        assert store.get("r", tenant="b") is None and not store.remove("r", tenant="b")
+        assert len(store) < 6
+
+
+@pytest.mark.parametrize(
+    ("item", "shown"),
+    [
+        (
+            {"type": "web_search_call", "id": "w", "text": LONG},
+            {"type": "web_search_call", "id": "w"},
+        ),
+        ({"role": "user", "content": LONG, "x": [LONG]}, {"role": "user", "content": LONG}),
+        (
+            {"content": [{"type": "input_image", "image_url": LONG}, {"text": LONG, "y": LONG}]},
+            {"content": [{"type": "input_image"}, {"text": LONG}]},
+        ),
+        ({"type": "function_call_output", "output": LONG}, None),
+    ],
+    ids=["passed over", "field", "parts", "result"],
+)
+def test_large_fields_that_are_not_shown_are_not_stored(item: Item, shown: Item | None) -> None:
+    assert decode_items(encode_shown([item])) == [item if shown is None else shown]
 
 
 def test_turns_below_are_shared_and_outlive_their_responses() -> None:

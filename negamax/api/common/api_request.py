@@ -31,7 +31,7 @@ ParamsT_co = TypeVar("ParamsT_co", bound=RequestModel, covariant=True)
 class ApiRequest(Generic[ParamsT_co]):
     http: Request
     params: ParamsT_co
-    num_bytes: int  # of the body; decides whether work on it leaves the event loop
+    num_bytes: int  # of the fields read; decides whether work on it leaves the event loop
     arrival: float  # monotonic seconds
 
 

@@ -14,6 +14,7 @@ from typing import Self
 import msgspec
 from starlette.requests import Request
 
+from negamax.api.http.body_budget import get_share
 from negamax.api.schemas.request_model import RequestModel, RequestT
 from negamax.base.errors import ContextLengthError, InvalidRequestError, PayloadTooLargeError
 from negamax.base.unicode import valid_escapes
@@ -67,9 +68,15 @@ def compute_max_chars(max_model_len: int) -> int:
 async def read_request(
     request: Request, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
-    """Read a JSON body as a `model`, and return its size, too. Errors: as `decode_request`."""
+    """Read a JSON body as a `model`, and return the size of the fields read, too.
+
+    The memory reserved for other fields is given back. Errors: as `decode_request`.
+    """
     body = await receive(request, limits)
-    return await decode_request(body, model, limits), len(body)
+    params, num_bytes = await decode_request(body, model, limits)
+    if share := get_share(request):
+        share.keep(num_bytes)
+    return params, num_bytes
 
 
 async def receive(request: Request, limits: BodyLimits) -> bytes:
@@ -91,7 +98,7 @@ async def receive(request: Request, limits: BodyLimits) -> bytes:
         if size > limits.num_bytes:
             raise build_size_error(size, limits.num_bytes)
         num_commas += part.count(b",")
-        num_openers += _count_openers(part)
+        num_openers += count_openers(part)
         if num_commas > limits.commas or num_openers > limits.openers:
             allowed = f"{limits.commas} commas, and {limits.openers} brackets and colons"
             raise InvalidRequestError(
@@ -109,15 +116,20 @@ async def receive(request: Request, limits: BodyLimits) -> bytes:
     return b"".join(parts)
 
 
-async def decode_request(body: bytes, model: type[RequestT], limits: BodyLimits) -> RequestT:
-    """Decode the request in `body`.
+async def decode_request(
+    body: bytes, model: type[RequestT], limits: BodyLimits
+) -> tuple[RequestT, int]:
+    """Decode the request in `body`, and return the size of the fields read, too.
 
     Errors: `InvalidRequestError` for malformed JSON, NaN, overflowing numbers, deep nesting or long
     texts, and those of `RequestModel.parse`.
     """
-    if len(body) <= _INLINE_BYTES:
-        return model.parse(_decode_fields(body, model, limits))
-    return await asyncio.to_thread(lambda: model.parse(_decode_fields(body, model, limits)))
+
+    def decode() -> tuple[RequestT, int]:
+        fields, num_bytes = _decode_fields(body, model, limits)
+        return model.parse(fields), num_bytes
+
+    return decode() if len(body) <= _INLINE_BYTES else await asyncio.to_thread(decode)
 
 
 def build_size_error(size: int, max_bytes: int) -> PayloadTooLargeError:
@@ -126,8 +138,13 @@ def build_size_error(size: int, max_bytes: int) -> PayloadTooLargeError:
     )
 
 
-def _decode_fields(body: bytes, model: type[RequestModel], limits: BodyLimits) -> dict[str, object]:
-    """Decode the fields in `body`. Of fields that the model ignores, only the syntax is checked."""
+def _decode_fields(
+    body: bytes, model: type[RequestModel], limits: BodyLimits
+) -> tuple[dict[str, object], int]:
+    """Decode the fields in `body`, and return the size of those that the model reads.
+
+    Of other fields only the syntax is checked.
+    """
     try:
         fields = _split_fields(body)
         decoded = {
@@ -144,9 +161,9 @@ def _decode_fields(body: bytes, model: type[RequestModel], limits: BodyLimits) -
         ) from None
     except RecursionError:
         raise _build_depth_error() from None
-    if _count_openers(body) > MAX_JSON_DEPTH:
+    if count_openers(body) > MAX_JSON_DEPTH:
         _check_depth(decoded)
-    return decoded
+    return decoded, sum(len(memoryview(raw)) for name, raw in fields.items() if model.reads(name))
 
 
 def _split_fields(body: bytes) -> _RawFields:
@@ -222,7 +239,8 @@ def _find_boundary(piece: bytes) -> int:
     return _PIECE_BYTES
 
 
-def _count_openers(text: bytes) -> int:
+def count_openers(text: bytes) -> int:
+    """Count '[', '{' and ':', also within texts."""
     return text.count(b"[") + text.count(b"{") + text.count(b":")
 
 

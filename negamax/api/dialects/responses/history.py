@@ -163,7 +163,12 @@ def _read_unknown(item: Mapping[str, Any], place: str) -> str:
     kind = item["type"]
     if kind == "compaction_trigger":
         refuse(f"{place}.type", f"{kind!r}: the server writes no summaries; ask for one")
-    return "" if kind in _PASSED_OVER or is_hosted_search(item) else find_text(item)
+    return "" if is_passed_over(item) else find_text(item)
+
+
+def is_passed_over(item: Mapping[str, Any]) -> bool:
+    """Return whether an item of another server's model or tool is not shown."""
+    return item.get("type") in _PASSED_OVER or is_hosted_search(item)
 
 
 def _read_assistant_text(content: object, place: str, family: ChatFamily | None) -> str:

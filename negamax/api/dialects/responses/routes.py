@@ -35,8 +35,11 @@ from negamax.api.dialects.responses.store import (
     StoredResponse,
     StoredTurn,
     decode_items,
+    encode_shown,
+    trim_tool,
 )
 from negamax.api.errors import build_json_response, describe_error
+from negamax.api.http.body_budget import get_share
 from negamax.api.http.request_body import decode_request, receive
 from negamax.api.http.sse import run_while_connected
 from negamax.api.openapi import describe_body
@@ -108,18 +111,20 @@ async def _read(context: ApiContext, http: Request) -> ApiRequest[ResponsesReque
     """Read the request, or return the answer of the server process that owns its predecessor."""
     arrival = time.monotonic()
     body = await receive(http, context.body_limits)
-    params = await decode_request(body, ResponsesRequest, context.body_limits)
+    params, num_bytes = await decode_request(body, ResponsesRequest, context.body_limits)
     owner = context.server_rank.owner_of(params.previous_response_id)
     if owner != context.server_rank.index:
         return await context.peers.relay(http, to=owner, body=body)
-    return ApiRequest(http, params, len(body), arrival)
+    if share := get_share(http):
+        share.keep(num_bytes)
+    return ApiRequest(http, params, num_bytes, arrival)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     request: ApiRequest[ResponsesRequest]  # its size includes the items referred to
     parent: StoredTurn | None  # the turn that it continues
-    given: list[Item]  # its own items
+    input_items: bytes  # its own items as they are stored
     in_effect: ResponsesRequest  # as the items change it
     turn: Turn
 
@@ -164,7 +169,7 @@ class _Responses:
             self._keep,
             tenant=get_tenant(request.http),
             parent=prepared.parent,
-            input_items=msgspec.json.encode(prepared.given),
+            input_items=prepared.input_items,
         )
         started = await start_turn(
             context, prepared.request, prepared.turn, request_id=blank.id, names=[blank.id]
@@ -204,11 +209,29 @@ class _Responses:
         params, tenant = request.params, get_tenant(request.http)
         parent = self._parent(params.previous_response_id, tenant)
         given, num_bytes = await self._given(params, tenant, num_bytes=request.num_bytes)
-        num_bytes += 0 if parent is None else parent.total_bytes
-        in_effect, turn = await run_off_loop(
-            lambda: self._turn(params, parent, given), num_bytes=num_bytes
-        )
-        return _Prepared(replace(request, num_bytes=num_bytes), parent, given, in_effect, turn)
+        if parent is not None:
+            num_bytes += parent.total_bytes
+            self._check_chain(parent, num_bytes=num_bytes)
+            if share := get_share(request.http):
+                share.take(parent.total_bytes)
+
+        def prepare() -> tuple[ResponsesRequest, Turn, bytes]:
+            in_effect, turn = self._turn(params, parent, given)
+            return in_effect, turn, encode_shown(given) if params.store else b"[]"
+
+        in_effect, turn, stored = await run_off_loop(prepare, num_bytes=num_bytes)
+        return _Prepared(replace(request, num_bytes=num_bytes), parent, stored, in_effect, turn)
+
+    def _check_chain(self, parent: StoredTurn, *, num_bytes: int) -> None:
+        """Refuse a request that needs more with the turns that it continues than one body may."""
+        limits = self._context.body_limits
+        if num_bytes > limits.num_bytes or parent.total_openers > limits.openers:
+            raise PayloadTooLargeError(
+                f"previous_response_id: the conversation has {num_bytes} bytes and "
+                f"{parent.total_openers} brackets and colons; allowed: {limits.num_bytes} and "
+                f"{limits.openers}; send a shorter one as input",
+                code="body_too_large",
+            )
 
     def delete(self, response_id: str, tenant: str) -> None:
         """Delete a response, and abort it if it runs. Errors: `NotFoundError`."""
@@ -216,7 +239,7 @@ class _Responses:
         task = self._running.pop(response_id, None)
         if task is not None:
             task.cancel()
-        self._store.remove(response_id)
+        self._store.remove(response_id, tenant=tenant)
 
     async def cancel(self, response_id: str, tenant: str) -> bytes:
         """Cancel a background response and return its last state.
@@ -400,7 +423,7 @@ class _Responses:
                 params.text.format or {"type": "text"}, params.text.verbosity or "medium"
             ),
             tool_choice=params.tool_choice,
-            tools=params.tools or [],
+            tools=[trim_tool(tool) for tool in params.tools or ()],
             top_logprobs=params.top_logprobs,
             top_p=resolved.top_p,
         )

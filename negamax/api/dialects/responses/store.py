@@ -1,14 +1,25 @@
 """Stored responses, in memory and within a limit, so that clients can fetch and continue them."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from negamax.api.dialects.responses.history import is_passed_over
+from negamax.api.http.request_body import count_openers
+from negamax.text.messages import is_unseen
+
 MAX_RESPONSES = 4096
 MAX_BYTES = 256 * 2**20
+_SMALL_BYTES = 1024  # of a field that the model is not shown
+_ITEM_FIELDS = (
+    "content", "summary", "encrypted_content", "arguments", "input", "output", "action",
+    "operation", "tools", "text", "result", "value",
+)  # fmt: skip
+_PART_FIELDS = ("text", "refusal", "content", "output", "result", "value", "stdout", "stderr")
+_TOOL_FIELDS = ("description", "parameters", "function", "tools")
 
 Item = dict[str, Any]
 
@@ -25,6 +36,8 @@ class StoredTurn:
         self.total_bytes: int = (
             len(input_items) + len(output_items) + (0 if parent is None else parent.total_bytes)
         )
+        own_openers = count_openers(input_items) + count_openers(output_items)
+        self.total_openers: int = own_openers + (0 if parent is None else parent.total_openers)
         self.num_users = 0  # stored responses with this turn, and turns on top of it
 
     @property
@@ -50,64 +63,90 @@ class StoredResponse:
     tenant: str = ""  # no other tenant can see it
 
 
+@dataclass(slots=True)
+class _TenantResponses:
+    """The responses of one tenant. Single writer: the store."""
+
+    # least recently used first
+    responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    owners: dict[str, str] = field(default_factory=dict)  # the response of an output item, by id
+    num_bytes: int = 0
+
+
 class ResponseStore:
     """Stores the most recently used responses. Single writer: the event loop.
 
-    A turn lives as long as a stored response needs it; its bytes count once.
+    A turn lives as long as a stored response needs it; its bytes count once. Where there are too
+    many, the tenant with the most makes room.
     """
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._owners: dict[str, str] = {}  # the response that an output item belongs to, by id
-        self.num_bytes = 0
+        self._tenants: dict[str, _TenantResponses] = {}
 
     def __len__(self) -> int:
-        return len(self._responses)
+        return sum(len(each.responses) for each in self._tenants.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in self._tenants.values())
 
     def put(self, response_id: str, kept: StoredResponse) -> None:
         """Store a response or its new state; the least recently used ones make room."""
-        _change_users(kept.turn, 1, store=self)
-        self.remove(response_id)
-        self._responses[response_id] = kept
-        self.num_bytes += len(kept.body)
-        self._owners.update((item_id, response_id) for item_id in kept.item_ids)
-        while self._responses and (
-            len(self._responses) > self._max_responses or self.num_bytes > self._max_bytes
-        ):
-            self.remove(next(iter(self._responses)))
+        own = self._tenants.setdefault(kept.tenant, _TenantResponses())
+        _change_users(kept.turn, 1, owner=own)
+        _remove(own, response_id)
+        own.responses[response_id] = kept
+        own.num_bytes += len(kept.body)
+        own.owners.update((item_id, response_id) for item_id in kept.item_ids)
+        while (is_full := self.num_bytes > self._max_bytes) or len(self) > self._max_responses:
+            tenants = self._tenants.items()
+            if is_full:
+                tenant, largest = max(tenants, key=lambda each: each[1].num_bytes)
+            else:
+                tenant, largest = max(tenants, key=lambda each: len(each[1].responses))
+            self.remove(next(iter(largest.responses)), tenant=tenant)
 
     def get(self, response_id: str, *, tenant: str = "") -> StoredResponse | None:
         """Return the response, or None if the tenant has none of this id; it counts as used."""
-        kept = self._responses.get(response_id)
-        if kept is None or kept.tenant != tenant:
+        own = self._tenants.get(tenant)
+        if own is None or response_id not in own.responses:
             return None
-        self._responses.move_to_end(response_id)
-        return kept
+        own.responses.move_to_end(response_id)
+        return own.responses[response_id]
 
     def items(self, item_ids: Collection[str], *, tenant: str = "") -> dict[str, Item]:
         """Return output items of the tenant's stored responses by id; unknown ids are omitted."""
         found: dict[str, Item] = {}
-        for response_id in {self._owners.get(item_id, "") for item_id in item_ids}:
+        owners = self._tenants[tenant].owners if tenant in self._tenants else {}
+        for response_id in {owners.get(item_id, "") for item_id in item_ids}:
             kept = self.get(response_id, tenant=tenant)
             items = [] if kept is None else decode_items(kept.turn.output_items)
             found.update((item["id"], item) for item in items if item["id"] in item_ids)
         return found
 
-    def remove(self, response_id: str) -> bool:
+    def remove(self, response_id: str, *, tenant: str = "") -> bool:
         """Delete a response; return whether it was stored."""
-        kept = self._responses.pop(response_id, None)
-        if kept is None:
-            return False
-        self.num_bytes -= len(kept.body)
-        for item_id in kept.item_ids:
-            self._owners.pop(item_id, None)
-        _change_users(kept.turn, -1, store=self)
-        return True
+        own = self._tenants.get(tenant)
+        is_stored = own is not None and _remove(own, response_id)
+        if own is not None and not own.responses:
+            del self._tenants[tenant]
+        return is_stored
 
 
-def _change_users(turn: StoredTurn, change: int, *, store: ResponseStore) -> None:
+def _remove(own: _TenantResponses, response_id: str) -> bool:
+    kept = own.responses.pop(response_id, None)
+    if kept is None:
+        return False
+    own.num_bytes -= len(kept.body)
+    for item_id in kept.item_ids:
+        own.owners.pop(item_id, None)
+    _change_users(kept.turn, -1, owner=own)
+    return True
+
+
+def _change_users(turn: StoredTurn, change: int, *, owner: _TenantResponses) -> None:
     """Add `change` to the users of `turn`, and to those of each turn below that it uses."""
     below: StoredTurn | None = turn
     while below is not None:
@@ -115,8 +154,41 @@ def _change_users(turn: StoredTurn, change: int, *, store: ResponseStore) -> Non
         below.num_users += change
         if 0 not in (num_before, below.num_users):
             return
-        store.num_bytes += change * below.num_bytes
+        owner.num_bytes += change * below.num_bytes
         below = below.parent
+
+
+def encode_shown(items: Sequence[Mapping[str, Any]]) -> bytes:
+    """Encode items without large fields that the model is not shown."""
+    return msgspec.json.encode([_trim_item(item) for item in items])
+
+
+def trim_tool(tool: Mapping[str, Any]) -> Item:
+    """Return a tool without large fields that the model is not shown."""
+    return _trim(tool, _TOOL_FIELDS)
+
+
+def _trim_item(item: Mapping[str, Any]) -> Item:
+    trimmed = _trim(item, () if is_passed_over(item) else _ITEM_FIELDS)
+    for name in ("content", "output", "summary"):
+        if isinstance(parts := trimmed.get(name), list):
+            trimmed[name] = [
+                _trim(part, () if is_unseen(part) else _PART_FIELDS)
+                if isinstance(part, dict)
+                else part
+                for part in parts
+            ]
+    return trimmed
+
+
+def _trim(value: Mapping[str, Any], shown: Collection[str]) -> Item:
+    return {
+        name: inner
+        for name, inner in value.items()
+        if name in shown
+        or isinstance(inner, int | float | None)
+        or len(msgspec.json.encode(inner)) <= _SMALL_BYTES
+    }
 
 
 def decode_items(items: bytes) -> list[Item]:
