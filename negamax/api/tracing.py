@@ -5,6 +5,7 @@ cannot send. OpenTelemetry is imported only here, if the option is set.
 """
 
 import asyncio
+import io
 import logging
 import threading
 import time
@@ -25,6 +26,7 @@ FLAG = "--otlp-traces-endpoint"
 SPAN_NAME = "llm_request"
 _DEFAULT_PATH = "/v1/traces"
 _EXPORT_SECONDS = 5.0  # for sending a batch, retries included
+_MAX_ANSWER_BYTES = 64 * 1024  # of a collector's answer; the SDK would read all of it
 _CLOSE_SECONDS = 3.0  # a stopping server waits for its last spans
 _PARENT_HEADERS = ("traceparent", "tracestate")
 
@@ -66,7 +68,8 @@ class RequestTracer:
 
         service = {} if env.get("OTEL_SERVICE_NAME") else {"service.name": "negamax"}
         self._provider = TracerProvider(resource=Resource.create(service), shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(endpoint=address, timeout=_EXPORT_SECONDS)
+        session = _make_session()
+        exporter = OTLPSpanExporter(endpoint=address, timeout=_EXPORT_SECONDS, session=session)
         self._provider.add_span_processor(BatchSpanProcessor(_wrap_exporter(exporter, address)))
         self._tracer = self._provider.get_tracer("negamax", __version__)
         self._propagator = TraceContextTextMapPropagator()
@@ -142,6 +145,24 @@ class _LastMessage(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.text = record.getMessage()
+
+
+def _make_session() -> Any:
+    """Make an HTTP session that reads no more than the beginning of an answer."""
+    import requests
+    from requests.adapters import HTTPAdapter
+
+    class BoundedAdapter(HTTPAdapter):
+        def send(self, request: Any, *_: Any, **options: Any) -> Any:
+            response = super().send(request, **{**options, "stream": True})
+            with response.raw as raw:
+                response.raw = io.BytesIO(raw.read(_MAX_ANSWER_BYTES, decode_content=False))
+            return response
+
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, BoundedAdapter())
+    return session
 
 
 def _wrap_exporter(exporter: Any, address: str) -> Any:

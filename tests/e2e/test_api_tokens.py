@@ -75,8 +75,9 @@ def test_tokenize_equals_the_prompt_of_a_chat(http: httpx.Client, chat: dict[str
         ("/detokenize", {"tokens": [[1], 2]}, 400, "tokens[1]"),
         ("/detokenize", {"tokens": [10**9]}, 400, "tokens"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [[7] * 2**17] * 2 + [[7]]}, 400, "tokens"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_bad_request_names_its_field(
     http: httpx.Client, path: str, fields: dict[str, Any], status: int, param: str

@@ -24,9 +24,11 @@ class Collector(http.server.ThreadingHTTPServer):
     def __init__(self, port: int) -> None:
         super().__init__(("127.0.0.1", port), Receiver)
         self.paths, self.services, self.spans = set[str](), set[str](), list[Any]()
+        self.done = threading.Event()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def __exit__(self, *error: Any) -> None:
+        self.done.set()
         self.shutdown()
         super().__exit__(*error)
 
@@ -44,8 +46,10 @@ class Receiver(http.server.BaseHTTPRequestHandler):
             for scope in resource.scope_spans:
                 self.server.spans += scope.spans
         self.send_response(200)
-        self.send_header("content-length", "0")
+        self.send_header("content-length", str(2**30))  # more than a client should read
         self.end_headers()
+        self.wfile.write(bytes(2**17))
+        self.server.done.wait(60)
 
     def log_message(self, *args: Any) -> None:
         """Do not log requests."""

@@ -314,6 +314,23 @@ def test_one_key_leaves_room_for_the_bodies_of_another() -> None:
     share_of("").take(100)
 
 
+@pytest.mark.parametrize("before", [b"", GET], ids=["first", "second"])
+@pytest.mark.parametrize(
+    "url", [b"/" + b"x" * 70_000, b"http://[::1", b"//", b"http://a:b:c/"], ids=lambda url: url[:9]
+)
+def test_url_that_cannot_be_parsed_is_refused_without_a_traceback(
+    url: bytes, before: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served() as clients:
+        client = clients.connect()
+        if before:
+            assert client.ask(before).startswith(OK)
+        answer = client.ask(GET.replace(b" / ", b" %s " % url))
+        assert answer.startswith((b"HTTP/1.1 4", OK)), answer
+        assert clients.answered().startswith(OK)
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
 def until_closed(client: Client, *, sending: bytes, most: int) -> tuple[bytes, int]:
     """Send `sending` repeatedly; return the server's answer, and the bytes sent before."""
     size = 0

@@ -43,6 +43,11 @@ class Conversation:
     continue_final_message: bool = False
 
 
+def compute_max_tokens(max_model_len: int) -> int:
+    """Return the most tokens to make of texts, or texts of, for a context of `max_model_len`."""
+    return max(_LEAST_TOKENS, 2 * max_model_len)
+
+
 async def run_off_loop(work: Callable[[], T], *, num_bytes: int) -> T:
     """Run `work` on a request of about `num_bytes`, in a thread if it may take long."""
     return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
@@ -163,7 +168,7 @@ class PromptBuilder:
             probe_chars = _PROBE_CHARS_PER_TOKEN * self._max_model_len
             if len(text) > probe_chars:
                 encode(text[:probe_chars], max_tokens=2 * self._max_model_len)
-            return encode(text, max_tokens=max(_LEAST_TOKENS, 2 * self._max_model_len))
+            return encode(text, max_tokens=compute_max_tokens(self._max_model_len))
         except TooManyTokensError as error:
             context_length = self._max_model_len
             raise ContextLengthError.of_prompt(

@@ -20,6 +20,7 @@ from negamax.base.log import get_logger
 logger = get_logger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024  # while it arrives; `AuthMiddleware` checks the exact limits
+_MAX_PARSED_URL_BYTES = 65535  # httptools refuses longer ones
 HEAD_SECONDS = 30.0  # from the connection, or from the head's first byte
 MAX_FRAMING_BYTES = 64 * 1024  # chunk extensions and trailers
 # of a body received after the answer: many clients read only when they have sent everything
@@ -111,7 +112,11 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            self._refuse(400, "the bytes received are not valid HTTP/1.1")
+            num_bytes = len(getattr(self, "url", b""))  # none before a message begins
+            if num_bytes > _MAX_PARSED_URL_BYTES:
+                self._refuse(414, f"the URL has {num_bytes} bytes or more; send a shorter one")
+            else:
+                self._refuse(400, "the bytes received are not valid HTTP/1.1")
             return
         if self.transport.is_closing():
             return
@@ -160,11 +165,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # `_parse` starts this message again
+        super().on_headers_complete()  # raises for a URL that cannot be parsed
         self._in_head = False
         self._in_body = self._has_begun = True
         self._head_bytes = self._framing_bytes = self._unwanted_bytes = 0
         self._stop_timer(_HEAD)
-        super().on_headers_complete()
         channel: Any = BodyChannel(self, self.cycle)
         self.scope["extensions"] = {BODY_CHANNEL: channel}  # before the app's task begins
         if self.scope["http_version"] == "1.0":

@@ -8,13 +8,13 @@ from msgspec import UNSET, UnsetType
 
 from negamax.api.access import get_salt
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import Conversation, run_off_loop
+from negamax.api.common.conversation import Conversation, compute_max_tokens, run_off_loop
 from negamax.api.dialects.tokens import schema
 from negamax.api.errors import build_json_response
-from negamax.api.http.request_body import read_request
+from negamax.api.http.request_body import compute_max_chars, read_request
 from negamax.api.openapi import describe_body
 from negamax.api.schemas.request_model import refuse
-from negamax.text.tokenizer import token_text
+from negamax.text.tokenizer import Tokenizer, token_text
 
 
 def make_tokens_router(context: ApiContext) -> APIRouter:
@@ -65,6 +65,7 @@ def make_tokens_router(context: ApiContext) -> APIRouter:
 
         def answer() -> Response:
             _check_vocabulary(sequences, vocab_size=context.engine.info.vocab_size)
+            _check_sizes(sequences, tokenizer, max_model_len=context.engine.info.max_model_len)
             texts = [
                 tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
                 for ids in sequences
@@ -116,6 +117,18 @@ def _build_info(context: ApiContext) -> schema.TokenizerInfo:
         ],
         chat_template=None if template is None else template.source,
     )
+
+
+def _check_sizes(
+    lists: Sequence[Sequence[int]], tokenizer: Tokenizer, *, max_model_len: int
+) -> None:
+    """Refuse more tokens or text than any conversation has: one copy of it holds Python's lock."""
+    count, allowed = sum(map(len, lists)), compute_max_tokens(max_model_len)
+    if count > allowed:
+        refuse("tokens", f"{count} token ids; allowed: at most {allowed}")
+    size = sum(len(tokenizer.token_bytes(token_id)) for ids in lists for token_id in ids)
+    if size > (allowed := compute_max_chars(max_model_len)):
+        refuse("tokens", f"their text has {size} bytes; allowed: at most {allowed}")
 
 
 def _check_vocabulary(lists: Sequence[Sequence[int]], *, vocab_size: int) -> None:
