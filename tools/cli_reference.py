@@ -16,7 +16,7 @@ from negamax.cli.main import app
 from negamax.cli.resolve import options_of
 from negamax.cli.words import Option
 from negamax.options.flags import Kind
-from negamax.options.foreign import Foreign, foreign_options
+from negamax.options.foreign import BENCH, SERVER, Foreign, foreign_options
 from tools.api_reference import table_cell
 
 PAGE = "cli.md"  # in docs/, when rendered
@@ -50,6 +50,11 @@ what is served, and says what to do instead. Values that request nothing, such a
 `--pipeline-parallel-size 1`, are accepted silently. JSON options may be given in parts, as in
 `--compilation-config.cudagraph_mode NONE`.
 """
+BENCHMARKS = """## Options of their benchmarks
+
+`negamax bench serve` treats the remaining options of `vllm bench serve` 0.33 and
+`sglang.bench_serving` 0.5.23 in the same way. A unique beginning of a name counts as the name.
+"""
 
 
 def render() -> str:
@@ -59,7 +64,7 @@ def render() -> str:
     for name, command in _commands(typer.main.get_command(app)):
         parts.append(f"## negamax {name}\n\n{table_cell(command.help or '')}\n\n{_examples(name)}")
         parts += _panels(command, seen)
-    return "\n".join([*parts, FOREIGN, *_foreign()])
+    return "\n".join([*parts, FOREIGN, *_foreign(SERVER), BENCHMARKS, *_foreign(BENCH)])
 
 
 def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -106,14 +111,14 @@ def _row(parameter: Any, option: Option | None) -> str:
     return f"| {listed} | {also} | {default} | {table_cell(help_text)} |"
 
 
-def _foreign() -> Iterator[str]:
+def _foreign(table: str) -> Iterator[str]:
     """Make a table per treatment with a row per reason."""
     titles = {"ignored": "Without effect", "refused": "Refused", "by value": "By their value"}
     rows: dict[str, dict[tuple[str, str | None], list[str]]] = {title: {} for title in titles}
-    for name, entry in foreign_options().items():
+    for name, entry in foreign_options(table).items():
         rows[_treatment(entry)].setdefault(_reason(entry), []).append(name)
     for treatment, title in titles.items():
-        yield f"### {title}\n"
+        yield f"### {title}{' in benchmarks' if table == BENCH else ''}\n"
         refused = treatment == "refused"
         full, short = "| because | instead | options |\n|---|---|---|", "| | options |\n|---|---|"
         yield full if refused else short

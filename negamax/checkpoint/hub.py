@@ -1,8 +1,9 @@
 """From a user's MODEL argument to a folder: a local folder, an embedded checkpoint or a hub id."""
 
+import difflib
 import errno
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from negamax.base import env
@@ -20,6 +21,31 @@ WEIGHT_FILES = ["*.safetensors"]
 OTHER_FILES = ["*.json", "*.jinja"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+
+def check_model_name(model: str, also: Collection[str] = ()) -> Path | None:
+    """Return the folder that MODEL names; None for a hub id. Errors: `ConfigError` for others.
+
+    `also` holds other names that a user may have meant.
+    """
+    if (embedded := EMBEDDED.get(model) or EMBEDDED_DRAFTS.get(model)) is not None:
+        return embedded
+    try:
+        folder = Path(model).expanduser()
+        if model and folder.is_dir():
+            return folder
+        if folder.is_file():
+            raise ConfigError(f"model {model!r} is a file; give the folder that holds it")
+    except (OSError, RuntimeError):  # the name is too long for a path, or "~" is of an unknown user
+        pass
+    if not _HUB_ID.fullmatch(model):
+        near = difflib.get_close_matches(model.lower(), [*EMBEDDED, *EMBEDDED_DRAFTS, *also], n=1)
+        raise ConfigError(
+            f"model {model[:200]!r} is neither an existing folder, nor {QUOTED_NAMES}, nor a "
+            "hub id",
+            hint=f"did you mean {near[0]}?" if near else "a hub id looks like MiniMaxAI/MiniMax-M2",
+        )
+    return None
 
 
 def resolve_model(
@@ -40,22 +66,8 @@ def resolve_model(
     Errors: those of `check`; `ConfigError` for an unknown name, an unknown or closed repository or
     revision, and failed downloads; `ResourceError` if the disk cannot take the files.
     """
-    if (embedded := EMBEDDED.get(model) or EMBEDDED_DRAFTS.get(model)) is not None:
-        return embedded
-    try:
-        folder = Path(model).expanduser()
-        if model and folder.is_dir():
-            return folder
-        if folder.is_file():
-            raise ConfigError(f"model {model!r} is a file; give the folder that holds it")
-    except (OSError, RuntimeError):  # the name is too long for a path, or "~" is of an unknown user
-        pass
-    if not _HUB_ID.fullmatch(model):
-        raise ConfigError(
-            f"model {model[:200]!r} is neither an existing folder, nor {QUOTED_NAMES}, nor a "
-            "hub id",
-            hint="a hub id looks like MiniMaxAI/MiniMax-M2",
-        )
+    if (found := check_model_name(model)) is not None:
+        return found
     if source == "auto":
         wanted = (env.get("NEGAMAX_USE_MODELSCOPE") or "0").lower()
         source = "modelscope" if wanted in ("1", "on", "yes", "true") else "huggingface"

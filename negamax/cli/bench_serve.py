@@ -19,6 +19,7 @@ from negamax.base.errors import ConfigError, NegamaxError
 from negamax.bench.serve_options import LOAD, METRICS, OUTPUT, BenchOptions
 from negamax.cli.bench_options import check_result, parse_counts, parse_numbers, picture
 from negamax.cli.options import add_options, setting
+from negamax.options.foreign import BENCH
 
 if TYPE_CHECKING:
     from negamax.bench.serve import Measurement, RunProgress
@@ -30,7 +31,7 @@ HELP = (
 _REFRESH_SECONDS = 0.2
 
 
-@add_options()
+@add_options(foreign=BENCH)
 def command(
     *,
     bench: BenchOptions,

@@ -21,6 +21,7 @@ from negamax.config.embedded import QUOTED_NAMES
 from negamax.models.chat_format import REASONING_PARSERS, TOOL_CALL_PARSERS, check_parsers
 from negamax.options.engine import MODEL, EngineOptions
 from negamax.options.flags import Flag, flags_of
+from negamax.options.foreign import SERVER
 from negamax.options.key_file import keys_of_file
 from negamax.options.server import ServerOptions
 
@@ -44,12 +45,14 @@ def add_options(
     needs_model: bool = True,
     explains: bool = True,
     check: Callable[..., None] | None = None,
+    foreign: str | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command whose parameters include dataclasses of options.
 
     Each such parameter becomes an option per field. With `EngineOptions` the command also gets
     MODEL and --model (empty where missing and not `needs_model`), other servers' options, and,
-    where it `explains`, --config and --explain, which calls `check`. `defaults` replaces defaults.
+    where it `explains`, --config and --explain, which calls `check`. `defaults` replaces defaults;
+    `foreign` is the table of other servers' options of a command without `EngineOptions`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -106,7 +109,7 @@ def add_options(
 
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         wrapper.flags = tuple(flags)  # type: ignore[attr-defined]
-        wrapper.takes_foreign_flags = has_engine  # type: ignore[attr-defined]
+        wrapper.foreign_table = SERVER if has_engine else foreign  # type: ignore[attr-defined]
         return wrapper
 
     return decorate

@@ -62,8 +62,8 @@ def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
     if isinstance(command, TyperGroup):
         return Resolved(list(words))
     options = options_of(command)
-    takes_foreign = getattr(command.callback, "takes_foreign_flags", False)
-    names = OptionNames([*options, HELP], foreign_options() if takes_foreign else {})
+    table: str | None = getattr(command.callback, "foreign_table", None)
+    names = OptionNames([*options, HELP], {} if table is None else foreign_options(table))
     line = split(rest, names)
     if any(given.name in HELP.names for given in line.given):
         return Resolved([*path, "--help"])

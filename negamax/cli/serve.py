@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from negamax.base import log
 from negamax.base.imports import large_imports
 from negamax.base.standard_streams import drop_unwritable
 from negamax.cli.options import add_options
+from negamax.config.embedded import EMBEDDED
 from negamax.options.engine import EngineOptions
 from negamax.options.server import ServerOptions
 
@@ -20,15 +24,30 @@ logger = log.get_logger(__name__)
 HELP = "Serve MODEL over an OpenAI-compatible HTTP API."
 
 
-def _check(*, engine: EngineOptions, server: ServerOptions) -> None:
-    from negamax.api.server import resolve_address
+def check(*, engine: EngineOptions, server: ServerOptions) -> None:
+    """Check what a start needs beyond the options alone. Errors: `ConfigError`."""
+    with large_imports():
+        from negamax.api.server import resolve_address  # the HTTP stack: not needed for --help
+        from negamax.api.tracing import check_endpoint
+    from negamax.engine.core.source import check_model
     from negamax.engine.nodes.ray_launcher import check_installed
 
     resolve_address(server)
+    check_model(engine)
     check_installed(engine)
+    if server.otlp_traces_endpoint is not None:
+        check_endpoint(server.otlp_traces_endpoint)
 
 
-@add_options(check=_check)
+def _check_line(*, engine: EngineOptions, server: ServerOptions) -> None:
+    """Check as a start does; a folder may be on another machine. Errors: `ConfigError`."""
+    if engine.model.startswith(("/", "./", "~")) and not Path(engine.model).expanduser().exists():
+        print(f"note: the folder {engine.model} is not on this machine", file=sys.stderr)
+        engine = dataclasses.replace(engine, model=next(iter(EMBEDDED)))
+    check(engine=engine, server=server)
+
+
+@add_options(check=_check_line)
 def command(*, engine: EngineOptions, server: ServerOptions) -> None:
     """Serve until SIGINT or SIGTERM. NEGAMAX_API_KEY may hold keys."""
     started = time.monotonic()
@@ -43,17 +62,11 @@ def command(*, engine: EngineOptions, server: ServerOptions) -> None:
 
 
 def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, started: float) -> None:
+    check(engine=engine_options, server=server_options)
+    from negamax.api import server
     from negamax.engine.core.planned_sizes import choose_parallel_sizes
-    from negamax.engine.nodes.ray_launcher import check_installed
 
-    check_installed(engine_options)
     engine_options = choose_parallel_sizes(engine_options, one_engine=False)
-    with large_imports():
-        from negamax.api import server  # the HTTP stack: not needed for --help
-        from negamax.api.tracing import check_endpoint
-
-    if server_options.otlp_traces_endpoint is not None:
-        check_endpoint(server_options.otlp_traces_endpoint)
     listener = server.open_listener(server_options)
 
     def announce(url: str, engine: AsyncEngine) -> None:

@@ -13,6 +13,7 @@ from negamax.options.foreign import Foreign
 _TRUTHS = {"true": True, "false": False}
 _SECRETS = ("-key", "-token", "-password")  # ends of names
 _SECRET_FLAGS = ("--api-key", "--admin-api-key")
+_SHORTEST = 5  # characters of a beginning, with the dashes
 _SIMILARITY = 0.8  # of a name that is suggested
 
 
@@ -215,8 +216,7 @@ class _Reader:
         opposite = self._name(_opposite(written)) if written.startswith("--") else None
         if name is None and opposite in self.names.foreign:
             name, is_set = opposite, False
-        if name is None:
-            raise self._unknown(written)
+        name = name or self._find_beginning(written)
         kind = self.names.kind(name)
         if dot and kind is Kind.JSON:
             text = (attached or self._values(Kind.VALUE, own=False) or ["true"])[0]
@@ -247,9 +247,23 @@ class _Reader:
             values.append(self.words.pop(0))
         return values
 
-    def _unknown(self, written: str) -> ConfigError:
-        near = nearest(written.replace("_", "-"), self.names.suggestions())
-        return ConfigError(f"no such option: {written}", hint=near or "see --help")
+    def _find_beginning(self, written: str) -> str:
+        """Return the option of which `written` is a unique beginning, as in argparse.
+
+        Errors: `ConfigError` for an unknown name and for a beginning of several.
+        """
+        start, own = written.replace("_", "-"), self.names.own
+        found = {
+            own[name].option.name if name in own else name: name
+            for name in (*self.names.foreign, *own)
+            if len(start) > _SHORTEST and name.startswith(start)
+        }
+        if len(found) == 1:
+            return next(iter(found.values()))
+        near = nearest(start, self.names.suggestions())
+        if found and not near:
+            near = f"it begins {', '.join(list(found.values())[:5])}"
+        raise ConfigError(f"no such option: {written}", hint=near or "see --help")
 
 
 def _is_value(word: str) -> bool:

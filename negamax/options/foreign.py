@@ -13,6 +13,7 @@ from typing import Any
 
 from negamax.options.flags import Kind
 
+SERVER, BENCH = "options", "bench"  # tables in foreign.toml
 # values that ask for nothing, in any case
 _NOTHING = ("", "none", "null", "{}", "[]", "false", "disabled", "auto")
 _KINDS = {"switches": Kind.SWITCH, "values": Kind.VALUE, "lists": Kind.LIST, "json": Kind.JSON}
@@ -63,10 +64,10 @@ Rule = Callable[[Foreign, Any, Mapping[str, str]], Translation]
 
 
 @cache
-def foreign_options() -> Mapping[str, Foreign]:
-    """Return the table, by the options' names."""
+def foreign_options(table: str = SERVER) -> Mapping[str, Foreign]:
+    """Return the options of other servers or, with `BENCH`, of their benchmarks, by name."""
     found = {}
-    for group in _table()["options"]:
+    for group in _table()[table]:
         unless = (*_NOTHING, *group.get("unless", "").split())
         rule = _RULES[group["rule"]] if "rule" in group else None
         details = (group.get("remedy"), unless, rule, group.get("argument", ""))

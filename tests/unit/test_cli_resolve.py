@@ -10,9 +10,9 @@ from negamax.base.errors import ConfigError
 from negamax.cli.examples import EXAMPLES
 from negamax.cli.launchers import first_host
 from negamax.cli.main import app, main
-from negamax.cli.resolve import options_of, resolve
+from negamax.cli.resolve import find_command, options_of, resolve
 from negamax.options.flags import Kind
-from negamax.options.foreign import foreign_options
+from negamax.options.foreign import BENCH, SERVER, foreign_options
 
 CASES = tomllib.loads(Path(__file__).with_name("launch_lines.toml").read_text(encoding="utf-8"))
 GROUP: Any = typer.main.get_command(app)
@@ -67,8 +67,8 @@ def test_precedence(explained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("NEGAMAX_ENFORCE_EAGER", "0")
     assert explained(f"--config {file}")[0]["enforce-eager"] == ("off", "NEGAMAX_ENFORCE_EAGER")
     monkeypatch.setenv("NEGAMAX_CONFIG", str(file))
-    values, _ = explained("other --no-enforce-eager")
-    assert values["model"] == ("other", "MODEL")
+    values, _ = explained("nano-m3 --no-enforce-eager")
+    assert values["model"] == ("nano-m3", "MODEL")
     assert values["enforce-eager"] == ("off", "--no-enforce-eager")
     assert values["block-size"][0] == "32"
 
@@ -282,7 +282,7 @@ def test_foreign_values_and_names(explained: Any, line: str, option: str, value:
         ("--enforce-eager=maybe", "--enforce-eager is 'maybe'; allowed: true, false"),
         ("--max-model-len 12x", "allowed: such as 131072, 128k (thousands)"),
         ("--max-numseqs 3", "no such option: --max-numseqs (did you mean --max-num-seqs?)"),
-        ("--trust-remote-cod", "did you mean --trust-remote-code?"),
+        ("--trust-remot-code", "did you mean --trust-remote-code?"),
         ("--size 3", "no such option: --size (see --help)"),
         ("--sequences 3", "no such option: --sequences (see --help)"),
     ],
@@ -303,7 +303,9 @@ def test_refusals(refused: Any, line: str, words: str) -> None:
         ("bench kernels --json /", "--json is '/', which cannot be written: it is a folder"),
         ("bench offline nano --plot a.gif", "allowed: names with .png, .svg, .pdf"),
         ("bench serve --save-result --result-dir /dev/null/x", "--result-dir is '/dev/null/x/"),
-        ("generate nano --max-token 3 Hello", "did you mean --max-tokens?"),
+        ("serve nano -q slimquant --explain", "--quantization is 'slimquant'; allowed: "),
+        ("serve nanoo --explain", "nor a hub id (did you mean nano?)"),
+        ("generate nano --max-tokns 3 Hello", "did you mean --max-tokens?"),
     ],
 )
 def test_refusals_before_a_run(refused: Any, line: str, words: str) -> None:
@@ -321,16 +323,17 @@ def test_options_without_effect_are_noted_once_per_reason(explained: Any) -> Non
     ]
 
 
-def test_every_foreign_option_is_translated_or_refused() -> None:
+@pytest.mark.parametrize(("table", "line"), [(SERVER, "serve nano"), (BENCH, "bench serve")])
+def test_every_foreign_option_is_translated_or_refused(table: str, line: str) -> None:
     """Each gives a note, options of ours, or a refusal with a remedy, never a crash."""
-    options = options_of(GROUP.commands["serve"])
+    options = options_of(find_command(GROUP, line.split())[0])  # type: ignore[arg-type]
     own = {name for each in options for name in (*each.names, *each.opposites)}
     samples = {Kind.SWITCH: [], Kind.VALUE: ["7"], Kind.LIST: ["7", "8"]}
     samples[Kind.JSON] = ['{"seven": 7}']
-    assert not own & set(foreign_options())  # the table has none of our own names
-    for name, entry in foreign_options().items():
+    assert not own & set(foreign_options(table))  # the table has none of our own names
+    for name, entry in foreign_options(table).items():
         try:
-            resolved = resolve(GROUP, ["serve", "nano", name, *samples[entry.kind]])
+            resolved = resolve(GROUP, [*line.split(), name, *samples[entry.kind]])
         except ConfigError as refusal:
             assert str(refusal).startswith(name) and str(refusal).endswith(")"), refusal
             assert entry.remedy is not None or entry.rule is not None, name
@@ -345,6 +348,10 @@ def test_every_foreign_option_is_translated_or_refused() -> None:
     ("line", "resolved"),
     [
         ("chat nano --system {a --system {b", "chat --system={b nano"),  # texts like JSON
+        (
+            "bench serve --num-prompt 1 --output-details",
+            "bench serve --save-detailed --num-prompts=1",
+        ),
         ("generate nano --raw true", "generate --raw nano true"),
         ("generate nano Hello -p -- -n2", "generate --prompt=-- --n=2 nano Hello"),
     ],

@@ -5,15 +5,21 @@ from functools import partial
 from pathlib import Path
 
 from negamax.base.errors import ConfigError
-from negamax.checkpoint.hub import resolve_model
+from negamax.checkpoint.hub import check_model_name, resolve_model
 from negamax.config.embedded import EMBEDDED
-from negamax.config.generation import GenerationDefaults, read_generation_defaults
+from negamax.config.generation import GenerationDefaults, check_override, read_generation_defaults
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import read_quantization
 from negamax.models.eagle3 import config as eagle3
 from negamax.models.eagle3.config import DraftModel, Eagle3Spec, IsDraft, name_draft_errors
-from negamax.models.registry import bundled_names, bundled_spec, find_family, read_spec
+from negamax.models.registry import (
+    bundled_names,
+    bundled_spec,
+    find_family,
+    format_hub_id,
+    read_spec,
+)
 from negamax.options.engine import EngineOptions
 from negamax.options.speculation import EAGLE3, SpeculationConfig
 from negamax.quantization import online
@@ -59,15 +65,26 @@ def locate(options: EngineOptions) -> ModelSource:
     return replace(source, speculation=speculation, draft=found)
 
 
+def check_model(options: EngineOptions) -> None:
+    """Check the model's name and its options without a file. Errors: `ConfigError`."""
+    check_name(options.quantization)
+    check_override(options.override_generation_config or {})
+    if not _is_bundled(options.model):
+        check_model_name(options.model, bundled_names())
+    elif options.load_format != "synthetic":
+        raise ConfigError(
+            f"{options.model!r} is a bundled model spec without weights",
+            hint=f"use {format_hub_id(options.model)}, or add --load-format synthetic",
+        )
+
+
+def _is_bundled(model: str) -> bool:
+    return model.lower() in bundled_names() and not Path(model).exists()
+
+
 def _locate_target(options: EngineOptions) -> ModelSource:
-    check_name(options.quantization)  # before a download
-    if options.model.lower() in bundled_names() and not Path(options.model).exists():
-        if options.load_format != "synthetic":
-            raise ConfigError(
-                f"{options.model!r} is a bundled model spec without weights",
-                hint="add --load-format synthetic, or give a folder or a hub id such as "
-                "MiniMaxAI/MiniMax-M2",
-            )
+    check_model(options)  # before a download
+    if _is_bundled(options.model):
         spec = _keep_layers(bundled_spec(options.model), options.num_hidden_layers)
         spec = _apply_quantization(spec, options)
         family = find_family(spec.architecture)
