@@ -313,6 +313,9 @@ def _read_tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
     for j, call in enumerate(calls):
         where = f"tool_calls[{j}]"
         function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(call, Mapping) and isinstance(custom := call.get("custom"), Mapping):
+            arguments = {"input": custom.get("input")}  # its one argument, as in Responses
+            function = {"name": custom.get("name"), "arguments": arguments}
         if not isinstance(function, Mapping):
             _refuse(i, "has no function; send {id, type, function: {name, arguments}}", field=where)
         if not isinstance(function.get("name"), str) or not function["name"]:

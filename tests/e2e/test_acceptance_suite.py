@@ -20,6 +20,7 @@ from tests.e2e.api_support import (
     post,
     stream,
 )
+from tests.tables import read_table
 
 SHORT = {**GREEDY, "max_tokens": 4}
 
@@ -63,16 +64,7 @@ def refused(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "off",
-    [
-        {"thinking": {"type": "disabled"}},
-        {"thinking_mode": "disabled"},
-        {"enable_thinking": False},
-        {"reasoning_effort": "none"},
-        {"chat_template_kwargs": {"thinking_mode": "disabled"}},
-        {"chat_template_kwargs": {"enable_thinking": False}},
-    ],
-    ids=str,
+    "off", read_table("acceptance_suite.04_disabled_thinking_gives_no_reasoning"), ids=str
 )
 def test_04_disabled_thinking_gives_no_reasoning(http: httpx.Client, off: dict[str, Any]) -> None:
     answer = answered(http, max_tokens=30, **off)

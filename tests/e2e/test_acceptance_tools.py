@@ -31,6 +31,7 @@ from tests.e2e.test_acceptance_suite import (
     refused,
     rendered,
 )
+from tests.tables import read_table
 
 
 def tool(name: str, **fields: Any) -> dict[str, Any]:
@@ -39,12 +40,7 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "declared",
-    [
-        tool("get_weather", description="Get the current weather for a city."),
-        tool("get_weather", parameters=FUNCTION["parameters"]),
-        tool("get_weather"),
-        tool("my-tool.v2", parameters={"type": "object", "properties": {}}),
-    ],
+    read_table("acceptance_tools.13_05_13_06_16_11_accepts_sparse_tools"),
     ids=["no parameters", "no description", "name only", "16_11"],
 )
 def test_13_05_13_06_16_11_accepts_sparse_tools(
@@ -102,13 +98,7 @@ def test_15_thinking_and_tools_over_several_turns(client: Any) -> None:
 
 @pytest.mark.parametrize(
     ("messages", "param"),
-    [
-        ([*ASKED, {**RESULT, "content": {"temperature": 19}}], "messages[2].content"),
-        ([*ASKED, {**RESULT, "tool_call_id": "call_9"}], "messages[2].tool_call_id"),
-        ([*WEATHER_QUESTION, called(call(), call(number=2)), RESULT], "messages[1].tool_calls"),
-        ([*ASKED, *QUESTION], "messages[1].tool_calls"),
-        ([*QUESTION, RESULT], "messages[1]"),
-    ],
+    read_table("acceptance_tools.16_broken_history_is_refused"),
     ids=["16_01", "16_08", "16_09", "16_09 none", "no call"],
 )
 def test_16_broken_history_is_refused(http: httpx.Client, messages: list[Any], param: str) -> None:

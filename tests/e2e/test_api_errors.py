@@ -19,6 +19,7 @@ from tests.e2e.api_support import (
     post,
 )
 from tests.e2e.conftest import MODEL, Server
+from tests.tables import read_table
 
 UNASKED = {"role": "tool", "tool_call_id": "x", "content": "y"}
 NOTHING_TO_CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
@@ -62,22 +63,7 @@ def test_bad_field_is_named_in_a_400(
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": [10**9]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": {"text": "x"}}, "prompt"),
-        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "x", "suffix": "y"}, "suffix"),
-        ({"prompt": "x", "logprobs": 21}, "logprobs"),
-        ({"prompt": "x", "logprobs": True}, "logprobs"),
-        ({"prompt": "x", "best_of": 3}, "best_of"),
-        ({"prompt": ["x"] * 128, "n": 128}, "n"),
-    ],
-    ids=str,
+    ("fields", "param"), read_table("api_errors.bad_completion_names_its_field"), ids=str
 )
 def test_bad_completion_names_its_field(
     http: httpx.Client, fields: dict[str, Any], param: str

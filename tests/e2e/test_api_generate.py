@@ -20,6 +20,7 @@ from tests.e2e.api_support import (
     stream,
 )
 from tests.e2e.conftest import MODEL, STUB, Server, eventually, serving
+from tests.tables import read_table
 
 PROMPT = "Tom has 47 apples and buys 38 more. How many apples"
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
@@ -185,24 +186,7 @@ def test_server_info_says_how_the_model_is_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({}, "text"),
-        ({"text": "x", "input_ids": [1]}, "text"),
-        ({"text": []}, "text"),
-        ({"text": 3}, "text"),
-        ({"input_ids": [10**9]}, "prompt"),
-        ({"text": "x", "sampling_params": {"temperature": 5}}, "temperature"),
-        ({"text": "x", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
-        ({"text": "x", "sampling_params": {"stop_regex": "x"}}, "stop_regex"),
-        ({"text": "x", "sampling_params": {"stream_interval": 0}}, "stream_interval"),
-        ({"text": "x", "sampling_params": {"regex": "x", "ebnf": "y"}}, "sampling_params.ebnf"),
-        ({"text": ["x", "y"], "sampling_params": [{}]}, "sampling_params"),
-        ({"text": ["x", "y"], "rid": ["a"]}, "rid"),
-        ({"text": "x", "image_data": "y"}, "image_data"),
-        ({"text": "x", "return_logprob": True, "top_logprobs_num": 50}, "logprobs"),
-    ],
-    ids=str,
+    ("fields", "param"), read_table("api_generate.bad_body_names_its_field"), ids=str
 )
 def test_bad_body_names_its_field(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
     error = error_of(http.post(GENERATE, json=fields), 400)

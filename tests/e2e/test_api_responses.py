@@ -21,6 +21,7 @@ from tests.e2e.api_support import (
     stream,
 )
 from tests.e2e.conftest import MODEL, Server, eventually
+from tests.tables import read_table
 
 TOOL = RESPONSES_DIALECT.make_tool(FUNCTION)
 LOGPROBS = {"include": ["message.output_text.logprobs"]}
@@ -225,32 +226,9 @@ def test_tools_of_a_namespace_are_called_with_it(http: httpx.Client) -> None:
     assert usage["input_tokens_details"]["cached_tokens"] > before - 16
 
 
-UNASKED = [{"type": "function_call_output", "call_id": "x", "output": "y"}]
-UNDECLARED = {"tool_choice": {"type": "function", "name": "x"}, "tools": [TOOL]}
-
-
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
-    [
-        ({"input": []}, 400, "input"),
-        ({"input": [{"type": "magic"}]}, 400, "input"),
-        ({"input": [{"role": "wizard", "content": "x"}]}, 400, "input[0].role"),
-        ({"input": "", "instructions": "Hi"}, 400, "input"),
-        ({"input": UNASKED}, 400, "input[0]"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, 404, "input[0].id"),
-        ({"max_output_tokens": 0}, 400, "max_output_tokens"),
-        ({"max_tokens": 5}, 400, "max_tokens"),
-        ({"temperature": 5}, 400, "temperature"),
-        ({"model": "other"}, 404, "model"),
-        ({"tools": [{"type": "function"}]}, 400, "tools[0].name"),
-        (UNDECLARED, 400, "tool_choice"),
-        ({"tool_choice": "function", "tools": [TOOL]}, 400, "tool_choice"),
-        ({"text": {"format": {"type": "xml"}}}, 400, "text.format"),
-        ({"background": True, "stream": True}, 400, "background"),
-        ({"conversation": "c"}, 400, "conversation"),
-        ({"metadata": {"a": 1}}, 400, "metadata.a"),
-        *(({"top_logprobs": wrong}, 400, "top_logprobs") for wrong in (-1, 21, "2")),
-    ],
+    read_table("api_responses.bad_field_is_named"),
     ids=lambda value: str(value)[:40],
 )
 def test_bad_field_is_named(

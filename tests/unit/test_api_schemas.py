@@ -27,6 +27,7 @@ from negamax.base.errors import InvalidRequestError
 from negamax.scheduler.request import SamplingParams
 from negamax.text.chat_template import ChatTemplate
 from tests.speed import is_quick
+from tests.tables import read_table
 
 
 def refusal(model: type[RequestModel], body: object) -> InvalidRequestError:
@@ -66,15 +67,7 @@ def test_fields_of_openai_and_resembling_names_without_effect_are_ignored(name: 
 
 
 @pytest.mark.parametrize(
-    ("fields", "meant"),
-    [
-        ({"max_new_tokens": 7}, {"max_tokens": 5}),
-        ({"topK": 7}, {"top_k": 5}),
-        ({"min_new_tokens": 7}, {"min_tokens": 5}),
-        ({"top_logprobs_num": 7}, {"top_logprobs": 5, "logprobs": True}),
-        ({"maxTokens": 7}, {"max_tokens": 5}),
-        ({"max_new_tokens": 7}, {"max_completion_tokens": 5}),
-    ],
+    ("fields", "meant"), read_table("api_schemas.ignores_names_beside_known_ones")
 )
 def test_ignores_names_beside_known_ones(fields: dict[str, Any], meant: dict[str, Any]) -> None:
     assert refused(**fields).code == "unknown_parameter"
@@ -338,14 +331,7 @@ def tool(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("tool_choice", "mode", "name"),
-    [
-        ("auto", "auto", None),
-        ("none", "none", None),
-        ("required", "required", None),
-        (tool("my-tool.v2"), "function", "my-tool.v2"),
-        ({"type": "function", "name": "my-tool.v2"}, "function", "my-tool.v2"),
-    ],
+    ("tool_choice", "mode", "name"), read_table("api_schemas.every_shape_of_tool_choice")
 )
 def test_every_shape_of_tool_choice(tool_choice: object, mode: str, name: str | None) -> None:
     request = chat(tools=[tool("f"), tool("my-tool.v2")], tool_choice=tool_choice)
@@ -355,7 +341,6 @@ def test_every_shape_of_tool_choice(tool_choice: object, mode: str, name: str | 
 
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"type": "integer"}}}
-TAG: dict[str, Any] = {"format": {}}
 
 
 def json_format(**described: Any) -> dict[str, Any]:
@@ -363,29 +348,7 @@ def json_format(**described: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("fields", "kind", "text"),
-    [
-        ({"response_format": {"type": "json_object"}}, "json_object", ""),
-        (json_format(name="x", schema=SCHEMA), "json_schema", SCHEMA),
-        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
-        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA),
-        ({"structured_outputs": {"json_object": True}}, "json_object", ""),
-        ({"structured_outputs": {"regex": "a+", "json": None}}, "regex", "a+"),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
-        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", 'root ::= "a"'),
-        ({"structured_outputs": {"structural_tag": TAG}}, "structural_tag", TAG),
-        ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
-        ({"guided_json": {}}, "json_schema", {}),
-        ({"guided_regex": "a+"}, "regex", "a+"),
-        ({"guided_choice": ["a"]}, "choice", ["a"]),
-        ({"guided_grammar": "root ::= [a]"}, "ebnf", "root ::= [a]"),
-        ({"json_schema": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
-        ({"regex": "a+"}, "regex", "a+"),
-        ({"ebnf": "root ::= [a]"}, "ebnf", "root ::= [a]"),
-        ({"structural_tag": json.dumps(TAG)}, "structural_tag", TAG),
-        ({"response_format": {"type": "text"}, "regex": "a+"}, "regex", "a+"),
-    ],
-    ids=str,
+    ("fields", "kind", "text"), read_table("api_schemas.every_name_of_a_form"), ids=str
 )
 def test_every_name_of_a_form(fields: dict[str, Any], kind: str, text: object) -> None:
     completion = CompletionRequest.parse({"prompt": "x", **fields})
@@ -421,33 +384,7 @@ def test_no_form(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": {}}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        (json_format(name="x"), "response_format.json_schema"),
-        (json_format(schema="{"), "response_format.json_schema.schema"),
-        ({"structured_outputs": {"jsn": SCHEMA}}, "structured_outputs.jsn"),
-        ({"structured_outputs": {"json": SCHEMA, "x": None}}, "structured_outputs.x"),
-        (
-            {"structured_outputs": {"whitespace_pattern": " "}},
-            "structured_outputs.whitespace_pattern",
-        ),
-        (COMPACT | {"regex": "a", "ebnf": "b"}, "ebnf"),
-        ({"structured_outputs": {COMPACT_KEY: 1}}, f"structured_outputs.{COMPACT_KEY}"),
-        ({"structured_outputs": {"choice": "yes"}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
-        ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
-        ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
-        ({"guided_json": "nonsense"}, "guided_json"),
-        ({"guided_regex": ""}, "guided_regex"),
-        ({"json_schema": json.dumps([1])}, "json_schema"),
-    ],
-    ids=str,
+    ("fields", "param"), read_table("api_schemas.wrong_form_is_refused_with_its_field"), ids=str
 )
 def test_wrong_form_is_refused_with_its_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as error:

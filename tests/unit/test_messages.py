@@ -11,6 +11,7 @@ from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
 from negamax.text import messages as module
 from negamax.text.messages import normalize_messages, plain_text, system_note
 from tests.speed import cpu_seconds, is_linear
+from tests.tables import read_table
 
 M2 = m2_template()
 CUT = '{"path": "a", "content": "abc'
@@ -69,17 +70,10 @@ def test_later_instructions_without_text_are_left_out(content: Any) -> None:
 
 
 LOOP = [user("x"), ai("", call(id="a"), call(id="b"), reasoning_content="why"), result("1", id="a")]
-N1, N2 = system_note("N1"), system_note("N2")
 
 
 @pytest.mark.parametrize(
-    ("after", "last"),
-    [
-        ([result("2", id="b"), system("N1"), system("N2")], f"2\n\n{N1}\n\n{N2}"),
-        ([system("N1"), result("2", id="b"), developer("N2")], f"2\n\n{N1}\n\n{N2}"),
-        ([result([text("2")], id="b"), system("N1")], f"2{N1}"),
-        ([result("", id="b"), system("N1")], N1),
-    ],
+    ("after", "last"), read_table("messages.instructions_in_a_tool_loop_become_notes")
 )
 def test_instructions_in_a_tool_loop_become_notes(after: list[Message], last: str) -> None:
     placed = contents([*LOOP, *after, ai("done")])
@@ -103,29 +97,7 @@ def test_null_and_empty_contents_become_empty_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"reasoning": "r"}, "r"),
-        ({"reasoning_content": "r"}, "r"),
-        ({"reasoning_content": "r", "reasoning": "r"}, "r"),
-        ({"reasoning_content": "", "reasoning": "r"}, "r"),
-        ({"reasoning_content": None, "reasoning": "r"}, "r"),
-        ({"reasoning_content": ""}, ""),
-        ({"reasoning_details": [{"type": "reasoning.text", "text": t} for t in "ab"]}, "ab"),
-        ({"reasoning_details": [{"type": "encrypted", "data": "x"}, "y", {"text": 5}]}, None),
-        ({"reasoning_details": []}, None),
-        ({"reasoning": "r", "reasoning_details": [{"text": "other"}]}, "r"),
-        ({"content": [{"type": "thinking", "thinking": "r"}, text("x")]}, "r"),
-        ({"content": [{"type": "thinking", "thinking": [text("r")]}, text("x")]}, "r"),
-        ({"content": [{"type": "reasoning", "reasoning": "r"}, text("x")]}, "r"),
-        ({"content": [{"type": "reasoning", "summary": [text("r")]}, text("x")]}, "r"),
-        ({"content": [{"type": "redacted_thinking", "data": "r"}, text("x")]}, None),
-        ({"thinking_blocks": [{"type": "thinking", "thinking": "r", "signature": "s"}]}, "r"),
-        ({"thinking_blocks": [{"type": "redacted_thinking", "data": "r"}, 3]}, None),
-        ({"thinking": "r"}, "r"),
-        ({"reasoning": None}, None),
-        ({}, None),
-    ],
+    ("fields", "expected"), read_table("messages.reasoning_is_found_under_every_name")
 )
 def test_reasoning_is_found_under_every_name(fields: Message, expected: str | None) -> None:
     message = normalize({"role": "assistant", "content": "x", **fields})
@@ -134,48 +106,20 @@ def test_reasoning_is_found_under_every_name(fields: Message, expected: str | No
     assert "reasoning" not in message and "reasoning_details" not in message
 
 
-USE = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
-RETURNED = {"type": "tool_result", "tool_use_id": "c1", "content": [text("18")]}
-MAGIC = {"type": "magic", "data": "x"}
-MAGIC_NOTE = "[a part of type 'magic', which this model cannot read]"
-
-
 @pytest.mark.parametrize(
-    ("messages", "shown"),
-    [
-        ([ai([text("x"), USE], call(a=1)), result("18")], [("assistant", "x"), ("tool", "18")]),
-        ([ai([text("x"), USE]), user([RETURNED])], [("assistant", "x"), ("tool", "18")]),
-        ([ai([text("x"), MAGIC])], [("assistant", "x")]),
-        ([user([MAGIC])], [("user", MAGIC_NOTE)]),
-        ([user([{"type": "magic", "text": "x"}, {"content": "y"}])], [("user", "xy")]),
-        ([ai([USE]), result([MAGIC, text("y")])], [("assistant", ""), ("tool", MAGIC_NOTE + "y")]),
-    ],
+    ("messages", "shown"), read_table("messages.parts_of_other_types_never_end_a_session")
 )
 def test_parts_of_other_types_never_end_a_session(
-    messages: list[Message], shown: list[tuple[str, str]]
+    messages: list[Message], shown: list[list[str]]
 ) -> None:
-    assert contents(messages) == shown
-    calls = [one["tool_calls"] for one in normalize_messages(messages) if "tool_calls" in one]
-    assert all(made == [call(a=1)] for made in calls) and bool(calls) == ("tool" in dict(shown))
+    assert [list(pair) for pair in contents(messages)] == shown
+    made = [one["tool_calls"] for one in normalize_messages(messages) if "tool_calls" in one]
+    names = [each["function"]["name"] for calls in made for each in calls]
+    assert names == (["f"] if "tool" in dict(shown) else [])
 
 
 @pytest.mark.parametrize(
-    ("content", "reasoning", "rest"),
-    [
-        ("<think>\nwhy\n</think>\n\nyes", "why", "yes"),
-        ("\n<think>why</think>yes", "why", "yes"),
-        ("<mm:think>why</mm:think>yes", "why", "yes"),
-        ("<think></think>yes", "", "yes"),
-        ("<think>a</think>b</think>c", "a", "b</think>c"),
-        ("Write <think>x</think> around it.", "", "Write <think>x</think> around it."),
-        # the template decides whether this tag closes
-        ("why</think>yes", None, "why</think>yes"),
-        ("The tag `</think>` ends it.", "", "The tag `</think>` ends it."),
-        ('if "</mm:think>" in text:', "", 'if "</mm:think>" in text:'),
-        ("<mm:think>why `</think>`</mm:think>yes", "why `</think>`", "yes"),
-        ("<think>still going", None, "<think>still going"),
-        ("no tags", None, "no tags"),
-    ],
+    ("content", "reasoning", "rest"), read_table("messages.a_leading_think_block_is_reasoning")
 )
 def test_a_leading_think_block_is_reasoning(content: str, reasoning: str | None, rest: str) -> None:
     assert module.split_inline_reasoning(content) == (reasoning, rest)
@@ -231,22 +175,12 @@ def test_a_truncated_call_is_shown_with_its_raw_text(template: Any, opener: str)
     assert f"{opener}{CUT}" in template.render(normalize_messages(messages))
 
 
-IMAGE = "[an image, which this model cannot see]"
-DOCUMENT = "[a document, which this model cannot read]"
-
-
 def unseen_part(kind: str) -> Message:
     return {"type": kind, kind: {"url": "data:image/png;base64,AAAA"}}
 
 
 @pytest.mark.parametrize(
-    ("kind", "note"),
-    [
-        *((kind, IMAGE) for kind in ("image_url", "input_image", "image")),
-        *((kind, DOCUMENT) for kind in ("file", "input_file")),
-        ("input_audio", "[a recording, which this model cannot hear]"),
-        ("video_url", "[a video, which this model cannot see]"),
-    ],
+    ("kind", "note"), read_table("messages.parts_that_the_model_cannot_see_become_notes")
 )
 def test_parts_that_the_model_cannot_see_become_notes(kind: str, note: str) -> None:
     unseen = unseen_part(kind)
@@ -286,43 +220,8 @@ def test_tool_results_are_put_in_call_order() -> None:
     assert [content for _, content in contents(again)] == ["", "1", "", "2"]
 
 
-TWO_CALLS = ai("", call(id="a"), call(id="b"))
-
-
 @pytest.mark.parametrize(
-    ("messages", "problem"),
-    [
-        ([], "messages is empty"),
-        ("hello", "messages is a str"),
-        ({"role": "user"}, "messages is a dict"),
-        (["hello"], "messages[0] is a str"),
-        ([user("x"), {"role": "function", "content": "x"}], "messages[1] has role 'function'"),
-        ([{"content": "x"}], "messages[0] has role None"),
-        ([{"role": ["user"], "content": "x"}], "messages[0] has role ['user']"),
-        ([user(5)], "messages[0].content is a int"),
-        ([user({"text": "x"})], "messages[0].content is a dict"),
-        ([user([text("x"), 5])], "messages[0].content[1] is a int"),
-        ([user([{"type": "text"}])], "messages[0].content[0] is a text part without text"),
-        ([ai("x", reasoning=["r"])], "messages[0].reasoning is a list"),
-        ([ai("x", reasoning_details="r")], "messages[0].reasoning_details is a str"),
-        ([ai("x", tool_calls="f()")], "messages[0].tool_calls is a str"),
-        ([ai("x", {"id": "1", "name": "f"})], "messages[0].tool_calls[0] has no function"),
-        ([ai("x", call(""))], "messages[0].tool_calls[0].function.name is ''"),
-        ([ai("x", call(), call())], "messages[0].tool_calls has the ids"),
-        ([ai("x", {"function": {"name": "f"}})], "messages[0].tool_calls has the ids"),
-        ([user("x"), result("y")], "messages[1] answers no call"),
-        ([system("a"), system("b"), user("x"), result("y")], "messages[3] answers no call"),
-        ([ai("", call()), result("x"), user("y"), result("z")], "messages[3] answers no call"),
-        ([ai("", call()), user("x"), result("y")], "[0].tool_calls has calls without a result: ['"),
-        ([ai("", call()), result("x", id="c9")], "[1].tool_call_id is 'c9'; the calls before it"),
-        ([ai("", call()), {"role": "tool", "content": "x"}], "messages[1].tool_call_id is None"),
-        ([ai("", call()), result("x") | {"tool_call_id": ["c1"]}], "tool_call_id is ['c1']"),
-        ([ai("", call()), result("x"), result("y")], "[2].tool_call_id is 'c1', which was answer"),
-        ([TWO_CALLS, result("x", id="b"), user("y")], "without a result: ['a']"),
-        ([TWO_CALLS, result("x", id="a")], "without a result: ['b']"),
-        ([TWO_CALLS, result("x", id="a"), system("s"), user("y")], "without a result: ['b']"),
-        ([ai("", call()), result({"ok": True})], "messages[1].content is a dict"),
-    ],
+    ("messages", "problem"), read_table("messages.refuses_bad_conversations_by_position")
 )
 def test_refuses_bad_conversations_by_position(messages: Any, problem: str) -> None:
     with pytest.raises(InvalidRequestError) as error:

@@ -16,6 +16,7 @@ from negamax.api.schemas.tools import show_tools
 from negamax.base.errors import ContextLengthError, InvalidRequestError
 from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
 from negamax.text.messages import normalize_messages
+from tests.tables import read_table
 
 SIGNER = ThoughtSigner("nano")
 
@@ -111,17 +112,11 @@ def system(words: Any = None, **fields: Any) -> dict[str, Any]:
 
 
 A, B, C = user(text("A")), assistant(text("B")), user(text("C"))
-PASSING = system("Today only.", clear_at="next_user_message")
 
 
 @pytest.mark.parametrize(
     ("messages", "contents"),
-    [
-        ([A, system("Be brief."), C], ["A", "Be brief.", "C"]),
-        ([A, PASSING, B], ["A", "Today only.", "B"]),
-        ([A, PASSING, B, C], ["A", "B", "C"]),
-        ([A, system("Always.", clear_at="never"), C], ["A", "Always.", "C"]),
-    ],
+    read_table("messages_history.system_messages_that_apply"),
     ids=["inline", "until the user writes", "after the user wrote", "never cleared"],
 )
 def test_system_messages_that_apply(messages: list[dict[str, Any]], contents: list[str]) -> None:
@@ -189,22 +184,8 @@ def test_blocks_of_other_servers_are_passed_over() -> None:
     assert made.messages[1] == expected
 
 
-REMOVAL = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "Read"}}
-SOURCE = {"type": "text", "media_type": "text/plain", "data": "abc"}
-
-
 @pytest.mark.parametrize(
-    ("message", "content"),
-    [
-        (assistant({"type": "compaction", "content": "A."}, text("B.")), "A.\n\nB."),
-        ({"role": "system", "content": [REMOVAL, text("No reading.")]}, "No reading."),
-        (user({"type": "document", "title": "Notes", "source": SOURCE}), "Notes\nabc"),
-        (user({"type": "magic"}), "[a part of type 'magic', which this model cannot read]"),
-        (user({"type": "magic", "content": "abc"}), "abc"),
-        (assistant({"type": "magic"}, text("abc")), "abc"),
-        ({"role": "system", "content": [{"type": "magic", "text": "abc"}]}, "abc"),
-    ],
-    ids=str,
+    ("message", "content"), read_table("messages_history.text_of_blocks_is_shown"), ids=str
 )
 def test_text_of_blocks_is_shown(message: dict[str, Any], content: str) -> None:
     assert shown(message) == [(message["role"], content)]
@@ -212,14 +193,7 @@ def test_text_of_blocks_is_shown(message: dict[str, Any], content: str) -> None:
 
 @pytest.mark.parametrize(
     ("message", "place"),
-    [
-        ({"role": "wizard", "content": "x"}, "role"),
-        ({"role": "user", "content": 3}, "content"),
-        (user("x"), "content[0]"),
-        (user({"type": "text"}), "content[0].text"),
-        (user(text("x"), result(1, [{"type": "browser_state"}])), "content[1].content[0].tabs"),
-        ({"role": "system", "content": "x", "clear_at": "noon"}, "clear_at"),
-    ],
+    read_table("messages_history.refuses_what_cannot_be_shown_by_its_place"),
     ids=str,
 )
 def test_refuses_what_cannot_be_shown_by_its_place(message: dict[str, Any], place: str) -> None:
@@ -230,12 +204,7 @@ def test_refuses_what_cannot_be_shown_by_its_place(message: dict[str, Any], plac
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [
-        (400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error"),
-        (404, "not_found_error"), (405, "invalid_request_error"), (413, "request_too_large"),
-        (429, "rate_limit_error"), (500, "api_error"), (503, "overloaded_error"),
-        (529, "overloaded_error"),
-    ],
+    read_table("messages_history.errors_have_anthropics_types"),
 )  # fmt: skip
 def test_errors_have_anthropics_types(status: int, kind: str) -> None:
     def built(**fields: Any) -> Any:
@@ -413,15 +382,7 @@ def defined(tool: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("changes", "names"),
-    [
-        ([defined(message_tool("c"))], ["a", "b", "c"]),
-        ([change("removal", name="a")], ["b"]),
-        ([change("removal", name="a"), change("addition", name="a")], ["b", "a"]),
-        ([defined(message_tool("c")), change("removal", name="c")], ["a", "b"]),
-        ([defined({"type": "web_search_20250305", "name": "web_search"})], ["a", "b"]),
-        ([change("addition", name="unknown"), change("removal", name="unknown")], ["a", "b"]),
-        ([change("removal", type="mcp_toolset_reference", mcp_server_name="home")], ["a", "b"]),
-    ],
+    read_table("messages_history.messages_change_tools"),
     ids=["added", "removed", "back", "added and removed", "of a server", "unknown", "of MCP"],
 )
 def test_messages_change_tools(changes: list[dict[str, Any]], names: list[str]) -> None:

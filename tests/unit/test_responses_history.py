@@ -16,6 +16,7 @@ from negamax.api.schemas.tools import show_tools
 from negamax.base.errors import InvalidRequestError
 from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
 from negamax.text.messages import normalize_messages
+from tests.tables import read_table
 
 SIGNER = ThoughtSigner("nano")
 THOUGHTS = HiddenThoughts(SIGNER, context_length=100, shows_earlier=False)
@@ -69,10 +70,6 @@ def result(number: int, output: Any = "ok", *, of: str = "function") -> dict[str
 def said(text: str) -> dict[str, Any]:
     content = [{"type": "output_text", "text": text}]
     return {"type": "message", "role": "assistant", "content": content}
-
-
-def text_part(text: str) -> dict[str, Any]:
-    return {"type": "input_text", "text": text}
 
 
 def summary(text: str) -> dict[str, Any]:
@@ -157,37 +154,19 @@ def test_truncated_call_is_left_out_unless_it_has_a_result() -> None:
 
 
 @pytest.mark.parametrize(
-    "kinds",
-    [
-        "web_search_call",
-        "mcp_list_tools mcp_approval_request mcp_approval_response mcp_call",
-        "tool_search_call tool_search_output",
-        "computer_call computer_call_output",
-        "program program_output",
-        "compaction",
-        "context_compaction",
-    ],
+    "kinds", read_table("responses_history.calls_that_ran_elsewhere_are_passed_over")
 )
 def test_calls_that_ran_elsewhere_are_passed_over(kinds: str) -> None:
     made = history(USER, *({"type": kind, "id": kind} for kind in kinds.split()), said("Found."))
     assert [message["role"] for message in made.messages] == ["user", "assistant"]
 
 
-AGENT = {"type": "agent_message", "author": "/root/a", "content": [text_part("done")]}
-SECRET = {"type": "encrypted_content", "encrypted_content": "x"}
 NOTE = "<system-reminder>\ndone\n</system-reminder>"
 
 
 @pytest.mark.parametrize(
     ("items", "shown"),
-    [
-        ([AGENT], [USER["content"], "done"]),
-        ([{**AGENT, "content": [SECRET]}, {"type": "magic", "n": 3}], [USER["content"]]),
-        ([call(1), AGENT, result(1)], [USER["content"], "", f"ok\n\n{NOTE}"]),
-        ([call(1), AGENT, call(2), result(1), result(2)], [USER["content"], "", "ok", "ok", NOTE]),
-        ([call(1), result(1), AGENT, said("x")], [USER["content"], "", f"ok\n\n{NOTE}", "x"]),
-        ([{"role": "assistant", "content": [{"type": "magic"}]}], [USER["content"], ""]),
-    ],
+    read_table("responses_history.items_of_unknown_type_are_shown_or_passed_over"),
 )
 def test_items_of_unknown_type_are_shown_or_passed_over(
     items: list[dict[str, Any]], shown: list[str]
@@ -197,22 +176,9 @@ def test_items_of_unknown_type_are_shown_or_passed_over(
     assert texts == (shown if len(texts) == len(shown) else [*shown[:-2], f"ok\n\n{NOTE}"])
 
 
-SHELL_RESULT = {"type": "shell_call_output", "call_id": "c"}
-
-
 @pytest.mark.parametrize(
     ("item", "place"),
-    [
-        ({"type": ["magic"]}, ".type"),
-        ({"role": "wizard", "content": "x"}, ".role"),
-        ({"role": "assistant", "content": 3}, ".content[0]"),
-        ({"type": "shell_call", "call_id": "c", "action": "ls"}, ".action"),
-        ({"type": "apply_patch_call", "call_id": "c"}, ".operation"),
-        (SHELL_RESULT | {"output": 3}, ".output"),
-        (SHELL_RESULT | {"output": [3]}, ".output[0]"),
-        (SHELL_RESULT | {"output": [{"stdout": 3}]}, ".output[0].stdout"),
-        ({"type": "compaction_trigger"}, ".type"),
-    ],
+    read_table("responses_history.refuses_what_cannot_be_shown_by_its_place"),
     ids=str,
 )
 def test_refuses_what_cannot_be_shown_by_its_place(item: dict[str, Any], place: str) -> None:
@@ -255,16 +221,7 @@ def test_call_comes_back_as_the_model_wrote_it(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [
-        ("shell", {}),
-        ("shell", {"commands": "ls"}),
-        ("shell", ["ls"]),
-        ("local_shell", {"command": [1]}),
-        ("apply_patch", {"type": "rename_file", "path": "a"}),
-        ("apply_patch", {"type": "update_file", "path": "a"}),
-        ("apply_patch", {"type": ["update_file"], "path": "a"}),
-        ("apply_patch", {"type": "delete_file"}),
-    ],
+    read_table("responses_history.call_that_no_client_could_run_has_no_item_of_its_own"),
     ids=str,
 )
 def test_call_that_no_client_could_run_has_no_item_of_its_own(name: str, arguments: object) -> None:
@@ -368,14 +325,7 @@ def test_the_last_configuration_holds() -> None:
 
 @pytest.mark.parametrize(
     ("item", "place"),
-    [
-        ({"type": "additional_tools"}, ".tools"),
-        (more_tools(3), ".tools[0]"),
-        (more_tools({"type": "function"}), ".tools[0].name"),
-        (update(reasoning=3), ".reasoning"),
-        (update(reasoning={"effort": "huge"}), ".reasoning.effort"),
-        (update(text={"format": 3}), ".text.format"),
-    ],
+    read_table("responses_history.refuses_wrong_settings_by_their_place"),
     ids=str,
 )
 def test_refuses_wrong_settings_by_their_place(item: dict[str, Any], place: str) -> None:
