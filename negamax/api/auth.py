@@ -25,7 +25,7 @@ from negamax.base.errors import (
     UrlTooLongError,
 )
 
-OPEN_PATH = "/livez"  # the one route without a key
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})  # probes need no key
 GENERATION_PATHS = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"}
 )
@@ -90,7 +90,7 @@ class AuthMiddleware:
         _check_size(headers, url_bytes=len(scope["raw_path"]) + len(scope["query_string"]))
         if self._hosts is not None:
             _check_host(headers, self._hosts)
-        if path == OPEN_PATH:
+        if path in OPEN_PATHS:
             return
         self._access.identify(scope)
         if scope["method"] in _SAFE_METHODS:

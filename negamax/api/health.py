@@ -1,4 +1,4 @@
-"""Probes and metrics: /livez, /readyz, /health, /ping, /version, /metrics."""
+"""Probes, which need no key, and metrics: /livez, /readyz, /health, /ping, /version, /metrics."""
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import choose_encoder
@@ -14,7 +14,7 @@ def make_health_router(context: ApiContext) -> APIRouter:
 
     @router.get("/livez")
     async def livez() -> Response:
-        """Return 200 while the event loop runs, whatever the engine does. Needs no key."""
+        """Return 200 while the event loop runs, whatever the engine does."""
         return build_json_response(HealthAnswer("ok"))
 
     @router.get("/readyz")

@@ -119,6 +119,11 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, str]] = {
         "Generated tokens per choice.",
         "vllm:request_generation_tokens",
     ),
+    "max_generation_tokens": (
+        _TOKEN_COUNTS,
+        "Generated tokens of a request's longest choice.",
+        "vllm:request_max_num_generation_tokens",
+    ),
     "max_tokens": (
         _TOKEN_COUNTS,
         "max_tokens per request that sets it.",

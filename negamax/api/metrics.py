@@ -105,13 +105,19 @@ class ServerMetrics(Collector):
                 yield self.measured.histograms[key].family(name, text, model_name=self._model_name)
         yield from self._server_counters()
         yield from self._engine_metrics()
-        info = InfoMetricFamily(
-            "vllm:cache_config", "The KV cache as configured.", labels=["model_name"]
-        )
         engine = self._engine.info
-        sizes = {"block_size": str(engine.block_size), "num_gpu_blocks": str(engine.num_kv_blocks)}
-        info.add_metric([self._model_name], sizes)
-        yield info
+        pages, size = str(engine.num_kv_blocks), str(engine.block_size)
+        for name, labels in (
+            ("vllm:cache_config", {"block_size": size, "num_gpu_blocks": pages}),
+            ("sglang:cache_config", {"page_size": size, "num_pages": pages}),
+        ):
+            info = InfoMetricFamily(name, "The KV cache as configured.", labels=["model_name"])
+            info.add_metric([self._model_name], labels)
+            yield info
+        # routers read these two; there are no adapters, and nothing is swapped
+        adapters = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        name, text = "vllm:lora_requests_info", "Adapters: none are loaded."
+        yield self._metric(GaugeMetricFamily, name, text, [(("0", "", ""), time.time())], *adapters)
 
     def _metric(
         self, kind: MetricFamily, name: str, text: str, samples: Samples, *labels: str
@@ -170,6 +176,7 @@ class ServerMetrics(Collector):
         gauges = (
             ("vllm:num_requests_running", _RUNNING, attrgetter("num_running")),
             ("vllm:num_requests_waiting", _WAITING, attrgetter("num_waiting")),
+            ("vllm:num_requests_swapped", "Swapped sequences: none.", lambda _: 0),
             ("vllm:kv_cache_usage_perc", _CACHE, compute_cache_usage),
             ("vllm:gpu_cache_usage_perc", _CACHE, compute_cache_usage),
         )

@@ -111,6 +111,9 @@ class RequestRecord:
         self.measured.finished.add(reason if reason in FINISH_REASONS else "error")
         histograms["e2e"].observe(now - self.arrival)
         histograms["generation_tokens"].observe(choice.num_tokens)
+        counts = [each.num_tokens for each in self.choices.values() if each.finish_reason]
+        if len(counts) == self.sampling.n:
+            histograms["max_generation_tokens"].observe(max(counts))
         if choice.first_token is None:
             return
         histograms["decode"].observe(now - choice.first_token)

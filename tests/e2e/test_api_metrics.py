@@ -37,7 +37,8 @@ VLLM = (
     "request_params_max_tokens_bucket", "request_params_n_bucket",
     "iteration_tokens_total_bucket", "cache_config_info", "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
-    "tool_call_parser_invocations_total",
+    "tool_call_parser_invocations_total", "request_max_num_generation_tokens_bucket",
+    "num_requests_swapped", "lora_requests_info",
 )  # fmt: skip
 # no samples at first
 WITHOUT_SAMPLES = ("vllm:spec_decode_num_accepted_tokens_per_pos", "vllm:admission_rejections")
@@ -48,7 +49,7 @@ SGLANG = (
     "num_aborted_requests_total", "time_to_first_token_seconds_bucket",
     "inter_token_latency_seconds_bucket", "e2e_request_latency_seconds_bucket",
     "queue_time_seconds_bucket", "spec_accept_length", "spec_accept_rate", "num_retracted_reqs",
-    "utilization",
+    "utilization", "cache_config_info",
 )  # fmt: skip
 
 
@@ -105,6 +106,7 @@ def times_add_up(http: httpx.Client) -> bool:
     num_prompt = gain("vllm:prompt_tokens_total")
     assert num_prompt == gain("vllm:request_prompt_tokens_sum") == usage["prompt_tokens"]
     assert gain("vllm:request_generation_tokens_sum") == 100
+    assert gain("vllm:request_max_num_generation_tokens_sum") == 100
     assert gain("vllm:inter_token_latency_seconds_count") == 100 - num_first
     assert gain("vllm:request_success_total", finished_reason="length") == 1
     assert gain("sglang:num_requests_total") == 1
