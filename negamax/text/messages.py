@@ -132,6 +132,11 @@ def find_text(part: Mapping[str, Any], fields: Sequence[str] = _CONTENT_FIELDS) 
     return ""
 
 
+def find_thought(part: Mapping[str, Any]) -> str | None:
+    """Return the text of a part of an answer that is reasoning; None for other parts."""
+    return find_text(part, _THOUGHT_FIELDS) if part.get("type") in _THOUGHTS else None
+
+
 def show_unknown(part: Mapping[str, Any]) -> str:
     """Return the text of a part of unknown type, or a note. A refusal would end the session."""
     kind = str(part.get("type"))[:_KIND_CHARS]
@@ -252,8 +257,9 @@ def _read_content(
     was_note = False
     for j, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in _THOUGHTS and thoughts is not None:
-            thoughts.append(find_text(part, _THOUGHT_FIELDS))
+        thought = find_thought(part) if isinstance(part, Mapping) else None
+        if thoughts is not None and thought is not None:
+            thoughts.append(thought)
             continue
         note = unseen_note(kind, family, place=f"messages[{i}].content[{j}]")
         if note is not None:

@@ -3,7 +3,7 @@
 import sys
 import zlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from negamax.base.errors import InvalidRequestError, UnsupportedMediaTypeError
 
@@ -19,23 +19,8 @@ _FRAME_BYTES = 2  # that show whether there is a frame
 _RAW_DEFLATE = -15  # without the frame that the standard requires, as some clients send it
 
 
-class BodyDecoder(Protocol):
-    """A decompressor with the interface of those in the standard library."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def needs_input(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, max_length: int) -> bytes: ...
-
-
 class _Inflater:
-    """zlib's decompressor as a `BodyDecoder`. Single writer: its `Unpacker`."""
+    """zlib's decompressor with the interface of zstd's. Single writer: its `Unpacker`."""
 
     def __init__(self, window_bits: int) -> None:
         self._zlib = zlib.decompressobj(window_bits)
@@ -56,15 +41,12 @@ class _Inflater:
         return piece
 
 
-def _make_zstd() -> BodyDecoder:
-    return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _WINDOW_BITS})
-
-
-_DECODERS: dict[bytes, Callable[[], BodyDecoder]] = {
+_ZSTD_OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: _WINDOW_BITS}
+_DECODERS: dict[bytes, Callable[[], Any]] = {
     b"gzip": lambda: _Inflater(31),
     b"x-gzip": lambda: _Inflater(31),
     b"deflate": lambda: _Inflater(15),
-    b"zstd": _make_zstd,
+    b"zstd": lambda: zstd.ZstdDecompressor(options=_ZSTD_OPTIONS),
 }
 
 
@@ -127,7 +109,7 @@ class Unpacker:
 
     def _unpack(self) -> bytes:
         try:
-            piece = self._decoder.decompress(self._packed, PIECE_BYTES)
+            piece: bytes = self._decoder.decompress(self._packed, PIECE_BYTES)
         except (zlib.error, zstd.ZstdError) as error:
             raise self._error(str(error)) from None
         self._packed = self._decoder.unused_data if self._decoder.eof else b""

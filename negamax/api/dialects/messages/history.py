@@ -12,7 +12,7 @@ from negamax.api.common.thought_signature import HiddenThoughts
 from negamax.api.dialects.messages.tool_changes import TOOL_CHANGES
 from negamax.api.schemas.request_model import check_choice, check_type, describe, refuse
 from negamax.text.chat_family import ChatFamily
-from negamax.text.messages import find_text, show_unknown, unseen_note
+from negamax.text.messages import find_text, find_thought, show_unknown, unseen_note
 
 _ROLES = ("user", "assistant", "system")
 _CLEAR_AT = ("never", "next_user_message")
@@ -175,6 +175,8 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
                 pass  # of a tool that ran on another server
             case "document" | "search_result" if shown_text := _read_document(block):
                 parts.add_text(shown_text, is_apart=True)
+            case _ if (other := find_thought(block)) is not None:
+                parts.add_reasoning(other)
             case _:
                 shown_text = unseen_note(kind, family, place=place) or find_text(block)
                 parts.add_text(shown_text, is_apart=True)

@@ -18,7 +18,7 @@ from negamax.api.dialects.responses.item_settings import SETTINGS
 from negamax.api.dialects.responses.schema import CUSTOM_INPUT, build_shown_name
 from negamax.api.schemas.request_model import check_choice, check_type, refuse
 from negamax.text.chat_family import ChatFamily
-from negamax.text.messages import find_text, unseen_note
+from negamax.text.messages import find_text, find_thought, unseen_note
 
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS = ("function_call", "custom_tool_call", *CLIENT_CALLS)
@@ -121,7 +121,7 @@ def _add_part(
                 item.get("call_id"), _get_called_name(item), {CUSTOM_INPUT: item.get("input")}
             )
         case _:
-            parts.add_text(_read_assistant_text(item.get("content"), place, family), is_apart=True)
+            parts.add_text(_read_assistant_text(item, place, family, parts), is_apart=True)
 
 
 def _get_called_name(item: Mapping[str, Any]) -> Any:
@@ -171,7 +171,11 @@ def is_passed_over(item: Mapping[str, Any]) -> bool:
     return item.get("type") in _PASSED_OVER or is_hosted_search(item)
 
 
-def _read_assistant_text(content: object, place: str, family: ChatFamily | None) -> str:
+def _read_assistant_text(
+    item: Mapping[str, Any], place: str, family: ChatFamily | None, parts: AssistantParts
+) -> str:
+    """Return the text of an assistant message; reasoning in it is added to `parts`."""
+    content = item.get("content")
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -183,7 +187,10 @@ def _read_assistant_text(content: object, place: str, family: ChatFamily | None)
             continue
         if not isinstance(part, dict):
             refuse(f"{place}.content[{index}]", "must be a part with text, such as 'output_text'")
-        texts.append(find_text(part, ("refusal",) if kind == "refusal" else ("text",)))
+        if (thought := find_thought(part)) is not None:
+            parts.add_reasoning(thought)
+        else:
+            texts.append(find_text(part, ("refusal",) if kind == "refusal" else ("text",)))
     return "".join(texts)
 
 
