@@ -15,22 +15,34 @@ _TYPE_NAMES = {
     str: "string",
     list: "array",
 }
+# keywords that limit values of one type
+_KEYWORDS = {
+    "object": {
+        "properties", "patternProperties", "additionalProperties", "required", "propertyNames",
+        "minProperties", "maxProperties", "unevaluatedProperties",
+    },
+    "array": {
+        "items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems",
+        "contains", "unevaluatedItems",
+    },
+    "string": {"pattern", "minLength", "maxLength", "format"},
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+}  # fmt: skip
 _BRANCHES = ("anyOf", "oneOf", "allOf")
 
 
-def split_pointer(reference: str) -> list[str] | None:
-    """Return the keys that lead to a reference (`#/$defs/Point`); None for another document."""
-    if not reference.startswith("#"):
-        return None
-    steps = unquote(reference[1:]).split("/")[1:]
-    return [step.replace("~1", "/").replace("~0", "~") for step in steps]
-
-
 def resolve_pointer(reference: str, *, root: Any) -> Any:
-    """Return the part of `root` that `reference` names, or None."""
-    steps = split_pointer(reference)
-    node = None if steps is None else root
-    for step in steps or ():
+    """Return the part of `root` that `reference` names (`#/$defs/Point`), or None."""
+    home = root.get("$id") if isinstance(root, Mapping) else None
+    if isinstance(home, str) and home:
+        reference = reference.removeprefix(home)
+    if reference.startswith("#") and "/" not in reference and len(reference) > 1:
+        return _find_anchor(reference[1:], root=root)
+    if reference not in ("", "#") and not reference.startswith("#/"):
+        return None
+    node = root
+    for step in unquote(reference).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
         if isinstance(node, Mapping):
             node = node.get(step)
         elif isinstance(node, list) and step.isdecimal() and int(step) < len(node):
@@ -38,6 +50,16 @@ def resolve_pointer(reference: str, *, root: Any) -> Any:
         else:
             return None
     return node
+
+
+def _find_anchor(name: str, *, root: Any) -> Any:
+    """Return the definition of `root` with an `$anchor`, or None."""
+    for keyword in ("$defs", "definitions"):
+        parts = root.get(keyword) if isinstance(root, Mapping) else None
+        for part in parts.values() if isinstance(parts, Mapping) else ():
+            if isinstance(part, Mapping) and part.get("$anchor") == name:
+                return part
+    return None
 
 
 def walk_alternatives(schemas: Iterable[Any], *, root: Any) -> Iterator[Mapping[str, Any]]:
@@ -72,11 +94,26 @@ def find_types(schemas: Iterable[Any], *, root: Any) -> frozenset[str]:
     return frozenset(found)
 
 
-def infer_container(node: Mapping[str, Any]) -> str | None:
-    """Return "object" or "array" if only such a value can have the keywords of `node`."""
-    if "properties" in node:
-        return "object"
-    return "array" if "items" in node or "prefixItems" in node else None
+def type_name(value: Any) -> str:
+    """Return the JSON type of a value."""
+    return _TYPE_NAMES.get(type(value), "object")
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def infer_type(node: Mapping[str, Any]) -> str | None:
+    """Return the only type whose values the keywords of `node` limit, or None."""
+    found = {name for name, keywords in _KEYWORDS.items() if not keywords.isdisjoint(node)}
+    return found.pop() if len(found) == 1 else None
 
 
 def _implied_types(node: Mapping[str, Any]) -> set[str]:
@@ -85,6 +122,6 @@ def _implied_types(node: Mapping[str, Any]) -> set[str]:
     if "const" in node:
         values = [*values, node["const"]]
     if values:
-        return {_TYPE_NAMES.get(type(value), "object") for value in values}
-    container = infer_container(node)
-    return {container} if container else set()
+        return set(map(type_name, values))
+    inferred = infer_type(node)
+    return {inferred} if inferred else set()

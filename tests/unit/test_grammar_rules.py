@@ -12,7 +12,7 @@ from negamax.models.minimax_m2.chat import M2Calls
 from negamax.models.minimax_m3.chat import M3Calls
 from negamax.models.registry import CALL_STYLES
 from negamax.scheduler.request import SamplingParams
-from negamax.text.grammar.json_schema import MAX_BYTES, MAX_NODES, Budget, prepared, resolve
+from negamax.text.grammar.budget import MAX_BYTES, MAX_NODES, Budget
 from negamax.text.grammar.structural_tag import content_format, structural_tag
 from negamax.text.grammar.tool_calls import CallStyle, tool_grammar
 from tests.speed import is_quick
@@ -81,43 +81,7 @@ def test_a_budget_is_a_constraint_only_with_a_reasoning() -> None:
 # --- JSON schemas --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("reference", "expected"),
-    [
-        ("#/$defs/a", {"type": "null"}), ("#/$defs/loop", None), ("#/$defs/l/1", 2),
-        ("#/$defs/l/2", None), ("other.json", None),
-    ],
-)  # fmt: skip
-def test_references_are_followed_and_loops_lead_nowhere(reference: str, expected: Any) -> None:
-    chain = {"a": {"$ref": "#/$defs/b/c"}, "b": {"c": {"type": "null"}}}
-    root = {"$defs": chain | {"loop": {"$ref": "#/$defs/loop"}, "l": [1, 2]}}
-    assert resolve({"$ref": reference}, root=root) == expected
-    assert resolve({"$ref": "#"}, root=root) == root
-
-
 NULL = {"type": "null"}
-MAYBE_A = {"nullable": True, "enum": ["a"]}
-REQUIRED = {"required": ["a", "b"], "additionalProperties": NULL}
-VALUES = {"enum": [{"nullable": True}], "default": {"type": "array"}}
-
-
-@pytest.mark.parametrize(
-    ("schema", "made"),
-    [
-        ({"type": "string", "nullable": True}, {"type": ["string", "null"]}),
-        ({"type": ["string"], **MAYBE_A}, {"type": ["string", "null"], "enum": ["a", None]}),
-        ({"nullable": False}, {}),
-        ({"required": ["a"]}, {"required": ["a"], "properties": {"a": True}}),
-        (
-            {"properties": {"b": {"type": "array"}}, **REQUIRED},
-            {"properties": {"b": {"type": "array", "items": {}}, "a": NULL}, **REQUIRED},
-        ),
-        (VALUES, VALUES),
-        (True, True),
-    ],
-)
-def test_schemas_are_rewritten_and_values_are_unchanged(schema: Any, made: Any) -> None:
-    assert prepared(schema, strict=False) == made
 
 
 def format_schema(schema: Any) -> dict[str, Any]:
@@ -127,9 +91,8 @@ def format_schema(schema: Any) -> dict[str, Any]:
 
 def test_property_names_keep_their_order_and_are_no_keywords() -> None:
     schema = {"properties": {"not": {"type": "string"}, "if": {}, "uniqueItems": True}}
-    assert prepared(schema, strict=True) == schema
-    schema = {"properties": {"z": {}, "a": {}, "m": {}}, "required": ["m"]}
-    assert list(format_schema(schema)["json_schema"]["properties"]) == ["z", "a", "m"]
+    text = format_schema(schema)["grammar"]
+    assert text.index("not") < text.index("if") < text.index("uniqueItems")
 
 
 def test_an_open_reasoning_is_not_part_of_the_grammar() -> None:
@@ -157,20 +120,29 @@ def tag_of(tool: dict[str, Any], style: CallStyle | None = None, **options: Any)
 @pytest.mark.parametrize(
     ("tool", "words"),
     [
-        ({"name": 'f"'}, "quotes"),
+        ({"name": "f" * 513}, "513 characters"),
         (strict_tool(properties={"a": {"not": {}}}), "'not'"),
-        (strict_tool(properties={'a"': {}}), "parameter name"),
-        (strict_tool(properties={"a": {"items": {"$ref": "#/properties/b"}}, "b": {}}), r"\$defs"),
+        (strict_tool(properties={"": {}}), "0 characters"),
+        (strict_tool(properties={"a": {"enum": ["</parameter>"]}}), "cannot be written"),
     ],
 )
 def test_refuses_tools_that_cannot_be_called_as_asked(tool: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
-        tag_of(tool, choice="required" if tool["name"] == 'f"' else "auto")
+        tag_of(tool, choice="required" if len(tool["name"]) > 1 else "auto")
 
 
-def test_arguments_are_free_if_a_schema_of_a_tool_that_is_not_strict_cannot_be_followed() -> None:
-    tool = {"name": "f", "parameters": {"properties": {'a"': {}}}}
-    assert tag_of(tool) == tag_of({"name": "f"})
+def test_a_tool_whose_schema_cannot_be_followed_is_free_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tools = [{"name": "g", "parameters": part} for part in (HOSTILE["itself"], {"type": "null"})]
+    tools = [{**tool, "name": f"g{place}"} for place, tool in enumerate(tools * 20)]
+    followed = {"name": "f", "parameters": {"properties": {"a": {"const": "followed"}}}}
+    for _ in range(2):
+        grammar = tool_grammar([*tools, followed], M2Calls(TAG_IDS), choice="required")
+        assert grammar is not None
+        assert "followed" in structural_tag(grammar, None, CALL_STYLES)
+    assert len(caplog.messages) == len(tools) and "'g0' are free" in caplog.messages[0]
+    assert tag_of(tools[0]) == tag_of({"name": "g0"})
 
 
 def test_recursive_schemas_end_and_those_that_grow_without_end_are_refused() -> None:
@@ -229,16 +201,10 @@ def test_expanding_schemas_are_refused_in_time(name: str, style: str) -> None:
 
 def test_unlisted_required_names_share_one_definition() -> None:
     schema = unlisted(8)
-    made = prepared(schema, strict=True)
-    assert len(json.dumps(made)) < 10 * len(json.dumps(schema))
-    assert resolve(made["properties"]["p7"], root=made)["required"]
-    tool = {"name": "f", "parameters": schema}
-    assert len(tag_of(tool)) < 200_000
+    assert len(format_schema(schema)["grammar"]) < 20 * len(json.dumps(schema))
+    assert len(tag_of({"name": "f", "parameters": schema})) < 400_000
     with pytest.raises(InvalidRequestError, match=TOO_LARGE):
-        tag_of(tool, M3Calls())
-    named = prepared(unlisted(2) | {"$defs": {"shared0": NULL}}, strict=True)
-    assert named["$defs"]["shared0"] == NULL  # a definition of the client keeps its name
-    assert resolve(named["properties"]["p0"], root=named)["properties"]["p19"] == {"type": "string"}
+        tag_of({"name": "f", "parameters": schema, "strict": True}, M3Calls())
 
 
 @pytest.mark.parametrize("style", [M2Calls(TAG_IDS), M3Calls()], ids=["m2", "m3"])
@@ -247,7 +213,7 @@ def test_a_large_honest_schema_is_followed(style: CallStyle) -> None:
     properties = {f"p{i}": {"$ref": f"#/$defs/part{i}"} for i in range(300)}
     definitions = {f"part{i}": part for i in range(300)}
     tool = strict_tool(type="object", properties=properties, **{"$defs": definitions})
-    assert len(tag_of(tool, style)) < 300_000
+    assert len(tag_of(tool, style)) < 700_000
 
 
 def test_nothing_is_enforced_unless_asked() -> None:

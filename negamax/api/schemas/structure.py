@@ -117,8 +117,10 @@ def build_format_grammar(
     match check_choice(form.get("type"), allowed, param, what="type "):
         case "text":
             return None
-        case "json_object":
+        case "json_object" if form.get("schema") is None:
             return Grammar(kind="json_object")
+        case "json_object":
+            is_nested = False  # as llama.cpp takes it
         case "structural_tag":
             return build_grammar("structural_tag", dict(form), param=param)
     described: Any = form

@@ -28,9 +28,9 @@ from typing import Any
 
 from negamax.config.grammar import Marker
 from negamax.text.chat_family import ChatFamily
-from negamax.text.grammar.json_schema import Budget
+from negamax.text.grammar.budget import Budget
 from negamax.text.grammar.tag_formats import Format, const, marker, newlines, sequence
-from negamax.text.grammar.tool_calls import NAME, CallStyle
+from negamax.text.grammar.tool_calls import CallStyle
 from negamax.text.parser.call_recovery import find_key, may_hold_argument, read_members
 from negamax.text.parser.output_format import CallBlock, CallWriter, OutputFormat
 from negamax.text.parser.schema_values import TEXT_TYPES, ToolSchemas, WaitingMember, group_members
@@ -312,7 +312,7 @@ class M2Calls(CallStyle):
 
     name = "m2"
     end_of_text = "</parameter>"
-    key, forbidden = NAME, "quotes and angle brackets"
+    free_key = '[^"<>\\n]', '[^"<>\\n]', None
     call_tags = '<invoke name="{}">\n', "</invoke>\n"
     argument_tags = '<parameter name="{}">', "</parameter>\n"
     lead = newlines(3)
@@ -339,13 +339,9 @@ class M2Calls(CallStyle):
         tokens = {"trigger_tokens": [self._open.token_id], "exclude_tokens": others}
         return {"type": "token_triggered_tags", **tokens, **shared}
 
-    def any_argument(self, value: Format) -> Format:
-        name = {"type": "regex", "pattern": '[^"<>\\n]+'}
+    def any_argument(self, name: Format, value: Format) -> Format:
         opener = [const('<parameter name="'), name, const('">')]
         return sequence([*opener, value, const("</parameter>\n")])
-
-    def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
-        return self.json_value(node, root=root)
 
 
 MINIMAX_M2 = OutputFormat(

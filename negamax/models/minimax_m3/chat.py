@@ -21,12 +21,13 @@ A tag without the marker is data. Elements nest: an object has one element per m
 """
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from negamax.text.chat_family import ChatFamily
-from negamax.text.grammar.tag_formats import Format, const, sequence
-from negamax.text.grammar.tool_calls import CallStyle, count
+from negamax.text.grammar.json_schema import Schemas
+from negamax.text.grammar.shapes import ArrayShape, Nodes, ObjectShape
+from negamax.text.grammar.tag_formats import Format, const, optional, sequence
+from negamax.text.grammar.tool_calls import CallStyle
 from negamax.text.parser.element_arguments import ElementArguments
 from negamax.text.parser.output_format import CallBlock, CallWriter, OutputFormat
 from negamax.text.parser.schema_values import ToolSchemas
@@ -228,8 +229,7 @@ class M3Calls(CallStyle):
     end_of_text = MARKER
     call_tags = f'{MARKER}<invoke name="{{}}">', f"{MARKER}</invoke>\n"
     argument_tags = f"{MARKER}<{{}}>", f"{MARKER}</{{}}>"
-    key = re.compile(r"[^\s\"<>/=\]\[]+")
-    forbidden = "spaces, quotes and brackets"
+    free_key = "[A-Za-z_]", "[A-Za-z0-9_.-]", 63
 
     def block(self, calls: Format) -> Format:
         begin, end = f"{MARKER}<tool_call>\n", f"{MARKER}</tool_call>"
@@ -244,30 +244,32 @@ class M3Calls(CallStyle):
             "stop_after_first": once, "excludes": excludes
         }  # fmt: skip
 
-    def any_argument(self, value: Format) -> Format:
-        name = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_.-]{0,63}"}
+    def any_argument(self, name: Format, value: Format) -> Format:
         opener = [const(f"{MARKER}<"), name, const(">")]
         return sequence([*opener, value, const(f"{MARKER}</"), name, const(">")])
 
-    def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
+    def nest(
+        self, shape: ArrayShape | ObjectShape, schemas: Schemas, *, depth: int
+    ) -> Format | None:
         if depth > MAX_CALL_DEPTH:
-            return self.json_value(node, root=root)
-        if node["type"] == "object":
-            return self.arguments(node, root=root, depth=depth)
+            return None
+        if isinstance(shape, ObjectShape):
+            return self.members(shape, schemas, depth=depth)
 
-        def item(schema: Any) -> Format:
-            return self.argument("item", self.value(schema, root=root, depth=depth + 1))
+        def item(nodes: Nodes) -> Format:
+            return self.argument("item", self.value(nodes, schemas, depth=depth + 1))
 
-        first = node.get("prefixItems")
-        first = first if isinstance(first, list) else []
-        parts = list(map(item, first))
-        items = node.get("items", not first)
-        if items is not False:
-            least, most = count(node.get("minItems")), count(node.get("maxItems"))
-            least = max(0, (least or 0) - len(first))
-            most = -1 if most is None else max(least, most - len(first))
-            parts.append({"type": "repeat", "min": least, "max": most, "content": item(items)})
-        return sequence(parts) if parts else const("")
+        most, length = shape.most, len(shape.first)
+        rest: list[Format] = []
+        if schemas.shapes(shape.others) and (most is None or most > length):
+            least = max(0, shape.least - length)
+            limits = {"min": least, "max": -1 if most is None else most - length}
+            rest = [{"type": "repeat", **limits, "content": item(shape.others)}]
+        for place in range(min(length, length if most is None else most) - 1, -1, -1):
+            rest = [sequence([item(shape.first[place]), *rest])]
+            if place >= shape.least:
+                rest = [optional(rest[0])]
+        return rest[0] if rest else const("")
 
 
 # The lexer relies on at most MAX_ATTRIBUTE_CHARS characters between the angles of a tag.

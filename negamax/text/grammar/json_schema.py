@@ -1,182 +1,601 @@
-"""Rewrites JSON schemas for the grammar compiler, and refuses keywords that it cannot enforce."""
+"""Reads JSON schemas into shapes: one JSON type each, with all keywords that limit it merged.
 
-from collections.abc import Mapping
-from typing import Any
+References, allOf, anyOf, oneOf and keywords beside them are resolved, so that the writers of
+grammars (`json_rules`, `tool_calls`) see no other schema. Keywords that no grammar can enforce are
+refused by name in strict schemas and ignored in others.
+"""
 
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal
+from functools import partial
+from typing import Any, NoReturn
+
+from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import refuse_grammar
-from negamax.text.schema_walk import resolve_pointer
+from negamax.text.grammar.budget import Budget
+from negamax.text.grammar.languages import MAX_STATES, Language, Languages
+from negamax.text.grammar.patterns import NumberBounds, read_pattern
+from negamax.text.grammar.schema_keywords import (
+    FORMATS,
+    MAX_COUNT,
+    drop_values,
+    find_members,
+    get_list,
+    get_map,
+    read_bounds,
+    read_items,
+    read_limits,
+    read_number,
+    split_nullable,
+)
+from negamax.text.grammar.shapes import (
+    NEVER,
+    ArrayShape,
+    LiteralShape,
+    Nodes,
+    NumberShape,
+    ObjectShape,
+    Shape,
+    TextShape,
+)
+from negamax.text.schema_walk import TYPES, infer_type, is_equal, resolve_pointer, type_name
 
 # Keywords that a grammar cannot enforce: it would have to remember or exclude values.
 NOT_ENFORCED = (
-    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems",
-    "dependentRequired",
-    "dependentSchemas", "dependencies", "$dynamicRef", "unevaluatedItems",
+    "not", "contains", "uniqueItems", "dependentRequired", "dependentSchemas", "dependencies",
+    "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLES = (
-    "items",
-    "additionalProperties",
-    "unevaluatedProperties",
-    "propertyNames",
-    "not",
-    "if",
-    "then",
-    "else",
-    "contains",
-)
-
-_MAX_REFERENCES = 32  # longest chain of references to references
-_NODE_BYTES = 16  # bytes of a reference that count as one node
-
-MAX_NODES = 50_000
-MAX_BYTES = 4 << 20
+MAX_LEVELS = 100  # of references and alternatives within each other
+MAX_PATTERNS = 4  # of names of one object
+MAX_EXCLUDED = 400  # characters of names that an automaton excludes
+_MAX_COMPARED_LEVELS = 3  # to tell alternatives apart
 
 
-class Budget:
-    """Limit of the expanded schemas of a request: references let small ones become large."""
+class Schemas:
+    """The schemas of one document."""
 
-    def __init__(self) -> None:
-        self._nodes = 0
-        self._bytes = 0
+    def __init__(self, root: Any, *, strict: bool, budget: Budget | None = None) -> None:
+        self.root, self.strict, self.budget = root, strict, budget or Budget()
+        self.languages = Languages()
+        self._bounds = NumberBounds(self.languages)
+        self._shapes: dict[frozenset[int], list[Shape]] = {}
+        self._patterns: dict[str, Language | None] = {}
+        self._made: dict[tuple[object, ...], Any] = {}  # derived schemas, by their origin
+        self._kept: list[Nodes] = []  # keeps the identity of schemas
+        self._choices: list[list[list[Nodes]]] = []  # branches of oneOf, not compared yet
+        self._compared: set[int] = set()
+        self._level = 0
 
-    @property
-    def is_spent(self) -> bool:
-        return self._nodes > MAX_NODES or self._bytes > MAX_BYTES
+    def shapes(self, nodes: Nodes) -> list[Shape]:
+        """Return the shapes of values that follow all `nodes`; none: no value does.
 
-    def spend(self, nodes: int = 1, *, num_bytes: int = 0) -> None:
-        """Spend before expanding. Errors: `InvalidRequestError` above the limits."""
-        self._nodes += nodes
-        self._bytes += num_bytes
-        if self._nodes > MAX_NODES:
-            refuse_grammar(
-                f"the schemas come to more than {MAX_NODES} nodes once expanded; send fewer or "
-                f"simpler ones"
-            )
-        if self._bytes > MAX_BYTES:
-            refuse_grammar(
-                f"the schemas come to more than {MAX_BYTES} bytes once expanded; send fewer or "
-                f"simpler ones"
-            )
+        Errors: `InvalidRequestError` above the budget; in strict schemas for a keyword that cannot
+        be enforced and for a dangling reference.
+        """
+        key = frozenset(map(id, nodes))
+        found = self._shapes.get(key)
+        if found is None:
+            self._kept.append(nodes)
+            try:
+                branches = _cross([self._expand(node, ()) for node in nodes], self.budget)
+            except RecursionError:
+                self._refuse_depth()
+            found = self._shapes[key] = [
+                shape for branch in branches for shape in self._read_branch(branch)
+            ]
+            if self._level == 0:
+                self._compare_choices()
+        return found
 
+    def admits(self, nodes: Nodes, value: Any) -> bool:
+        """Whether `value` follows `nodes`."""
+        return any(self._fits(shape, value) for shape in self.shapes(nodes))
 
-def prepared(schema: Any, *, strict: bool, budget: Budget | None = None) -> Any:
-    """Rewrite `schema` in the keywords that the grammar compiler reads.
+    def member(self, shape: ObjectShape, name: str) -> Nodes:
+        """Return the schema of the member `name`."""
+        if name in shape.listed:
+            return shape.listed[name]
+        for language, nodes in shape.others:
+            if language is None or self.languages.contains(language, name):
+                return nodes
+        return NEVER
 
-    `nullable` becomes a type. Unlisted required properties become listed ones, which share one
-    definition. Items without a schema may be anything. Errors: `InvalidRequestError` above the
-    `budget`; with `strict` also for a keyword that cannot be enforced and for a dangling reference.
-    """
-    return _Preparation(schema, budget or Budget(), strict=strict).made
+    # --- alternatives ---
 
-
-def resolve(node: Any, *, root: Any, budget: Budget | None = None) -> Any:
-    """Follow references into `root` from `node`; return None for a dangling one."""
-    for _ in range(_MAX_REFERENCES):
-        if not isinstance(node, Mapping) or not isinstance(node.get("$ref"), str):
-            return node
-        if budget is not None:
-            budget.spend(1 + len(node["$ref"]) // _NODE_BYTES)
-        node = resolve_pointer(node["$ref"], root=root)
-    return None
-
-
-def _check_enforceable(node: Mapping[str, Any], *, root: Any, budget: Budget) -> None:
-    for keyword in NOT_ENFORCED:
-        if keyword in node and node[keyword] is not False:
-            refuse_grammar(
-                f"the JSON schema uses {keyword!r}, which cannot be enforced; leave it out, or "
-                f"send strict: false"
-            )
-    if isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1:
-        refuse_grammar(
-            "the JSON schema uses 'allOf' with several schemas; merge them into one, or send "
-            "strict: false"
-        )
-    if isinstance(node.get("$ref"), str) and resolve(node, root=root, budget=budget) is None:
-        refuse_grammar(f"the JSON schema refers to {node['$ref']!r}, where it holds no schema")
-
-
-class _Preparation:
-    """Rewrites one schema; the result is `made`."""
-
-    def __init__(self, schema: Any, budget: Budget, *, strict: bool) -> None:
-        self._root, self._budget, self._strict = schema, budget, strict
-        self._shared: dict[str, Any] = {}  # new definitions of the root
-        definitions = schema.get("$defs") if isinstance(schema, Mapping) else None
-        self._taken = definitions if isinstance(definitions, Mapping) else {}
-        self.made = self._prepare(schema)
-        if self._shared:
-            given = self.made.get("$defs")
-            self.made["$defs"] = {**(given if isinstance(given, Mapping) else {}), **self._shared}
-
-    def _prepare(self, node: Any) -> Any:
+    def _expand(self, node: Any, path: tuple[int, ...]) -> list[Nodes]:
+        """Return the alternatives of `node`: schemas without references and alternatives."""
         if not isinstance(node, Mapping):
-            return node
-        self._budget.spend()
-        if self._strict:
-            _check_enforceable(node, root=self._root, budget=self._budget)
-        made = dict(node)
-        for keyword in _MAPS:
-            if isinstance(made.get(keyword), Mapping):
-                made[keyword] = {name: self._prepare(part) for name, part in made[keyword].items()}
-        for keyword in (*_LISTS, *_SINGLES):
-            part = made.get(keyword)
-            if part is not None:
-                made[keyword] = (
-                    [self._prepare(item) for item in part]
-                    if isinstance(part, list)
-                    else self._prepare(part)
+            if self.strict and not isinstance(node, bool):
+                refuse_grammar(
+                    f"the JSON schema holds a {type(node).__name__} where a schema is needed"
                 )
-        if made.pop("nullable", False) is True:
-            _allow_null(made)
-        declared = made.get("type")
-        is_array = declared == "array" or (isinstance(declared, list) and "array" in declared)
-        if is_array and not {"items", "prefixItems"} & made.keys():
-            made["items"] = {}
-        if isinstance(made.get("required"), list):
-            self._list_required(made)
-        return made
+            return [] if node is False else [()]
+        if id(node) in path:
+            if self.strict:
+                refuse_grammar(
+                    "the JSON schema holds a reference that only leads to itself, so no output "
+                    "comes to an end"
+                )
+            return []
+        if len(path) > MAX_LEVELS:
+            self._refuse_depth()
+        self.budget.spend()
+        path = (*path, id(node))
+        if node.get("nullable") is True:
+            parts = self._made_of("nullable", node, partial(split_nullable, node))
+            return [branch for part in parts for branch in self._expand(part, path)]
+        self._check_keywords(node, is_root=node is self.root)
+        groups = [[(node,)]]
+        reference = node.get("$ref")
+        if isinstance(reference, str):
+            self.budget.spend(len(reference) // 16)
+            groups.append(self._expand(self._resolve(reference), path))
+        groups += [self._expand(part, path) for part in get_list(node, "allOf")]
+        if isinstance(node.get("anyOf"), list):
+            found = (self._expand(part, path) for part in node["anyOf"])
+            groups.append([branch for branches in found for branch in branches])
+        if isinstance(node.get("oneOf"), list):
+            exclusive = [self._expand(part, path) for part in node["oneOf"]]
+            if self.strict and id(node) not in self._compared:
+                self._compared.add(id(node))
+                base = _cross(groups, self.budget)
+                self._choices.append([_cross([base, group], self.budget) for group in exclusive])
+            groups.append([branch for group in exclusive for branch in group])
+        branches = _cross(groups, self.budget)
+        if "unevaluatedProperties" in node or "unevaluatedItems" in node:
+            branches = [self._close(node, branch) for branch in branches]
+        return branches
 
-    def _list_required(self, node: dict[str, Any]) -> None:
-        """List the unlisted required properties; they follow `additionalProperties`."""
-        listed = node.get("properties")
-        listed = listed if isinstance(listed, Mapping) else {}
-        missing = dict.fromkeys(
-            name for name in node["required"] if isinstance(name, str) and name not in listed
-        )
-        if not missing:
+    def _resolve(self, reference: str) -> Any:
+        target = resolve_pointer(reference, root=self.root)
+        if target is None:
+            if self.strict:
+                refuse_grammar(
+                    f"the JSON schema refers to {reference!r}, where it holds no schema; send the "
+                    f"schema in the same document"
+                )
+            return True
+        return target
+
+    def _check_keywords(self, node: Mapping[str, Any], *, is_root: bool) -> None:
+        """Refuse keywords of a strict schema that are not enforced."""
+        if not self.strict:
             return
-        self._budget.spend(len(missing))
-        others = node.get("additionalProperties", True)
-        if not _is_small(others):
-            others = node["additionalProperties"] = self._share(others)
-        node["properties"] = {**listed, **dict.fromkeys(missing, others)}
+        found = [name for name in NOT_ENFORCED if name in node]
+        if node.get("uniqueItems") is False:
+            found.remove("uniqueItems")
+        if "if" in node:
+            found += [name for name in ("then", "else") if name in node]
+        if not is_root and isinstance(node.get("$id"), str):
+            found.append("$id")
+        if found:
+            self._refuse_keyword(found[0])
 
-    def _share(self, schema: Any) -> dict[str, str]:
-        """Make `schema` a definition of the root; return a reference to it."""
-        name = f"shared{len(self._shared)}"
-        while name in self._taken:
-            name += "_"
-        self._shared[name] = schema
-        return {"$ref": f"#/$defs/{name}"}
+    def _refuse_keyword(self, keyword: str, where: str = "") -> NoReturn:
+        refuse_grammar(
+            f"the JSON schema uses {keyword!r}{where}, which cannot be enforced; leave it out, or "
+            f"send strict: false"
+        )
+
+    def _refuse_depth(self) -> NoReturn:
+        refuse_grammar(
+            f"the JSON schema has more than {MAX_LEVELS} references and alternatives within each "
+            f"other; make it simpler"
+        )
+
+    def _close(self, node: Mapping[str, Any], branch: Nodes) -> Nodes:
+        """Add a schema with the unevaluated members and items of `node`, which has `branch`."""
+        for part in branch:
+            for keyword in ("anyOf", "if"):
+                if self.strict and keyword in part:
+                    self._refuse_keyword(keyword, " beside an unevaluated keyword")
+
+        def make() -> dict[str, Any]:
+            made: dict[str, Any] = {}
+            if "unevaluatedProperties" in node:
+                for keyword in ("properties", "patternProperties"):
+                    made[keyword] = {n: True for part in branch for n in get_map(part, keyword)}
+                is_open = any("additionalProperties" in part for part in branch)
+                made["additionalProperties"] = is_open or node["unevaluatedProperties"]
+            if "unevaluatedItems" in node:
+                tuples = [read_items(part) for part in branch]
+                made["prefixItems"] = [True] * max(len(first) for first, _ in tuples)
+                is_open = any(others is not None for _, others in tuples)
+                made["items"] = is_open or node["unevaluatedItems"]
+            return made
+
+        made = self._made_of("closed", (node, branch), make)
+        return (*branch, made)
+
+    def _made_of(self, kind: str, origin: Any, make: Callable[[], Any]) -> Any:
+        """Return the schema that `make` derives from `origin`, always the same one."""
+        parts = origin if isinstance(origin, tuple) else (origin,)
+        key = (kind, *(frozenset(map(id, p)) if isinstance(p, tuple) else id(p) for p in parts))
+        if key not in self._made:
+            self._kept.append(parts)
+            self._made[key] = make()
+        return self._made[key]
+
+    # --- shapes of one alternative ---
+
+    def _read_branch(self, branch: Nodes) -> Iterator[Shape]:
+        types = set(TYPES)
+        for node in branch:
+            types &= self._read_types(node)
+        listed = [node for node in branch if "const" in node or "enum" in node]
+        if listed:
+            yield from self._read_values(branch, listed, types)
+            return
+        for name in TYPES:
+            if name in types and not (name == "integer" and "number" in types):
+                yield from self._read_type(name, branch)
+
+    def _read_types(self, node: Mapping[str, Any]) -> set[str]:
+        declared = node.get("type")
+        if declared is None and not self.strict and not {"const", "enum"} & node.keys():
+            declared = infer_type(node)
+        if declared is None:
+            return set(TYPES)
+        names = set(declared if isinstance(declared, list) else [declared])
+        if not names <= set(TYPES):
+            if self.strict:
+                refuse_grammar(f"the JSON schema has the type {declared!r}; allowed: {TYPES}")
+            return set(TYPES)
+        return names | {"integer"} if "number" in names else names
+
+    def _read_values(
+        self, branch: Nodes, listed: list[Any], types: set[str]
+    ) -> Iterator[LiteralShape]:
+        lists = [
+            [node["const"]] if "const" in node else get_list(node, "enum") for node in listed
+        ] + [get_list(node, "enum") for node in listed if "const" in node and "enum" in node]
+        rest = tuple(self._made_of("others", node, partial(drop_values, node)) for node in branch)
+        self.budget.spend(sum(map(len, lists)))
+        has_limits = any(part.keys() - _ANNOTATIONS for part in rest)
+        shapes = self.shapes(rest) if has_limits else []
+        written: set[str] = set()
+        for value in lists[0]:
+            text = json.dumps(value)
+            fits = not has_limits or any(self._fits(shape, value) for shape in shapes)
+            is_typed = type_name(value) in types or (
+                "integer" in types and isinstance(value, float) and value.is_integer()
+            )
+            others = (any(is_equal(value, one) for one in values) for values in lists[1:])
+            if fits and is_typed and text not in written and all(others):
+                written.add(text)
+                yield LiteralShape(value)
+
+    def _read_type(self, name: str, branch: Nodes) -> Iterator[Shape]:
+        match name:
+            case "null":
+                yield LiteralShape(None)
+            case "boolean":
+                yield from map(LiteralShape, (True, False))
+            case "string":
+                yield from self._read_text(branch)
+            case "array":
+                yield from self._read_array(branch)
+            case "object":
+                yield from self._read_object(branch)
+            case _:
+                yield from self._read_number(name, branch)
+
+    def _read_text(self, branch: Nodes) -> Iterator[TextShape]:
+        parts = []
+        for node in branch:
+            form = FORMATS.get(str(node.get("format"))) if "type" in node else None
+            patterns = [node.get("pattern"), form]
+            for pattern in patterns:
+                language = self._read_pattern(pattern) if isinstance(pattern, str) else None
+                if language is not None:
+                    parts.append(language)
+        least, most = read_limits(branch, "minLength", "maxLength")
+        if most is not None and most < least:
+            return
+        if not parts:
+            yield TextShape(None, least, most)
+            return
+        found = self.languages.all_of(parts)
+        if least or most is not None:
+            run = self.languages.repeat(self.languages.any_char, least, most)
+            found = self._combine(found, self.languages.whole(run))
+        if self._may_be_written(found):
+            yield TextShape(found)
+
+    def _combine(self, found: Language, limits: Language) -> Language:
+        """Add limits of the length to a language; leave them out if they come to too many states.
+
+        Errors: `InvalidRequestError` in a strict schema.
+        """
+        both = self.languages.all_of([found, limits])
+        return both if both.plain is not None or self._is_possible(both) is not None else found
+
+    def _may_be_written(self, language: Language) -> bool:
+        if language.plain is None:
+            return bool(self._is_possible(language))
+        return language.ended != self.languages.none
+
+    def _is_possible(self, language: Language) -> bool | None:
+        """Whether the language holds a text; None for too many states in a lenient schema."""
+        states = self.languages.find_automaton(language)
+        if states is None:
+            if not self.strict:
+                return None
+            refuse_grammar(
+                f"a pattern and limits beside it come to more than {MAX_STATES} states; make them "
+                f"simpler"
+            )
+        self.budget.spend(len(states))
+        return bool(states)
+
+    def _read_pattern(self, pattern: str) -> Language | None:
+        """Return the language of a pattern; None for one that a lenient schema cannot enforce."""
+        if pattern not in self._patterns:
+            self.budget.spend(1 + len(pattern) // 16)
+            try:
+                self._patterns[pattern] = read_pattern(pattern, self.languages)
+            except InvalidRequestError:
+                if self.strict:
+                    raise
+                self._patterns[pattern] = None
+        return self._patterns[pattern]
+
+    def _read_number(self, name: str, branch: Nodes) -> Iterator[NumberShape]:
+        bounds, low, high = self._bounds, None, None
+        steps = set()
+        for node in branch:
+            lows, highs = read_bounds(node)
+            low = max([*lows, *([low] if low else [])], default=None)
+            high = min(
+                [*highs, *([high] if high else [])],
+                key=lambda bound: (bound[0], not bound[1]),
+                default=None,
+            )
+            step = read_number(node.get("multipleOf"))
+            steps.update([step] if step is not None else [])
+        magnitudes = []
+        for step in steps:
+            multiples = bounds.multiples(step, is_integer=name == "integer")
+            if multiples is None and self.strict:
+                self._refuse_keyword("multipleOf", f" of {step}")
+            magnitudes += [multiples] if multiples is not None else []
+        if not magnitudes and low is None and high is None:
+            yield NumberShape(name, None)
+            return
+        base = bounds.natural if name == "integer" else bounds.decimal
+        magnitude = self.languages.both([base, *magnitudes])
+        language = bounds.limit(magnitude, low, high)
+        if self._may_be_written(language):
+            yield NumberShape(name, language)
+
+    def _read_array(self, branch: Nodes) -> Iterator[ArrayShape]:
+        least, most = read_limits(branch, "minItems", "maxItems")
+        tuples = [read_items(node) for node in branch]
+        length = max((len(first) for first, _ in tuples), default=0)
+        self.budget.spend(length * len(tuples))
+        others = _conjoin(others for _, others in tuples)
+        first = [
+            _conjoin(first[place] if place < len(first) else others for first, others in tuples)
+            for place in range(length)
+        ]
+        if most is None or least <= most:
+            yield ArrayShape(tuple(first), others, least, most)
+
+    def _read_object(self, branch: Nodes) -> Iterator[ObjectShape]:
+        least, most = read_limits(branch, "minProperties", "maxProperties")
+        required = dict.fromkeys(
+            name for node in branch for name in get_list(node, "required") if isinstance(name, str)
+        )
+        names = dict.fromkeys(name for node in branch for name in get_map(node, "properties"))
+        names |= required
+        self.budget.spend(len(names) * len(branch))
+        patterns = {p: None for node in branch for p in get_map(node, "patternProperties")}
+        readable = {p: found for p in patterns if (found := self._read_pattern(p)) is not None}
+        if len(readable) > MAX_PATTERNS:
+            if self.strict:
+                self._refuse_keyword(
+                    "patternProperties", f" with more than {MAX_PATTERNS} patterns"
+                )
+            readable = {}
+        allowed = [node["propertyNames"] for node in branch if "propertyNames" in node]
+
+        def choose(name: str | None, matched: Iterable[str]) -> Nodes:
+            """Return the schema of a member by its name and the patterns that it matches."""
+            return _conjoin(find_members(node, name, matched) for node in branch)
+
+        listed: dict[str, Nodes] = {}
+        for name in names:
+            matched = [p for p, lang in readable.items() if self.languages.contains(lang, name)]
+            if not allowed or self.admits(tuple(allowed), name):
+                listed[name] = choose(name, matched)
+        if any(name not in listed for name in required):
+            return
+        if most is not None and most < max(least, len(required)):
+            return
+        others = self._read_others(readable, tuple(allowed), listed, choose)
+        keywords = {keyword for node in branch for keyword in node}
+        is_closed = not keywords.isdisjoint(("properties", "required")) and keywords.isdisjoint(
+            ("additionalProperties", "patternProperties", "unevaluatedProperties")
+        )
+        has_patterns = bool(readable or allowed)
+        yield ObjectShape(listed, frozenset(required), others, least, most, is_closed, has_patterns)
+
+    def _read_others(
+        self,
+        patterns: dict[str, Language],
+        allowed: Nodes,
+        listed: dict[str, Nodes],
+        choose: Callable[[str | None, Iterable[str]], Nodes],
+    ) -> list[tuple[Language | None, Nodes]]:
+        """Return the schemas of members that are not listed, by their names."""
+        languages = self.languages
+        base: list[Language] = []
+        if allowed:
+            texts = [self._language_of(shape) for shape in self.shapes(allowed)]
+            base.append(languages.any_of([text for text in texts if text is not None]))
+        found: list[tuple[Language | None, Nodes]] = []
+        for is_matched in itertools.product((True, False), repeat=len(patterns)):
+            matched = [p for p, has in zip(patterns, is_matched, strict=True) if has]
+            nodes = choose(None, matched)
+            if False in nodes:
+                continue
+            parts = [
+                language if has else languages.invert(language)
+                for language, has in zip(patterns.values(), is_matched, strict=True)
+            ]
+            parts += base
+            if not parts:
+                found.append((self._exclude(listed), nodes))
+                continue
+            if listed:
+                parts.append(languages.invert(languages.any_of(list(map(self._word, listed)))))
+            language = languages.all_of(parts)
+            if self._may_be_written(language):
+                found.append((language, nodes))
+        return found
+
+    def _word(self, text: str) -> Language:
+        return self.languages.whole(self.languages.text(text))
+
+    def _exclude(self, names: Iterable[str]) -> Language | None:
+        """Return all texts but `names`; of many names also those that begin alike are excluded."""
+        languages, texts = self.languages, list(names)
+        if not texts:
+            return None
+        length = max(map(len, texts))
+        while length > 1 and sum(len(text[:length]) for text in texts) > MAX_EXCLUDED:
+            length = length * 2 // 3
+        anything = languages.repeat(languages.any_char)
+        cut = {text[:length]: len(text) > length for text in sorted(texts)}
+        excluded = languages.either(
+            languages.join([languages.text(text), anything if is_cut else languages.empty])
+            for text, is_cut in cut.items()
+        )
+        return languages.invert(languages.whole(excluded))
+
+    def _language_of(self, shape: Shape) -> Language | None:
+        languages = self.languages
+        match shape:
+            case LiteralShape(str() as value):
+                return self._word(value)
+            case TextShape(None, least, most):
+                return languages.whole(languages.repeat(languages.any_char, least, most))
+            case TextShape(language) | NumberShape(_, language):
+                return language
+        return None
+
+    # --- comparisons ---
+
+    def _fits(self, shape: Shape, value: Any) -> bool:
+        name = type_name(value)
+        match shape:
+            case LiteralShape(literal):
+                return is_equal(literal, value)
+            case TextShape() if name == "string":
+                language = self._language_of(shape)
+                return language is None or self.languages.contains(language, value)
+            case NumberShape() if name in ("integer", "number"):
+                return self._fits_number(shape, value)
+            case ArrayShape() if name == "array":
+                if (
+                    not shape.least
+                    <= len(value)
+                    <= (MAX_COUNT if shape.most is None else shape.most)
+                ):
+                    return False
+                places = itertools.chain(shape.first, itertools.repeat(shape.others))
+                return all(map(self.admits, places, value))
+            case ObjectShape() if name == "object":
+                most = MAX_COUNT if shape.most is None else shape.most
+                return (
+                    shape.least <= len(value) <= most
+                    and shape.required <= value.keys()
+                    and all(self.admits(self.member(shape, key), value[key]) for key in value)
+                )
+        return False
+
+    def _fits_number(self, shape: NumberShape, value: float) -> bool:
+        number = Decimal(repr(value))
+        if shape.type == "integer" and number != number.to_integral_value():
+            return False
+        whole = number == number.to_integral_value()
+        text = f"{number.quantize(Decimal(1)) if whole and abs(number) < 10**25 else number:f}"
+        return shape.language is None or self.languages.contains(shape.language, text)
+
+    def _compare_choices(self) -> None:
+        """Refuse branches of oneOf that a value may follow at once."""
+        self._level += 1
+        while self._choices:
+            groups = self._choices.pop()
+            self.budget.spend(len(groups) ** 2)
+            shapes = [[s for part in group for s in self.shapes(part)] for group in groups]
+            for one, other in itertools.combinations(shapes, 2):
+                if not all(self._are_apart(a, b) for a in one for b in other):
+                    self._refuse_keyword("oneOf", " whose schemas may hold at once (see 'anyOf')")
+        self._level -= 1
+
+    def _are_apart(self, one: Shape, other: Shape) -> bool:
+        """Whether it is certain that no value has both shapes."""
+        kinds = {one.type, other.type}
+        if len(kinds) > 1 and kinds != {"integer", "number"}:
+            return True
+        if isinstance(one, LiteralShape):
+            return not self._fits(other, one.value)
+        if isinstance(other, LiteralShape):
+            return not self._fits(one, other.value)
+        match one, other:
+            case (TextShape(), TextShape()) | (NumberShape(), NumberShape()):
+                parts = [self._language_of(shape) for shape in (one, other)]
+                known = [part for part in parts if part is not None]
+                both = self.languages.all_of(known)
+                return len(known) == 2 and self._is_possible(both) is False
+            case ObjectShape(), ObjectShape():
+                return any(
+                    self._are_schemas_apart(self.member(one, name), self.member(other, name))
+                    for name in one.required | other.required
+                )
+        return False
+
+    def _are_schemas_apart(self, one: Nodes, other: Nodes) -> bool:
+        if self._level > _MAX_COMPARED_LEVELS:
+            return False
+        self._level += 1
+        pairs = itertools.product(self.shapes(one), self.shapes(other))
+        found = all(self._are_apart(a, b) for a, b in pairs)
+        self._level -= 1
+        return found
 
 
-def _is_small(schema: Any) -> bool:
-    """Whether `schema` is no longer than a reference to it."""
-    if not isinstance(schema, Mapping):
-        return True
-    return len(schema) <= 1 and all(
-        isinstance(value, str) and len(value) <= _NODE_BYTES for value in schema.values()
-    )
+_ANNOTATIONS = {
+    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
+    "$comment", "$schema", "$id", "$defs", "definitions", "$anchor",
+}  # fmt: skip
 
 
-def _allow_null(node: dict[str, Any]) -> None:
-    declared = node.get("type")
-    if isinstance(declared, str):
-        node["type"] = [declared, "null"]
-    elif isinstance(declared, list) and "null" not in declared:
-        node["type"] = [*declared, "null"]
-    if isinstance(node.get("enum"), list) and None not in node["enum"]:
-        node["enum"] = [*node["enum"], None]
+def _cross(groups: list[list[Nodes]], budget: Budget) -> list[Nodes]:
+    """Return every choice of one branch per group, joined."""
+    found: list[Nodes] = [()]
+    for group in groups:
+        if len(group) > 1 or len(found) > 1:
+            budget.spend(len(group) * len(found))
+        joined: dict[frozenset[int], Nodes] = {}
+        for one, other in itertools.product(found, group):
+            nodes = tuple({id(node): node for node in (*one, *other)}.values())
+            joined.setdefault(frozenset(map(id, nodes)), nodes)
+        found = list(joined.values())
+    return found
+
+
+def _conjoin(schemas: Iterable[Any]) -> Nodes:
+    """Join schemas, sequences of schemas, and None for any value."""
+    found: dict[int, Any] = {}
+    for schema in schemas:
+        for part in schema if isinstance(schema, tuple) else (schema,):
+            if part is False:
+                return NEVER
+            if part is not None and part is not True and part != {}:
+                found[id(part)] = part
+    return tuple(found.values())

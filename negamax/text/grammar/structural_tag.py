@@ -4,13 +4,16 @@ import json
 from typing import Any
 
 from negamax.config.grammar import Grammar, Reasoning, parse_json, refuse_grammar
-from negamax.text.grammar.json_schema import Budget, prepared
+from negamax.text.grammar.budget import Budget
+from negamax.text.grammar.json_rules import json_format
+from negamax.text.grammar.json_schema import Schemas
+from negamax.text.grammar.schema_keywords import read_count
+from negamax.text.grammar.shapes import ANY_MEMBERS
 from negamax.text.grammar.tag_formats import (
     MAX_WHITESPACE,
     Format,
     any_of,
     const,
-    json_format,
     marker,
     newlines,
     optional,
@@ -32,12 +35,16 @@ def structural_tag(grammar: Grammar, reasoning: Reasoning | None, styles: CallSt
 
 def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Format:
     """Return the format of the content without reasoning."""
+    whitespace = 0 if grammar.compact else MAX_WHITESPACE
     match grammar.kind:
         case "json_object":
-            return json_format({"type": "object"})
+            return json_format(
+                Schemas(True, strict=True, budget=budget), [ANY_MEMBERS], whitespace=whitespace
+            )
         case "json_schema":
             schema = parse_json(grammar.text, what="JSON schema")
-            return json_format(prepared(schema, strict=grammar.strict, budget=budget))
+            schemas = Schemas(schema, strict=grammar.strict, budget=budget)
+            return json_format(schemas, schemas.shapes((schema,)), whitespace=whitespace)
         case "regex":
             return {"type": "regex", "pattern": grammar.text}
         case "choice":
@@ -71,23 +78,24 @@ def _prepend_reasoning(reasoning: Reasoning | None, content: Format) -> Format:
     return sequence([optional(any_of([block, closer])), content])
 
 
-def _bound_whitespace(part: Any) -> Any:
-    """Limit the white space of JSON in a client's format."""
+def _read_schemas(part: Any, budget: Budget) -> Any:
+    """Replace the JSON schemas in a client's format."""
     if isinstance(part, list):
-        return [_bound_whitespace(item) for item in part]
+        return [_read_schemas(item, budget) for item in part]
     if not isinstance(part, dict):
         return part
-    inner = {key: _bound_whitespace(value) for key, value in part.items() if key != "json_schema"}
-    made = {**part, **inner}
-    if made.get("type") == "json_schema" and made.get("max_whitespace_cnt") is None:
-        made["max_whitespace_cnt"] = MAX_WHITESPACE
-    return made
+    if part.get("type") == "json_schema" and part.get("style", "json") == "json":
+        limit = read_count(part.get("max_whitespace_cnt"))
+        schemas = Schemas(part.get("json_schema"), strict=False, budget=budget)
+        whitespace = MAX_WHITESPACE if limit is None else limit
+        return json_format(schemas, schemas.shapes((schemas.root,)), whitespace=whitespace)
+    return {key: _read_schemas(value, budget) for key, value in part.items()}
 
 
 def _read_format(value: Any, budget: Budget) -> Format:
     """Read a client's structural tag: `format`, or the older `structures` and `triggers`."""
     if isinstance(value.get("format"), dict):
-        given: Format = _bound_whitespace(value["format"])
+        given: Format = _read_schemas(value["format"], budget)
         return given
     structures, triggers = value.get("structures"), value.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):
@@ -98,6 +106,7 @@ def _read_format(value: Any, budget: Budget) -> Format:
         begin, end = given.get("begin"), given.get("end")
         if not isinstance(begin, str) or not isinstance(end, str):
             refuse_grammar("a structure of the structural tag lacks 'begin' or 'end'")
-        content = json_format(prepared(given.get("schema", True), strict=False, budget=budget))
+        schemas = Schemas(given.get("schema", True), strict=False, budget=budget)
+        content = json_format(schemas, schemas.shapes((schemas.root,)))
         tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}

@@ -1,6 +1,6 @@
 """Building blocks of xgrammar's structural tags, as JSON values.
 
-A format is a mapping with a `type`: `const_string`, `regex`, `json_schema`, `grammar` (GBNF),
+A format is a mapping with a `type`: `const_string`, `regex`, `grammar` (GBNF),
 `any_text` (up to the first of `excludes`), `token` (by its id), and `sequence`, `or`, `optional`,
 `plus`, `star` of other formats.
 """
@@ -15,11 +15,6 @@ Format = dict[str, Any]
 # White space between two parts of a JSON text: four levels of indentation. Without a limit, a model
 # may write only white space.
 MAX_WHITESPACE = 20
-
-
-def json_format(schema: Any) -> Format:
-    """Return JSON that follows a prepared `schema`."""
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
 
 
 def const(text: str) -> Format:

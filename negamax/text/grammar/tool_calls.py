@@ -7,35 +7,35 @@ in the order of the schema, as models write them.
 expands the schemas, in the grammar process.
 """
 
+import functools
 import json
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from math import inf
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from negamax.base.errors import InvalidRequestError
-from negamax.config.grammar import MAX_NESTING, Grammar, refuse_grammar, written
-from negamax.text.grammar.json_schema import Budget, prepared, resolve
-from negamax.text.grammar.tag_formats import Format, any_of, const, json_format, optional, sequence
-from negamax.text.schema_walk import TYPES, infer_container, split_pointer
+from negamax.base.log import get_logger
+from negamax.config.grammar import Grammar, refuse_grammar, written
+from negamax.text.grammar.budget import Budget
+from negamax.text.grammar.json_rules import json_format, words_format
+from negamax.text.grammar.json_schema import Schemas
+from negamax.text.grammar.languages import Language
+from negamax.text.grammar.patterns import read_pattern
+from negamax.text.grammar.shapes import (
+    ArrayShape,
+    LiteralShape,
+    Nodes,
+    ObjectShape,
+    Shape,
+    TextShape,
+)
+from negamax.text.grammar.tag_formats import Format, any_of, const, optional, sequence
+from negamax.text.schema_walk import TYPES
 
-NAME = re.compile(r"[^\"<>\n]+")  # names that a tag can have
-_DEFINITIONS = ("$defs", "definitions")
-_BRANCHES = {"anyOf": inf, "oneOf": inf, "allOf": 1}  # and the most that are followed
-_REFERENCE = re.compile(r'"\$ref": ("(?:[^"\\]|\\.)*")')
+logger = get_logger(__name__)
 
-# String formats that are enforced in unquoted strings; others are ignored.
-_STRING_FORMATS = {
-    "date": r"[0-9]{4}-[01][0-9]-[0-3][0-9]",
-    "time": r"[0-2][0-9]:[0-5][0-9]:[0-5][0-9](\.[0-9]+)?(Z|[+-][0-2][0-9]:[0-5][0-9])?",
-    "date-time": r"[0-9]{4}-[01][0-9]-[0-3][0-9]T[0-2][0-9]:[0-5][0-9]:[0-5][0-9]"
-    r"(\.[0-9]+)?(Z|[+-][0-2][0-9]:[0-5][0-9])",
-    "uuid": r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",
-}
+MAX_NAME_CHARS = 512  # of tools and arguments; parsers read no longer tags
 
 
 class CallStyle(ABC):
@@ -43,8 +43,9 @@ class CallStyle(ABC):
 
     name: str
     end_of_text: str  # ends a raw string, which cannot contain it
-    key: re.Pattern[str]  # pattern of argument names
-    forbidden: str  # the same pattern, described in words
+    # of argument names that no schema lists: the classes of the first and other characters, and
+    # the most of these
+    free_key: tuple[str, str, int | None]
     call_tags: tuple[str, str]  # opener and closer of a call, {} in place of its name
     argument_tags: tuple[str, str]  # the same of an argument
     lead: Format | None = None  # white space allowed before the first block
@@ -55,7 +56,6 @@ class CallStyle(ABC):
     ) -> None:
         self.tag_ids = tag_ids or {}
         self.budget = budget or Budget()
-        self._level = 0
 
     @abstractmethod
     def block(self, calls: Format) -> Format:
@@ -66,12 +66,14 @@ class CallStyle(ABC):
         """Return text with `block`s, one if `once`; `no_other_calls`: no other call of a tool."""
 
     @abstractmethod
-    def any_argument(self, value: Format) -> Format:
-        """Return a free value, under any name."""
+    def any_argument(self, name: Format, value: Format) -> Format:
+        """Return a value under a name that is written by the format `name`."""
 
-    @abstractmethod
-    def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
-        """Return an object or an array, by the type of `node`."""
+    def nest(
+        self, shape: ArrayShape | ObjectShape, schemas: Schemas, *, depth: int
+    ) -> Format | None:
+        """Return an object or an array in tags of its own; None: it is written as JSON."""
+        return None
 
     def invoke(self, name: str, arguments: Format) -> Format:
         opener, closer = (const(tag.format(name)) for tag in self.call_tags)
@@ -79,143 +81,134 @@ class CallStyle(ABC):
 
     def argument(self, key: str, value: Format) -> Format:
         """Return one named value. Errors: `InvalidRequestError` for a name without a tag."""
-        if not self.key.fullmatch(key):
-            refuse_grammar(
-                f"the parameter name {key!r} cannot be written in a call; leave out "
-                f"{self.forbidden}"
-            )
+        _check_name(key)
         self.budget.spend(num_bytes=2 * len(key))
         opener, closer = (const(tag.format(key)) for tag in self.argument_tags)
         return sequence([opener, value, closer])
 
     def any_arguments(self) -> Format:
         """Return free arguments."""
-        return {"type": "star", "content": self.any_argument(self.raw())}
+        name = {"type": "regex", "pattern": self._key_pattern(0, self.free_key[2])}
+        return {"type": "star", "content": self.any_argument(name, self.raw())}
 
-    def arguments(self, node: Any, *, root: Any, depth: int = 0) -> Format:
+    def arguments(self, nodes: Nodes, schemas: Schemas) -> Format:
+        """Return the arguments of a call, in the order of the schema. By default, only listed ones.
+
+        Errors: `InvalidRequestError` for a schema that they cannot follow.
+        """
+        shapes = [shape for shape in schemas.shapes(nodes) if isinstance(shape, ObjectShape)]
+        if not shapes:
+            refuse_grammar("no arguments follow the tool's schema; it has to allow an object")
+        return any_of([self.members(shape, schemas, depth=0) for shape in shapes])
+
+    def members(self, shape: ObjectShape, schemas: Schemas, *, depth: int) -> Format:
         """Return the members of an object, in the order of the schema."""
-        with self._enter_level():
-            node = resolve(node, root=root, budget=self.budget)
-            if not isinstance(node, Mapping):
-                return self.any_arguments()
-            listed = node.get("properties")
-            branches = node.get("anyOf", node.get("oneOf"))
-            if isinstance(branches, list) and branches and not listed:
-                inner = {"root": root, "depth": depth}
-                return any_of([self.arguments(branch, **inner) for branch in branches])
-            names = node.get("required")
-            names = names if isinstance(names, list) else ()
-            required = {name for name in names if isinstance(name, str)}
-            parts = []
-            for key, schema in listed.items() if isinstance(listed, Mapping) else ():
-                part = self.argument(key, self.value(schema, root=root, depth=depth + 1))
-                parts.append(part if key in required else optional(part))
-            others = node.get("additionalProperties", listed is None)
-            if others is True or isinstance(others, Mapping):
-                value = self.value(others, root=root, depth=depth + 1)
-                parts.append({"type": "star", "content": self.any_argument(value)})
-            return sequence(parts) if parts else const("")
-
-    def value(self, node: Any, *, root: Any, depth: int) -> Format:
-        """Return a value that follows the schema `node`."""
-        with self._enter_level():
-            node = resolve(node, root=root, budget=self.budget)
-            if not isinstance(node, Mapping):
-                return self.raw()
-            listed = [node["const"]] if "const" in node else node.get("enum")
-            if isinstance(listed, list) and listed:
-                texts = dict.fromkeys(map(_spell, listed))
-                return any_of([self._spend_size(const(text)) for text in texts])
-            for keyword, most in _BRANCHES.items():
-                branches = node.get(keyword)
-                if isinstance(branches, list) and 0 < len(branches) <= most:
-                    inner = {"root": root, "depth": depth + 1}
-                    return self._one_of([self.value(branch, **inner) for branch in branches])
-            declared = node.get("type")
-            names = [name for name in TYPES if isinstance(declared, list) and name in declared]
-            if names:
-                alike = ({**node, "type": name} for name in names)
-                return self._one_of([self.value(one, root=root, depth=depth) for one in alike])
-            if declared is None:
-                declared = infer_container(node) or "string"
-            if declared == "string":
-                return self._string(node)
-            if declared in ("object", "array"):
-                return self.container({**node, "type": declared}, root=root, depth=depth)
-            return self._spend_size(
-                json_format({key: node[key] for key in node if key not in _DEFINITIONS})
+        is_closed = shape.is_closed and depth == 0
+        most = len(shape.listed) if is_closed or not shape.others else shape.most
+        if schemas.strict and (
+            shape.least > len(shape.required)
+            or (shape.most is not None and (most is None or shape.most < len(shape.listed)))
+        ):
+            refuse_grammar(
+                "the arguments of a call cannot be counted; leave out minProperties and "
+                "maxProperties, or send strict: false"
             )
+        parts = []
+        for key, nodes in shape.listed.items():
+            if nodes and not schemas.shapes(nodes):
+                if key in shape.required:
+                    refuse_grammar(f"no value of the required member {key!r} follows its schema")
+                continue
+            part = self.argument(key, self.value(nodes, schemas, depth=depth + 1))
+            parts.append(part if key in shape.required else optional(part))
+        for language, nodes in () if is_closed else shape.others:
+            name = self._free_name(shape, language, schemas)
+            value = self.value(nodes, schemas, depth=depth + 1)
+            parts.append({"type": "star", "content": self.any_argument(name, value)})
+        return sequence(parts) if parts else const("")
+
+    def _free_name(self, shape: ObjectShape, language: Language | None, schemas: Schemas) -> Format:
+        """Return the names in `language` that the schema does not list."""
+        longest = max(map(len, shape.listed), default=0)
+        most = self.free_key[2]
+        if language is None:
+            return {"type": "regex", "pattern": self._key_pattern(0, most)}
+        is_split = most is not None and longest < most and not shape.has_patterns
+        pattern = self._key_pattern(0, longest if is_split else most)
+        allowed = read_pattern(f"^{pattern}$", schemas.languages)
+        name = words_format(schemas, schemas.languages.all_of([allowed, language]))
+        if not is_split:
+            return name
+        longer = {"type": "regex", "pattern": self._key_pattern(longest, most)}
+        return any_of([name, longer])
+
+    def _key_pattern(self, least: int, most: int | None) -> str:
+        first, others, _ = self.free_key
+        return f"{first}{others}{{{least},{'' if most is None else most}}}"
+
+    def value(self, nodes: Nodes, schemas: Schemas, *, depth: int) -> Format:
+        """Return a value that follows `nodes`."""
+        self.budget.spend()
+        shapes = schemas.shapes(nodes)
+        kinds = {shape.type for shape in shapes}
+        if kinds.issuperset(TYPES) or kinds.issuperset(_ALL_KINDS):
+            return self.raw()
+        texts: list[Format] = []
+        nested: list[Format] = []
+        in_json: list[Shape] = []
+        for shape in shapes:
+            match shape:
+                case LiteralShape(str() as text):
+                    if self.end_of_text in text:
+                        refuse_grammar(f"the value {text!r} cannot be written in a call")
+                    texts.append(self._spend_size(const(text)))
+                case TextShape():
+                    texts.append(self._string(shape, schemas))
+                case ArrayShape() | ObjectShape() if part := self.nest(shape, schemas, depth=depth):
+                    nested.append(part)
+                case _:
+                    in_json.append(shape)
+        if self.raw() in texts:
+            texts = [self.raw()]  # it may be any JSON, too
+        elif in_json:
+            texts.append(json_format(schemas, in_json))
+        return any_of([*texts, *nested])
 
     def raw(self, *, most: int | None = None) -> Format:
         """Return any raw string of at most `most` characters."""
         limits = {} if most is None else {"max_chars": most}
         return {"type": "any_text", "excludes": [self.end_of_text], **limits}
 
-    def json_value(self, node: Mapping[str, Any], *, root: Any) -> Format:
-        """Return JSON that follows `node`, with the definitions that it refers to."""
-        needed: dict[str, dict[str, Any]] = {}
-        texts = [json.dumps(node)]
-        while texts:
-            for reference in _REFERENCE.findall(texts.pop()):
-                steps = split_pointer(json.loads(reference)) or []
-                if len(steps) < 2 or steps[0] not in _DEFINITIONS:
-                    refuse_grammar(
-                        "a tool's schema refers outside its $defs; move the referenced schema there"
-                    )
-                kind, key = steps[:2]
-                definitions = root.get(kind) if isinstance(root, Mapping) else None
-                found = needed.setdefault(kind, {})
-                if isinstance(definitions, Mapping) and key in definitions and key not in found:
-                    found[key] = definitions[key]
-                    texts.append(json.dumps(definitions[key]))
-        own = {key: node[key] for key in node if key not in _DEFINITIONS}
-        return self._spend_size(json_format({**needed, **own}))
-
     def _spend_size(self, part: Format) -> Format:
         """Spend the size of `part` from the budget; return it."""
         self.budget.spend(num_bytes=len(json.dumps(part)))
         return part
 
-    @contextmanager
-    def _enter_level(self) -> Iterator[None]:
-        """Enter a nested schema; references count."""
-        self.budget.spend()
-        self._level += 1
-        if self._level > MAX_NESTING:
-            refuse_grammar(
-                f"a tool's schema is nested more than {MAX_NESTING} levels deep, or only refers to "
-                f"itself"
-            )
-        try:
-            yield
-        finally:
-            self._level -= 1
-
-    def _string(self, node: Mapping[str, Any]) -> Format:
-        """Return a raw string with the limits of its schema."""
-        pattern = node.get("pattern", _STRING_FORMATS.get(str(node.get("format"))))
-        if isinstance(pattern, str):
-            return self._spend_size({"type": "regex", "pattern": pattern})
-        least, most = count(node.get("minLength")), count(node.get("maxLength"))
-        rest = self.raw(most=None if most is None else max(0, most - (least or 0)))
+    def _string(self, shape: TextShape, schemas: Schemas) -> Format:
+        """Return a raw string with the limits of its schema, which does not hold its closer."""
+        languages = schemas.languages
+        if shape.language is not None:
+            closer = languages.containing([([languages.text(self.end_of_text)], False)])
+            parts = [shape.language, languages.invert(closer)]
+            return words_format(schemas, languages.all_of(parts))
+        least, most = shape.least, shape.most
         if not least:
-            return rest
-        first = f"[^{re.escape(self.end_of_text[0])}]{{{least}}}"
-        return sequence([{"type": "regex", "pattern": first}, rest])
+            return self.raw(most=most)
+        # a closer that begins in the required characters is excluded by its first ones
+        first, second = (f"\\u{ord(char):04x}" for char in self.end_of_text[:2])
+        room = None if most is None else most - least
+        ways = [sequence([{"type": "regex", "pattern": f"[^{first}]"}, self.raw(most=room)])]
+        if room is None or room > 0:
+            room = None if room is None else room - 1
+            pair = {"type": "regex", "pattern": f"{first}[^{first}{second}]"}
+            ways.append(sequence([pair, self.raw(most=room)]))
+        ways.append({"type": "regex", "pattern": first})
+        if least == 1:
+            return any_of(ways)
+        return sequence([{"type": "regex", "pattern": f"[^{first}]{{{least - 1}}}"}, any_of(ways)])
 
-    def _one_of(self, branches: list[Format]) -> Format:
-        """Return one of `branches`; free text if any branch is free."""
-        free = self.raw()
-        return free if free in branches else any_of(branches)
 
-
-def _spell(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def count(value: Any) -> int | None:
-    """Return a limit of a schema, or None if it is malformed."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+_ALL_KINDS = set(TYPES) - {"integer"}
 
 
 CallStyles = Mapping[str, type[CallStyle]]
@@ -322,17 +315,26 @@ def _describe(function: Mapping[str, Any], *, follow_schema: bool) -> CalledFunc
 
 def _format_call(function: CalledFunction, style: CallStyle) -> Format:
     """Return one call of a declared function."""
-    if not NAME.fullmatch(function.name):
-        refuse_grammar(
-            f"the tool name {function.name!r} cannot be written in a call; leave out quotes, angle "
-            f"brackets and line breaks"
-        )
+    _check_name(function.name)
     arguments = style.any_arguments()
     if function.schema is not None:
-        try:
-            root = prepared(function.schema, strict=function.is_strict, budget=style.budget)
-            arguments = style.arguments(root, root=root)
-        except InvalidRequestError:
-            if function.is_strict or style.budget.is_spent:
-                raise
+        with style.budget.restore_on_refusal(is_final=function.is_strict) as refusals:
+            schemas = Schemas(function.schema, strict=function.is_strict, budget=style.budget)
+            arguments = style.arguments((function.schema,), schemas)
+        if refusals:
+            _warn_of_free_arguments(function.name, refusals[0])
     return style.invoke(function.name, arguments)
+
+
+def _check_name(name: str) -> None:
+    if not 0 < len(name) <= MAX_NAME_CHARS:
+        refuse_grammar(
+            f"the name {name[:40]!r} of {len(name)} characters cannot be written in a call; "
+            f"allowed are 1 to {MAX_NAME_CHARS}"
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_of_free_arguments(name: str, reason: str) -> None:
+    """Warn once that a tool's arguments are not limited."""
+    logger.warning("the arguments of tool %r are free: %s", name, reason)

@@ -1,0 +1,438 @@
+"""Writes grammars (GBNF) of JSON, and of texts in a regular language, from the shapes of schemas.
+
+Numbers are written without needless fractions and exponents, members in the order of the schema.
+Texts with limits hold escapes only where JSON needs them, so that their characters can be counted.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from negamax.config.grammar import refuse_grammar
+from negamax.text.grammar.json_schema import Schemas
+from negamax.text.grammar.languages import (
+    LAST_CHARACTER,
+    MAX_STATES,
+    Language,
+    Languages,
+    Ranges,
+    State,
+    unite,
+)
+from negamax.text.grammar.shapes import (
+    ArrayShape,
+    LiteralShape,
+    Nodes,
+    NumberShape,
+    ObjectShape,
+    Shape,
+    TextShape,
+)
+from negamax.text.grammar.tag_formats import MAX_WHITESPACE, Format
+
+_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
+_LITERAL: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, LAST_CHARACTER))
+_RAW: Ranges = ((0x01, 0xD7FF), (0xE000, LAST_CHARACTER))  # the compiler ends texts at NUL
+_HEX = "0123456789abcdef"
+
+_BLOCK = 8  # characters of a long run whose count ends in the rule above
+_MAX_CHAIN = 3 * _BLOCK  # longer runs are written in blocks
+_MAX_PLAIN_STATES = 128  # larger automata are written as expressions, if they can be
+
+_COMMON = r"""
+text ::= "\"" letters
+letters ::= "\"" | [^"\\\u0000-\u001f] letters | "\\" escape letters
+escape ::= ["\\/bfnrt] | "u" [0-9A-Fa-f]{4}
+integer ::= "-"? natural
+natural ::= "0" | [1-9] [0-9]*
+number ::= integer ("." [0-9]+)? ([eE] [+\-]? [0-9]+)?
+"""
+
+
+class _Alternative(NamedTuple):
+    """One way to write a rule; it needs a text of each of `rules`."""
+
+    text: str
+    rules: tuple[str, ...] = ()
+
+
+class Rules:
+    """Rules of one grammar. `prefix` is part of the names of those of its own."""
+
+    def __init__(self, languages: Languages, *, is_json: bool) -> None:
+        self._languages = languages
+        self._is_json = is_json
+        self._rules: dict[str, list[_Alternative]] = {}
+        self._classes: dict[Ranges, str] = {}
+        self._chains: dict[tuple[Ranges, str], str] = {}
+        self._written: dict[tuple[int, str], str] = {}  # rules of languages
+
+    def define(self, name: str, alternatives: Iterable[_Alternative]) -> str:
+        self._rules[name] = list(alternatives)
+        return name
+
+    def new_name(self, kind: str) -> str:
+        return f"{kind}_{len(self._rules)}"
+
+    def write(self, root: str, *, common: str = "") -> str:
+        """Return the grammar whose texts are those of `root`, without rules that cannot end."""
+        finite = self._find_finite()
+        if root not in finite:
+            refuse_grammar(
+                "no output can follow the JSON schema to an end; make references to itself "
+                "optional or nullable"
+            )
+        lines, waiting = [f"root ::= {root}"], [root]
+        seen = {root}
+        while waiting:
+            name = waiting.pop()
+            kept = [way for way in self._rules[name] if finite.issuperset(way.rules)]
+            lines.append(f"{name} ::= " + " | ".join(way.text for way in kept))
+            found = {rule for way in kept for rule in way.rules} - seen
+            seen |= found
+            waiting += sorted(found)
+        return "\n".join(lines) + common
+
+    def _find_finite(self) -> set[str]:
+        """Return the rules that produce a text."""
+        users: dict[str, list[tuple[str, list[int]]]] = defaultdict(list)
+        finite, found = set[str](), []
+        for name, alternatives in self._rules.items():
+            for way in alternatives:
+                needed = set(way.rules)
+                entry = (name, [len(needed)])
+                for rule in needed:
+                    users[rule].append(entry)
+                if not needed:
+                    found.append(name)
+        while found:
+            name = found.pop()
+            if name in finite:
+                continue
+            finite.add(name)
+            for owner, left in users[name]:
+                left[0] -= 1
+                if left[0] == 0:
+                    found.append(owner)
+        return finite
+
+    def add_language(self, language: Language, *, after: str = "") -> str:
+        """Return a rule of the texts of `language`, followed by `after`.
+
+        The compiler's masks are fast where each character leads to the next rule. Long runs are
+        written in blocks, because it computes one mask per rule.
+        """
+        key = (language.ended, after)
+        if key in self._written:
+            return self._written[key]
+        run = self._languages.read_run(language)
+        if run is not None and (run[2] or run[1]) > _MAX_CHAIN:
+            name = self._add_run(*run, after=after)
+        else:
+            most = MAX_STATES if language.plain is None else _MAX_PLAIN_STATES
+            states = self._languages.find_automaton(language, most=most)
+            name = self.new_name("words")
+            if states is not None:
+                self._add_states(name, states, after=after)
+            else:
+                assert language.plain is not None, "its states were counted"
+                self.define(name, [_Alternative(f"{self._spell(language.plain)} {after}")])
+        self._written[key] = name
+        return name
+
+    def _add_states(self, name: str, states: list[State], *, after: str) -> None:
+        names = [name, *(f"{name}_{place}" for place in range(1, len(states)))]
+        self.define(name, [])
+        for own, state in zip(names, states, strict=False):
+            ways = [_Alternative(after or '""')] if state.is_end else []
+            ways += [
+                _Alternative(f"{spelled} {names[target]}", (names[target],))
+                for ranges, target in state.steps
+                if (spelled := self._spell_class(ranges))
+            ]
+            self.define(own, ways)
+
+    def _add_run(self, ranges: Ranges, least: int, most: int | None, *, after: str) -> str:
+        """Return a rule of `least` to `most` characters of a class, followed by `after`."""
+        parts = []
+        if least >= _BLOCK:
+            parts.append((self._add_chain(ranges, _BLOCK), f"{{{least // _BLOCK}}}"))
+        if least % _BLOCK:
+            parts.append((self._add_chain(ranges, least % _BLOCK), ""))
+        if most is None:
+            loop = self.new_name("loop")
+            rest = _Alternative(f"{self._spell_class(ranges)} {loop}")
+            parts.append((self.define(loop, [_Alternative(after or '""'), rest]), ""))
+        else:
+            left = most - least
+            blocks = max(0, left - _BLOCK) // _BLOCK
+            if blocks:
+                parts.append((self._add_chain(ranges, _BLOCK), f"{{0,{blocks}}}"))
+            last = after or '""'
+            parts.append((self._add_chain(ranges, left - blocks * _BLOCK, last=last), ""))
+        text = " ".join(f"({rule}){limits}" if limits else rule for rule, limits in parts)
+        way = _Alternative(text, tuple(rule for rule, _ in parts))
+        return self.define(self.new_name("words"), [way])
+
+    def _add_chain(self, ranges: Ranges, length: int, *, last: str = "") -> str:
+        """Return a rule of `length` characters; with `last`, of at most as many before it."""
+        char = self._spell_class(ranges)
+        start = self._chains.setdefault((ranges, last), f"chain_{len(self._chains)}")
+        for left in range(length + 1):
+            name = f"{start}_{left}"
+            if name not in self._rules:
+                following = f"{start}_{left - 1}"
+                ways = [_Alternative(last or '""')] if last or not left else []
+                ways += [_Alternative(f"{char} {following}", (following,))] if left else []
+                self.define(name, ways)
+        return f"{start}_{length}"
+
+    def _spell(self, part: int) -> str:
+        """Return an expression without markers and complements."""
+        pieces = []
+        while True:
+            match self._languages.nodes[part]:
+                case "join", int() as first, int() as rest:
+                    pieces.append(self._spell(first))
+                    part = rest
+                    continue
+                case "set", tuple() as ranges:
+                    pieces.append(self._spell_class(ranges) or "[]")
+                case "or", *parts:
+                    ways = [self._spell(one) for one in parts if isinstance(one, int)]
+                    pieces.append(f"({' | '.join(ways)})")
+                case "repeat", int() as inner, least, most:
+                    limits = f"{{{least},{'' if most is None else most}}}"
+                    pieces.append(f"({self._spell(inner)}){limits}")
+                case _:
+                    pieces.append('""')
+            return " ".join(pieces)
+
+    def _spell_class(self, ranges: Ranges) -> str:
+        """Return one character of `ranges`, escaped in JSON; "" if it cannot be written."""
+        known = self._classes.get(ranges)
+        if known is None:
+            known = self._classes[ranges] = self._new_class(ranges)
+        return known
+
+    def _new_class(self, ranges: Ranges) -> str:
+        literal = _intersect(ranges, _LITERAL if self._is_json else _RAW)
+        ways = [f"[{''.join(map(_spell_range, literal))}]"] if literal else []
+        if self._is_json:
+            short = [code for code in _ESCAPES if _holds(ranges, code)]
+            if short:
+                ways.append(f'"\\\\" [{"".join(_escape_code(ord(_ESCAPES[c])) for c in short)}]')
+            for row in (0, 1):
+                rest = [c for c in range(16 * row, 16 * row + 16) if _holds(ranges, c)]
+                digits = "".join(_HEX[c % 16] for c in rest if c not in _ESCAPES)
+                if digits:
+                    ways.append(f'"\\\\u00{row}" [{digits}]')
+        if len(ways) < 2:
+            return "".join(ways)
+        return f"({' | '.join(ways)})"
+
+
+def json_format(
+    schemas: Schemas, shapes: Sequence[Shape], *, whitespace: int = MAX_WHITESPACE
+) -> Format:
+    """Return JSON of one of `shapes`. Errors: `InvalidRequestError`."""
+    text = JsonRules(schemas, whitespace=whitespace).write(shapes)
+    schemas.budget.spend(num_bytes=len(text))
+    return {"type": "grammar", "grammar": text}
+
+
+def words_format(schemas: Schemas, language: Language) -> Format:
+    """Return the texts of `language`, without quotes and escapes."""
+    rules = Rules(schemas.languages, is_json=False)
+    text = rules.write(rules.add_language(language))
+    schemas.budget.spend(num_bytes=len(text))
+    return {"type": "grammar", "grammar": text}
+
+
+class JsonRules:
+    """The grammar of JSON that follows a schema, with at most `whitespace` between its parts."""
+
+    def __init__(self, schemas: Schemas, *, whitespace: int) -> None:
+        self._schemas = schemas
+        self._rules = Rules(schemas.languages, is_json=True)
+        self._names: dict[frozenset[int], str] = {}
+        self._waiting: list[tuple[str, Nodes]] = []
+        self._space = "space" if whitespace else '""'
+        self._comma = f'{self._space} "," {self._space}'
+        self._colon = f'{self._space} ":" {self._space}'
+        self._common = _COMMON
+        if whitespace:
+            self._common += f"space ::= [ \\n\\r\\t]{{0,{whitespace}}}\n"
+
+    def write(self, shapes: Sequence[Shape]) -> str:
+        """Return the grammar of values of one of `shapes`. Errors: `InvalidRequestError`."""
+        self._define("start", shapes)
+        while self._waiting:
+            name, following = self._waiting.pop()
+            self._define(name, self._schemas.shapes(following))
+        return self._rules.write("start", common=self._common)
+
+    def _define(self, name: str, shapes: Sequence[Shape]) -> None:
+        ways = [self._write_shape(shape) for shape in shapes]
+        self._schemas.budget.spend(1 + len(ways), num_bytes=sum(len(way.text) for way in ways))
+        self._rules.define(name, ways)
+
+    def _name(self, nodes: Nodes) -> str:
+        """Return the rule of values that follow `nodes`."""
+        key = frozenset(map(id, nodes))
+        if key not in self._names:
+            self._names[key] = f"value_{len(self._names)}"
+            self._waiting.append((self._names[key], nodes))
+        return self._names[key]
+
+    def _write_shape(self, shape: Shape) -> _Alternative:
+        match shape:
+            case LiteralShape(value):
+                return _Alternative(self._spell_literal(value))
+            case TextShape(None, 0, None):
+                return _Alternative("text")
+            case TextShape(None, least, most):
+                run = self._schemas.languages
+                language = run.whole(run.repeat(run.any_char, least, most))
+                return self._write_text(language)
+            case TextShape(Language() as language):
+                return self._write_text(language)
+            case NumberShape(name, None):
+                return _Alternative(name)
+            case NumberShape(_, Language() as language):
+                rule = self._rules.add_language(language)
+                return _Alternative(rule, (rule,))
+            case ArrayShape():
+                return self._write_array(shape)
+            case ObjectShape():
+                return self._write_object(shape)
+        raise AssertionError(shape)
+
+    def _write_text(self, language: Language) -> _Alternative:
+        rule = self._rules.add_language(language, after='"\\""')
+        return _Alternative(f'"\\"" {rule}', (rule,))
+
+    def _spell_literal(self, value: Any) -> str:
+        self._schemas.budget.spend()
+        match value:
+            case dict():
+                members = (
+                    f"{_quote(spell_json(key))} {self._colon} {self._spell_literal(part)}"
+                    for key, part in value.items()
+                )
+                inside = f" {self._comma} ".join(members)
+                return f'"{{" {self._space} {inside} {self._space if value else ""} "}}"'
+            case list():
+                inside = f" {self._comma} ".join(map(self._spell_literal, value))
+                return f'"[" {self._space} {inside} {self._space if value else ""} "]"'
+            case float() if value.is_integer() and abs(value) < 1e25:
+                return f'"{int(value)}" ".0"?'
+        return _quote(spell_json(value))
+
+    def _write_array(self, shape: ArrayShape) -> _Alternative:
+        names = [self._name(nodes) for nodes in shape.first]
+        entries = [(_Alternative(name, (name,)), True) for name in names]
+        inside = self._write_entries(shape, entries, self._name(shape.others), is_tuple=True)
+        return _Alternative(f'"[" {self._space} {inside} "]"', (inside,))
+
+    def _write_object(self, shape: ObjectShape) -> _Alternative:
+        entries = []
+        for key, nodes in shape.listed.items():
+            value = self._name(nodes)
+            text = f"{_quote(spell_json(key))} {self._colon} {value}"
+            entries.append((_Alternative(text, (value,)), key in shape.required))
+        others = self._write_other(shape)
+        inside = self._write_entries(shape, entries, others, is_tuple=False)
+        return _Alternative(f'"{{" {self._space} {inside} "}}"', (inside,))
+
+    def _write_entries(
+        self,
+        shape: ArrayShape | ObjectShape,
+        entries: list[tuple[_Alternative, bool]],
+        other: str | None,
+        *,
+        is_tuple: bool,
+    ) -> str:
+        """Return a rule of entries in order, each with whether it is required, and of others.
+
+        Entries of a tuple may end early; other ones may be left out. A rule knows its place and how
+        many entries were written, up to the limits of `shape`.
+        """
+        start, rules, length = self._rules.new_name("entries"), self._rules, len(entries)
+        least, most = shape.least, shape.most
+        last = max(1, least, most or 0)
+        self._schemas.budget.spend(length * min(last, length + 1))
+
+        def name_of(place: int, count: int) -> str:
+            return f"{start}_{place}_{min(count, last)}"
+
+        def write_rest(place: int, count: int) -> list[_Alternative]:
+            lead = self._comma if count else ""
+            ways = [_Alternative(self._space if count else '""')] if count >= least else []
+            is_full = most is not None and count >= most
+            if place < length:
+                entry, is_required = entries[place]
+                following, skipped = name_of(place + 1, count + 1), name_of(place + 1, count)
+                if not is_tuple:
+                    ways = [] if is_required else [_Alternative(skipped, (skipped,))]
+                if is_full:
+                    return ways
+                text = f"{lead} {entry.text} {following}"
+                return [*ways, _Alternative(text, (*entry.rules, following))]
+            if other is None or is_full:
+                return ways
+            if not count:
+                following = name_of(place, 1)
+                return [*ways, _Alternative(f"{other} {following}", (other, following))]
+            fewest = max(1, least - count)
+            limit = "" if most is None else max(fewest, most - count)
+            text = f"({lead} {other}){{{fewest},{limit}}} {self._space}"
+            return [*ways, _Alternative(text, (other,))]
+
+        for place in range(length + 1):
+            for count in range(min(max(place, place == length), last) + 1):
+                rules.define(name_of(place, count), write_rest(place, count))
+        return name_of(0, 0)
+
+    def _write_other(self, shape: ObjectShape) -> str | None:
+        """Return a rule of one member that is not listed."""
+        ways = []
+        for language, nodes in shape.others:
+            value = self._name(nodes)
+            key = _Alternative("text") if language is None else self._write_text(language)
+            ways.append(_Alternative(f"{key.text} {self._colon} {value}", (*key.rules, value)))
+        return self._rules.define(self._rules.new_name("other"), ways) if ways else None
+
+
+def spell_json(value: Any) -> str:
+    """Return JSON without escapes that it does not need. Errors: `InvalidRequestError`."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        refuse_grammar(f"the JSON schema lists {value!r}, which is no finite number")
+
+
+def _quote(text: str) -> str:
+    """Return a text as GBNF."""
+    return '"' + "".join(_escape_code(ord(char)) for char in text) + '"'
+
+
+def _spell_range(bounds: tuple[int, int]) -> str:
+    first, last = map(_escape_code, bounds)
+    return first if bounds[0] == bounds[1] else f"{first}-{last}"
+
+
+def _escape_code(code: int) -> str:
+    if code < 128 and (chr(code).isalnum() or chr(code) in " _,;:.<>/="):
+        return chr(code)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _holds(ranges: Ranges, code: int) -> bool:
+    return any(first <= code <= last for first, last in ranges)
+
+
+def _intersect(one: Ranges, other: Ranges) -> Ranges:
+    pairs = ((max(a, c), min(b, d)) for a, b in one for c, d in other)
+    return unite((first, last) for first, last in pairs if first <= last)
