@@ -33,9 +33,14 @@ def check_model_name(model: str, also: Collection[str] = ()) -> Path | None:
     try:
         folder = Path(model).expanduser()
         if model and folder.is_dir():
+            _check_folder(folder)
             return folder
+        if folder.suffix == ".gguf" and folder.is_file():
+            raise _refuse_gguf(model)
         if folder.is_file():
-            raise ConfigError(f"model {model!r} is a file; give the folder that holds it")
+            raise ConfigError(
+                f"model {model!r} is a file", hint=f"give the folder that holds it, {folder.parent}"
+            )
     except (OSError, RuntimeError):  # the name is too long for a path, or "~" is of an unknown user
         pass
     if not _HUB_ID.fullmatch(model):
@@ -46,6 +51,36 @@ def check_model_name(model: str, also: Collection[str] = ()) -> Path | None:
             hint=f"did you mean {near[0]}?" if near else "a hub id looks like MiniMaxAI/MiniMax-M2",
         )
     return None
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder without config.json by what it holds. Errors: `ConfigError`."""
+    if (folder / "config.json").exists():
+        return
+    inner = [path.parent for path in (*folder.glob("snapshots/*/config.json"),
+                                      *folder.glob("*/config.json"))]  # fmt: skip
+    if len(inner) == 1:
+        raise ConfigError(
+            f"{folder} has no config.json; the checkpoint is in {inner[0].relative_to(folder)}",
+            hint=f"give {inner[0]}",
+        )
+    if inner:
+        names = ", ".join(str(path.relative_to(folder)) for path in inner[:5])
+        raise ConfigError(f"{folder} holds several checkpoints: {names}", hint="give one of them")
+    if any(folder.glob("*.gguf")):
+        raise _refuse_gguf(str(folder))
+    if (folder / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{folder} holds an adapter; adapters are not loaded",
+            hint="merge it into its checkpoint, and give that folder",
+        )
+
+
+def _refuse_gguf(model: str) -> ConfigError:
+    return ConfigError(
+        f"model {model!r} is GGUF, which is not read",
+        hint="use a checkpoint in safetensors: FP8 (MiniMaxAI/MiniMax-M2.5), AWQ, GPTQ, NVFP4, ...",
+    )
 
 
 def resolve_model(

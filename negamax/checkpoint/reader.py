@@ -23,7 +23,7 @@ from torch import Tensor
 from negamax.base.errors import CheckpointError
 from negamax.base.progress import ShowProgress
 from negamax.checkpoint.split import PARTS_KEY, RANK_INDEX_NAME, check_split, is_split
-from negamax.config.json_file import read_json_object
+from negamax.config.json_file import check_pointer, read_json_object
 from negamax.parallel.layout import ParallelLayout
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -224,7 +224,10 @@ def read_header(file: Path) -> list[TensorEntry]:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            prefix = stream.read(8)
+            prefix = stream.read(64)
+            check_pointer(file, prefix)
+            stream.seek(8)
+            prefix = prefix[:8]
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(

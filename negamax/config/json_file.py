@@ -6,7 +6,17 @@ from typing import Any
 
 from negamax.base.errors import CheckpointError
 
+LFS_POINTER = b"version https://git-lfs"  # begins the text that Git leaves in place of a file
 MAX_BYTES = 256 * 2**20  # the index of the largest checkpoints is below 20 MiB
+
+
+def check_pointer(path: Path, data: bytes) -> None:
+    """Refuse a file whose first bytes are of a Git LFS pointer. Errors: `CheckpointError`."""
+    if data.startswith(LFS_POINTER):
+        raise CheckpointError(
+            f"{path} is a Git LFS pointer: the file itself is not downloaded",
+            hint=f"run `git lfs pull` in {path.parent}, or give the hub id",
+        )
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -18,7 +28,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes; allowed: {MAX_BYTES}")
-        value = json.loads(path.read_bytes())
+        data = path.read_bytes()
+        check_pointer(path, data[:64])
+        value = json.loads(data)
     except OSError as error:
         raise CheckpointError.of_file(path, error) from error
     except (ValueError, RecursionError) as error:

@@ -12,6 +12,7 @@ from negamax.config.json_file import read_json_object
 # Files beside config.json that describe the quantization: of ModelOpt and of ModelSlim.
 MODELOPT_FILE, DESCRIPTION = "hf_quant_config.json", "quant_model_description.json"
 
+_OF_MLX = {"bits", "group_size"}  # without a method
 PROVENANCE = "negamax_conversion"  # key in config.json of what `negamax convert` did
 _ROTATION = ("optional", "quarot", "rotation_map", "global_rotation")  # in ModelSlim's description
 _INDEX = "model.safetensors.index.json"
@@ -39,6 +40,13 @@ def read_quantization(
     Errors: `ConfigError`, `CheckpointError` for a malformed description.
     """
     found = config.get("quantization_config")
+    for given in (found, config.get("quantization")):
+        names = given.keys() if isinstance(given, Mapping) else {"quant_method"}
+        if "quant_method" not in names and names >= _OF_MLX:
+            raise ConfigError(
+                "the checkpoint is quantized by MLX, whose layout is not read",
+                hint="use a checkpoint for PyTorch: FP8 (MiniMaxAI/MiniMax-M2.5), AWQ, GPTQ, ...",
+            )
     described = _read_beside(folder, DESCRIPTION, "modelslim")
     if described is not None and any(name.endswith(".weight") for name in described.fields):
         return described

@@ -47,13 +47,14 @@ class Foreign:
     rule: Rule | None
     argument: str
     about: str
+    off: str
 
     def translate(self, value: Any, line: Mapping[str, str]) -> Translation:
         """Translate a value; `line` has the options as texts: ours by field, others by name."""
         if self.rule is not None:
             return self.rule(self, value, line)
         if self.remedy is None:
-            return Translation(note=self.reason)
+            return Translation(note=self.off if self.off and value is False else self.reason)
         is_off = value is False or value in ({}, [])
         if is_off or (self.kind is not Kind.SWITCH and str(value).lower() in self.unless):
             return Translation()
@@ -72,7 +73,8 @@ def foreign_options(table: str = SERVER) -> Mapping[str, Foreign]:
         rule = _RULES[group["rule"]] if "rule" in group else None
         details = (group.get("remedy"), unless, rule, group.get("argument", ""))
         for key, kind in _KINDS.items():
-            entry = Foreign(kind, group.get("reason", ""), *details, group.get("about", ""))
+            texts = (group.get("about", ""), group.get("off", ""))
+            entry = Foreign(kind, group.get("reason", ""), *details, *texts)
             for name in group.get(key, "").split():
                 found[name if name.startswith("-") else f"--{name}"] = entry
     return found
@@ -232,6 +234,31 @@ def _kv_transfer(entry: Foreign, value: Any, line: Mapping[str, str]) -> Transla
     return Translation(refusal=refusal, remedy="start one server without it")
 
 
+def _overrides(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    """Refuse changes of config.json, each with what to do instead."""
+    fields = value if isinstance(value, dict) else {}
+    fields = {**fields, **(fields.get("text_config") or {})}
+    fields.pop("text_config", None)
+    scaling = [name for name in fields if name in ("rope_scaling", "rope_parameters")]
+    scaled = fields if "factor" in fields else next((fields[name] for name in scaling), {})
+    kind = scaled.get("rope_type", scaled.get("type")) if isinstance(scaled, dict) else None
+    if kind not in (None, "default"):
+        shown = "YaRN" if str(kind).lower() == "yarn" else f"rope scaling {str(kind)[:60]!r}"
+        return Translation(
+            refusal=f"{shown} is not computed",
+            remedy="leave it out: MiniMax-M3 has 1,048,576 tokens without, M2 its own limit",
+        )
+    others = [name for name in fields if name not in _WITHOUT_EFFECT]
+    if not others:
+        return Translation(note=entry.reason if fields else None)
+    refusal = f"the model is what its config.json says ({', '.join(map(str, others[:5]))})"
+    return Translation(refusal=refusal, remedy=entry.remedy)
+
+
+# Fields that choose how other engines compute: they reuse the selected blocks of a layer.
+_WITHOUT_EFFECT = ("use_index_cache", "index_topk_freq", "index_topk_pattern", "index_skip_offset")
+
+
 def _tokenizer(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
     if str(value).rstrip("/") == line.get("model", "").rstrip("/"):
         return Translation()
@@ -248,6 +275,6 @@ _RULES: Mapping[str, Rule] = {
     for rule in (
         *(_rename, _switch, _compilation, _capture_sizes, _attention, _attention_groups),
         *(_replicas, _local_ranks, _first_local_rank, _meeting_point, _headless, _ray),
-        *(_speculation, _eplb, _kv_transfer, _tokenizer),
+        *(_speculation, _eplb, _kv_transfer, _tokenizer, _overrides),
     )
 }

@@ -280,7 +280,7 @@ def test_invalid_names_are_refused_without_asking_the_hub(model: str) -> None:
 def test_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"")
-    with pytest.raises(ConfigError, match="is a file; give the folder"):
+    with pytest.raises(ConfigError, match=r"is a file .give the folder that holds it, /"):
         resolve_model(str(path))
 
 

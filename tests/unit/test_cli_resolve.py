@@ -1,3 +1,4 @@
+import json
 import shlex
 import tomllib
 from pathlib import Path
@@ -11,6 +12,7 @@ from negamax.cli.examples import EXAMPLES
 from negamax.cli.launchers import first_host
 from negamax.cli.main import app, main
 from negamax.cli.resolve import find_command, options_of, resolve
+from negamax.config.embedded import EMBEDDED
 from negamax.options.flags import Kind
 from negamax.options.foreign import BENCH, SERVER, foreign_options
 
@@ -249,7 +251,7 @@ def test_foreign_values_and_names(explained: Any, line: str, option: str, value:
         ("--speculative-config '{\"method'", "--speculative-config is no JSON"),
         ("--speculative-config eagle3", "--speculative-config is no JSON"),
         ('--kv-transfer-config \'{"kv_role": ""}\'', "prefill and decode run in one server"),
-        ("--hf-overrides.rope_theta 1", "edit config.json"),
+        ("--hf-overrides.rope_theta 1", "edit its config.json"),
         ("--attn-cp-size 4 --tp 6", "which is 6 (use --tensor-parallel-size 4"),
         ("--dcp-size 2", "use --decode-context-parallel-size 1"),
         ("--tp 8 -pcp 2 -dcp 2", "each hold the whole KV cache (use one of them"),
@@ -277,6 +279,12 @@ def test_foreign_values_and_names(explained: Any, line: str, option: str, value:
         ("--enable-lora --uds /tmp/x", "loaded (merge the adapter into the checkpoint); --uds is"),
         ("--tokenizer other", "--tokenizer is 'other': the tokenizer is the checkpoint's"),
         ('--quantization-config \'{"moe": "fp8"}\'', "--quantization names a format"),
+        (
+            '--hf-overrides \'{"text_config":{"rope_scaling":{"type":"yarn","factor":2}}}\'',
+            "YaRN is",
+        ),
+        ('--rope-scaling \'{"rope_type":"linear","factor":2}\'', "rope scaling 'linear' is not"),
+        ("--hf-overrides '{\"rope_theta\":1e4}'", "(rope_theta) (copy the checkpoint's folder and"),
         ("--dtype int3", "allowed: auto, bfloat16, float16, float32"),
         ("--port", "--port needs a value"),
         ("--enforce-eager=maybe", "--enforce-eager is 'maybe'; allowed: true, false"),
@@ -315,12 +323,43 @@ def test_refusals_before_a_run(refused: Any, line: str, words: str) -> None:
 def test_options_without_effect_are_noted_once_per_reason(explained: Any) -> None:
     backends = "--attention-backend FLASHINFER --moe-backend triton"
     _, notes = explained(f"nano {backends} --speculative-eagle-topk 1 --no-enable-lora")
+    _, hints = explained(
+        "nano --enable-chunked-prefill=False --hf-overrides '{\"use_index_cache\":true}'"
+    )
+    assert "computed in chunks all the same" in hints and "change nothing here" in hints
     assert notes.splitlines() == [
         "note: --attention-backend, --moe-backend have no effect: kernels are chosen at start, "
         "for the GPU and the model",
         "note: --speculative-eagle-topk has no effect: drafts are verified chains "
         "of tokens; the answers are the same without it",
     ]
+
+
+LFS, MLX = "version https://git-lfs.github.com/spec/v1\n", {"group_size": 64, "bits": 4}
+M2 = json.loads((EMBEDDED["nano"] / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("M2-Q4.gguf", "GGUF", "is GGUF, which is not read (use a checkpoint in safetensors: FP8"),
+        ("snapshots/abc/config.json", "{}", "the checkpoint is in snapshots/abc (give "),
+        ("adapter_config.json", "{}", "holds an adapter; adapters are not loaded (merge it"),
+        ("config.json", LFS, "is a Git LFS pointer: the file itself is not downloaded (run `git"),
+        (
+            "config.json",
+            json.dumps({**M2, "quantization": MLX}),
+            "is quantized by MLX, whose layout is not read",
+        ),
+        ("config.json", json.dumps({**M2, "quantization_config": MLX}), "is quantized by MLX"),
+    ],
+)
+def test_folders_are_refused_by_what_they_hold(
+    refused: Any, tmp_path: Path, file: str, content: str, words: str
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(content)
+    assert words in refused(f"plan {tmp_path} --gpus 1")
 
 
 @pytest.mark.parametrize(("table", "line"), [(SERVER, "serve nano"), (BENCH, "bench serve")])
