@@ -63,14 +63,10 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         self.source = source
         self.choices = choices
         self.created = int(time.time())
+        self.logprob_bytes = 0  # of a whole answer; many are converted and encoded in a thread
         self._of_prompt: dict[int, list[ChoiceT]] = {}
         for choice in choices:
             self._of_prompt.setdefault(choice.prompt_index, []).append(choice)
-
-    @property
-    def num_logprobs(self) -> int:
-        """The entries of a whole answer; many are converted and encoded in a thread."""
-        return 0
 
     @abstractmethod
     def take(self, choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> None:
@@ -119,16 +115,23 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     async def whole(self) -> ResponseT:
         """Return the whole response. Errors: those of `OpenRequest.run`."""
-        await self._run(self.take, is_paced=False)
-        return self.response()
+        taken: list[tuple[ChoiceT, RequestOutput, list[ParserEvent]]] = []
 
-    async def whole_json(self, headers: dict[str, str] | None) -> Response:
-        """Return the whole response encoded. Errors: as `whole`."""
-        await self._run(self.take, is_paced=False)
-        return await run_off_loop(
-            lambda: build_json_response(self.response(), headers=headers),
-            num_bytes=_BYTES_PER_LOGPROB * self.num_logprobs,
-        )
+        def take_all() -> None:
+            for part in taken:
+                self.take(*part)
+
+        def build() -> ResponseT:
+            take_all()
+            return self.response()
+
+        try:
+            await self._run(lambda *part: taken.append(part), is_paced=False)
+        except BaseException:
+            take_all()  # a cancelled or failed response has the output before
+            raise
+        self.logprob_bytes = sum(_count_logprob_bytes(output) for _, output, _ in taken)
+        return await run_off_loop(build, num_bytes=self.logprob_bytes)
 
     async def stream(self, write: Write) -> None:
         """Write the response as events. An error after the start is an event too."""
@@ -188,12 +191,23 @@ async def respond(
 ) -> Response:
     """Answer a started request, whole or as a stream. `ping` defaults to comments."""
     if not request.params.stream:
-        return await run_while_connected(request.http.receive, writer.whole_json(headers))
+        answer = await run_while_connected(request.http.receive, writer.whole())
+        return await run_off_loop(
+            lambda: build_json_response(answer, headers=headers), num_bytes=writer.logprob_bytes
+        )
     seconds = context.options.sse_keep_alive_interval
     event, seconds = ping or (_KEEP_ALIVE if seconds else b"", seconds)
     stream = EventStream(writer.stream, source=writer.source, ping=event, ping_seconds=seconds)
     stream.headers.update(headers or {})
     return stream
+
+
+def _count_logprob_bytes(output: RequestOutput) -> int:
+    """Return about the size of an output's logprobs as JSON."""
+    lists = (output.logprobs or (), output.prompt_logprobs or ())
+    return sum(
+        _BYTES_PER_LOGPROB * len(each) * (1 + len(each[0].top_ids)) for each in lists if each
+    )
 
 
 def drop_tokens(output: RequestOutput) -> RequestOutput:

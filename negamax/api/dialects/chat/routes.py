@@ -165,11 +165,6 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
         choice.events += events
         self._take_tokens(choice, output)
 
-    @property
-    def num_logprobs(self) -> int:
-        per_token = 1 + (self._chat.num_logprobs or 0)
-        return per_token * sum(len(choice.entries) for choice in self.choices)
-
     def response(self) -> schema.ChatAnswer:
         return schema.ChatAnswer(
             **self._head,

@@ -21,7 +21,6 @@ from negamax.api.openapi import describe_body
 from negamax.api.schemas.answers import PromptLogprobs
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
-from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.events import ParserEvent
 
 
@@ -87,7 +86,6 @@ class _TextChoice(Choice):
     """What a choice has yet to send. Single writer: its `_TextWriter`."""
 
     logprobs: TextLogprobWriter
-    entries: list[TokenLogprobs] = field(default_factory=list)  # not converted yet
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     echoed: bool = False
@@ -118,12 +116,8 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
             choice.text.append(self._begin(choice, output))
         choice.text.append(output.text)
         choice.token_ids += output.token_ids
-        choice.entries += output.logprobs or ()
-
-    @property
-    def num_logprobs(self) -> int:
-        per_token = 1 + (self._params.logprobs or 0)
-        return per_token * sum(len(choice.entries) for choice in self.choices)
+        for entry in output.logprobs or ():
+            choice.logprobs.push(entry)
 
     def response(self) -> TextAnswer:
         choices = [self._choice(choice, last=True) for choice in self.choices]
@@ -147,7 +141,8 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
             return ""
         if entries is not None and self._params.logprobs is not None:
             choice.logprobs.push_first(prompt[0])
-            choice.entries += entries
+            for entry in entries:
+                choice.logprobs.push(entry)
         given = self._params.prompt[choice.prompt_index]
         if isinstance(given, str):
             return given
@@ -155,9 +150,6 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
 
     def _choice(self, choice: _TextChoice, *, last: bool) -> TextChoice:
         text, choice.text = "".join(choice.text), []
-        for entry in choice.entries:
-            choice.logprobs.push(entry)
-        choice.entries = []
         logprobs = choice.logprobs.take() if self._params.logprobs is not None else None
         token_ids, choice.token_ids = choice.token_ids, []
         ids = self._params.return_token_ids
