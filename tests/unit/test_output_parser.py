@@ -346,15 +346,12 @@ def test_a_string_beyond_the_longest_undecided_text_stays_a_string() -> None:
     assert found == {"any": {"a": "b"}}
 
 
-def test_elements_beyond_the_greatest_depth_are_dropped_and_the_rest_is_kept() -> None:
-    depth = 3 * MAX_DEPTH
-    deep = f"{M}<a>" * depth + "x" + f"{M}</a>" * depth
-    found = m3_arguments(f"{M3_EVENT}{M}<any>{deep}{M}</any>{M}<title>t{M}</title>{M3_END}")
-    assert found["title"] == "t"
-    levels, inner = 0, found["any"]
-    while isinstance(inner, dict):
-        levels, inner = levels + 1, inner["a"]
-    assert (levels, inner) == (MAX_DEPTH - 2, "")
+def test_a_call_with_elements_beyond_the_greatest_depth_is_left() -> None:
+    deep = f"{M}<a>" * (MAX_DEPTH + 1) + "x" + f"{M}</a>" * (MAX_DEPTH + 1)
+    text = f"{M3_EVENT}{M}<any>{deep}{M}</any>{M}<title>t{M}</title>{M3_END}"
+    output = parse(MINIMAX_M3, text, tools=TOOLS)
+    assert [call.is_whole for call in output.tool_calls] == [False]
+    assert "x" in (output.content or "")
 
 
 @pytest.mark.parametrize("length", [511, 512, 513])

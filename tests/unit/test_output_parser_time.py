@@ -14,6 +14,7 @@ M3 = f'<mm:think>x</mm:think>{MARKER}<tool_call>\n{MARKER}<invoke name="write_fi
 M3_EVENT = M3.replace("write_file", "create_event")
 M2_CALL = '<invoke name="write_file"><parameter name="mode">5</parameter></invoke>\n'
 M3_CALL = f'{MARKER}<invoke name="ping">{MARKER}</invoke>\n'
+M3_TAGS = f"{MARKER}<tags>{MARKER}<item>a{MARKER}</tags>"
 M3_CONTENT = f"{M3}{MARKER}<content>"
 # head, repeated part (with its number), tail
 TEXTS: dict[str, tuple[OutputFormat, str, str, str]] = {
@@ -30,6 +31,15 @@ TEXTS: dict[str, tuple[OutputFormat, str, str, str]] = {
     "m2 JSON": (MINIMAX_M2, f'{M2}<parameter name="tags">', "[", M2_END),
     "m2 parameters": (MINIMAX_M2, M2, '<parameter name="p@">@</parameter>\n', "</invoke>"),
     "m2 calls": (MINIMAX_M2, M2, M2_CALL, ""),
+    "m2 words in an invoke": (MINIMAX_M2, M2, "x", "</invoke>"),
+    "m2 elements in an invoke": (MINIMAX_M2, M2, "<a>b</a>", "</invoke>"),
+    "m2 JSON in a block": (MINIMAX_M2, "</think>\n\n<minimax:tool_call>", '{"a":', ""),
+    "m2 open quotes": (MINIMAX_M2, M2_CONTENT, '<parameter name="<', ""),
+    "m2 closers and words": (MINIMAX_M2, M2_CONTENT, "</parameter>\nname= ", M2_END),
+    "m2 closers of nothing": (MINIMAX_M2, M2, "a</parameter>", "</invoke>"),
+    "m2 repeated items": (MINIMAX_M2, M2, '<parameter name="tags">a</parameter>', "</invoke>"),
+    "m2 fences": (MINIMAX_M2, "</think>", f"```\n{M2_CALL}```\n", ""),
+    "m2 quoted calls in a line": (MINIMAX_M2, "</think>```", "<minimax:tool_call>x", ""),
     "m3 reasoning": (MINIMAX_M3, "<mm:think>", "a < b ] and ]<] or <mm:thin ", ""),
     "m3 content": (MINIMAX_M3, "", "words ]< and [x] or <tool ", ""),
     "m3 string": (MINIMAX_M3, M3_CONTENT, "if a[i] < b: return '<tag>' \n", f"{MARKER}</content>"),
@@ -44,6 +54,11 @@ TEXTS: dict[str, tuple[OutputFormat, str, str, str]] = {
     "m3 items": (MINIMAX_M3, f"{M3}{MARKER}<tags>", f"{MARKER}<item>ab{MARKER}</item>", ""),
     "m3 untyped": (MINIMAX_M3, f"{M3_EVENT}{MARKER}<any>", f"{MARKER}<item>ab{MARKER}</item>", ""),
     "m3 members": (MINIMAX_M3, f"{M3_EVENT}{MARKER}<meta>", f"{MARKER}<a>v{MARKER}</a>", ""),
+    "m3 marked words": (MINIMAX_M3, f"{M3_EVENT}{MARKER}<any>{MARKER}", "x", ""),
+    "m3 elided openers": (MINIMAX_M3, M3, f"{MARKER}a{MARKER}</p@>", ""),
+    "m3 repeated arrays": (MINIMAX_M3, M3, M3_TAGS, ""),
+    "m3 arrays apart": (MINIMAX_M3, M3, f"{M3_TAGS}{MARKER}<mode>5{MARKER}</mode>", ""),
+    "m3 other closers": (MINIMAX_M3, "<mm:think>x", "</think> ", ""),
     "m3 deep nesting": (MINIMAX_M3, f"{M3_EVENT}{MARKER}<any>", f"{MARKER}<a>", ""),
     "m3 space": (MINIMAX_M3, f"{M3_EVENT}{MARKER}<any>", " ", ""),
     "m3 calls": (MINIMAX_M3, f"{M3}{MARKER}</invoke>", M3_CALL, ""),

@@ -12,8 +12,7 @@ Nothing is escaped, so a value may contain anything, closers included. What foll
 - an opener `<parameter name="k">` in an open value ends it (a forgotten closer) only if k is
   declared and was not given yet.
 The end of a truncated output decides nothing. A parameter given twice is written twice: every
-common JSON reader takes the last one, streamed or not. If it is an array whose items came one by
-one, they are joined.
+common JSON reader takes the last one, streamed or not. Arrays and items of arrays are joined.
 
 A tag ends at its name's closing quote, or with a declared name. In place of parameters, a JSON
 object or elements are read. A value without an opener belongs to the only parameter that it can be.
@@ -31,7 +30,7 @@ from negamax.text.chat_family import ChatFamily
 from negamax.text.grammar.budget import Budget
 from negamax.text.grammar.tag_formats import Format, const, marker, newlines, sequence
 from negamax.text.grammar.tool_calls import CallStyle
-from negamax.text.parser.call_recovery import find_key, may_hold_argument, read_members
+from negamax.text.parser.call_recovery import find_key, may_hold_argument, read_members, read_value
 from negamax.text.parser.output_format import CallBlock, CallWriter, OutputFormat
 from negamax.text.parser.schema_values import TEXT_TYPES, ToolSchemas, WaitingMember, group_members
 from negamax.text.parser.tag_lexer import (
@@ -52,6 +51,9 @@ _TAGS = "|".join((_THINK_OPEN, _THINK_CLOSE, _CALL_OPEN, _CALL_CLOSE))
 _QUOTED = rf"\s+name\s*=\s*\"(?:(?!{_TAGS})[^\"\n]){{0,{MAX_ATTRIBUTE_CHARS}}}"
 _HELD = rf"{_QUOTED}(?:\"\s{{0,4}})?\Z"
 _NAMED_PARAMETER = re.compile(r"<parameter\s+name\b")
+
+# arguments that lost their tag, or in another syntax
+_OTHER_FORMS = ('parameter name="{}"', 'name="{}"', '{}">', "<{}>", '{{"{}"', '"{}"', "{}:")
 
 # What must follow a closer in an open value, apart from the end of an output that was not
 # truncated.
@@ -77,7 +79,7 @@ class MiniMaxM2Block(CallBlock):
 
     __slots__ = (
         "_arguments", "_closer", "_is_declared", "_is_written", "_key", "_keys", "_schema",
-        "_space", "_state", "_stray", "_unnamed", "_value", "_waiting",
+        "_space", "_state", "_stray", "_unnamed", "_value", "_waiting", "_words",
     )  # fmt: skip
 
     def __init__(self, calls: CallWriter, **options: Any) -> None:
@@ -93,7 +95,8 @@ class MiniMaxM2Block(CallBlock):
         self._value: list[str] = []  # of the open value, not written yet
         self._is_written = False  # the open value is streamed as a string
         self._closer: Lexeme | None = None  # in the open value, undecided
-        self._space: list[str] = []  # white space after it
+        self._space: list[str] = []  # undecided text after it
+        self._words = ""  # the same without white space at its beginning
 
     @staticmethod
     def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
@@ -101,8 +104,7 @@ class MiniMaxM2Block(CallBlock):
 
     def take(self, lexeme: Lexeme) -> bool:
         if self._closer is not None:
-            if lexeme.kind is TEXT and lexeme.text.isspace():
-                self._space.append(lexeme.text)
+            if lexeme.kind is TEXT and self._may_follow(lexeme.text):
                 return False
             self._decide(self._closer, before=lexeme)
         if self._state is _BLOCK:
@@ -114,6 +116,8 @@ class MiniMaxM2Block(CallBlock):
 
     def finish(self, *, is_truncated: bool) -> None:
         """End the output: a string keeps its text, any other open value is dropped."""
+        if self._words:
+            self._keep_closer()
         if self._closer is not None and not is_truncated:
             ends_call = self._closer.kind is not TagKind.PARAMETER_CLOSE
             self._close_value()
@@ -189,16 +193,48 @@ class MiniMaxM2Block(CallBlock):
                 bool(quoted_name(before.text) or _NAMED_PARAMETER.match(before.text))
                 or self._arguments.lists(argument_name(before.text, self._arguments))
             )  # fmt: skip
-        if follows:
+        if follows and not self._words:
             self._close_value()  # after an outer closer, the next lexeme ends the call too
         else:
-            text = closer.text + "".join(self._space)
-            self._forget_closer()
-            self._write(text)
+            self._keep_closer()
+
+    def _may_follow(self, text: str) -> bool:
+        """Take text after an undecided closer. False: the closer is data.
+
+        White space decides nothing. An argument that is declared and was not given, in another
+        syntax, ends the value.
+        """
+        assert self._closer is not None
+        if not self._words and text.isspace():
+            self._space.append(text)
+            return True
+        words = self._words + text if self._words else text.lstrip()
+        if self._closer.kind is not TagKind.PARAMETER_CLOSE or not self._is_declared:
+            return False
+        beginnings = [
+            form.format(key) for key in self._arguments.names - self._keys for form in _OTHER_FORMS
+        ]
+        if any(map(words.startswith, beginnings)):
+            self._close_value()
+            self._stray.append(words)
+            return True
+        if not any(beginning.startswith(words) for beginning in beginnings):
+            return False
+        self._words = words
+        self._space.append(text)
+        return True
+
+    def _keep_closer(self) -> None:
+        """Make the undecided closer and the text after it a part of the value."""
+        assert self._closer is not None
+        text = self._closer.text + "".join(self._space)
+        self._forget_closer()
+        self._write(text)
 
     def _forget_closer(self) -> None:
         self._closer = None
         self._space = []
+        self._words = ""
 
     def _begin_call(self, lexeme: Lexeme) -> bool:
         """Begin the call of an invoke tag. False: the tag has no name."""
@@ -223,7 +259,7 @@ class MiniMaxM2Block(CallBlock):
             if not key or len(self._unnamed) > 1:
                 self._leave("".join(self._unnamed))
                 return
-            self._calls.member(key, self._arguments.member(key).convert(self._unnamed[0]))
+            self._calls.member(key, read_value(self._unnamed[0], self._arguments.member(key)))
         for key, value in group_members(self._waiting):
             self._calls.member(key, value)
         self._calls.end_call()
@@ -245,6 +281,7 @@ class MiniMaxM2Block(CallBlock):
                 self._calls.member(key, value)
             return True
         is_all = is_last and not self._calls.is_announced and not self._unnamed
+        is_all = is_all and (self._arguments.lists_members or not self._is_declared)
         if is_all or may_hold_argument(text, self._arguments):
             self._leave(text)
             return False
@@ -295,10 +332,11 @@ class MiniMaxM2Block(CallBlock):
         if self._is_written:
             self._calls.close_string()
         else:
-            value = self._schema.convert(text)
-            if "array" in self._schema.types and not value.startswith("["):
-                item = self._schema.item(0).convert(text)
-                self._waiting.append(WaitingMember(self._key, value, item))
+            value = read_value(text, self._schema)
+            if "array" in self._schema.types:
+                is_array = value.startswith("[")
+                items = value[1:-1] if is_array else read_value(text, self._schema.item(0))
+                self._waiting.append(WaitingMember(self._key, value, items))
             else:
                 self._calls.member(self._key, value)
         self._value = []

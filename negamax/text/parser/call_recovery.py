@@ -21,7 +21,7 @@ _MAX_DEPTH = 16  # of elements in elements
 _WRAPPERS = ("arguments", "parameters", "args", "input")  # names for all arguments together
 _FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 _ELEMENT = re.compile(r"\s*<([^<>/\s=]+)(\s[^<>]*)?>")
-_NAMED = re.compile(r"[\w.-]+(?=[\"']?\s*[:=>])")
+_NAMED = re.compile(r"(?<![\w.-])[\w.-]++(?=[\"']?\s*[:=>])")
 
 
 def read_json_calls(text: str, schemas: ToolSchemas) -> list[tuple[str, dict[str, str]]]:
@@ -64,6 +64,11 @@ def read_members(text: str, schema: ValueSchema) -> dict[str, str] | None:
             value = value[key]
             break
     return _write_members(value)
+
+
+def read_value(text: str, schema: ValueSchema) -> str:
+    """Convert `text` to JSON; a container may be written as elements."""
+    return _read_value(text, schema, depth=0) or schema.convert(text)
 
 
 def may_hold_argument(text: str, schema: ValueSchema) -> bool:

@@ -6,10 +6,10 @@ false and null. White space between elements is layout; other text there is drop
 objects and arrays of a known type, are written while they grow.
 
 A member of unknown type in a nested object waits for the end of that object, because a repeated
-name makes a list. So does a value that is no array where one is allowed: several such elements form
-the array. An array that was written is continued by the next element of its name; if another
-element is between them, the whole array is written again. Any other repeated name is written twice;
-every common JSON reader takes the last one.
+name makes a list. So does text where an array is allowed: arrays and items are joined. An array
+that was written is continued by the next element of its name; if another element is between them,
+the whole array is written again. Any other repeated name is written twice; every common JSON reader
+takes the last one.
 
 Text in a container that begins with a marker is the value of an element whose opener was
 forgotten; its closer names it.
@@ -18,7 +18,7 @@ forgotten; its closer names it.
 import enum
 from dataclasses import dataclass, field
 
-from negamax.text.parser.call_recovery import may_hold_argument, read_members
+from negamax.text.parser.call_recovery import may_hold_argument, read_members, read_value
 from negamax.text.parser.output_format import CallWriter
 from negamax.text.parser.schema_values import (
     CONTAINERS,
@@ -30,7 +30,7 @@ from negamax.text.parser.schema_values import (
     write_object,
 )
 
-MAX_DEPTH = 64  # nested elements; deeper ones are dropped
+MAX_DEPTH = 64  # nested elements; a call with deeper ones is left
 ITEM = "item"  # the name of an array's elements
 
 _MAX_UNDECIDED_CHARS = 64  # text of an undecided type above this length becomes a string
@@ -82,7 +82,7 @@ class _Element:
 class ElementArguments:
     """The arguments of one call. Single writer: the open block."""
 
-    __slots__ = ("_calls", "_marker", "_num_skipped", "_open", "_wrongly_closed", "lost")
+    __slots__ = ("_calls", "_marker", "_open", "_wrongly_closed", "lost")
 
     def __init__(self, calls: CallWriter, schema: ValueSchema, *, marker: str) -> None:
         self._calls = calls
@@ -92,7 +92,6 @@ class ElementArguments:
             "", None, schema, waits=False, is_collected=False, shape=_Shape.OBJECT, is_written=True
         )
         self._open: list[_Element] = [arguments]
-        self._num_skipped = 0  # open elements below MAX_DEPTH, which are dropped
         # the element that the previous tag closed by a wrong name
         self._wrongly_closed: str | None = None
 
@@ -138,7 +137,7 @@ class ElementArguments:
         element = self._open[-1]
         if element.shape is _STRING:
             self._calls.string_text(text)
-        elif not self._num_skipped:
+        else:
             if element.is_blank and not text.isspace():
                 element.is_blank = False
                 element.is_marked = text.lstrip().startswith(self._marker)
@@ -158,7 +157,7 @@ class ElementArguments:
         """Take the opener of the element `name`; `tag` is its text."""
         self._wrongly_closed = None
         if len(self._open) >= MAX_DEPTH:
-            self._num_skipped += 1
+            self.lost = self.lost or tag
             return
         element = self._open[-1]
         if not self.is_in_text:
@@ -179,9 +178,6 @@ class ElementArguments:
         A wrong name closes a text, and the correct closer may follow. The closer of an outer
         element also closes the inner ones. A closer without an open element is dropped.
         """
-        if self._num_skipped:
-            self._num_skipped -= 1
-            return
         wrongly_closed, self._wrongly_closed = self._wrongly_closed, None
         element = self._open[-1]
         if self._lacks_opener(element, name):
@@ -202,16 +198,11 @@ class ElementArguments:
 
     def end(self) -> bool:
         """Close the call and everything in it. False: an argument of it was `lost`."""
-        self._num_skipped = 0
         self._close_down_to(0)
         arguments, text = self._open[0], self.stray
-        members = read_members(text, arguments.schema) if not arguments.is_blank else None
-        if members is not None and not arguments.names.intersection(members):
-            arguments.values += [WaitingMember(key, json, json) for key, json in members.items()]
-        elif not arguments.is_blank and not self._calls.is_announced and not arguments.values:
+        self._drop_text(arguments)
+        if text.strip() and not self._calls.is_announced and not arguments.values:
             self.lost = text
-        else:
-            self._drop_text(arguments)
         if self.lost:
             return False
         self._settle(arguments)
@@ -223,7 +214,7 @@ class ElementArguments:
     # Text in containers
 
     def _drop_text(self, element: _Element, *, before: str | None = None) -> None:
-        """Drop the text of a container, unless an argument is in it.
+        """Drop the text of a container, unless arguments are in it.
 
         An opener may be forgotten before the element `before`: that of the only listed member that
         such an element fits into.
@@ -234,11 +225,21 @@ class ElementArguments:
         if is_blank:
             return
         value = text.lstrip().removeprefix(self._marker) if is_marked else text
-        if is_marked and before is not None and not value.strip():
+        if is_marked and not value.strip():
+            schema = element.schema
+            if before is None or schema.lists(before) or not schema.lists_members:
+                return
             outer = self._find_holders(element, before)
-            if len(outer) == 1 and not element.schema.lists(before):
+            if len(outer) == 1:
                 self._begin(outer[0])
                 self._become_container(self._open[-1])
+            else:
+                self.lost = self.lost or text
+            return
+        members = None if element.shape is _Shape.ARRAY else read_members(value, element.schema)
+        if members is not None and not element.names.intersection(members):
+            element.names.update(members)
+            element.values += [WaitingMember(key, json, json) for key, json in members.items()]
         elif is_marked or may_hold_argument(text, element.schema):
             self.lost = self.lost or text
 
@@ -413,12 +414,13 @@ class ElementArguments:
             self._continue(element.resumed, element)
         else:
             if element.shape is _UNDECIDED:
-                value = _read_text(element)
+                value = self._read_text(element)
             else:
                 self._drop_text(element)
                 value = _join_container(element)
             self._open.pop()
-            if element.waits or (element.key is not None and value.json_in_list != value.json):
+            may_repeat = element.key is not None and "array" in element.schema.types
+            if element.waits or may_repeat:
                 self._open[-1].values.append(value)
                 self._open[-1].waiting.add(value.name)
             else:
@@ -426,14 +428,24 @@ class ElementArguments:
                 self._calls.member(element.key, value.json)
         return element.name
 
+    def _read_text(self, element: _Element) -> WaitingMember:
+        """Return the value of an element without children, perhaps an item or items."""
+        text, schema = "".join(element.text), element.schema
+        if element.is_marked and schema.types and "string" not in schema.types:
+            text = text.lstrip().removeprefix(self._marker)
+        value = _convert_text(text, schema)
+        if "array" not in schema.types:
+            return WaitingMember(element.name, value, value)
+        is_array = value.startswith("[")
+        items = value[1:-1] if is_array else _convert_text(text, schema.item(0))
+        return WaitingMember(element.name, value, items)
+
     def _continue(self, array: _Element, element: _Element) -> None:
         """Add the text of `element` to an array that was ended."""
         self._open[-1].ended = array
         if element.is_blank:
             return
-        value = _read_text(element)
-        is_array = value.json.startswith("[")
-        items = value.json[1:-1] if is_array else value.json_in_list
+        items = self._read_text(element).json_in_list
         if items:
             self._calls.member(None, items)
 
@@ -462,22 +474,13 @@ def _may_be_word(text: str, types: frozenset[str]) -> bool:
     return "null" in types and "null".startswith(text)
 
 
-def _read_text(element: _Element) -> WaitingMember:
-    """Return the value of an element without children. Text in place of an array may be an item."""
-    text, schema = "".join(element.text), element.schema
-    value = _convert_text(text, schema)
-    if text and "array" in schema.types and not value.startswith("["):
-        return WaitingMember(element.name, value, _convert_text(text, schema.item(0)))
-    return WaitingMember(element.name, value, value)
-
-
 def _convert_text(text: str, schema: ValueSchema) -> str:
     """Convert a text to JSON by its schema."""
     types = schema.types
     if not types:
         return text.strip() if text.strip() in _WORDS else json_string(text)
     if text.strip() or "string" in types:
-        return schema.convert(text)
+        return read_value(text, schema)
     if types & CONTAINERS:
         return "{}" if "object" in types else "[]"
     return "null" if "null" in types else json_string(text)
