@@ -33,7 +33,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     kind: GrammarKind
     text: str = ""
     strict: bool = True
-    compact: bool = False  # JSON without white space between its parts
+    compact: bool | None = None  # JSON without white space between its parts; None: as served
 
     def check(self) -> None:
         """Refuse too large or malformed text. Errors: `InvalidRequestError`."""

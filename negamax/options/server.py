@@ -60,6 +60,11 @@ class ServerOptions:
         False,
         "Encode control tokens spelled in messages as control tokens. Only for clients you trust.",
     )
+    compact_json: bool = option(
+        False,
+        "Write the JSON of forms without white space between its parts. Requests may override it.",
+        also="--constrained-json-disable-any-whitespace",
+    )
     # the model families define the choices of the next two: the command adds them
     tool_call_parser: str = option("auto", "Parse tool calls in this format; auto: the model's.")
     reasoning_parser: str = option(

@@ -101,6 +101,9 @@ def test_an_open_reasoning_is_not_part_of_the_grammar() -> None:
     after = json.loads(structural_tag(content, make_reasoning(), CALL_STYLES))["format"]
     assert after["elements"][1:] == [alone]
     assert "think" not in json.dumps(after)
+    compact = Grammar(kind="json_object", compact=True)
+    assert "space ::=" not in structural_tag(compact, None, CALL_STYLES)
+    assert "space ::=" in alone["grammar"]
 
 
 # --- tool calls ----------------------------------------------------------------------------------

@@ -92,7 +92,9 @@ async def start_turn(
     conversation, calls, chat_format = turn.conversation, turn.calls, context.chat_format
     tools = turn.tools
     grammar = await run_off_loop(
-        lambda: build_answer_grammar(chat_format, tools=tools, choice=calls, content=turn.form),
+        lambda: build_answer_grammar(
+            chat_format, tools=tools, choice=calls, content=_complete_form(context, turn.form)
+        ),
         num_bytes=request.num_bytes,
     )
     prompt = await build_prompt(context, request, turn)
@@ -157,7 +159,8 @@ async def start_prompts(
         [prompt.prompt for prompt in prompts], cache_salt=get_cache_salt(request)
     )
     grammars = await run_off_loop(
-        lambda: [prompt.form() for prompt in prompts], num_bytes=request.num_bytes
+        lambda: [_complete_form(context, prompt.form()) for prompt in prompts],
+        num_bytes=request.num_bytes,
     )
     prefills: list[int] = []
     for prompt, ids in zip(prompts, token_ids, strict=True):
@@ -188,6 +191,13 @@ async def start_prompts(
     source = parts[0] if len(parts) == 1 else OpenRequests(parts)
     await start_source(request, source, has_grammar=any(one is not None for one in grammars))
     return token_ids, source
+
+
+def _complete_form(context: ApiContext, form: Grammar | None) -> Grammar | None:
+    """Fill in what the server chooses."""
+    if form is None or form.compact is not None:
+        return form
+    return replace(form, compact=context.options.compact_json)
 
 
 def build_answer_grammar(

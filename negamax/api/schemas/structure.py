@@ -88,11 +88,11 @@ class StructuredRequest(GenerationRequest):
             asked = " and ".join(found)
             refuse(list(found)[1], f"an answer has one form; the request asks for {asked}")
         form = next(iter(found.values()), None)
-        return replace(form, compact=True) if form is not None and is_compact else form
+        return None if form is None else replace(form, compact=is_compact)
 
 
-def _read_options(structured: Mapping[str, Any]) -> bool:
-    """Refuse unknown keys of `structured_outputs`; return whether its JSON is compact."""
+def _read_options(structured: Mapping[str, Any]) -> bool | None:
+    """Refuse unknown keys of `structured_outputs`; return what it says about compact JSON."""
     known = [*_STRUCTURED_KINDS, _COMPACT, *_IGNORED_OPTIONS]
     for name, value in structured.items():
         if name in known or (name in _UNSUPPORTED_OPTIONS and value in (None, False)):
@@ -102,9 +102,9 @@ def _read_options(structured: Mapping[str, Any]) -> bool:
         problem = "is not supported; leave it out" if is_known else f"is not a known key.{hint}"
         refuse(f"structured_outputs.{name[:_MAX_KEY_CHARS]}", problem)
     value = structured.get(_COMPACT)
-    return value is not None and check_type(
-        value, bool, f"structured_outputs.{_COMPACT}", "a boolean"
-    )
+    if value is None:
+        return None
+    return check_type(value, bool, f"structured_outputs.{_COMPACT}", "a boolean")
 
 
 def build_format_grammar(
