@@ -2,10 +2,11 @@
 
 For each batch size it runs an untimed short batch, a batch that counts experts, a batch that
 generates one token (the prefill time), and a batch that generates `output_len` tokens. The time per
-output token is the difference of the two over `output_len - 1`, so it includes mixed batches.
+output token is that after the last first token of this batch over `output_len - 1`: a difference of
+two batches would have the noise of both.
 
-With `cached_prompts` the last batch repeats cached prompts, and its tokens are timed from the last
-first token on. This measures decode steps after long contexts.
+With `cached_prompts` the last batch repeats cached prompts. This measures decode steps after long
+contexts.
 """
 
 import gc
@@ -44,8 +45,7 @@ class Repeat:
     prefill_seconds: float  # of the batch with one token per request
     ttft: tuple[float, ...]  # of the timed batch
     total_seconds: float  # of the timed batch
-    tpot: float  # (total - prefill) / (output_len - 1)
-    tpot_in_batch: float  # (total - the last first token of the same batch) / (output_len - 1)
+    tpot: float  # (total - the last first token of the same batch) / (output_len - 1)
     step_median: float
     step_p99: float
     busy: float
@@ -187,15 +187,11 @@ def _measure(
     before = drafts()
     full = run_batch(loop, second)
     steps = sorted(full.steps)
-    decoded = workload.output_len - 1
-    tpot_in_batch = (full.seconds - full.ttft[-1]) / decoded
-    tpot = (full.seconds - prefill.seconds) / decoded
     return Repeat(
         prefill_seconds=prefill.seconds,
         ttft=full.ttft,
         total_seconds=full.seconds,
-        tpot=tpot_in_batch if workload.cached_prompts else tpot,
-        tpot_in_batch=tpot_in_batch,
+        tpot=(full.seconds - full.ttft[-1]) / (workload.output_len - 1),
         step_median=statistics.median(steps),
         step_p99=steps[int(0.99 * (len(steps) - 1))],
         busy=full.busy,
@@ -215,7 +211,7 @@ def summarize(repeats: Sequence[Repeat], *, num_requests: int, input_len: int) -
 
     prefill, tpot = median(lambda r: r.prefill_seconds), median(lambda r: r.tpot)
     measured = sum(r.busy + r.idle for r in repeats)
-    is_found = tpot > 0  # a few tokens can take less time than prefills vary
+    is_found = tpot > 0  # drafts may yield all tokens at once
     return {
         "concurrency": num_requests,
         "ttft_ms_median": 1e3 * median(lambda r: statistics.median(r.ttft)),
@@ -223,7 +219,6 @@ def summarize(repeats: Sequence[Repeat], *, num_requests: int, input_len: int) -
         "prefill_seconds": prefill,
         "prefill_tokens_per_second": num_requests * input_len / prefill,
         "tpot_ms": 1e3 * tpot if is_found else None,
-        "tpot_in_batch_ms": 1e3 * median(lambda r: r.tpot_in_batch),
         "decode_tokens_per_second": num_requests / tpot if is_found else None,
         "step_ms_median": 1e3 * median(lambda r: r.step_median),
         "step_ms_p99": 1e3 * median(lambda r: r.step_p99),

@@ -135,7 +135,6 @@ _LINES = (  # heading, key of a run, format
     ("prefill, s", "prefill_seconds", ".3f"),
     ("prefill, tokens/s", "prefill_tokens_per_second", ",.0f"),
     ("TPOT, ms", "tpot_ms", ".2f"),
-    ("TPOT after the last first token, ms", "tpot_in_batch_ms", ".2f"),
     ("step on the GPU alone, ms", "device_step_ms", ".2f"),
     ("decode, tokens/s", "decode_tokens_per_second", ",.0f"),
     ("limit of TPOT, ms", "limit_tpot_ms", ".2f"),

@@ -32,6 +32,8 @@ from negamax.options.server import ServerOptions
 from negamax.planner.gpus import GIB
 
 if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
     from negamax.cli.doctor_models import ModelVerdict
 
 HELP = "Check this machine: versions, GPUs, caches, ports, and the models that it can serve."
@@ -147,13 +149,16 @@ def check_software(probe: dict[str, Any]) -> Iterator[Check]:
         yield check("negamax", "ok", __version__)
     yield check("python", "ok", f"{platform.python_version()} ({sys.executable})")
     yield check("system", "ok", platform.platform())
-    for name in _required_packages():
+    for name, allowed in _required_packages().items():
         version = env.installed_version(name)
+        remedy = f"pip install '{name}{allowed or ''}'"
         if version is None:
-            yield check(name, "fail", "not installed", f"pip install {name}")
+            yield check(name, "fail", "not installed", remedy)
         elif name == "torch" and "error" in probe:
-            remedy = "install it again, for this machine's driver"
-            yield check(name, "fail", f"{version}, {probe['error']}", remedy)
+            again = "install it again, for this machine's driver"
+            yield check(name, "fail", f"{version}, {probe['error']}", again)
+        elif allowed is not None and not allowed.contains(version, prereleases=True):
+            yield check(name, "warn", f"{version}, not tested; allowed: {allowed}", remedy)
         else:
             yield check(name, "ok", version)
     for name in OPTIONAL_PACKAGES:
@@ -262,14 +267,23 @@ def check_variables() -> Iterator[Check]:
         yield Check("Environment", name, "info", "set" if _SECRET.search(name) else value)
 
 
-def _required_packages() -> list[str]:
-    """Return the declared dependencies of the installed package."""
+def _required_packages() -> dict[str, SpecifierSet | None]:
+    """Return the dependencies of the installed package here, with the versions it allows."""
     try:
         declared = metadata.requires("negamax") or []
     except metadata.PackageNotFoundError:
         declared = ["torch"]
-    names = (re.match(r"[\w.-]+", text) for text in declared if "extra ==" not in text)
-    return [name[0] for name in names if name is not None]
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        names = (re.match(r"[\w.-]+", text) for text in declared if "extra ==" not in text)
+        return {name[0]: None for name in names if name is not None}
+    found = map(Requirement, declared)
+    return {
+        one.name: one.specifier
+        for one in found
+        if one.marker is None or one.marker.evaluate({"extra": ""})
+    }
 
 
 def _cpu(probe: dict[str, Any]) -> Check:

@@ -118,6 +118,7 @@ def test_broken_torch_is_a_finding(
 ) -> None:
     (tmp_path / "torch.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("negamax.base.env.installed_version", lambda name: "0.0.1")
     monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -129,6 +130,8 @@ def test_broken_torch_is_a_finding(
     assert not report["can_serve"] and report["models"] == []
     assert found["torch"]["status"] == "fail"
     assert ("libcudart.so.13" if "OSError" in body else "exit code -6") in found["torch"]["detail"]
+    assert found["numpy"]["detail"].startswith("0.0.1, not tested; allowed: ")
+    assert found["numpy"]["status"] == "warn"
     assert found["port"]["status"] == "warn" and str(port) in found["port"]["detail"]
     assert found["HF_TOKEN"]["detail"] == "set"
     assert found["hub"]["detail"].startswith(str(tmp_path / "hub" / "hub"))
