@@ -173,7 +173,7 @@ def test_client_that_does_not_read_is_disconnected(small: Server) -> None:
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(address(small))
-    fat = {"logprobs": True, "top_logprobs": 20, "n": 2}  # many bytes per token
+    fat = {"logprobs": True, "top_logprobs": 20, "n": 2, "separate_reasoning": False}
     connection.sendall(post_bytes(LONG | fat | {"stream": True}))
     assert eventually(lambda: small.log.count("is disconnected") > before)
     assert eventually(lambda: small.gauge(RUNNING) == 0)
