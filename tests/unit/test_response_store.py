@@ -9,6 +9,7 @@ from negamax.api.dialects.responses.store import (
     StoredTurn,
     decode_items,
     encode_shown,
+    trim_setting,
 )
 
 LONG = "x" * 5000
@@ -76,6 +77,10 @@ def test_a_tenant_pushes_out_its_own_responses_first() -> None:
 )
 def test_large_fields_that_are_not_shown_are_not_stored(item: Item, shown: Item | None) -> None:
     assert decode_items(encode_shown([item])) == [item if shown is None else shown]
+    tool = {"type": "function", "name": "f", "parameters": {"a": LONG}}
+    group = {"type": "namespace", "name": "n", "tools": [{**tool, "x": LONG}]}
+    assert trim_setting({**group, "x": LONG}) == {**group, "tools": [tool]}
+    assert trim_setting({"type": "web_search", "parameters": LONG}) == {"type": "web_search"}
 
 
 def test_turns_below_are_shared_and_outlive_their_responses() -> None:

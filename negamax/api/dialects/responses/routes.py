@@ -36,7 +36,7 @@ from negamax.api.dialects.responses.store import (
     StoredTurn,
     decode_items,
     encode_shown,
-    trim_tool,
+    trim_setting,
 )
 from negamax.api.errors import build_json_response, describe_error
 from negamax.api.http.body_budget import get_share
@@ -404,6 +404,7 @@ class _Responses:
         info = self._context.engine.info
         resolved = turn.sampling.resolved(info.sampling_defaults, room=info.max_model_len)
         assert resolved.temperature is not None and resolved.top_p is not None
+        choice = params.tool_choice
         return ResponseAnswer(
             id=self._context.server_rank.new_id("resp", num_bytes=24),
             created_at=int(time.time()),
@@ -420,10 +421,11 @@ class _Responses:
             store=params.store,
             temperature=resolved.temperature,
             text=TextEcho(
-                params.text.format or {"type": "text"}, params.text.verbosity or "medium"
+                trim_setting(params.text.format or {"type": "text"}),
+                (params.text.verbosity or "medium")[:64],
             ),
-            tool_choice=params.tool_choice,
-            tools=[trim_tool(tool) for tool in params.tools or ()],
+            tool_choice=choice if isinstance(choice, str) else trim_setting(choice),
+            tools=[trim_setting(tool) for tool in params.tools or ()],
             top_logprobs=params.top_logprobs,
             top_p=resolved.top_p,
         )

@@ -19,7 +19,10 @@ _ITEM_FIELDS = (
     "operation", "tools", "text", "result", "value",
 )  # fmt: skip
 _PART_FIELDS = ("text", "refusal", "content", "output", "result", "value", "stdout", "stderr")
-_TOOL_FIELDS = ("description", "parameters", "function", "tools")
+_SETTING_FIELDS = ("description", "parameters", "function", "tools", "schema")
+_SHOWN_SETTINGS = (  # types of tools, choices and forms that the model is shown or that bind it
+    "function", "custom", "namespace", "tool_search", "allowed_tools", "json_schema",
+)  # fmt: skip
 
 Item = dict[str, Any]
 
@@ -163,9 +166,15 @@ def encode_shown(items: Sequence[Mapping[str, Any]]) -> bytes:
     return msgspec.json.encode([_trim_item(item) for item in items])
 
 
-def trim_tool(tool: Mapping[str, Any]) -> Item:
-    """Return a tool without large fields that the model is not shown."""
-    return _trim(tool, _TOOL_FIELDS)
+def trim_setting(setting: Mapping[str, Any]) -> Item:
+    """Return a tool, a choice or a form without large fields that have no effect."""
+    is_shown = setting.get("type") in _SHOWN_SETTINGS
+    trimmed = _trim(setting, _SETTING_FIELDS if is_shown else ())
+    if isinstance(tools := trimmed.get("tools"), list):
+        trimmed["tools"] = [
+            trim_setting(tool) if isinstance(tool, dict) else tool for tool in tools
+        ]
+    return trimmed
 
 
 def _trim_item(item: Mapping[str, Any]) -> Item:
