@@ -2,8 +2,9 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from negamax.cli.io import print_line
 from negamax.cli.options import parse_count, setting
 from negamax.config.embedded import QUOTED_NAMES
 from negamax.config.model_spec import ModelSpec
-from negamax.models.registry import bundled_names, format_hub_id
+from negamax.models.registry import bundled_names, bundled_spec, format_hub_id
 from negamax.options.engine import KV_CACHE_DTYPES, EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.planner.cost import Workload
 from negamax.planner.gpus import GIB, GPUS, MEASURED, MEASURED_RANKS, find_gpu, visible_gpus
 from negamax.planner.plan import Candidate, Hardware, Plan, Refused, make_plan
 from negamax.planner.topology import LIMITS, Topology
+from negamax.quantization import online
 
 HELP = """Show how to split MODEL over GPUs: memory, predicted times, the command to type.
 
@@ -30,7 +32,8 @@ Reads configuration files only and needs no GPU. Times are predictions; docs/par
 them with measurements.
 """
 _MOST_GPUS = 64
-_MOST_ROWS = 12
+_MOST_ROWS, _MOST_REASONS = 6, 3  # what fits a screen
+_FORMATS = ("fp8", "int8", "mxfp8", "int4", "nvfp4", "mxfp4")  # of --quantization
 FIRST_NODE = "node0"  # in commands for several machines
 _GPU_NAMES = [gpu.name for gpu in GPUS.values()]
 _TABLE_WIDTH = 100  # of what stands in columns, on a narrower terminal, too
@@ -95,23 +98,24 @@ def command(
     dtypes = {"kv_cache_dtype": kv_cache_dtype, "index_cache_dtype": index_cache_dtype}
     sizes = {"max_model_len": max_model_len, "gpu_memory_utilization": gpu_memory_utilization}
     names = {"revision": revision, "quantization": quantization}
-    engine = EngineOptions(model, **names, **dtypes, **sizes)  # type: ignore[arg-type]
+    engine = EngineOptions(_bundled(model), **names, **dtypes, **sizes)  # type: ignore[arg-type]
     spec, ranks = _model(engine)
     lengths = _lengths(input_len, output_len, engine, spec)
     workloads = [Workload(count, *lengths) for count in counts]
-    plan = make_plan(
-        spec,
-        hardware,
-        workloads,
+    planned = partial(
+        make_plan,
+        hardware=hardware,
+        workloads=workloads,
         kv_dtype=kv_cache_dtype,
         index_dtype=index_cache_dtype,
         max_model_len=engine.max_model_len,
-        split_for=ranks,
     )
+    plan = planned(spec, split_for=ranks)
     if as_json:
         print(json.dumps(_document(plan, engine, spec), indent=2))
     else:
-        _print(plan, engine, spec)
+        is_short = not plan.candidates and any(each.missing_bytes for each in plan.refused)
+        _print(plan, engine, spec, remedy=_list_formats(spec, planned) if is_short else None)
     raise typer.Exit(0 if plan.candidates else 1)
 
 
@@ -163,6 +167,33 @@ def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout]]:
         engine.quantization, spec.quantization, is_drawn=_is_bundled(engine.model)
     )
     return replace(spec, quantization=quantization), read_ranks(source.tokenizer_folder)
+
+
+def _bundled(model: str) -> str:
+    """Return the bundled name of a hub id that needs no download to be planned, else `model`."""
+    same = (name for name in bundled_names() if format_hub_id(name).lower() == model.lower())
+    return next(same, model) if not Path(model).exists() else model
+
+
+def _list_formats(spec: ModelSpec, planned: Callable[[ModelSpec], Plan]) -> str:
+    """Return a line with the formats in which the model fits."""
+    plain = replace(spec, quantization=None)
+    fits = {name: planned(replace(plain, quantization=online.spec(name))) for name in _FORMATS}
+    best = {name: each.fastest for name, each in fits.items() if each.fastest is not None}
+    found = [f"{name} ({each.topology.label})" for name, each in best.items()]
+    if not found:
+        return "It fits in no other format either: use more or larger GPUs."
+    same = [
+        name
+        for name in bundled_names()
+        if replace(bundled_spec(name), quantization=None) == plain
+        and bundled_spec(name) != spec
+        and planned(bundled_spec(name)).candidates
+    ]
+    return (
+        f"In other formats it fits: {', '.join([*same, *found])}. Choose a checkpoint in one of "
+        "them, or add --quantization NAME to one in BF16."
+    )
 
 
 def _is_bundled(model: str) -> bool:
@@ -264,7 +295,7 @@ def _ordered(plan: Plan) -> list[Candidate]:
     return list(dict.fromkeys([*best, *plan.candidates]))
 
 
-def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> None:
+def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec, *, remedy: str | None) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -278,6 +309,14 @@ def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> None:
         f"{engine.model} on {hardware.gpus} x {gpu.name} ({gpu.memory / GIB:.1f} GiB){where}, "
         f"prompts of {first.input_len} and answers of {first.output_len} tokens"
     )
+    for use, found in _best(plan).items():
+        if found is not None:
+            console.print(f"\nBest for {use}: {found.topology.label}")
+            for line in commands(found, engine, spec, hardware):
+                console.print(f"  {line}")
+    for note in (*_notes(plan), *([] if remedy is None else [remedy])):
+        console.print()
+        print_line(note)
     if plan.candidates:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
         table.add_column("topology\nbest for", no_wrap=True)
@@ -289,27 +328,32 @@ def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> None:
             table.add_row(*_row(each, plan))
         console.print()
         console.print(table)
-        if (left_out := len(ordered) - _MOST_ROWS) > 0:
-            console.print(f"\n{left_out} slower ones are left out; --json has all.")
-        console.print(
-            "\nof each GPU: weights, KV cache per token; of all: tokens that the cache holds,\n"
-            "longest request; first token of one prompt, tokens of prompts per second;\n"
-            "by requests at a time: ms per token of each, tokens of answers per second\n"
-            "(*: the cache holds fewer)"
+        left_out = len(ordered) - _MOST_ROWS
+        slower = f"{left_out} slower ones are left out; --json has all. " if left_out > 0 else ""
+        print_line(
+            f"{slower}Of each GPU: weights, KV cache per token; of all: tokens in the cache, "
+            "longest request; first token of a prompt, prompt tokens per second; by requests at a "
+            "time: ms per token, tokens per second (*: the cache holds fewer)."
         )
-    for use, found in _best(plan).items():
-        if found is not None:
-            console.print(f"\nBest for {use}: {found.topology.label}")
-            for line in commands(found, engine, spec, hardware):
-                console.print(f"  {line}")
-    for note in _notes(plan):
-        console.print()
-        print_line(note)
-    if plan.refused:
-        console.print("\nWhat does not run")
-    for reason, labels in _by_reason(plan.refused).items():
+    _print_refused(plan)
+
+
+def _print_refused(plan: Plan) -> None:
+    """Print the smallest shortage of memory and a few other reasons."""
+    short = sorted(
+        (each for each in plan.refused if each.missing_bytes), key=lambda each: each.missing_bytes
+    )
+    others = [each for each in plan.refused if not each.missing_bytes]
+    reasons = list(_by_reason([*short, *others]).items())
+    num_short = len(_by_reason(short))
+    shown = [*reasons[: min(1, num_short)], *reasons[num_short : num_short + _MOST_REASONS]]
+    if shown:
+        print("\nWhat does not run")
+    for reason, labels in shown:
         more = f" and {len(labels) - 4} more" if len(labels) > 5 else ""
         print_line(f"  {', '.join(labels[: 4 if more else 5])}{more}: {reason}", indent=4)
+    if len(reasons) > len(shown):
+        print_line(f"  {len(reasons) - len(shown)} more reasons; --json has all.")
 
 
 def _row(each: Candidate, plan: Plan) -> Iterator[str]:
@@ -339,7 +383,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         )
 
 
-def _by_reason(refused: tuple[Refused, ...]) -> Mapping[str, list[str]]:
+def _by_reason(refused: Sequence[Refused]) -> Mapping[str, list[str]]:
     found: dict[str, list[str]] = {}
     for each in refused:
         found.setdefault(each.reason, []).append(each.topology.label)

@@ -73,6 +73,7 @@ class Refused:
 
     topology: Topology
     reason: str
+    missing_bytes: float = 0.0  # of each GPU's memory; 0: another reason
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,13 @@ def make_plan(
                 max_num_seqs=max_num_seqs or max(LIMITS.max_num_seqs, share),
             )
             model, memory = _fit(plain, sharded, topology, fitting, least)
-            _check_room(hardware, memory, least)
         except ConfigError as error:
             refused.append(Refused(topology, error.message))
+            continue
+        missing = least * (memory.token + memory.slots) - memory.room
+        if missing > 0:
+            reason = _describe_shortage(hardware, memory, least, missing)
+            refused.append(Refused(topology, reason, missing))
             continue
         context_length = max_model_len or memory.context_length
         candidates.append(_candidate(model, hardware, topology, memory, context_length, workloads))
@@ -186,19 +191,17 @@ def _fit(
     return model, memory
 
 
-def _check_room(hardware: Hardware, memory: Fit, num_tokens: int) -> None:
-    """Refuse too little memory for `num_tokens`. Errors: `ConfigError` with the missing size."""
-    missing = num_tokens * (memory.token + memory.slots) - memory.room
-    if missing > 0:
-        needed = (hardware.gpu.memory * hardware.utilization + missing) / hardware.utilization
-        length = memory.context_length
-        shorter = f", or with --max-model-len {length}" if length > LEAST_TOKENS else ""
-        raise ConfigError(
-            f"{_gib(memory.weights)} of weights, {_gib(num_tokens * memory.token)} of cache for "
-            f"{num_tokens} tokens and {_gib(num_tokens * memory.slots)} of request slots are "
-            f"{_gib(missing)} more per GPU than --gpu-memory-utilization "
-            f"{hardware.utilization:g} leaves; fits in {_gib(needed)} per GPU{shorter}"
-        )
+def _describe_shortage(hardware: Hardware, memory: Fit, num_tokens: int, missing: float) -> str:
+    """Describe memory that is too small for `num_tokens` by `missing` bytes."""
+    needed = (hardware.gpu.memory * hardware.utilization + missing) / hardware.utilization
+    length = memory.context_length
+    shorter = f", or with --max-model-len {length}" if length > LEAST_TOKENS else ""
+    return (
+        f"{_gib(memory.weights)} of weights, {_gib(num_tokens * memory.token)} of cache for "
+        f"{num_tokens} tokens and {_gib(num_tokens * memory.slots)} of request slots are "
+        f"{_gib(missing)} more per GPU than --gpu-memory-utilization "
+        f"{hardware.utilization:g} leaves; fits in {_gib(needed)} per GPU{shorter}"
+    )
 
 
 def _candidate(

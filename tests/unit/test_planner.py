@@ -360,9 +360,20 @@ def test_table_names_the_two_best_and_reasons(capsys: pytest.CaptureFixture[str]
     assert "Best for latency: " in said and "Best for throughput: " in said
     assert "negamax serve MiniMaxAI/MiniMax-M2 --tensor-parallel-size" in said
     assert "Never measured on B200" in said and "8 KV heads cannot be split" in said
-    assert max(map(len, said.partition("slower ones")[0].splitlines()[:8])) <= 80
+    assert max(map(len, said.partition("topology")[2].splitlines()[:8])) <= 80
+    assert said.index("Best for latency") < said.index("topology") and said.count("\n") < 40
     assert main(["plan", "minimax-m2", "--gpus", "2", "--gpu", "MI300X"]) == 1
     assert "AMD GPUs (ROCm) are not supported yet" in capsys.readouterr().out
+    # a hub id needs no hub; formats that fit are named
+    for line, words in (
+        ("minimax-m3 --gpus 4 --gpu H200", "it fits: minimax-m3-mxfp8, fp8 (TP4), int8 (TP4)"),
+        ("MiniMaxAI/MiniMax-M2 --gpus 1 --gpu H200", "it fits: int4 (TP1), mxfp4 (TP1)."),
+        ("minimax-m2 --gpus 1 --gpu A100-40GB", "fits in no other format either"),
+    ):
+        assert main(["plan", *line.split()]) == 1
+        assert words in capsys.readouterr().out
+    assert main(["plan", "minimax-m22", "--gpus", "1"]) == 2
+    assert "did you mean minimax-m2?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
