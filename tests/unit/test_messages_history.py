@@ -408,6 +408,8 @@ def test_deferred_tools_are_shown_where_they_are_found() -> None:
     for tools in ([deferred], [message_tool("a"), deferred, server_search]):
         effect = request(tools=tools).tools_in_effect
         assert effect.shown == list(effect.callable.values())
+    effect = request(defined(message_tool("c")), defined(message_tool("d"))).tools_in_effect
+    assert [tool["function"]["name"] for tool in effect.shown] == ["c"] and len(effect.notes) == 1
 
 
 def test_a_tool_that_is_defined_again_is_the_latest() -> None:

@@ -304,6 +304,8 @@ def test_tools_that_a_search_finds_are_shown_in_its_result() -> None:
         made[2]["content"] == show_tools(tools[1:3]) and show_tools(tools[3:]) in made[3].values()
     )
     assert apply_settings(request(LOOKUP, deferred), placed(USER)).later == frozenset()
+    first = apply_settings(request(), placed(USER, more_tools(LOOKUP), more_tools(other)))
+    assert first.later == {"other"} and list(first.notes) == [2]
     hosted = {"type": "tool_search_output", "call_id": None, "tools": [other]}
     shown = apply_settings(request(LOOKUP), placed(USER, hosted))
     assert history(USER, hosted, tool_notes=shown.notes).messages[1]["role"] == "system"

@@ -39,6 +39,7 @@ def read_tools(
       Anthropic's servers are omitted.
     - A tool with `defer_loading` is shown where a message first refers to it. All are shown at the
       start if Anthropic's servers would search them, or if there are no others.
+    - The first tool of a conversation is shown at the start: the template describes calls there.
     """
     effect, known, deferred = ToolsInEffect(), dict[str, dict[str, Any] | None](), set[str]()
     check_tool_count(len(tools))
@@ -70,8 +71,11 @@ def read_tools(
         if (found := known.get(name)) is None:
             continue
         if name in deferred:
-            effect.notes[place] = show_tools([found])
             deferred.discard(name)
+            if effect.shown:
+                effect.notes[place] = show_tools([found])
+            else:
+                effect.shown.append(found)
         elif name not in effect.callable:
             effect.notes[place] = f"[the tool {name} can be called again]"
         if kind == "tool_addition":

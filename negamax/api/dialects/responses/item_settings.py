@@ -31,8 +31,9 @@ def apply_settings(
 ) -> Settings:
     """Apply the changes in `items`, which come with their places, to the request.
 
-    Tools are added unless their name is taken. Those of items before the first message are shown
-    with the request's, others at the place of their item, so that the cached prefix stays valid. A
+    Tools are added unless their name is taken. Those of items before the first message, and the
+    first ones of all, are shown at the start of the prompt, where the template describes calls,
+    others at the place of their item, so that the cached prefix stays valid. A
     tool with `defer_loading` is shown where the client's search finds it. The last effort and the
     last text format apply.
     """
@@ -45,7 +46,7 @@ def apply_settings(
     later, notes = set(hidden), dict[int, str]()
     added: list[dict[str, Any]] = []
     reasoning, text = params.reasoning, params.text
-    is_start = True
+    is_start, has_shown = True, bool(names - hidden)
     for number, (place, item) in enumerate(items):
         match item.get("type"):
             case "additional_tools":
@@ -74,7 +75,8 @@ def apply_settings(
                 names |= new
             brought += [one for one in found if one.shown_name in new | hidden]
             hidden -= {entry.shown_name for entry in found}
-        if is_start:
+        if is_start or not has_shown:
+            has_shown = has_shown or bool(brought)
             later -= {entry.shown_name for entry in brought}
         elif brought:
             later |= {entry.shown_name for entry in brought}
