@@ -95,7 +95,7 @@ def _read_options(structured: Mapping[str, Any]) -> bool | None:
     """Refuse unknown keys of `structured_outputs`; return what it says about compact JSON."""
     known = [*_STRUCTURED_KINDS, _COMPACT, *_IGNORED_OPTIONS]
     for name, value in structured.items():
-        if name in known or (name in _UNSUPPORTED_OPTIONS and value in (None, False)):
+        if value is None or name in known or (name in _UNSUPPORTED_OPTIONS and value is False):
             continue
         hint = suggest_nearest(name, known) or f" Known are {', '.join(_STRUCTURED_KINDS)}."
         is_known = name in _UNSUPPORTED_OPTIONS
