@@ -150,12 +150,21 @@ def handle_error(request: Request, error: Exception) -> Response:
     return build_error_response(request.scope, status, answer, headers=headers)
 
 
+# parts of routes for models of other kinds
+_OTHER_MODELS = frozenset({
+    "audio", "classify", "embed", "embeddings", "images", "moderations", "pooling", "rerank",
+    "score",
+})  # fmt: skip
+
+
 def handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path[:200]}"
     headers = dict(error.headers or {})
     if error.status_code == 404:
-        hint = suggest_nearest(request.url.path, request.app.state.paths)
+        is_of_others = not _OTHER_MODELS.isdisjoint(request.url.path.split("/"))
+        nearest = suggest_nearest(request.url.path, request.app.state.paths)
+        hint = " The models served here generate text only." if is_of_others else nearest
         answer = build_error(
             f"there is no route {where}.{hint}", error_type="not_found_error", code="unknown_route"
         )

@@ -53,6 +53,7 @@ def _check_picture(param: typer.CallbackParam, value: Path | None) -> Path | Non
 
 def picture(help: str) -> Any:
     """Describe the option --plot."""
+    help = f"{help} Needs `pip install 'negamax[plot]'`."
     return setting(None, help, "--plot", panel=OUTPUT, callback=_check_picture)
 
 

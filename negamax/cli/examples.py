@@ -15,7 +15,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "generate": (
         "negamax generate nano 'What is 47 + 38?'",
-        "negamax generate nano --raw --max-tokens 16 'Tom has'",
+        r"negamax generate nano --raw $']~b]user\nWhat is 47 + 38?[e~[\n]~b]ai\n<think>\n'",
         "negamax generate nano --json -n 4 < prompt.txt",
     ),
     "convert": (

@@ -35,7 +35,12 @@ def command(
     prompt: list[str] | None = setting(
         None, "The same as PROMPT; may be repeated.", "--prompt", "-p", panel=SAMPLING
     ),
-    raw: bool = setting(False, "Continue the prompt as it is, without the chat template.", "--raw"),
+    raw: bool = setting(
+        False,
+        "Continue the prompt as it is, without the chat template; chat models, such as nano, "
+        "expect their own tokens in it.",
+        "--raw",
+    ),
     max_tokens: int = setting(1024, "Limit the tokens of a choice, thinking included."),
     n: int = setting(1, "Generate this many choices per prompt.", "--n", "-n"),
     temperature: float | None = setting(

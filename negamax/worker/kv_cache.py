@@ -177,7 +177,15 @@ def describe(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> st
     is_sharded = any(cache.is_sharded for layer in config.kv_caches for cache in layer)
     shards = ", some blocks of each KV head on each rank" if config.layout.dcp > 1 else ""
     shards += ", a shard of the index keys on each rank" if is_sharded else ""
-    return f"KV cache {size:.2f} GiB per rank in {kinds}, {per_token:,} bytes per token{shards}"
+    asked, limit = config.kv_cache_memory or 0, ""
+    one_more = bytes_of_blocks(num_blocks + 1, config, dtype=dtype)
+    if config.num_kv_blocks is None and asked >= one_more:
+        limit = (
+            f" (of the {asked / GIB:.2f} GiB asked for: --max-num-seqs {config.max_num_seqs} "
+            f"requests of {config.max_model_len} tokens use no more)"
+        )
+    cache = f"KV cache {size:.2f} GiB{limit} per rank in {kinds}"
+    return f"{cache}, {per_token:,} bytes per token{shards}"
 
 
 def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:

@@ -167,6 +167,7 @@ def test_unknown_model_is_a_404_that_lists_what_is_served(client: Any, http: htt
 def test_unknown_route_and_method(http: httpx.Client) -> None:
     assert "'/v1/chat/completions'" in error_of(http.post("/v1/chat/completion"), 404)["message"]
     error_of(http.get("/nothing"), 404)
+    assert "generate text only" in error_of(http.post("/v1/embeddings"), 404)["message"]
     response = http.get(CHAT)
     error_of(response, 405, code="method_not_allowed")
     assert response.headers["allow"] == "POST"
