@@ -339,6 +339,7 @@ def test_narrow_windows_show_everything_and_colours_follow_the_person(
     page.look(width=360, height=640, scheme=scheme)
     ask(page, word)
     assert page.get("html", "scrollWidth") == page.get("main", "scrollWidth") == 360
+    assert page.get("th", "getBoundingClientRect().width") > 360  # words stay whole, tables scroll
     for selector in ("#model", "#new", "#settings-toggle", "#prompt", "#send"):
         left = page.get(selector, "getBoundingClientRect().left")
         right = page.get(selector, "getBoundingClientRect().right")

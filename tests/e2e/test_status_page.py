@@ -42,6 +42,10 @@ def test_status_page_shows_the_load(page: Browser, server: Server, http: httpx.C
     said = page.run(f"return {lines}.map((e) => e.getAttribute('aria-label'))")
     assert said[0].startswith("Running: now ")
     assert int(page.text("#requests").replace(",", "")) >= 1
+    kept = "JSON.parse(sessionStorage.getItem('negamax-status')).kept.length"
+    before = page.run(f"return {kept}")
+    page.open(f"{server.url}/status")
+    page.wait(f"{kept} > before", before=before)  # a reload keeps the charts
     assert page.problems == []
 
 

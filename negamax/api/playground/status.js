@@ -54,9 +54,31 @@ const CHARTS = [
   { title: "Finished", lines: { finished: "now" }, unit: "requests/s", format: rate, least: 1 },
 ];
 
+const HISTORY = "negamax-status"; // in the tab's storage, so that the charts outlive a reload
+
 const readings = []; // {time, values, buckets}, the latest last
-const samples = [];
+const samples = restored();
 let pointed = null; // index of the sample under the pointer
+
+// The samples of before a reload, and empty ones for the time since then.
+function restored() {
+  try {
+    const { saved, kept } = JSON.parse(sessionStorage.getItem(HISTORY));
+    const missed = Math.min(NUM_SAMPLES, Math.floor((Date.now() - saved) / POLL_MS));
+    const empty = Object.fromEntries(Object.keys(kept[0] ?? {}).map((name) => [name, null]));
+    return [...kept, ...Array(missed).fill(empty)].slice(-NUM_SAMPLES);
+  } catch {
+    return [];
+  }
+}
+
+function save() {
+  try {
+    sessionStorage.setItem(HISTORY, JSON.stringify({ saved: Date.now(), kept: samples }));
+  } catch {
+    // without storage the charts begin anew
+  }
+}
 
 // What one reading says, given the earlier ones.
 function sampleOf(reading, earlier) {
@@ -163,6 +185,7 @@ async function poll() {
   readings.push(reading);
   if (readings.length > WINDOW) readings.shift();
   if (samples.length > NUM_SAMPLES) samples.shift();
+  save();
   showState(reading.values);
   show();
 }
