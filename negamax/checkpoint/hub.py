@@ -43,6 +43,8 @@ def check_model_name(model: str, also: Collection[str] = ()) -> Path | None:
             )
     except (OSError, RuntimeError):  # the name is too long for a path, or "~" is of an unknown user
         pass
+    if ".gguf" in model.lower() or re.search(r"-gguf(:\S*)?$", model, re.IGNORECASE):
+        raise _refuse_gguf(model[:200])
     if not _HUB_ID.fullmatch(model):
         near = difflib.get_close_matches(model.lower(), [*EMBEDDED, *EMBEDDED_DRAFTS, *also], n=1)
         raise ConfigError(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -45,12 +45,14 @@ def read_generation_defaults(
     *,
     absent: Mapping[str, Any],
     override: Mapping[str, Any] | None = None,
+    turn_end: str | None = None,
 ) -> GenerationDefaults:
     """Read `folder`/generation_config.json, with the fields in `override` replaced.
 
     Without the file, sampling has the values `absent`. Sampling fields that the file omits are off;
     `do_sample: false` is greedy. An `eos_token_id` in `override` counts alone; otherwise the end
-    tokens are those of the tokenizer, of the file and of config.json together. Errors:
+    tokens are those of the tokenizer (its eos_token and `turn_end`), of the file and of config.json
+    together. Errors:
     `ConfigError` with the field, the value and what is allowed; `CheckpointError` for a file that
     is no JSON object.
     """
@@ -63,7 +65,7 @@ def read_generation_defaults(
         sampling = _read_sampling({**config, **greedy, **override}, where=OVERRIDE)
         if chosen := _read_ends(override, spec, where=OVERRIDE):
             return GenerationDefaults(sampling=sampling, eos_token_ids=chosen)
-    own = () if folder is None else _read_tokenizer_eos(folder, spec)
+    own = () if folder is None else _read_tokenizer_ends(folder, spec, turn_end)
     found = {"the tokenizer": own, GENERATION_FILE: ids, "config.json": spec.eos_token_ids}
     return _join_ends(sampling, {name: these for name, these in found.items() if these})
 
@@ -98,31 +100,37 @@ def _list_ids(ids: Sequence[int]) -> str:
     return " and ".join(map(str, ids))
 
 
-def _read_tokenizer_eos(folder: Path, spec: ModelSpec) -> tuple[int, ...]:
-    """Return the id of the tokenizer's eos_token; () if its files do not name both."""
-    text = None
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        config = read_json_object(folder / name) if (folder / name).exists() else {}
+def _read_tokenizer_ends(folder: Path, spec: ModelSpec, turn_end: str | None) -> tuple[int, ...]:
+    """Return the ids of the tokenizer's eos_token and of `turn_end`, as far as its files have them.
+
+    transformers 5 writes the ids into tokenizer.json alone.
+    """
+    listed: list[tuple[str | None, object]] = []  # text and id of added tokens
+    texts = {turn_end}
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"):
+        path = folder / name
+        if name == "tokenizer.json" and (listed or texts == {None}):
+            continue
+        config = read_json_object(path) if path.exists() else {}
         named = config.get("eos_token")
-        text = text or (named.get("content") if isinstance(named, Mapping) else named)
-        if text and isinstance(added := config.get("added_tokens_decoder"), Mapping):
-            found = {token.get("content"): key for key, token in added.items() if _is_token(token)}
-            if str(key := found.get(text)).isdecimal() and int(str(key)) < spec.vocab_size:
-                return (int(str(key)),)
-    path = folder / "tokenizer.json"  # transformers 5 writes the ids into this file alone
-    if not text or not path.exists():
-        return ()
-    listed = read_json_object(path).get("added_tokens")
+        texts.add(_text(named.get("content") if isinstance(named, Mapping) else named))
+        decoder, added = config.get("added_tokens_decoder"), config.get("added_tokens")
+        tokens = dict(decoder) if isinstance(decoder, Mapping) else {}
+        tokens |= dict(enumerate(added)) if isinstance(added, list) else {}
+        for key, token in tokens.items():
+            if isinstance(token, Mapping):
+                token_id = token.get("id", int(key) if str(key).isdecimal() else None)
+                listed.append((_text(token.get("content")), token_id))
     return tuple(
-        token["id"]
-        for token in (listed if isinstance(listed, list) else ())
-        if _is_token(token) and token.get("content") == text
-        if type(token.get("id")) is int and 0 <= token["id"] < spec.vocab_size
+        token_id
+        for text, token_id in listed
+        if text is not None and text in texts
+        if type(token_id) is int and 0 <= token_id < spec.vocab_size
     )
 
 
-def _is_token(token: object) -> TypeGuard[Mapping[str, Any]]:
-    return isinstance(token, Mapping)
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _read_ends(config: Mapping[str, Any], spec: ModelSpec, *, where: str) -> tuple[int, ...]:

@@ -578,6 +578,8 @@ def test_answers_end_at_the_tokens_of_all_files(
     spec = replace(bundled_spec("minimax-m2"), eos_token_ids=(config,))
     found = defaults(tmp_path, generation, spec=spec)
     assert (found.eos_token_ids, found.warning is not None) == (ends, warns)
+    turned = read_generation_defaults(tmp_path, spec, absent={}, turn_end="[e~[").eos_token_ids
+    assert (200_020 in turned) is (tokenizer is not None)
     override = {"eos_token_id": 5, "temperature": 0.5}
     found = read_generation_defaults(tmp_path, spec, absent={}, override=override)
     assert (found.eos_token_ids, found.warning, found.sampling.temperature) == ((5,), None, 0.5)

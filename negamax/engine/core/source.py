@@ -108,9 +108,14 @@ def _read_generation(
     folder: Path | None, spec: ModelSpec, options: EngineOptions
 ) -> GenerationDefaults:
     """Read sampling defaults and end tokens. Errors: `ConfigError`, `CheckpointError`."""
-    absent = find_family(spec.architecture).sampling
-    override = options.override_generation_config
-    return read_generation_defaults(folder, spec, absent=absent, override=override)
+    family = find_family(spec.architecture)
+    return read_generation_defaults(
+        folder,
+        spec,
+        absent=family.sampling,
+        override=options.override_generation_config,
+        turn_end=None if family.chat is None else family.chat.output.turn_close,
+    )
 
 
 def _locate_draft(
