@@ -43,8 +43,12 @@ def _check_line(*, engine: EngineOptions, server: ServerOptions) -> None:
     """Check as a start does; a folder may be on another machine. Errors: `ConfigError`."""
     if engine.model.startswith(("/", "./", "~")) and not Path(engine.model).expanduser().exists():
         print(f"note: the folder {engine.model} is not on this machine", file=sys.stderr)
-        engine = dataclasses.replace(engine, model=next(iter(EMBEDDED)))
+        check(engine=dataclasses.replace(engine, model=next(iter(EMBEDDED))), server=server)
+        return
     check(engine=engine, server=server)
+    from negamax.engine.core.source import check_start
+
+    check_start(engine)
 
 
 @add_options(check=_check_line)

@@ -17,7 +17,7 @@ from negamax.engine.core.expert_balancer import ExpertBalancer
 from negamax.engine.core.expert_location import place_experts
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.scripted_executor import ScriptedExecutor
-from negamax.engine.core.source import ModelSource, locate
+from negamax.engine.core.source import ModelSource, choose_context_length, locate
 from negamax.engine.grammar.manager import GrammarManager
 from negamax.engine.nodes.facts import collect_facts
 from negamax.engine.nodes.group import start_on_nodes
@@ -109,7 +109,7 @@ def _make_worker_config(
             logger.info("%s", note)
     if source.generation.warning is not None:
         logger.warning("%s", source.generation.warning)
-    max_model_len = _choose_context_length(options, spec)
+    max_model_len = choose_context_length(options, spec)
     device, gpus = find_device(options.device)
     layout = ParallelLayout.of(options.parallel, nodes=options.nnodes)
     check_split(layout, spec, gpus=None if gpus is None else gpus * layout.nodes)
@@ -379,15 +379,3 @@ def _limit_context_length(max_model_len: int, pool_tokens: int) -> int:
             max_model_len,
         )
     return min(max_model_len, pool_tokens + 1)
-
-
-def _choose_context_length(options: EngineOptions, spec: ModelSpec) -> int:
-    if options.max_model_len is None:
-        return spec.max_position_embeddings
-    if options.max_model_len > spec.max_position_embeddings:
-        raise ConfigError(
-            f"--max-model-len is {options.max_model_len}; the model's context length is "
-            f"{spec.max_position_embeddings} tokens",
-            hint=f"use --max-model-len {spec.max_position_embeddings} or less",
-        )
-    return options.max_model_len

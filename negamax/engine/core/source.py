@@ -22,6 +22,8 @@ from negamax.models.registry import (
 )
 from negamax.options.engine import EngineOptions
 from negamax.options.speculation import EAGLE3, SpeculationConfig
+from negamax.parallel.layout import ParallelLayout
+from negamax.parallel.split import check_split
 from negamax.quantization import online
 from negamax.quantization.detect import detect
 from negamax.quantization.names import check_name, quantized
@@ -76,6 +78,31 @@ def check_model(options: EngineOptions) -> None:
             f"{options.model!r} is a bundled model spec without weights",
             hint=f"use {format_hub_id(options.model)}, or add --load-format synthetic",
         )
+
+
+def check_start(options: EngineOptions) -> None:
+    """Check what a start checks and no download is needed for. Errors: as `locate`."""
+    check_model(options)
+    if not _is_bundled(options.model) and check_model_name(options.model) is None:
+        return
+    spec = _locate_target(options).spec
+    if options.script is None:
+        choose_context_length(options, spec)
+    if options.performance_mode == "balanced":  # else sizes are chosen for the GPUs
+        check_split(ParallelLayout.of(options.parallel, nodes=options.nnodes), spec)
+
+
+def choose_context_length(options: EngineOptions, spec: ModelSpec) -> int:
+    """Return --max-model-len, or the model's. Errors: `ConfigError` if it exceeds the model's."""
+    if options.max_model_len is None:
+        return spec.max_position_embeddings
+    if options.max_model_len > spec.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len is {options.max_model_len}; the model's context length is "
+            f"{spec.max_position_embeddings} tokens",
+            hint=f"use --max-model-len {spec.max_position_embeddings} or less",
+        )
+    return options.max_model_len
 
 
 def _is_bundled(model: str) -> bool:
