@@ -5,11 +5,14 @@ The output parser reads the enforced calls back.
 
 import json
 from collections.abc import Sequence
+from itertools import permutations
 from typing import Any
 
 import numpy as np
 import pytest
 from grammar_support import TOKENIZER, choice, reasoning, regex, schema, tool
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
 
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar, Reasoning
@@ -23,6 +26,7 @@ from negamax.text.parser.events import ParsedOutput
 from negamax.text.parser.output_format import OutputFormat
 from tests.layouts import full
 from tests.unit.parser_support import parse
+from tests.unit.template_support import m2_template, m3_template
 
 VOCAB_SIZE = 4160
 EOS = TOKENIZER.eos_token_id or 0
@@ -396,7 +400,8 @@ def walk(grammar: Grammar, seed: int, *, closer: str) -> str:
         tokens = sorted(allowed(following) - HALF_CHARACTERS)
         chosen = [int(rng.choice(tokens))]
         end = TOKENIZER.encode(closer)
-        if len(tokens) > 2000 and end[0] in tokens and rng.random() < 0.2:
+        if len(tokens) > 2000 and rng.random() < 0.2 and following.take(closer.encode()):
+            following.take_back(1)  # it is raw text, not a name
             chosen = end
         if chosen == [EOS]:
             return TOKENIZER.decode(taken)
@@ -446,6 +451,49 @@ def test_parser_reads_valid_arguments_of_random_forced_calls(style: str, seed: i
     parsed = parse(output_format, text, tools=[RICH, PING], in_reasoning=False)
     assert parsed.content in (None, "")
     check_rich(parsed)
+
+
+NAMES = st.text(st.sampled_from("ab<>\"'[]/=&. é"), min_size=1, max_size=6)
+MAP_KEYS = st.from_regex(r"[ab\[\]é.'=][ab\[\]é.' /]{0,5}", fullmatch=True)
+WORDS = st.text(st.sampled_from('<>/ab\n "0[{'), max_size=12)
+NO_LITERALS = WORDS.map("x{}".format)
+STRING = {"type": "string"}
+EITHER = {"enum": ["1", "<a>", "b c", 2]}
+PAIR = {"type": "object", "properties": {"a>": STRING, "b": STRING}}
+PAIRS = st.lists(
+    st.tuples(WORDS, WORDS).map(lambda pair: dict(zip(("a>", "b"), pair, strict=True)))
+)
+# schemas, and values that have only one spelling
+VALUES: list[tuple[dict[str, Any], st.SearchStrategy[Any]]] = [
+    (STRING, WORDS),
+    ({"type": ["string", "integer"]}, st.integers() | NO_LITERALS),
+    (EITHER, st.sampled_from(EITHER["enum"])),
+    ({"anyOf": [STRING, {"type": "array", "items": STRING}]},
+     st.lists(WORDS, min_size=1) | NO_LITERALS),
+    ({"type": "object", "additionalProperties": {"type": "integer"}},
+     st.dictionaries(MAP_KEYS, st.integers())),
+    ({"type": "array", "items": PAIR}, PAIRS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("style", ["m2", "m3"])
+@settings(max_examples=40, deadline=None, phases=[Phase.generate])  # shrinking takes minutes
+@given(data=st.data())
+def test_rendered_calls_are_accepted_and_read_back(style: str, data: st.DataObject) -> None:
+    name, *keys = data.draw(st.lists(NAMES, min_size=2, max_size=4, unique=True))
+    assume(not any(one.startswith(other) for one, other in permutations(keys, 2)))
+    chosen = {key: data.draw(st.sampled_from(VALUES)) for key in keys}
+    arguments = {key: data.draw(values) for key, (_, values) in chosen.items()}
+    odd = tool(name, **{key: schema for key, (schema, _) in chosen.items()})
+    template, output = (m2_template(), MINIMAX_M2) if style == "m2" else (m3_template(), MINIMAX_M3)
+    call = {"function": {"name": name, "arguments": arguments}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
+    turn = template.render(messages, add_generation_prompt=False).split("]~b]ai\n")[1]
+    text = turn.partition("[e~[")[0].removeprefix(output.think_close)
+    calls = M2Calls(TAG_IDS) if style == "m2" else M3Calls()
+    check(tool_grammar([{**odd["function"], "strict": True}], calls, choice="required"), [text], [])
+    parsed = parse(output, text, tools=[odd], in_reasoning=False)
+    assert [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls] == [(name, arguments)]
 
 
 def test_compiled_grammars_are_kept_and_found_again() -> None:

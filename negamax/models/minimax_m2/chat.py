@@ -350,7 +350,7 @@ class M2Calls(CallStyle):
 
     name = "m2"
     end_of_text = "</parameter>"
-    free_key = '[^"<>\\n]', '[^"<>\\n]', None
+    free_key = '[^"\\n]', '[^"\\n]', None
     call_tags = '<invoke name="{}">\n', "</invoke>\n"
     argument_tags = '<parameter name="{}">', "</parameter>\n"
     lead = newlines(3)

@@ -21,6 +21,7 @@ A tag without the marker is data. Elements nest: an object has one element per m
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from negamax.text.chat_family import ChatFamily
@@ -50,6 +51,7 @@ _M = re.escape(MARKER)
 _SPACE = r"\s{0,4}"  # between a marker and its tag, and at the end of a tag
 # a marker inside an invoke tag, and what follows it there
 _SPLICE = rf"{_M}{_SPACE}<?[^<>]{{0,64}}"
+_ATTRIBUTES = re.compile(r"""(?:\s+[\w:-]+\s*=\s*(?:"[^"]*"|'[^']*'))+\s*/?$""")
 _SPLICED = re.compile(rf"{_M}{_SPACE}<?")
 _PARTIAL_M = (
     "(?:" + "|".join(re.escape(MARKER[:length]) for length in range(len(MARKER) - 1, 0, -1)) + ")"
@@ -87,7 +89,7 @@ class MiniMaxM3Block(CallBlock):
                 self._raw.append(lexeme.text)
             if arguments.lost:
                 self._leave(arguments.lost + lexeme.text)
-            elif lexeme.kind is TagKind.PARAMETER_OPEN:
+            elif not arguments.is_between_arguments:
                 self._calls.announce()
         return has_ended
 
@@ -115,10 +117,8 @@ class MiniMaxM3Block(CallBlock):
     def _take_in_call(self, lexeme: Lexeme, arguments: ElementArguments) -> bool:
         tag = lexeme.text
         match lexeme.kind:
-            case TagKind.PARAMETER_OPEN:
-                _open_element(arguments, tag)
-            case TagKind.PARAMETER_CLOSE:
-                _close_element(arguments, tag)
+            case TagKind.PARAMETER_OPEN | TagKind.PARAMETER_CLOSE:
+                _take_element(arguments, tag)
             case TagKind.INVOKE_OPEN if self._is_data(tag, arguments):
                 arguments.quote(_INVOKE, tag)
             case TagKind.BLOCK_OPEN if arguments.is_in_string:
@@ -186,32 +186,29 @@ class MiniMaxM3Block(CallBlock):
         self._arguments = None
 
 
-def _open_element(arguments: ElementArguments, tag: str) -> None:
-    name = _read_element_name(tag, arguments)
-    is_empty = name.endswith("/") and not arguments.lists(name)  # `<tags/>`
+def _take_element(arguments: ElementArguments, tag: str) -> None:
+    """Take the opener or closer of an element. A listed name may begin or end with a slash."""
+    inner = tag.removeprefix(MARKER).lstrip()[1:-1]
+    if inner.startswith("/"):
+        name = _read_name(inner[1:], lambda name: arguments.has_open(name) or arguments.lists(name))
+        if not arguments.lists(f"/{name}") or arguments.has_open(name):
+            arguments.close(name, tag)
+            return
+        inner = f"/{name}"
+    name = _read_name(inner, arguments.lists)
+    emptied = name.removesuffix("/").rstrip()  # `<tags/>`
+    is_empty = emptied != name and arguments.lists(emptied) and not arguments.lists(name)
+    arguments.open(emptied if is_empty else name, tag)
     if is_empty:
-        name = name.removesuffix("/").rstrip()
-    arguments.open(name, tag)
-    if is_empty:
-        arguments.close(name, "")
+        arguments.close(emptied, "")
 
 
-def _close_element(arguments: ElementArguments, tag: str) -> None:
-    name = _read_element_name(tag, arguments)
-    if arguments.lists(f"/{name}") and not arguments.has_open(name):
-        arguments.open(f"/{name}", tag)  # the opener of a name that begins with a slash
-    else:
-        arguments.close(name, tag)
-
-
-def _read_element_name(tag: str, arguments: ElementArguments) -> str:
+def _read_name(inner: str, is_known: Callable[[str], bool]) -> str:
     """Return the name in an element's tag, without attributes that no schema has."""
-    exact = tag.removeprefix(MARKER).lstrip()[1:-1].removeprefix("/")
-    if arguments.lists(exact) or arguments.has_open(exact):
-        return exact
-    name = exact.strip()
-    first, _, others = name.partition(" ")
-    return first if "=" in others and not arguments.lists(name) else name
+    name = inner.strip()
+    word = _ATTRIBUTES.sub("", name)
+    unknown = inner if word == name else word
+    return next(filter(is_known, (inner, name, word)), unknown)
 
 
 def _read_tool_name(tag: str, schemas: ToolSchemas) -> str:
@@ -229,7 +226,7 @@ class M3Calls(CallStyle):
     end_of_text = MARKER
     call_tags = f'{MARKER}<invoke name="{{}}">', f"{MARKER}</invoke>\n"
     argument_tags = f"{MARKER}<{{}}>", f"{MARKER}</{{}}>"
-    free_key = "[A-Za-z_]", "[A-Za-z0-9_.-]", 63
+    free_key = r"[^<>/\s]", r"[^<>\"\n]", 63
 
     def block(self, calls: Format) -> Format:
         begin, end = f"{MARKER}<tool_call>\n", f"{MARKER}</tool_call>"

@@ -371,7 +371,7 @@ class ElementArguments:
             self._close()
 
     def has_open(self, name: str) -> bool:
-        return any(element.name == name for element in self._open)
+        return any(element.name == name for element in self._open[1:])
 
     # Output
 

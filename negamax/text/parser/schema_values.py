@@ -7,6 +7,7 @@ number or a string.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -21,8 +22,8 @@ from negamax.text.schema_walk import find_types, walk_alternatives
 TEXT_TYPES = frozenset({"string", "null"})
 
 CONTAINERS = frozenset({"object", "array"})
-_ODD = re.compile(r"(?=.*[<>\"]).{1,128}", re.DOTALL)
-_MAX_ODD_NAMES = 200  # of a request; the tags of others end at their first angle bracket
+_ODD = re.compile(r"(?=.*[<>\"]).{1,512}", re.DOTALL)
+_MAX_ODD_CHARS = 20_000  # of all such names; the tags of others end at their first angle bracket
 _MAX_DIGITS = 4300  # Python's own readers refuse more
 # scalars that are no strings, as templates write them
 _LITERAL = re.compile(
@@ -62,7 +63,7 @@ class ToolSchemas:
                 if isinstance(listed, Mapping):
                     members.update(dict.fromkeys(filter(_ODD.fullmatch, listed)))
         tools = list(filter(_ODD.fullmatch, self._roots))
-        return tools[:_MAX_ODD_NAMES], list(members)[:_MAX_ODD_NAMES]
+        return _limit(tools), _limit(members)
 
     def declares(self, tool: str) -> bool:
         return tool in self._roots
@@ -168,6 +169,13 @@ class ValueSchema:
         if view is None:
             view = self._known[key] = ValueSchema(schemas, root=self._root, known=self._known)
         return view
+
+
+def _limit(names: Iterable[str]) -> list[str]:
+    """Return the first names, up to _MAX_ODD_CHARS."""
+    names = list(names)
+    ends = itertools.accumulate(map(len, names))
+    return [name for name, end in zip(names, ends, strict=True) if end <= _MAX_ODD_CHARS]
 
 
 @dataclass(frozen=True, slots=True)
