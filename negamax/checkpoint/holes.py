@@ -31,9 +31,12 @@ class ZeroMatrix(NamedTuple):
 
 
 def is_zero(values: Tensor) -> bool:
-    """Return whether all bytes of `values` (on the CPU, contiguous) are 0; False without any."""
-    data = values.reshape(-1).view(torch.uint8)
-    return bool(len(data)) and not bool(data[:_EDGE_BYTES].any()) and not bool(data.any())
+    """Return whether all bytes of `values` (on the CPU, rows contiguous) are 0; False without any.
+
+    Of most matrices only the first row is looked at.
+    """
+    data = (values if values.dim() else values.reshape(1)).view(torch.uint8)
+    return bool(data.numel()) and not bool(data[:1].any()) and not bool(data.any())
 
 
 def check_zeros(reader: CheckpointReader, zeros: Mapping[str, ZeroMatrix]) -> None:

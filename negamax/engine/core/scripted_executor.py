@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
+from negamax.base.errors import ConfigError
 from negamax.engine.core.executor import Results
 from negamax.engine.core.source import ModelSource
 from negamax.models.registry import find_chat_family
@@ -36,7 +37,11 @@ class ScriptedExecutor:
     ) -> None:
         template_folder = source.tokenizer_folder
         template = ChatTemplate.from_folder(template_folder)
-        assert template is not None, "checkpoints of the families served here have a template"
+        if template is None:
+            raise ConfigError(
+                "--script answers chats, and the model has no chat template",
+                hint="use an embedded model, such as nano",
+            )
         self._eos = source.generation.eos_token_ids[0]
         self._answers = ScriptedAnswers(
             script,
