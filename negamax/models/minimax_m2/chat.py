@@ -30,7 +30,13 @@ from negamax.text.chat_family import ChatFamily
 from negamax.text.grammar.budget import Budget
 from negamax.text.grammar.tag_formats import Format, const, marker, newlines, sequence
 from negamax.text.grammar.tool_calls import CallStyle
-from negamax.text.parser.call_recovery import find_key, may_hold_argument, read_members, read_value
+from negamax.text.parser.call_recovery import (
+    WRAPPERS,
+    find_key,
+    may_hold_argument,
+    read_members,
+    read_value,
+)
 from negamax.text.parser.output_format import CallBlock, CallWriter, OutputFormat
 from negamax.text.parser.schema_values import TEXT_TYPES, ToolSchemas, WaitingMember, group_members
 from negamax.text.parser.tag_lexer import (
@@ -53,7 +59,19 @@ _HELD = rf"{_QUOTED}(?:\"\s{{0,4}})?\Z"
 _NAMED_PARAMETER = re.compile(r"<parameter\s+name\b")
 
 # arguments that lost their tag, or in another syntax
-_OTHER_FORMS = ('parameter name="{}"', 'name="{}"', '{}">', "<{}>", '{{"{}"', '"{}"', "{}:")
+_OTHER_FORMS = (
+    '<parameter name="{}"',
+    'parameter name="{}"',
+    'name="{}"',
+    '{}">',
+    "<{}>",
+    '{{"{}"',
+    '"{}"',
+    "{}:",
+)
+
+# around all parameters
+_WRAPPER = re.compile(rf"\s*</?(?:{'|'.join(WRAPPERS)})>\s*")
 
 # What must follow a closer in an open value, apart from the end of an output that was not
 # truncated.
@@ -211,7 +229,7 @@ class MiniMaxM2Block(CallBlock):
         words = self._words + text if self._words else text.lstrip()
         if self._closer.kind is not TagKind.PARAMETER_CLOSE or not self._is_declared:
             return False
-        beginnings = [
+        beginnings = [f"</{name}>" for name in WRAPPERS] + [
             form.format(key) for key in self._arguments.names - self._keys for form in _OTHER_FORMS
         ]
         if any(map(words.startswith, beginnings)):
@@ -272,7 +290,7 @@ class MiniMaxM2Block(CallBlock):
     def _read_stray(self, *, is_last: bool = False) -> bool:
         """Read the text since the last parameter. False: it ended the call."""
         text, self._stray = "".join(self._stray), []
-        if not text.strip():
+        if not text.strip() or _WRAPPER.fullmatch(text):
             return True
         members = read_members(text, self._arguments)
         if members is not None and not self._keys.intersection(members):
@@ -298,6 +316,8 @@ class MiniMaxM2Block(CallBlock):
             self._begin_value(key)
             self._write(value)
             self._close_value()
+        elif may_hold_argument(value, self._arguments):
+            self._leave(text)
         else:
             self._unnamed.append(value.strip("\n"))
 
@@ -402,6 +422,7 @@ MINIMAX_M2 = OutputFormat(
         TagPattern(TagKind.PARAMETER_OPEN, "<", rf"parameter{_ATTRIBUTES}>"),
         TagPattern(TagKind.PARAMETER_CLOSE, "<", "/parameter>"),
         TagPattern(TagKind.LOOSE_THINK_CLOSE, "<", "/thinking>"),
+        TagPattern(TagKind.LOOSE_THINK_CLOSE, "<", "/mm:think>"),
     ),
     name_tags=(
         TagPattern(TagKind.INVOKE_OPEN, "<", 'invoke name="{}">'),
@@ -410,7 +431,7 @@ MINIMAX_M2 = OutputFormat(
     beginnings=TagBeginnings(
         words=(
             *("<invoke", "</invoke", "<invokename", "<parameter", "</parameter", "<parametername"),
-            "</thinking",
+            *("</thinking", "</mm:think"),
         ),
         anchors=("<invoke", "<parameter"),
         growing=rf"<(?:invoke|parameter)(?:{_ATTRIBUTES}|{_HELD})",

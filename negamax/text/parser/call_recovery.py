@@ -18,9 +18,10 @@ from negamax.text.parser.schema_values import (
 from negamax.text.parser.tag_names import quoted_name
 
 _MAX_DEPTH = 16  # of elements in elements
-_WRAPPERS = ("arguments", "parameters", "args", "input")  # names for all arguments together
+WRAPPERS = ("arguments", "parameters", "args", "input")  # names for all arguments together
 _FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 _ELEMENT = re.compile(r"\s*<([^<>/\s=]+)(\s[^<>]*)?>")
+_OPEN_TAG = re.compile(r"\s*<?parameter\s+name\s*=\s*[\"']([^\"'<>\n]+)[\"']")
 _NAMED = re.compile(r"(?<![\w.-])[\w.-]++(?=[\"']?\s*[:=>])")
 
 
@@ -42,7 +43,7 @@ def read_json_calls(text: str, schemas: ToolSchemas) -> list[tuple[str, dict[str
         call = call if isinstance(call, dict) else {}
         name = call.get("name")
         tool = schemas.declared_name(name) if isinstance(name, str) else None
-        given = next((call[key] for key in _WRAPPERS if key in call), None) if tool else None
+        given = next((call[key] for key in WRAPPERS if key in call), None) if tool else None
         arguments = _parse(given) if isinstance(given, str) else given
         if tool is None or not isinstance(arguments, dict):
             return []
@@ -58,7 +59,7 @@ def read_members(text: str, schema: ValueSchema) -> dict[str, str] | None:
     value = _parse(text)
     if not isinstance(value, dict):
         return None
-    for key in _WRAPPERS:
+    for key in WRAPPERS:
         is_wrapper = isinstance(value.get(key), dict) and not any(map(schema.lists, value))
         if is_wrapper and (schema.lists_members or len(value) == 1):
             value = value[key]
@@ -88,6 +89,9 @@ def find_key(text: str, schema: ValueSchema, taken: Iterable[str]) -> tuple[str,
     for word in reversed(words):
         if schema.lists(word) and word not in taken:
             return word, value
+    named = _OPEN_TAG.match(text)  # without its angle bracket
+    if named and schema.lists(named[1]) and named[1] not in taken:
+        return named[1], text[named.end() :]
     return "", value if words == ["parameter"] else text
 
 
@@ -112,7 +116,7 @@ def _read_elements(text: str, schema: ValueSchema, *, depth: int) -> dict[str, s
     elements = _split_elements(text)
     if elements is None or depth > _MAX_DEPTH:
         return None
-    if len(elements) == 1 and elements[0][0] in _WRAPPERS and not schema.lists(elements[0][0]):
+    if len(elements) == 1 and elements[0][0] in WRAPPERS and not schema.lists(elements[0][0]):
         inner = elements[0][1].strip()
         return read_members(inner, schema) if inner[:1] in ("{", "<") else None
     members: dict[str, str] = {}

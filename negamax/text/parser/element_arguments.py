@@ -433,6 +433,8 @@ class ElementArguments:
         text, schema = "".join(element.text), element.schema
         if element.is_marked and schema.types and "string" not in schema.types:
             text = text.lstrip().removeprefix(self._marker)
+        if schema.types and "string" not in schema.types:  # a closer without its marker
+            text = text.removesuffix(f"</{element.name}>")
         value = _convert_text(text, schema)
         if "array" not in schema.types:
             return WaitingMember(element.name, value, value)

@@ -7,6 +7,7 @@ _QUOTES = frozenset("`'\"“‘«")
 
 
 _FENCE = re.compile(r"[ \t>*+-]*(?:\d+[.)][ \t]+)?(`{3,}|~{3,})(.*)")
+_LAST_FENCE = re.compile(r"[^`]*[^`](`{3,})([\w+.-]*)")
 _MAX_LINE_CHARS = 300  # that can decide what a line is
 _MAX_PARTS = 4096
 
@@ -38,9 +39,9 @@ class MarkdownCode:
         return line.isspace() and len(line.expandtabs(4)) >= 4
 
     def is_inline(self) -> bool:
-        """Whether the next text is between the backticks of inline code."""
+        """Whether the next text is in inline code or in a quoted line."""
         self._process()
-        return self._line.count("`") % 2 == 1
+        return len(re.findall("`+", self._line)) % 2 == 1 or self._line.lstrip().startswith(">")
 
     def _process(self) -> None:
         *lines, last = "".join([self._line, *self._parts]).split("\n")
@@ -51,14 +52,17 @@ class MarkdownCode:
 
 
 def _next_fence(line: str, fence: str) -> str:
-    """Return the fence of the code block that is open after `line`, or ""."""
-    found = _FENCE.fullmatch(line.rstrip("\r"))
-    if found is None:
-        return fence
-    if not fence:
-        return "" if found[1][0] == "`" and "`" in found[2] else found[1]
-    closes = found[1].startswith(fence) and not found[2].strip()
-    return "" if closes else fence
+    """Return the fence of the code block that is open after `line`, or "".
+
+    Models also write a fence at the end of a line of text.
+    """
+    line = line.rstrip()
+    if fence:
+        found = _FENCE.fullmatch(line)
+        closes = found[1].startswith(fence) and not found[2] if found else line.endswith(fence)
+        return "" if closes else fence
+    found = _FENCE.fullmatch(line) or _LAST_FENCE.fullmatch(line)
+    return found[1] if found and not (found[1][0] == "`" and "`" in found[2]) else ""
 
 
 class TextChannel:
