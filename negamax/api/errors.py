@@ -163,8 +163,8 @@ def handle_http_error(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     if error.status_code == 404:
         is_of_others = not _OTHER_MODELS.isdisjoint(request.url.path.split("/"))
-        nearest = suggest_nearest(request.url.path, request.app.state.paths)
-        hint = " The models served here generate text only." if is_of_others else nearest
+        hint = suggest_nearest(request.url.path, request.app.state.paths)
+        hint = " The models served here generate text only." if is_of_others else hint
         answer = build_error(
             f"there is no route {where}.{hint}", error_type="not_found_error", code="unknown_route"
         )

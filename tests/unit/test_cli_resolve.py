@@ -18,10 +18,6 @@ from negamax.options.foreign import BENCH, SERVER, foreign_options
 
 CASES = tomllib.loads(Path(__file__).with_name("launch_lines.toml").read_text(encoding="utf-8"))
 GROUP: Any = typer.main.get_command(app)
-RECORDER = "--expert-distribution-recorder-mode"
-# vLLM's line for two data-parallel ranks on each of two machines
-FIRST_NODE = "--data-parallel-address 10.0.0.1 --data-parallel-rpc-port 13389"
-SECOND_NODE = f"-dp 4 -tp 2 --headless --data-parallel-start-rank 2 {FIRST_NODE}"
 
 
 @pytest.fixture
@@ -175,150 +171,18 @@ def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.Monke
     assert chosen.words == ("--api-key=first", "--api-key=second", "--api-key=third")
 
 
-@pytest.mark.parametrize(
-    ("line", "option", "value"),
-    [
-        ("nano --max_model_len 4096", "max-model-len", "4096"),
-        ("some/model --max-model-len 128k", "max-model-len", "128000"),
-        ("some/model --max-model-len 128K", "max-model-len", "131072"),
-        ("some/model --max-model-len=25.6k", "max-model-len", "25600"),
-        ("nano --max-model-len auto", "max-model-len", "-"),
-        ("nano --max-model-len -1", "max-model-len", "-"),
-        ("nano --kv-cache-memory auto", "kv-cache-memory", "-"),
-        ("nano --kv-cache-memory-bytes 4GiB", "kv-cache-memory", str(4 * 2**30)),
-        ("nano --dtype half", "dtype", "float16"),
-        ("nano --dtype bf16", "dtype", "bfloat16"),
-        ("nano --load-format dummy", "load-format", "synthetic"),
-        ("nano --served-model-name a b c", "served-model-name", "a, b, c"),
-        ("--served-model-name a b nano", "served-model-name", "a, b"),
-        ("--served-model-name a nano", "model", "nano"),
-        ("nano --served-model-name a --served_model_name=b", "served-model-name", "a, b"),
-        ("--model-path nano", "model", "nano"),
-        ("nano -tp 2", "tensor-parallel-size", "2"),
-        ("nano -tp=2", "tensor-parallel-size", "2"),
-        ("nano --port 1 --port 2", "port", "2"),
-        ("nano --enable-prefix-caching", "enable-prefix-caching", "on"),
-        ("nano --no-enable-prefix-caching", "enable-prefix-caching", "off"),
-        ("nano --enable-prefix-caching=false", "enable-prefix-caching", "off"),
-        ("nano --enforce-eager=true", "enforce-eager", "on"),
-        ("nano --default-chat-template-kwargs.a b", "default-chat-template-kwargs", '{"a": "b"}'),
-        ('nano --compilation-config \'{"cudagraph_mode": "NONE"}\'', "enforce-eager", "on"),
-        ("nano --compilation_config.cudagraph_mode=NONE -cc.mode 3", "enforce-eager", "on"),
-        ("nano --attention_config.indexer_kv_dtype fp8", "index-cache-dtype", "fp8"),
-        ('nano -ac \'{"indexer_kv_dtype": "bf16"}\'', "index-cache-dtype", "bfloat16"),
-        ("nano -O0", "enforce-eager", "on"),
-        ("nano -O3", "enforce-eager", "off"),
-        ("nano --optimization-level 0", "enforce-eager", "on"),
-        ("nano --cudagraph-capture-sizes 1 2 4", "max-cudagraph-capture-size", "4"),
-        ("nano --cuda-graph-bs 1 2 8 --cuda-graph-max-bs 16", "max-cudagraph-capture-size", "16"),
-        ("nano --cuda-graph-backend-decode disabled", "enforce-eager", "on"),
-        ("nano --pp-size 1 --data-parallel-size 1 --ep-size 1 --nnodes 1", "nnodes", "1"),
-        ("nano --tokenizer nano", "model", "nano"),
-        ("nano -dp 2 --data-parallel-size-local 2", "data-parallel-size", "2"),
-        (
-            "nano --tp 8 --ep 8 --enable-eplb --ep-num-redundant-experts 8 "
-            "--eplb-rebalance-num-iterations 500 --eplb-min-rebalancing-utilization-threshold 0.9",
-            "eplb-config",
-            '{"num_redundant_experts": 8, "step_interval": 500, '
-            '"min_rebalancing_utilization_threshold": 0.9}',
-        ),
-        (f"nano {RECORDER} stat_approx", RECORDER[2:], "stat"),
-        ("nano --tp 8 --attn-dp-size 4", "data-parallel-size tensor-parallel-size", "4 2"),
-        ("nano --tp 8 --attn-cp-size 2 --attn-dp-size 2", "tensor-parallel-size", "2"),
-        ("nano --tp 8 --attn-cp-size 2 --dp 4 --enable-dp-attention", "tensor-parallel-size", "1"),
-        ("nano --tp 8 --attn-cp-size 2 --dp 4 --enable-dp-attention", "data-parallel-size", "4"),
-        ("nano --tp 8 --attn-cp-size 2 --dp 2", "tensor-parallel-size", "4"),
-        ("nano --tp 8 --attn-cp-size 4 --enable-prefill-cp", "prefill-context-parallel-size", "4"),
-        ("nano --tp 8 --attn-cp-size 4 --enable-prefill-cp", "tensor-parallel-size", "2"),
-        ("nano -pcp 2 -dcp 1", "prefill-context-parallel-size", "2"),
-        ("nano --dcp-kv-cache-interleave-size 64", "cp-kv-cache-interleave-size", "64"),
-        ("nano --enable-dp-attention --dp-size 4 --tp-size 4", "tensor-parallel-size", "1"),
-        ("nano --dp-size 4 --tp-size 4", "num-replicas tensor-parallel-size", "4 4"),
-        (f"nano {SECOND_NODE}", "nnodes node-rank master-addr master-port", "2 1 10.0.0.1 13389"),
-        (f"nano {SECOND_NODE} --data-parallel-size-local 2", "nnodes", "2"),
-        ("nano --tp 2 --pp-size 2 --nnodes 2 --dist-init-addr [::1]:5000", "master-addr", "::1"),
-        ("nano -tp 4 -n 2 -r 0 --master-addr a --allow-cross-node-tp", "nnodes", "2"),
-    ],
-)
+@pytest.mark.parametrize(("line", "option", "value"), CASES["foreign_values"])
 def test_foreign_values_and_names(explained: Any, line: str, option: str, value: str) -> None:
     values, names = explained(line)[0], option.split()
     assert " ".join(values[name][0] for name in names) == value
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("--speculative-config '{\"method'", "--speculative-config is no JSON"),
-        ("--speculative-config eagle3", "--speculative-config is no JSON"),
-        ('--kv-transfer-config \'{"kv_role": ""}\'', "prefill and decode run in one server"),
-        ("--hf-overrides.rope_theta 1", "edit its config.json"),
-        ("--attn-cp-size 4 --tp 6", "which is 6 (use --tensor-parallel-size 4"),
-        ("--dcp-size 2", "use --decode-context-parallel-size 1"),
-        ("--tp 8 -pcp 2 -dcp 2", "each hold the whole KV cache (use one of them"),
-        ("-pcp 2 --index-cache-sharding on", "use --index-cache-sharding off"),
-        ("--attn-dp-size 2 --attn-cp-size 2 --tp 6", "6 in 2 groups (use --tensor-parallel-size 4"),
-        ("--attn-dp-size 4 --tp 6", "which is 6 (use --tensor-parallel-size 4"),
-        ("--ep-num-redundant-experts 8", "add --enable-eplb"),
-        ("--enable-eplb", "add --enable-expert-parallel, with more than one rank"),
-        ("--attn-dp-size 2", "which is 1 (use --tensor-parallel-size 2"),
-        ("--data-parallel-size 4 --data-parallel-size-local 2", "--master-addr is missing"),
-        ("--data-parallel-size 4 --data-parallel-size-local 3", "each node has as many of the 4"),
-        ("-dp 4 --data-parallel-start-rank 3 -dpl 2", "no multiple of the data-parallel ranks"),
-        ("--dist-init-addr node0", "it must be HOST:PORT"),
-        ("--headless", "node 0 has the API, and this is node 0"),
-        ("--headless --node-rank 0 --nnodes 2 --master-addr a -pp 2", "another node with --node"),
-        ("--headless --node-rank 1 -pp 2", "say with --nnodes how many there are"),
-        ("--headless -dpr 1 -dp 2 -dpl 1", "--master-addr is missing"),
-        ("-pp 2 --nnodes 2 --node-rank 1 --headless", "--master-addr is missing"),
-        ("--node-health-port 70000", "--node-health-port is 70000; allowed: 0 to 65535"),
-        ("--node-rank 1", "--node-rank is 1; allowed: 0 to 0"),
-        ("-pp 2 --nnodes 2 --master-addr a --master-port 0", "allowed: 1 to 65535"),
-        ("-tp 3 --nnodes 2 --master-addr a", "there are 3 ranks; each node has as many"),
-        ("-tp 16 --nnodes 2 --master-addr a", "use --tensor-parallel-size 8 with --pipeline"),
-        ("--data-parallel-hybrid-lb", "one server balances all data-parallel ranks"),
-        ("--enable-lora --uds /tmp/x", "loaded (merge the adapter into the checkpoint); --uds is"),
-        ("--tokenizer other", "--tokenizer is 'other': the tokenizer is the checkpoint's"),
-        ('--quantization-config \'{"moe": "fp8"}\'', "--quantization names a format"),
-        (
-            '--hf-overrides \'{"text_config":{"rope_scaling":{"type":"yarn","factor":2}}}\'',
-            "YaRN is",
-        ),
-        ('--rope-scaling \'{"rope_type":"linear","factor":2}\'', "rope scaling 'linear' is not"),
-        ("--hf-overrides '{\"rope_theta\":1e4}'", "(rope_theta) (copy the checkpoint's folder and"),
-        ("--dtype int3", "allowed: auto, bfloat16, float16, float32"),
-        ("--port", "--port needs a value"),
-        ("--enforce-eager=maybe", "--enforce-eager is 'maybe'; allowed: true, false"),
-        ("--max-model-len 12x", "allowed: such as 131072, 128k (thousands)"),
-        ("--max-numseqs 3", "no such option: --max-numseqs (did you mean --max-num-seqs?)"),
-        ("--trust-remot-code", "did you mean --trust-remote-code?"),
-        ("--size 3", "no such option: --size (see --help)"),
-        ("--sequences 3", "no such option: --sequences (see --help)"),
-    ],
-)
+@pytest.mark.parametrize(("line", "words"), CASES["refusals"])
 def test_refusals(refused: Any, line: str, words: str) -> None:
     assert words in refused(f"serve nano {line}")
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("convert nano", "DST is missing (see --help)"),
-        ("plan", "MODEL is missing (see --help)"),
-        ("doctor now", "too many arguments: now (see --help)"),
-        ("serve nano nano-m3", "too many arguments: nano-m3 (see --help)"),
-        ("bench accuracy --suite maths", "--suite is 'maths'; allowed: nano-math, "),
-        ("bench accuracy --json /dev/null/x", "cannot be written: /dev/null is no folder"),
-        ("bench kernels --json /", "--json is '/', which cannot be written: it is a folder"),
-        ("bench offline nano --plot a.gif", "allowed: names with .png, .svg, .pdf"),
-        ("bench serve --save-result --result-dir /dev/null/x", "--result-dir is '/dev/null/x/"),
-        ("serve nano -q slimquant --explain", "--quantization is 'slimquant'; allowed: "),
-        ("serve nano -q awq --explain", "the checkpoint is quantized by 'fp8'"),
-        ("serve nano --max-model-len 5000 --explain", "the model's context length is 4096 tokens"),
-        ("serve nano -tp 3 --explain", "cannot be split"),
-        ("serve nanoo --explain", "nor a hub id (did you mean nano?)"),
-        ("generate nano --max-tokns 3 Hello", "did you mean --max-tokens?"),
-    ],
-)
+@pytest.mark.parametrize(("line", "words"), CASES["refusals_before_a_run"])
 def test_refusals_before_a_run(refused: Any, line: str, words: str) -> None:
     assert words in refused(line)
 
