@@ -24,6 +24,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from negamax.config.grammar import refuse_grammar
 from negamax.text.chat_family import ChatFamily
 from negamax.text.grammar.json_schema import Schemas
 from negamax.text.grammar.shapes import ArrayShape, Nodes, ObjectShape
@@ -262,6 +263,8 @@ class M3Calls(CallStyle):
             least = max(0, shape.least - length)
             limits = {"min": least, "max": -1 if most is None else most - length}
             rest = [{"type": "repeat", **limits, "content": item(shape.others)}]
+        elif shape.least > length:
+            refuse_grammar("no array is as long as its schema requires")
         for place in range(min(length, length if most is None else most) - 1, -1, -1):
             rest = [sequence([item(shape.first[place]), *rest])]
             if place >= shape.least:

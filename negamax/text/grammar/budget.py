@@ -28,10 +28,10 @@ class Budget:
         spent, refusals = (self._nodes, self._bytes), list[str]()
         try:
             yield refusals
-        except InvalidRequestError as error:
+        except (InvalidRequestError, RecursionError) as error:
             if is_final:
                 raise
-            refusals.append(error.message)
+            refusals.append(str(error))
             self._refusals += 1
             if self._refusals < MAX_REFUSALS:
                 self._nodes, self._bytes = spent

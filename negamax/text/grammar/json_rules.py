@@ -362,36 +362,48 @@ class JsonRules:
         start, rules, length = self._rules.new_name("entries"), self._rules, len(entries)
         least, most = shape.least, shape.most
         last = max(1, least, most or 0)
-        self._schemas.budget.spend(length * min(last, length + 1))
+        counted = 1 if is_tuple else min(last, length + 1)
+        self._schemas.budget.spend(length * (1 if counted == 1 else 16 * counted))
 
         def name_of(place: int, count: int) -> str:
             return f"{start}_{place}_{min(count, last)}"
 
-        def write_rest(place: int, count: int) -> list[_Alternative]:
+        def write_entry(place: int, count: int) -> _Alternative:
+            (text, needed), following = entries[place][0], name_of(place + 1, count + 1)
             lead = self._comma if count else ""
+            return _Alternative(f"{lead} {text} {following}", (*needed, following))
+
+        def write_end(count: int) -> list[_Alternative]:
+            """Return what follows the listed entries, of which `count` were written."""
             ways = [_Alternative(self._space if count else '""')] if count >= least else []
-            is_full = most is not None and count >= most
-            if place < length:
-                entry, is_required = entries[place]
-                following, skipped = name_of(place + 1, count + 1), name_of(place + 1, count)
-                if not is_tuple:
-                    ways = [] if is_required else [_Alternative(skipped, (skipped,))]
-                if is_full:
-                    return ways
-                text = f"{lead} {entry.text} {following}"
-                return [*ways, _Alternative(text, (*entry.rules, following))]
-            if other is None or is_full:
+            if other is None or (most is not None and count >= most):
                 return ways
             if not count:
-                following = name_of(place, 1)
+                following = name_of(length, 1)
                 return [*ways, _Alternative(f"{other} {following}", (other, following))]
             fewest = max(1, least - count)
             limit = "" if most is None else max(fewest, most - count)
-            text = f"({lead} {other}){{{fewest},{limit}}} {self._space}"
+            text = f"({self._comma} {other}){{{fewest},{limit}}} {self._space}"
             return [*ways, _Alternative(text, (other,))]
 
-        for place in range(length + 1):
-            for count in range(min(max(place, place == length), last) + 1):
+        def write_rest(place: int, count: int) -> list[_Alternative]:
+            if place == length:
+                return write_end(count)
+            is_full, is_required = most is not None and count >= most, entries[place][1]
+            ways = [] if is_full else [write_entry(place, count)]
+            if is_tuple:
+                ended = _Alternative(self._space if count else '""')
+                return [ended, *ways] if count >= least else ways
+            skipped = name_of(place + 1, count)
+            return ways if is_required else [*ways, _Alternative(skipped, (skipped,))]
+
+        # listed one by one: a chain of rules that may be empty is slow to compile
+        first = next((place for place, (_, needed) in enumerate(entries) if needed), length)
+        begin = [] if is_tuple or most == 0 else [write_entry(place, 0) for place in range(first)]
+        rules.define(name_of(0, 0), [*begin, *write_rest(0 if is_tuple else first, 0)])
+        for place in range(1, length + 1) or (0,):
+            written = min(max(place, 1), last)
+            for count in range(written if is_tuple else 1, written + 1):
                 rules.define(name_of(place, count), write_rest(place, count))
         return name_of(0, 0)
 
@@ -408,9 +420,11 @@ class JsonRules:
 def spell_json(value: Any) -> str:
     """Return JSON without escapes that it does not need. Errors: `InvalidRequestError`."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
         refuse_grammar(f"the JSON schema lists {value!r}, which is no finite number")
+    has_surrogates = any(0xD800 <= ord(char) < 0xE000 for char in text)
+    return json.dumps(value) if has_surrogates else text  # only escapes represent them
 
 
 def _quote(text: str) -> str:

@@ -49,16 +49,20 @@ NOT_ENFORCED = (
 )  # fmt: skip
 
 MAX_LEVELS = 100  # of references and alternatives within each other
+MAX_DIGITS = 40  # of a bound of numbers
 MAX_PATTERNS = 4  # of names of one object
 MAX_EXCLUDED = 400  # characters of names that an automaton excludes
 _MAX_COMPARED_LEVELS = 3  # to tell alternatives apart
 
 
 class Schemas:
-    """The schemas of one document."""
+    """The schemas of one document. `infers`: keywords imply a type, as if not strict."""
 
-    def __init__(self, root: Any, *, strict: bool, budget: Budget | None = None) -> None:
+    def __init__(
+        self, root: Any, *, strict: bool, infers: bool | None = None, budget: Budget | None = None
+    ) -> None:
         self.root, self.strict, self.budget = root, strict, budget or Budget()
+        self._infers = not strict if infers is None else infers
         self.languages = Languages()
         self._bounds = NumberBounds(self.languages)
         self._shapes: dict[frozenset[int], list[Shape]] = {}
@@ -79,10 +83,7 @@ class Schemas:
         found = self._shapes.get(key)
         if found is None:
             self._kept.append(nodes)
-            try:
-                branches = _cross([self._expand(node, ()) for node in nodes], self.budget)
-            except RecursionError:
-                self._refuse_depth()
+            branches = _cross([self._expand(node, ()) for node in nodes], self.budget)
             found = self._shapes[key] = [
                 shape for branch in branches for shape in self._read_branch(branch)
             ]
@@ -121,7 +122,10 @@ class Schemas:
                 )
             return []
         if len(path) > MAX_LEVELS:
-            self._refuse_depth()
+            refuse_grammar(
+                f"the JSON schema has more than {MAX_LEVELS} references and alternatives within "
+                f"each other; make it simpler"
+            )
         self.budget.spend()
         path = (*path, id(node))
         if node.get("nullable") is True:
@@ -151,14 +155,12 @@ class Schemas:
 
     def _resolve(self, reference: str) -> Any:
         target = resolve_pointer(reference, root=self.root)
-        if target is None:
-            if self.strict:
-                refuse_grammar(
-                    f"the JSON schema refers to {reference!r}, where it holds no schema; send the "
-                    f"schema in the same document"
-                )
-            return True
-        return target
+        if target is None and self.strict:
+            refuse_grammar(
+                f"the JSON schema refers to {reference!r}, where it holds no schema; send the "
+                f"schema in the same document"
+            )
+        return True if target is None else target
 
     def _check_keywords(self, node: Mapping[str, Any], *, is_root: bool) -> None:
         """Refuse keywords of a strict schema that are not enforced."""
@@ -178,12 +180,6 @@ class Schemas:
         refuse_grammar(
             f"the JSON schema uses {keyword!r}{where}, which cannot be enforced; leave it out, or "
             f"send strict: false"
-        )
-
-    def _refuse_depth(self) -> NoReturn:
-        refuse_grammar(
-            f"the JSON schema has more than {MAX_LEVELS} references and alternatives within each "
-            f"other; make it simpler"
         )
 
     def _close(self, node: Mapping[str, Any], branch: Nodes) -> Nodes:
@@ -235,7 +231,7 @@ class Schemas:
 
     def _read_types(self, node: Mapping[str, Any]) -> set[str]:
         declared = node.get("type")
-        if declared is None and not self.strict and not {"const", "enum"} & node.keys():
+        if declared is None and self._infers and not {"const", "enum"} & node.keys():
             declared = infer_type(node)
         if declared is None:
             return set(TYPES)
@@ -253,7 +249,7 @@ class Schemas:
             [node["const"]] if "const" in node else get_list(node, "enum") for node in listed
         ] + [get_list(node, "enum") for node in listed if "const" in node and "enum" in node]
         rest = tuple(self._made_of("others", node, partial(drop_values, node)) for node in branch)
-        self.budget.spend(sum(map(len, lists)))
+        self.budget.spend(sum(map(len, lists)) // 16)
         has_limits = any(part.keys() - _ANNOTATIONS for part in rest)
         shapes = self.shapes(rest) if has_limits else []
         written: set[str] = set()
@@ -284,42 +280,27 @@ class Schemas:
                 yield from self._read_number(name, branch)
 
     def _read_text(self, branch: Nodes) -> Iterator[TextShape]:
-        parts = []
-        for node in branch:
-            form = FORMATS.get(str(node.get("format"))) if "type" in node else None
-            patterns = [node.get("pattern"), form]
-            for pattern in patterns:
-                language = self._read_pattern(pattern) if isinstance(pattern, str) else None
-                if language is not None:
-                    parts.append(language)
         least, most = read_limits(branch, "minLength", "maxLength")
         if most is not None and most < least:
             return
-        if not parts:
-            yield TextShape(None, least, most)
-            return
-        found = self.languages.all_of(parts)
-        if least or most is not None:
-            run = self.languages.repeat(self.languages.any_char, least, most)
-            found = self._combine(found, self.languages.whole(run))
-        if self._may_be_written(found):
-            yield TextShape(found)
-
-    def _combine(self, found: Language, limits: Language) -> Language:
-        """Add limits of the length to a language; leave them out if they come to too many states.
-
-        Errors: `InvalidRequestError` in a strict schema.
-        """
-        both = self.languages.all_of([found, limits])
-        return both if both.plain is not None or self._is_possible(both) is not None else found
-
-    def _may_be_written(self, language: Language) -> bool:
-        if language.plain is None:
-            return bool(self._is_possible(language))
-        return language.ended != self.languages.none
+        forms = [FORMATS.get(str(node.get("format"))) for node in branch if "type" in node]
+        patterns = [*(node.get("pattern") for node in branch), *forms]
+        parts = [self._read_pattern(text) for text in patterns if isinstance(text, str)]
+        found = self.languages.all_of([part for part in parts if part is not None])
+        run = self.languages.repeat(self.languages.any_char, least, most)
+        limited = self.languages.all_of([found, self.languages.whole(run)])
+        # where both are too many states in a lenient schema, the pattern counts
+        for language in (limited, found) if any(parts) else ():
+            is_possible = self._is_possible(language)
+            if is_possible is not None:
+                yield from [TextShape(language)] if is_possible else []
+                return
+        yield TextShape(None, least, most)
 
     def _is_possible(self, language: Language) -> bool | None:
         """Whether the language holds a text; None for too many states in a lenient schema."""
+        if language.plain is not None:
+            return language.ended != self.languages.none
         states = self.languages.find_automaton(language)
         if states is None:
             if not self.strict:
@@ -356,6 +337,11 @@ class Schemas:
             )
             step = read_number(node.get("multipleOf"))
             steps.update([step] if step is not None else [])
+        for bound in (low, high):
+            if bound is not None and len(f"{bound[0]:f}") > MAX_DIGITS:
+                if self.strict:
+                    self._refuse_keyword("minimum", f" or a maximum of over {MAX_DIGITS} digits")
+                low = high = None
         magnitudes = []
         for step in steps:
             multiples = bounds.multiples(step, is_integer=name == "integer")
@@ -368,7 +354,7 @@ class Schemas:
         base = bounds.natural if name == "integer" else bounds.decimal
         magnitude = self.languages.both([base, *magnitudes])
         language = bounds.limit(magnitude, low, high)
-        if self._may_be_written(language):
+        if self._is_possible(language) is not False:
             yield NumberShape(name, language)
 
     def _read_array(self, branch: Nodes) -> Iterator[ArrayShape]:
@@ -396,9 +382,7 @@ class Schemas:
         readable = {p: found for p in patterns if (found := self._read_pattern(p)) is not None}
         if len(readable) > MAX_PATTERNS:
             if self.strict:
-                self._refuse_keyword(
-                    "patternProperties", f" with more than {MAX_PATTERNS} patterns"
-                )
+                self._refuse_keyword("patternProperties", f" with over {MAX_PATTERNS} patterns")
             readable = {}
         allowed = [node["propertyNames"] for node in branch if "propertyNames" in node]
 
@@ -453,7 +437,7 @@ class Schemas:
             if listed:
                 parts.append(languages.invert(languages.any_of(list(map(self._word, listed)))))
             language = languages.all_of(parts)
-            if self._may_be_written(language):
+            if self._is_possible(language):
                 found.append((language, nodes))
         return found
 
@@ -466,7 +450,7 @@ class Schemas:
         if not texts:
             return None
         length = max(map(len, texts))
-        while length > 1 and sum(len(text[:length]) for text in texts) > MAX_EXCLUDED:
+        while length > 1 and length * len({text[:length] for text in texts}) > MAX_EXCLUDED:
             length = length * 2 // 3
         anything = languages.repeat(languages.any_char)
         cut = {text[:length]: len(text) > length for text in sorted(texts)}
@@ -500,14 +484,9 @@ class Schemas:
             case NumberShape() if name in ("integer", "number"):
                 return self._fits_number(shape, value)
             case ArrayShape() if name == "array":
-                if (
-                    not shape.least
-                    <= len(value)
-                    <= (MAX_COUNT if shape.most is None else shape.most)
-                ):
-                    return False
+                most = MAX_COUNT if shape.most is None else shape.most
                 places = itertools.chain(shape.first, itertools.repeat(shape.others))
-                return all(map(self.admits, places, value))
+                return shape.least <= len(value) <= most and all(map(self.admits, places, value))
             case ObjectShape() if name == "object":
                 most = MAX_COUNT if shape.most is None else shape.most
                 return (
@@ -530,8 +509,8 @@ class Schemas:
         self._level += 1
         while self._choices:
             groups = self._choices.pop()
-            self.budget.spend(len(groups) ** 2)
-            shapes = [[s for part in group for s in self.shapes(part)] for group in groups]
+            self.budget.spend(len(groups) ** 2 // 16)
+            shapes = [[s for part in group for s in self._read_branch(part)] for group in groups]
             for one, other in itertools.combinations(shapes, 2):
                 if not all(self._are_apart(a, b) for a in one for b in other):
                     self._refuse_keyword("oneOf", " whose schemas may hold at once (see 'anyOf')")

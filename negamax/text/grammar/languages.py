@@ -12,6 +12,7 @@ Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint, both ends included
 
 BEGIN, LAST_CHARACTER, END = -1, 0x10FFFF, 0x110000
 MAX_STATES = 2000  # of one automaton
+MAX_STEPS = 30_000  # of one automaton, by ranges of characters
 
 
 class Language(NamedTuple):
@@ -57,22 +58,22 @@ class Languages:
 
     def join(self, parts: Sequence[int]) -> int:
         """Return the concatenation of `parts`."""
-        joined = self.empty
-        for part in reversed(parts):
-            if self.none in (part, joined):
-                return self.none
-            if joined == self.empty:
-                joined = part
-            elif part != self.empty:
-                node = self.nodes[part]
-                if node[0] == "join":  # nested to the right
-                    joined = self.join([_part(node, 1), self.join([_part(node, 2), joined])])
-                    continue
-                joined = self._intern(
-                    ("join", part, joined),
-                    is_nullable=self.nullable[part] and self.nullable[joined],
-                    is_plain=self._is_plain[part] and self._is_plain[joined],
-                )
+        flat: list[int] = []
+        for part in parts:
+            while self.nodes[part][0] == "join":  # nested to the right
+                flat.append(_int(self.nodes[part][1]))
+                part = _int(self.nodes[part][2])
+            flat.append(part)
+        if self.none in flat:
+            return self.none
+        flat = [part for part in flat if part != self.empty]
+        joined = flat.pop() if flat else self.empty
+        for part in reversed(flat):
+            joined = self._intern(
+                ("join", part, joined),
+                is_nullable=self.nullable[part] and self.nullable[joined],
+                is_plain=self._is_plain[part] and self._is_plain[joined],
+            )
         return joined
 
     def either(self, parts: Iterable[int]) -> int:
@@ -102,7 +103,7 @@ class Languages:
 
     def complement(self, part: int) -> int:
         if self.nodes[part][0] == "not":
-            return _part(self.nodes[part], 1)
+            return _int(self.nodes[part][1])
         if part in (self.none, self.everything):
             return self.everything if part == self.none else self.none
         return self._intern(("not", part), is_nullable=not self.nullable[part], is_plain=False)
@@ -184,7 +185,7 @@ class Languages:
 
     def _find_states(self, start: int, most: int) -> list[State] | int:
         """Return the states, or `most` if there are more."""
-        numbers, order = {start: 0}, [start]
+        numbers, order, num_steps = {start: 0}, [start], 0
         steps: list[list[tuple[Ranges, int]]] = []
         for state in order:  # it grows
             found: dict[int, list[tuple[int, int]]] = {}
@@ -197,8 +198,9 @@ class Languages:
                 if target not in numbers:
                     numbers[target] = len(order)
                     order.append(target)
-            if len(order) > most:
-                return most
+            num_steps += len(cuts)
+            if len(order) > most or num_steps > MAX_STEPS:
+                return MAX_STATES if num_steps > MAX_STEPS else most
             steps.append([(unite(ranges), numbers[target]) for target, ranges in found.items()])
         return _keep_live([self.nullable[self.derive(state, END)] for state in order], steps)
 
@@ -338,10 +340,6 @@ def _keep_live(is_end: Collection[bool], steps: list[list[tuple[Ranges, int]]]) 
         for number, (ends, following) in enumerate(zip(is_end, steps, strict=True))
         if number in live
     ]
-
-
-def _part(node: tuple[object, ...], place: int) -> int:
-    return _int(node[place])
 
 
 def _int(value: object) -> int:

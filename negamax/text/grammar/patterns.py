@@ -24,6 +24,7 @@ from negamax.text.grammar.languages import (
 MAX_CHARS = 4000  # of a pattern
 MAX_GROUPS = 50  # nested
 MAX_REPEATS = 100_000  # product of nested limits
+MAX_PLACES = 20  # of the multiples of a number, after the point
 MAX_ENDINGS = 100  # of the multiples of a number
 
 _DIGITS: Ranges = ((0x30, 0x39),)
@@ -290,7 +291,7 @@ class NumberBounds:
             return None
         exponent = int(step.normalize().as_tuple().exponent)
         if exponent < 0:
-            if step.normalize() != Decimal(1).scaleb(exponent):
+            if step.normalize() != Decimal(1).scaleb(exponent) or exponent < -MAX_PLACES:
                 return None
             if is_integer:
                 return self.natural

@@ -1,11 +1,13 @@
 """Reads single keywords of JSON schemas, also those of older drafts."""
 
+import math
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any
 
 from negamax.text.grammar.shapes import Nodes
 
+_LARGEST = Decimal("1e308")  # larger bounds allow all numbers
 MAX_COUNT = 1_000_000_000  # larger limits are none
 
 _DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
@@ -72,8 +74,9 @@ def read_items(node: Mapping[str, Any]) -> tuple[list[Any], Any]:
 
 
 def read_number(value: Any) -> Decimal | None:
+    """Return a finite number exactly, or None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return Decimal(repr(value)) if is_number else None
+    return Decimal(repr(value)) if is_number and abs(value) < math.inf else None
 
 
 def read_bounds(
@@ -84,7 +87,8 @@ def read_bounds(
     for limit, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         closed, opened = read_number(node.get(limit)), read_number(node.get(exclusive))
         bounds = [] if closed is None else [(closed, node.get(exclusive) is True)]
-        found.append(bounds + ([] if opened is None else [(opened, True)]))
+        bounds += [] if opened is None else [(opened, True)]
+        found.append([bound for bound in bounds if abs(bound[0]) < _LARGEST])
     return found[0], found[1]
 
 
@@ -98,5 +102,6 @@ def read_limits(branch: Nodes, lower: str, upper: str) -> tuple[int, int | None]
 
 def read_count(value: Any) -> int | None:
     """Return a limit of a schema, or None if it is malformed."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return int(value) if is_number and value >= 0 and value == int(value) else None
+    number = read_number(value)
+    is_count = number is not None and number >= 0 and number == number.to_integral_value()
+    return int(number) if number is not None and is_count else None

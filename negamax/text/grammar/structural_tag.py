@@ -29,7 +29,10 @@ def structural_tag(grammar: Grammar, reasoning: Reasoning | None, styles: CallSt
     grammar. `styles`: the call styles of all families by name. Errors: `InvalidRequestError` for
     errors that `Grammar.check` cannot find.
     """
-    content = content_format(grammar, Budget(), styles)
+    try:
+        content = content_format(grammar, Budget(), styles)
+    except RecursionError:
+        refuse_grammar("a pattern or schema of the grammar is nested too deeply; make it simpler")
     return json.dumps({"type": "structural_tag", "format": _prepend_reasoning(reasoning, content)})
 
 

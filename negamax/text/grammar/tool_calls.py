@@ -150,9 +150,6 @@ class CallStyle(ABC):
         """Return a value that follows `nodes`."""
         self.budget.spend()
         shapes = schemas.shapes(nodes)
-        kinds = {shape.type for shape in shapes}
-        if kinds.issuperset(TYPES) or kinds.issuperset(_ALL_KINDS):
-            return self.raw()
         texts: list[Format] = []
         nested: list[Format] = []
         in_json: list[Shape] = []
@@ -170,6 +167,8 @@ class CallStyle(ABC):
                     in_json.append(shape)
         if self.raw() in texts:
             texts = [self.raw()]  # it may be any JSON, too
+            if {shape.type for shape in shapes} >= _ALL_KINDS:
+                return self.raw()
         elif in_json:
             texts.append(json_format(schemas, in_json))
         return any_of([*texts, *nested])
@@ -319,7 +318,8 @@ def _format_call(function: CalledFunction, style: CallStyle) -> Format:
     arguments = style.any_arguments()
     if function.schema is not None:
         with style.budget.restore_on_refusal(is_final=function.is_strict) as refusals:
-            schemas = Schemas(function.schema, strict=function.is_strict, budget=style.budget)
+            is_strict, budget = function.is_strict, style.budget
+            schemas = Schemas(function.schema, strict=is_strict, infers=True, budget=budget)
             arguments = style.arguments((function.schema,), schemas)
         if refusals:
             _warn_of_free_arguments(function.name, refusals[0])
