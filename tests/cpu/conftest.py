@@ -1,6 +1,8 @@
 """Fork the ranks and grammar processes of these tests, and share a bf16 checkpoint."""
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,3 +16,22 @@ def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from loading_support import write_source  # torch, only after tests/conftest.py set it up
 
     return write_source(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def bool_comparisons() -> None:
+    """Type comparisons as bool in Triton's interpreter, as in its compiler.
+
+    The interpreter keeps the operands' type, and broadcasts a comparison of scalars in it.
+    Triton 3.9 refuses such masks.
+    """
+    if interpreter := sys.modules.get("triton.runtime.interpreter"):
+        compute = interpreter.InterpreterBuilder.binary_op
+
+        def compute_with_type(builder: Any, left: Any, right: Any, op: Any) -> Any:
+            made = compute(builder, left, right, op)
+            if made.data.dtype == bool:
+                made.dtype = interpreter.tl.int1
+            return made
+
+        interpreter.InterpreterBuilder.binary_op = compute_with_type

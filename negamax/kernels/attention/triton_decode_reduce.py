@@ -21,6 +21,7 @@ import triton.language as tl
 from negamax.kernels.attention.triton_decode_plan import EMPTY, SEQUENCE_WORDS, load_sequence
 from negamax.kernels.attention.triton_decode_runs import is_row, load_run, locate_row
 from negamax.kernels.attention.triton_shared import clamp_empty_max, write_heads, write_lse
+from negamax.kernels.launch.triton import add_last_first
 
 
 @triton.jit
@@ -51,34 +52,32 @@ def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
     all of their lse, one per lane, and waits for them itself; so the results are read first.
     """
     PARTIALS: tl.constexpr = 32 // row.shape[0]
-    BLOCK_D: tl.constexpr = C.BLOCK_D
     column = tl.arange(0, C.BLOCK_D)
     for first in range(start, count, PARTIALS):
         index = first + tl.arange(0, PARTIALS)
         partial = partials + (slot + index) * (C.PARTIAL_ROWS * (C.BLOCK_D + 4))
-        result_at = partial[None, :, None] + row[:, None, None] * C.BLOCK_D + column[None, None, :]
-        # Triton lays threads, then warps, along the dimensions of the longest contiguous runs
-        # first: warps along rows, and each warp holds all the rest
-        result_at = tl.max_contiguous(result_at, [2, 1, BLOCK_D])
+        result_at = row[None, :, None] * C.BLOCK_D + column[None, None, :]
+        # warps along rows, and each warp holds all the rest
+        result_at = add_last_first(partial[:, None, None], result_at, C.BLOCK_D)
         lse_at = partial[None, :] + C.PARTIAL_ROWS * C.BLOCK_D + row[:, None]
         live = (index < count)[None, :] & (row < C.QUERIES * C.GROUP)[:, None]
-        result = tl.load(result_at, mask=live[:, :, None], other=0, volatile=True)
+        has_result = ((index < count)[:, None] & (row < C.QUERIES * C.GROUP)[None, :])[:, :, None]
+        result = tl.load(result_at, mask=has_result, other=0, volatile=True)
         lse = tl.load(lse_at, mask=live, other=0, volatile=True)
         while _is_incomplete(result):
-            result = tl.load(result_at, mask=live[:, :, None], other=0, volatile=True)
+            result = tl.load(result_at, mask=has_result, other=0, volatile=True)
         while _is_incomplete(lse):
             lse = tl.load(lse_at, mask=live, other=0, volatile=True)
         tl.debug_barrier()
-        tl.store(result_at, tl.full(result.shape, EMPTY, tl.int32), mask=live[:, :, None])
+        tl.store(result_at, tl.full(result.shape, EMPTY, tl.int32), mask=has_result)
         tl.store(lse_at, tl.full(lse.shape, EMPTY, tl.int32), mask=live)
         lse = tl.where(live, lse.to(tl.float32, bitcast=True), float("-inf"))
         new = tl.maximum(m_i, tl.max(lse, axis=1))
         safe = clamp_empty_max(new)
         alpha, weight = tl.exp2(m_i - safe), tl.exp2(lse - safe[:, None])
         l_i = l_i * alpha + tl.sum(weight, axis=1)
-        acc = acc * alpha[:, None] + tl.sum(
-            weight[:, :, None] * result.to(tl.float32, bitcast=True), axis=1
-        )
+        result = tl.permute(result.to(tl.float32, bitcast=True), (1, 0, 2))
+        acc = acc * alpha[:, None] + tl.sum(weight[:, :, None] * result, axis=1)
         m_i = new
     return m_i, l_i, acc
 

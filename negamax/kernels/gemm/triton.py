@@ -40,6 +40,7 @@ from negamax.kernels.gemm.triton_shared import locate_tile, store_split
 from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
 from negamax.kernels.launch.tile import Tile
 from negamax.kernels.launch.triton import (
+    add_last_first,
     dot,
     launch_dependents_then_wait,
     launch_options,
@@ -120,31 +121,30 @@ def _gemv_kernel(
     tl.store(out_ptr + offs_n, out.to(out_ptr.dtype.element_ty), mask=offs_n < N)
 
 
-# `_small_m_kernel` loads a fragment, ROWS rows and NUM_WARPS * 128 columns of x or w, as [8,
-# NUM_WARPS, 2, ROWS / 8, 64]: a thread has 16 neighboring columns, four threads 64, and eight
-# times four threads 8 rows. The tensor cores expect the same row but other columns in a thread. The
-# order of the columns does not matter if x and w share it, so they are renumbered: every thread
-# multiplies its own loads, and nothing passes through shared memory.
+# `_small_m_kernel` loads a fragment, ROWS rows and NUM_WARPS * 128 columns of x or w, as [ROWS / 8,
+# 2, NUM_WARPS, 8, 64]: a thread has 16 neighboring columns, four threads 64, and eight times four
+# threads 8 rows. The tensor cores expect the same row but other columns in a thread. The order of
+# the columns does not matter if x and w share it, so they are renumbered: every thread multiplies
+# its own loads, and nothing passes through shared memory.
 
 
 @triton.jit
 def _number_rows(ROWS: tl.constexpr):
-    """Return row numbers [8, 1, 1, ROWS / 8, 1]."""
-    return (tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8)[:, None, None, :, None]
+    """Return row numbers [ROWS / 8, 1, 1, 8, 1]."""
+    return (tl.arange(0, ROWS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :])[:, None, None, :, None]
 
 
 @triton.jit
 def _number_columns(NUM_WARPS: tl.constexpr):
-    """Return column numbers [1, NUM_WARPS, 2, 1, 64]."""
-    halves = tl.arange(0, NUM_WARPS)[:, None] * _BLOCK + tl.arange(0, 2)[None, :] * (_BLOCK // 2)
+    """Return column numbers [1, 2, NUM_WARPS, 1, 64]."""
+    halves = tl.arange(0, 2)[:, None] * (_BLOCK // 2) + tl.arange(0, NUM_WARPS)[None, :] * _BLOCK
     return (halves[:, :, None] + tl.arange(0, _BLOCK // 2)[None, None, :])[None, :, :, None, :]
 
 
 @triton.jit
 def _point_to_rows(rows, NUM_WARPS: tl.constexpr):
     """Return the pointers of the first step of the rows at `rows`."""
-    # Triton lays threads, then warps, along the dimensions of the longest contiguous runs first
-    return tl.max_contiguous(rows + _number_columns(NUM_WARPS), [16, 8, 4, 2, _BLOCK // 2])
+    return add_last_first(rows, _number_columns(NUM_WARPS), _BLOCK // 2)
 
 
 @triton.jit
@@ -153,15 +153,15 @@ def _load_fragment(ptrs, i: tl.constexpr, K: tl.constexpr, NUM_WARPS: tl.constex
     BLOCK_K: tl.constexpr = NUM_WARPS * _BLOCK
     inside = (_number_columns(NUM_WARPS) < K - i * BLOCK_K) | ((i + 1) * BLOCK_K <= K)
     # stated again, because Triton drops it with the sum for i = 0
-    ptrs = tl.max_contiguous(ptrs + i * BLOCK_K, [16, 8, 4, 2, _BLOCK // 2])
+    ptrs = add_last_first(ptrs, i * BLOCK_K, _BLOCK // 2)
     return tl.load(ptrs, mask=inside, other=0.0)
 
 
 @triton.jit
 def _reorder_operand(fragment, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Reorder [8, NUM_WARPS, 2, ROWS / 8, 64] -> [NUM_WARPS, ROWS, 128] for the tensor cores."""
-    split = tl.reshape(fragment, (8, NUM_WARPS, 2, ROWS // 8, 4, 4, 4))
-    return tl.reshape(tl.permute(split, (1, 3, 0, 2, 5, 4, 6)), (NUM_WARPS, ROWS, _BLOCK))
+    """Reorder [ROWS / 8, 2, NUM_WARPS, 8, 64] -> [NUM_WARPS, ROWS, 128] for the tensor cores."""
+    split = tl.reshape(fragment, (ROWS // 8, 2, NUM_WARPS, 8, 4, 4, 4))
+    return tl.reshape(tl.permute(split, (2, 0, 3, 1, 5, 4, 6)), (NUM_WARPS, ROWS, _BLOCK))
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -44,7 +44,9 @@ from negamax.kernels import platform
 from negamax.kernels.launch.ptx import INTERPRETED, launch_dependents, wait_for_predecessor
 from negamax.kernels.op import Kernel, Op, P, R
 
+TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
+_IS_LAST_FIRST = tl.constexpr(TRITON_VERSION >= (3, 8))
 _E4M3FNUZ_MAX = tl.constexpr(240.0)
 
 # Triton's default may change; without fusion the kernels' last bits and their speed differ.
@@ -123,6 +125,32 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def add_last_first(ptrs, offsets, CONTIGUOUS: tl.constexpr, MULTIPLE: tl.constexpr = 0):
+    """Return ptrs + offsets. A load from there lays threads, then warps, along the last dimensions
+    first.
+
+    In the last dimension CONTIGUOUS neighbors are adjacent in memory, in the others none; its
+    addresses are multiples of MULTIPLE bytes if that is not 0. Triton sorts dimensions by the
+    length of such runs; of equal ones the last is first. Before 3.8 the first is first, so longer
+    runs are claimed, which those versions use for nothing else.
+    """
+    ptrs = ptrs + offsets
+    LONGEST: tl.constexpr = CONTIGUOUS if _IS_LAST_FIRST else 64
+    TWO: tl.constexpr = 1 if _IS_LAST_FIRST else 2
+    FOUR: tl.constexpr = 1 if _IS_LAST_FIRST else 4
+    EIGHT: tl.constexpr = 1 if _IS_LAST_FIRST else 8
+    if len(ptrs.shape) == 3:
+        ptrs = tl.max_contiguous(ptrs, [1, TWO, LONGEST])
+    elif len(ptrs.shape) == 4:
+        ptrs = tl.max_contiguous(ptrs, [1, TWO, FOUR, LONGEST])
+    else:
+        ptrs = tl.max_contiguous(ptrs, [1, TWO, FOUR, EIGHT, LONGEST])
+        if MULTIPLE > 0:
+            ptrs = tl.multiple_of(ptrs, [1, 1, 1, 1, MULTIPLE])
+    return ptrs
+
+
+@triton.jit
 def sum_over_threads(sums, NUM: tl.constexpr):
     """Sum NUM (a power of 2) tensors [threads] -> [NUM], by one reduction."""
     for level in tl.static_range(8):
@@ -143,10 +171,10 @@ def compiling(*, share: int, shares: int, threads: int) -> Iterator[None]:
     """
 
     class RankCompilation(triton.AsyncCompileMode):
-        def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Any) -> Any:
+        def submit(self, key: str, *functions: Callable[..., Any]) -> Any:
             if crc32(key.encode()) % shares != share:
                 return None  # another rank compiles it into Triton's cache
-            return super().submit(key, compile_fn, finalize_fn)
+            return super().submit(key, *functions)
 
     with ThreadPoolExecutor(threads) as pool, RankCompilation(pool):
         triton.JITFunction.__getitem__ = lambda kernel, grid: partial(

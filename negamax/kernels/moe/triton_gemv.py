@@ -8,7 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
+from negamax.kernels.launch.triton import (
+    add_last_first,
+    launch_options,
+    wait_then_launch_dependents,
+)
 from negamax.kernels.mlp.triton import swiglu
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.op import SelectedExperts
@@ -23,15 +27,21 @@ _VECTOR = tl.constexpr(16)  # neighboring columns that a thread multiplies
 
 
 @triton.jit
+def _load_vectors(ptrs, inside):
+    """Load [BLOCK_N, vectors, 16] of w -> [vectors, BLOCK_N, 16]."""
+    return tl.permute(tl.load(ptrs, mask=inside, other=0.0), (1, 0, 2))
+
+
+@triton.jit
 def _gate_up_row(
     x_ptr, w_ptr, w_scale_ptr, expert, first_n,
     E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute gate and up, [BLOCK_N] fp32 each, of one token at x_ptr, on the CUDA cores.
 
-    Tiles of w are [BLOCK_K / 16, BLOCK_N, 16], not rows first, and `max_contiguous` makes Triton
-    lay the threads of a warp along the first axis: they read neighboring vectors of one row, and a
-    thread uses its part of x for all its rows. All loads precede the first product.
+    Tiles of w are loaded as [BLOCK_N, BLOCK_K / 16, 16]: the threads of a warp read neighboring
+    vectors of one row, and a thread uses its part of x for all its rows. All loads precede the
+    first product.
     """
     EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
     VECTORS: tl.constexpr = BLOCK_K // _VECTOR
@@ -46,12 +56,12 @@ def _gate_up_row(
     xs, gates, ups, gate_scales, up_scales = (), (), (), (), ()
     for step in tl.static_range(STEPS):
         k = step * BLOCK_K + offs_k
-        inside = (offs_n < E.WIDTH)[None, :, None] & (k < E.HIDDEN)[:, None, :]
-        w_ptrs = w_ptr + offs_n[None, :, None] * E.HIDDEN + k[:, None, :]
-        w_ptrs = tl.max_contiguous(w_ptrs, [2, 1, _VECTOR])
-        up_ptrs = tl.max_contiguous(w_ptrs + E.WIDTH * E.HIDDEN, [2, 1, _VECTOR])
-        gates = gates + (tl.load(w_ptrs, mask=inside | EVEN, other=0.0),)
-        ups = ups + (tl.load(up_ptrs, mask=inside | EVEN, other=0.0),)
+        inside = (offs_n < E.WIDTH)[:, None, None] & (k < E.HIDDEN)[None, :, :]
+        rows = w_ptr + offs_n[:, None, None] * E.HIDDEN
+        w_ptrs = add_last_first(rows, k[None, :, :], _VECTOR)
+        up_ptrs = add_last_first(w_ptrs, E.WIDTH * E.HIDDEN, _VECTOR)
+        gates = gates + (_load_vectors(w_ptrs, inside | EVEN),)
+        ups = ups + (_load_vectors(up_ptrs, inside | EVEN),)
         xs = xs + (tl.load(x_ptr + k, mask=(k < E.HIDDEN) | EVEN, other=0.0),)
         if E.FP8:
             block = (step * BLOCK_K + vector * _VECTOR) // BLOCK
@@ -177,18 +187,18 @@ def _down_rows(
     is_local = (expert >= 0) & (expert < num_experts)
     expert = tl.where(is_local, expert, 0)
     weight = tl.load(topk_weights_ptr + pair, mask=is_local, other=0.0, cache_modifier=".cg")
-    w_ptr += expert.to(tl.int64)[:, None, None] * (E.HIDDEN * E.WIDTH)
-    w_ptr += offs_n[None, :, None] * E.WIDTH
+    w_ptr += expert.to(tl.int64)[None, :, None] * (E.HIDDEN * E.WIDTH)
+    w_ptr += offs_n[:, None, None] * E.WIDTH
     w_scale_ptr += (expert * (E.HIDDEN // BLOCK) + first_n // BLOCK) * (E.WIDTH // BLOCK)
     inner = tl.arange(0, _VECTOR)
     ws, scales, hs = (), (), ()
     for step in tl.static_range(STEPS):
         first_k = step * BLOCK_K + (vector % VECTORS) * _VECTOR
         k = first_k[:, None] + inner[None, :]
-        inside = (offs_n < E.HIDDEN)[None, :, None] & (k < E.WIDTH)[:, None, :]
-        inside = is_local[:, None, None] & (inside | EVEN)
-        w_ptrs = tl.max_contiguous(w_ptr + k[:, None, :], [2, 1, _VECTOR])
-        ws = ws + (tl.load(w_ptrs, mask=inside, other=0.0),)
+        inside = (offs_n < E.HIDDEN)[:, None, None] & (k < E.WIDTH)[None, :, :]
+        inside = is_local[None, :, None] & (inside | EVEN)
+        w_ptrs = add_last_first(w_ptr, k[None, :, :], _VECTOR)
+        ws = ws + (_load_vectors(w_ptrs, inside),)
         if E.FP8:
             w_scale_ptrs = w_scale_ptr + first_k // BLOCK
             scale = tl.load(w_scale_ptrs, mask=is_local & (first_k < E.WIDTH), other=0.0)

@@ -15,7 +15,8 @@ all rows, so it is added to the products: the products of the steps start from i
 A fragment, a span of each row for each warp, is [8, NUM_WARPS, ROWS / 8, 16] words: a thread has
 four neighboring words of every eighth row, four threads have a span. With 4 bits that is SPAN
 columns, with 8 bits half of them. The tensor cores expect these rows and columns in the thread
-(`layout.py`), so weights never go through shared memory.
+(`layout.py`), so weights never go through shared memory. Loads have the dimensions in the order in
+which threads are laid along them (`add_last_first`).
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
@@ -25,7 +26,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from negamax.kernels.launch.triton import dot
+from negamax.kernels.launch.triton import TRITON_VERSION, add_last_first, dot
 from negamax.kernels.weight_only.triton import (
     POST_FACTOR,
     RAW,
@@ -43,7 +44,7 @@ TOKENS = tl.constexpr(8)  # the short side of the tensor cores' smallest product
 SPAN = tl.constexpr(128)  # columns of a warp in a step
 _WORDS = tl.constexpr(16)  # of a row in a fragment
 # Before 3.8 Triton gave a thread four neighboring columns of 16-bit products, from then on two.
-_NEIGHBORS = 2 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else 4
+_NEIGHBORS = 2 if TRITON_VERSION >= (3, 8) else 4
 
 
 @triton.constexpr_function
@@ -86,15 +87,15 @@ def _column(step: int) -> int:
 
 @triton.jit
 def number_fragment_rows(ROWS: tl.constexpr):
-    """Return row numbers [8, ROWS / 8]."""
-    return tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8
+    """Return row numbers [ROWS / 8, 8]."""
+    return tl.arange(0, ROWS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
 
 
 @triton.jit
 def load_weight(
     w, rows, num_rows, P: tl.constexpr, NUM_WARPS: tl.constexpr, split=0, SPLIT_K: tl.constexpr = 1
 ):
-    """Load the rows `rows` [8, ROWS / 8], as `number_fragment_rows` orders them, of a packed weight
+    """Load the rows `rows` [ROWS / 8, 8], as `number_fragment_rows` orders them, of a packed weight
     that has `num_rows`: fragments, scales and zero points of all steps, as stored. This is program
     number `split` of SPLIT_K that share the columns.
     """
@@ -105,15 +106,14 @@ def load_weight(
     row_words, span_words = strides(num_rows, P)
     span = _warps(split, NUM_WARPS)[None, :, None, None] * PARTS
     q_ptrs = w[0] + rows.to(tl.int64)[:, None, :, None] * row_words + span * span_words
-    q_ptrs += tl.arange(0, _WORDS)[None, None, None, :]
-    # Triton lays threads, then warps, along the dimensions of the longest contiguous runs first
-    q_ptrs = tl.max_contiguous(q_ptrs, [4, 2, 1, 16])
+    q_ptrs = add_last_first(q_ptrs, tl.arange(0, _WORDS)[None, None, None, :], _WORDS)
     codes, scales, zeros = (), (), ()
     for i in tl.static_range(STEPS * PARTS):
         first = i // PARTS * WARPS * PARTS + i % PARTS
         inside = ((span + first) * (SPAN // PARTS) < P.K_PACKED) | EVEN
         q_span = q_ptrs + first * span_words
-        codes = codes + (tl.load(q_span, mask=inside, other=0, cache_modifier=".cg"),)
+        words = tl.load(q_span, mask=inside, other=0, cache_modifier=".cg")
+        codes = codes + (tl.permute(words, (2, 1, 0, 3)),)
     if P.GROUP > 0:
         for step in tl.static_range(STEPS):
             stored = _load_side(
@@ -142,16 +142,15 @@ def _load_side(
     """
     ENTRIES: tl.constexpr = side_entries(P, IN_WORDS)
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
-    k = (step * WARPS + _warps(split, NUM_WARPS))[None, None, :, None, None] * SPAN
-    k += tl.arange(0, 4)[:, None, None, None, None] * 0
-    offsets = k // max(P.GROUP, SPAN) * num_rows + rows[None, :, None, :, None]
-    ptrs = ptr + (offsets * ENTRIES + tl.arange(0, ENTRIES)[None, None, None, None, :])
-    # State the order of the dimensions as in `load_weight`, and that entries stored together are
-    # loaded at once.
+    k = (step * WARPS + _warps(split, NUM_WARPS))[None, :, None, None, None] * SPAN
+    k += tl.arange(0, 4)[None, None, None, :, None] * 0
+    offsets = k // max(P.GROUP, SPAN) * num_rows + rows[:, None, :, None, None]
+    offsets = offsets * ENTRIES + tl.arange(0, ENTRIES)[None, None, None, None, :]
+    # entries stored together are loaded at once
     SIZE: tl.constexpr = ENTRIES * ptr.dtype.element_ty.primitive_bitwidth // 8
-    ptrs = tl.multiple_of(tl.max_contiguous(ptrs, [16, 8, 4, 2, 32]), [1, 1, 1, 1, SIZE])
+    ptrs = add_last_first(ptr, offsets, ENTRIES, SIZE)
     inside = (k < P.K_PACKED) | _fills_steps(P.K_PACKED, WARPS)
-    return tl.load(ptrs, mask=inside, other=0)
+    return tl.permute(tl.load(ptrs, mask=inside, other=0), (3, 2, 1, 0, 4))
 
 
 @triton.jit
@@ -193,7 +192,7 @@ def multiply_token(
     column = tl.arange(0, TOKENS)
     x = ()
     for i in tl.static_range(0, STEPS, TOKENS):
-        first = (i + column)[:, None, None, None, None] * (WARPS * SPAN)
+        first = (i + column)[None, None, :, None, None] * (WARPS * SPAN)
         tokens = _load_tokens(x_ptr, column * 0, first, P, NUM_WARPS, TOKENS, split, SPLIT_K)
         x = x + (tokens,)
     start = tl.zeros_like(acc)
@@ -232,19 +231,19 @@ def _load_tokens(
 ):  # fmt: skip
     """Load rows `rows` [TOKENS] of x [any, K] for the tensor cores -> [NUM_WARPS, SPAN, TOKENS].
 
-    They are the columns of one step from `first` on, or of STEPS steps if `first` is [TOKENS, 1, 1,
+    They are the columns of one step from `first` on, or of STEPS steps if `first` is [1, 1, TOKENS,
     1, 1]. A thread loads its own operands.
     """
-    # [TOKENS, thread, NUM_WARPS, 8 columns apart, neighbors]
-    thread = tl.arange(0, 4)[None, :, None, None, None]
-    warp = _warps(split, NUM_WARPS)[None, None, :, None, None]
+    # [8 columns apart, NUM_WARPS, TOKENS, thread, neighbors]
+    thread = tl.arange(0, 4)[None, None, None, :, None]
+    warp = _warps(split, NUM_WARPS)[None, :, None, None, None]
     k = warp * SPAN + thread * 2
-    x_ptrs = x_ptr + rows.to(tl.int64)[:, None, None, None, None] * P.K + k
-    constant = first + tl.arange(0, SPAN // 8)[None, None, None, :, None] * 8
+    x_ptrs = x_ptr + rows.to(tl.int64)[None, None, :, None, None] * P.K + k
+    constant = first + tl.arange(0, SPAN // 8)[:, None, None, None, None] * 8
     constant += tl.arange(0, 2)[None, None, None, None, :]
-    x_ptrs = tl.max_contiguous(x_ptrs + constant.to(tl.int64), [8, 16, 4, 1, 32])
+    x_ptrs = add_last_first(x_ptrs, constant.to(tl.int64), 2)
     inside = (k + constant < P.K) | _fills_steps(P.K, NUM_WARPS * SPLIT_K * STEPS)
-    x = tl.load(x_ptrs, mask=inside, other=0.0)
+    x = tl.permute(tl.load(x_ptrs, mask=inside, other=0.0), (2, 3, 1, 0, 4))
     VECTOR: tl.constexpr = _vector(P)
     x = tl.reshape(x, (TOKENS, 4, NUM_WARPS, SPAN // 4 // VECTOR, VECTOR))
     return tl.reshape(tl.permute(x, (2, 3, 1, 4, 0)), (NUM_WARPS, SPAN, TOKENS))
