@@ -96,8 +96,9 @@ class MiniMaxM2Block(CallBlock):
     """Reader of a call block."""
 
     __slots__ = (
-        "_arguments", "_closer", "_is_declared", "_is_written", "_key", "_keys", "_schema",
-        "_space", "_state", "_stray", "_unnamed", "_value", "_waiting", "_words",
+        "_arguments", "_closer", "_forms", "_is_declared", "_is_written", "_key", "_keys",
+        "_num_forms", "_schema", "_space", "_state", "_stray", "_unnamed", "_value", "_waiting",
+        "_words",
     )  # fmt: skip
 
     def __init__(self, calls: CallWriter, **options: Any) -> None:
@@ -114,6 +115,8 @@ class MiniMaxM2Block(CallBlock):
         self._is_written = False  # the open value is streamed as a string
         self._closer: Lexeme | None = None  # in the open value, undecided
         self._space: list[str] = []  # undecided text after it
+        self._forms: tuple[str, ...] = ()  # beginnings of arguments in another syntax
+        self._num_forms = 0  # parameters for which these were made
         self._words = ""  # the same without white space at its beginning
 
     @staticmethod
@@ -229,14 +232,16 @@ class MiniMaxM2Block(CallBlock):
         words = self._words + text if self._words else text.lstrip()
         if self._closer.kind is not TagKind.PARAMETER_CLOSE or not self._is_declared:
             return False
-        beginnings = [f"</{name}>" for name in WRAPPERS] + [
-            form.format(key) for key in self._arguments.names - self._keys for form in _OTHER_FORMS
-        ]
-        if any(map(words.startswith, beginnings)):
+        if len(self._keys) != self._num_forms:
+            self._num_forms = len(self._keys)
+            keys = self._arguments.names - self._keys
+            forms = [form.format(key) for key in keys for form in _OTHER_FORMS]
+            self._forms = (*(f"</{name}>" for name in WRAPPERS), *forms)
+        if words.startswith(self._forms):
             self._close_value()
             self._stray.append(words)
             return True
-        if not any(beginning.startswith(words) for beginning in beginnings):
+        if not any(form.startswith(words) for form in self._forms):
             return False
         self._words = words
         self._space.append(text)
@@ -263,6 +268,7 @@ class MiniMaxM2Block(CallBlock):
         self._arguments = self._schemas.arguments(tool)
         self._is_declared = self._schemas.declares(tool)
         self._keys, self._stray, self._unnamed, self._waiting = set(), [], [], []
+        self._num_forms = 0
         self._calls.start_call(tool)
         self._raw = [lexeme.text]
         self._state = _INVOKE

@@ -27,7 +27,7 @@ class CallWriter:
         self._index = -1
         self._name = ""  # of a call that is not announced
         self.before_call: Callable[[], None] = lambda: None  # called before an announcement
-        self._written: list[str] = []  # the arguments so far
+        self._written: list[str] = []  # the arguments in containers so far
         self._closers: list[str] = []  # closers of the open containers below the arguments
         # of the innermost container; a container with a container in it has members
         self._has_members = False
@@ -113,8 +113,10 @@ class CallWriter:
         return lead if key is None else f"{lead}{json_string(key)}: "
 
     def _arguments(self, text: str) -> None:
-        self.announce()
-        self._written.append(text)
+        if self._name:
+            self.announce()
+        if self._closers:
+            self._written.append(text)
         self._emit(ToolArgumentsDelta(self._index, text))
 
 

@@ -193,7 +193,7 @@ class OutputParser:
         match lexeme.kind:
             case TagKind.THINK_OPEN | TagKind.THINK_CLOSE:
                 self._take_think_tag(lexeme)
-            case kind if kind in _QUOTED_IN_CODE and self._channel.is_in_code():
+            case kind if kind in _QUOTED_IN_CODE and self._is_in_code():
                 self._write(lexeme.text)
             case TagKind.LOOSE_THINK_CLOSE if self._state is _REASONING and self._splits:
                 self._closer = lexeme.text
@@ -315,13 +315,14 @@ class OutputParser:
         self._state = state
 
     def _write(self, text: str) -> None:
-        self._channel.write(text)
+        channel = self._reasoning if self._state is _REASONING else self._content
+        channel.write(text)
         if self._is_after_block and not text.isspace():
             self._is_after_block = False
 
-    @property
-    def _channel(self) -> TextChannel:
-        return self._reasoning if self._state is _REASONING else self._content
+    def _is_in_code(self) -> bool:
+        channel = self._reasoning if self._state is _REASONING else self._content
+        return channel.is_in_code()
 
     def _stop_or_emit(self, text: str) -> None:
         """Emit content up to a stop string; emit reasoning and unread calls as they are."""

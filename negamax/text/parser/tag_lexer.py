@@ -148,7 +148,7 @@ class TagLexer:
     patterns. It is called before the first tag with an anchor.
     """
 
-    __slots__ = ("_held", "_is_inside", "_list_named", "_tables", "_tables_with")
+    __slots__ = ("_held", "_is_inside", "_is_tag", "_list_named", "_tables", "_tables_with")
 
     def __init__(
         self,
@@ -167,6 +167,7 @@ class TagLexer:
         self._list_named = list_named
         self._held = ""
         self._is_inside = False  # whether `inside` matches `_held`
+        self._is_tag = False  # whether `_held` may hold a whole tag
 
     def feed(self, pieces: Sequence[TextPiece]) -> list[Lexeme]:
         """Take the next pieces; return the lexemes that are certain."""
@@ -210,9 +211,11 @@ class TagLexer:
             text = self._held + text
             if (stays_inside and len(text) <= MAX_ATTRIBUTE_CHARS) or text in tables.starts:
                 self._held = text
+                self._is_tag = self._is_tag or may_end_tag
                 return
-            may_end_tag = may_end_tag or ">" in self._held
+            may_end_tag = may_end_tag or self._is_tag
             self._held = ""
+            self._is_tag = False
         elif not tables.first_char.search(text):
             if text:
                 lexemes.append(Lexeme(TEXT, text))
@@ -246,7 +249,7 @@ class TagLexer:
             if begin > start:
                 lexemes.append(Lexeme(TEXT, text[start:begin]))
             if is_held:
-                self._held, self._is_inside = text[begin:], False
+                self._held, self._is_inside, self._is_tag = text[begin:], False, True
                 return len(text)
             lexemes.append(Lexeme(kind, match[0]))
             start = match.end()

@@ -31,6 +31,9 @@ def tag_name(tag: str) -> str:
 
 def argument_name(tag: str, schema: ValueSchema) -> str:
     """Return the argument that a parameter tag names: the first one that `schema` lists."""
+    exact = _EXACT_NAME.fullmatch(tag)
+    if exact and '"' not in exact[1]:
+        return exact[1]
     candidates = _list_candidates([tag])
     return next(filter(schema.lists, candidates), None) or tag_name(tag)
 

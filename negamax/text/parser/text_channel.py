@@ -15,24 +15,16 @@ _MAX_PARTS = 4096
 class MarkdownCode:
     """Tells code blocks of Markdown, fenced or indented, from other text."""
 
-    __slots__ = ("_fence", "_line", "_parts")
+    __slots__ = ("_fence", "_line", "parts")
 
     def __init__(self) -> None:
-        self._parts: list[str] = []  # not processed yet
+        self.parts: list[str] = []  # of the text, not processed yet
         self._line = ""  # the beginning of the current line
         self._fence = ""  # of the open block
 
-    def add(self, text: str) -> None:
-        self._parts.append(text)
-        if len(self._parts) > _MAX_PARTS:
-            self._process()
-
-    def begin_line(self) -> None:
-        self.add("\n")
-
     def is_open(self) -> bool:
         """Whether the next text is in a code block."""
-        self._process()
+        self.process()
         line = self._line
         if self._fence or _next_fence(line, ""):
             return bool(_next_fence(line, self._fence))
@@ -40,15 +32,15 @@ class MarkdownCode:
 
     def is_inline(self) -> bool:
         """Whether the next text is in inline code or in a quoted line."""
-        self._process()
+        self.process()
         return len(re.findall("`+", self._line)) % 2 == 1 or self._line.lstrip().startswith(">")
 
-    def _process(self) -> None:
-        *lines, last = "".join([self._line, *self._parts]).split("\n")
+    def process(self) -> None:
+        *lines, last = "".join([self._line, *self.parts]).split("\n")
         for line in lines:
             self._fence = _next_fence(line[:_MAX_LINE_CHARS], self._fence)
         self._line = last[:_MAX_LINE_CHARS]
-        self._parts.clear()
+        self.parts.clear()
 
 
 def _next_fence(line: str, fence: str) -> str:
@@ -90,8 +82,11 @@ class TextChannel:
         self._code: MarkdownCode | None = MarkdownCode() if holds_space else None
 
     def write(self, text: str) -> None:
-        if self._code is not None:
-            self._code.add(text)
+        code = self._code
+        if code is not None:
+            code.parts.append(text)
+            if len(code.parts) > _MAX_PARTS:
+                code.process()
         words = (
             text.rstrip() if self._holds_space or (text.isspace() and not self.has_begun) else text
         )
@@ -127,7 +122,7 @@ class TextChannel:
     def begin_line(self) -> None:
         """Begin a line of Markdown: a call block was before."""
         if self._code is not None:
-            self._code.begin_line()
+            self._code.parts.append("\n")
 
     def drop_space(self) -> None:
         self._space = []
