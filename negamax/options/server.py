@@ -63,7 +63,6 @@ class ServerOptions:
     compact_json: bool = option(
         False,
         "Write the JSON of forms without white space between its parts. Requests may override it.",
-        also="--constrained-json-disable-any-whitespace",
     )
     # the model families define the choices of the next two: the command adds them
     tool_call_parser: str = option("auto", "Parse tool calls in this format; auto: the model's.")

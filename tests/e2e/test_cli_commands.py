@@ -43,7 +43,7 @@ def test_refusals_are_one_line_with_value_and_remedy(capsys: pytest.CaptureFixtu
     """The first runs in its own process, the others in this one, which is faster."""
     cases = {
         "serve nano --tensor-paralel-size 2": "did you mean --tensor-parallel-size",
-        "serve nano --max-running-request 2": "did you mean --max-running-requests",
+        "serve nano --max-runing-requests 2": "did you mean --max-running-requests",
         "serve": "MODEL is missing",
         "serve nano --model other": "--model is 'other'",
         "serve nano --port http": "'http'",
@@ -54,7 +54,7 @@ def test_refusals_are_one_line_with_value_and_remedy(capsys: pytest.CaptureFixtu
         "srve": "did you mean serve?",
         "bench srve": "did you mean serve?",
         "bench quantum": "known: offline, kernels",
-        "bench serve --num-prompt 2": "did you mean --num-prompts?",
+        "bench serve --num-promts 2": "did you mean --num-prompts?",
         "generate nano --prompt ''": "the prompt is empty",
     }
     for number, (line, words) in enumerate(cases.items()):
