@@ -16,7 +16,7 @@ from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import refuse_grammar
 from negamax.text.grammar.budget import Budget
 from negamax.text.grammar.languages import MAX_STATES, Language, Languages
-from negamax.text.grammar.patterns import NumberBounds, read_pattern
+from negamax.text.grammar.patterns import read_number_bounds, read_pattern, write_multiples
 from negamax.text.grammar.schema_keywords import (
     FORMATS,
     MAX_COUNT,
@@ -64,7 +64,6 @@ class Schemas:
         self.root, self.strict, self.budget = root, strict, budget or Budget()
         self._infers = not strict if infers is None else infers
         self.languages = Languages()
-        self._bounds = NumberBounds(self.languages)
         self._shapes: dict[frozenset[int], list[Shape]] = {}
         self._patterns: dict[str, Language | None] = {}
         self._made: dict[tuple[object, ...], Any] = {}  # derived schemas, by their origin
@@ -325,35 +324,29 @@ class Schemas:
         return self._patterns[pattern]
 
     def _read_number(self, name: str, branch: Nodes) -> Iterator[NumberShape]:
-        bounds, low, high = self._bounds, None, None
-        steps = set()
-        for node in branch:
-            lows, highs = read_bounds(node)
-            low = max([*lows, *([low] if low else [])], default=None)
-            high = min(
-                [*highs, *([high] if high else [])],
-                key=lambda bound: (bound[0], not bound[1]),
-                default=None,
-            )
-            step = read_number(node.get("multipleOf"))
-            steps.update([step] if step is not None else [])
-        for bound in (low, high):
-            if bound is not None and len(f"{bound[0]:f}") > MAX_DIGITS:
-                if self.strict:
-                    self._refuse_keyword("minimum", f" or a maximum of over {MAX_DIGITS} digits")
-                low = high = None
-        magnitudes = []
-        for step in steps:
-            multiples = bounds.multiples(step, is_integer=name == "integer")
-            if multiples is None and self.strict:
+        bounds = [read_bounds(node) for node in branch]
+        low = max((bound for lows, _ in bounds for bound in lows), default=None)
+        high = min(
+            (bound for _, highs in bounds for bound in highs),
+            key=lambda bound: (bound[0], not bound[1]),
+            default=None,
+        )
+        if any(bound is not None and len(f"{bound[0]:f}") > MAX_DIGITS for bound in (low, high)):
+            if self.strict:
+                self._refuse_keyword("minimum", f" or a maximum of over {MAX_DIGITS} digits")
+            low = high = None
+        forms = []
+        for step in {read_number(node.get("multipleOf")) for node in branch} - {None}:
+            form = None if step is None else write_multiples(step)
+            if form is None and self.strict:
                 self._refuse_keyword("multipleOf", f" of {step}")
-            magnitudes += [multiples] if multiples is not None else []
-        if not magnitudes and low is None and high is None:
+            forms += [form] if form is not None else []
+        if not forms and low is None and high is None:
             yield NumberShape(name, None)
             return
-        base = bounds.natural if name == "integer" else bounds.decimal
-        magnitude = self.languages.both([base, *magnitudes])
-        language = bounds.limit(magnitude, low, high)
+        language = read_number_bounds(
+            self.languages, is_integer=name == "integer", low=low, high=high, steps=forms
+        )
         if self._is_possible(language) is not False:
             yield NumberShape(name, language)
 

@@ -8,6 +8,7 @@ import functools
 import re
 import unicodedata
 from collections import defaultdict
+from collections.abc import Iterable
 from decimal import Decimal
 from typing import NoReturn
 
@@ -248,107 +249,88 @@ class _PatternReader:
 
 # --- numbers -------------------------------------------------------------------------------------
 
+_NATURAL = "(0|[1-9][0-9]*)"
+_FRACTION = r"(\.[0-9]+)?"
 
-class NumberBounds:
-    """Languages of numbers in decimal digits, without exponents."""
+Bound = tuple[Decimal, bool]  # True: it is not allowed itself
 
-    def __init__(self, languages: Languages) -> None:
-        self._languages = languages
-        make = languages.chars
-        self._digit, self._nonzero = make(_DIGITS), make(((0x31, 0x39),))
-        self._digits = languages.repeat(self._digit)
-        self.natural = languages.either(
-            [languages.text("0"), languages.join([self._nonzero, self._digits])]
-        )
-        point = languages.text(".")
-        self._point = point
-        self._fraction = languages.repeat(
-            languages.join([point, languages.repeat(self._digit, 1)]), 0, 1
-        )
-        self.decimal = languages.join([self.natural, self._fraction])
 
-    def limit(
-        self, magnitude: int, low: tuple[Decimal, bool] | None, high: tuple[Decimal, bool] | None
-    ) -> Language:
-        """Return numbers whose `magnitude` is followed, between bounds; True: without the bound."""
-        languages, zero = self._languages, (Decimal(0), True)
-        positive = self._limit(magnitude, low, high)
-        if low is not None and low[0] >= 0:
-            return languages.whole(positive)
-        opposite = [None if bound is None else (-bound[0], bound[1]) for bound in (high, low)]
-        least = opposite[0]
-        if least is None or least[0] < 0:
-            least = zero
-        negative = self._limit(magnitude, least, opposite[1])
-        return languages.whole(
-            languages.either([positive, languages.join([languages.text("-"), negative])])
-        )
+def read_number_bounds(
+    languages: Languages,
+    *,
+    is_integer: bool,
+    low: Bound | None,
+    high: Bound | None,
+    steps: Iterable[str],
+) -> Language:
+    """Return numbers in decimal digits without exponents, between bounds, of forms `steps`."""
+    magnitude = languages.both(
+        _read_digits(text, languages)
+        for text in (_NATURAL if is_integer else _NATURAL + _FRACTION, *steps)
+    )
 
-    def multiples(self, step: Decimal, *, is_integer: bool) -> int | None:
-        """Return the multiples of a number as unsigned digits; None if they cannot be written."""
-        languages = self._languages
-        if step <= 0:
-            return None
-        exponent = int(step.normalize().as_tuple().exponent)
-        if exponent < 0:
-            if step.normalize() != Decimal(1).scaleb(exponent) or exponent < -MAX_PLACES:
-                return None
-            if is_integer:
-                return self.natural
-            digits = languages.repeat(self._digit, 1, -exponent)
-            zeros = languages.repeat(languages.text("0"))
-            fraction = languages.join([self._point, digits, zeros])
-            return languages.join([self.natural, languages.repeat(fraction, 0, 1)])
-        width = next((width for width in range(7) if 10**width % step == 0), None)
-        if width is None or 10**width // step > MAX_ENDINGS:
-            return None
-        values = range(0, 10**width, int(step))
-        if width == 0:
-            return self.natural
-        endings = languages.either(languages.text(f"{value:0{width}}") for value in values)
-        longer = languages.join([self._nonzero, self._digits, endings])
-        return languages.either([longer, *(languages.text(str(value)) for value in values)])
-
-    def _limit(
-        self, magnitude: int, low: tuple[Decimal, bool] | None, high: tuple[Decimal, bool] | None
-    ) -> int:
-        languages, parts = self._languages, [magnitude]
-        if low is not None and (low[0] > 0 or low == (Decimal(0), True)):
-            parts.append(self._at_least(*low))
-        if high is not None:
-            if high[0] < 0:
-                return languages.none
-            parts.append(languages.complement(self._at_least(high[0], not high[1])))
+    def limit(least: Bound | None, most: Bound | None) -> int:
+        """Return unsigned numbers."""
+        if most is not None and most[0] < 0:
+            return languages.none
+        parts = [magnitude]
+        if least is not None and (least[0] > 0 or least == (Decimal(0), True)):
+            parts.append(_read_digits(_write_at_least(*least), languages))
+        if most is not None:
+            beyond = _read_digits(_write_at_least(most[0], not most[1]), languages)
+            parts.append(languages.complement(beyond))
         return languages.both(parts)
 
-    def _at_least(self, bound: Decimal, is_open: bool) -> int:
-        """Return unsigned numbers of at least `bound`; above it if `is_open`."""
-        languages = self._languages
-        whole, _, part = f"{bound:f}".partition(".")
-        part = part.rstrip("0")
-        rest = self._digits
-        larger = languages.join([self._nonzero, languages.repeat(self._digit, len(whole))])
-        above = [larger, *self._list_larger(whole, fixed=True)]
-        more = languages.join([rest, self._nonzero, rest])
-        beyond = [languages.join([found, rest]) for found in self._list_larger(part, fixed=False)]
-        same = languages.text(part)
-        if is_open:
-            beyond.append(languages.join([same, more]))
-        elif part:
-            beyond.append(languages.join([same, rest]))
-        tail = languages.join([self._point, languages.either(beyond)])
-        if not is_open and not part:
-            tail = self._fraction
-        above_whole = languages.join([languages.either(above), self._fraction])
-        return languages.either([above_whole, languages.join([languages.text(whole), tail])])
+    positive = limit(low, high)
+    if low is not None and low[0] >= 0:
+        return languages.whole(positive)
+    least = (-high[0], high[1]) if high is not None and high[0] < 0 else (Decimal(0), True)
+    negative = limit(least, None if low is None else (-low[0], low[1]))
+    signed = languages.join([languages.text("-"), negative])
+    return languages.whole(languages.either([positive, signed]))
 
-    def _list_larger(self, digits: str, *, fixed: bool) -> list[int]:
-        """Return beginnings that decide that a number of the same length is larger."""
-        languages, found = self._languages, []
-        for place, digit in enumerate(digits):
-            if digit < "9":
-                higher = languages.chars(((ord(digit) + 1, 0x39),))
-                left = len(digits) - place - 1 if fixed else 0
-                rest = languages.repeat(self._digit, left, left)
-                found.append(languages.join([languages.text(digits[:place]), higher, rest]))
-        return found
+
+def write_multiples(step: Decimal) -> str | None:
+    """Return a pattern of the unsigned multiples of a number; None if there is none of its size."""
+    step = step.normalize()
+    exponent = int(step.as_tuple().exponent)
+    if -MAX_PLACES <= exponent < 0 and step == Decimal(1).scaleb(exponent):
+        return rf"{_NATURAL}(\.[0-9]{{1,{-exponent}}}0*)?"
+    if exponent < 0 or exponent > MAX_PLACES:
+        return None
+    width = next((width for width in range(7) if step > 0 and 10**width % step == 0), None)
+    if width is None or 10**width // step > MAX_ENDINGS:
+        return None
+    values = range(0, 10**width, int(step))
+    endings = "|".join(f"{value:0{width}}" if width else "" for value in values)
+    return f"[1-9][0-9]*({endings})|{'|'.join(map(str, values))}" if width else _NATURAL
+
+
+def _read_digits(pattern: str, languages: Languages) -> int:
+    found = read_pattern(f"^({pattern})$", languages).plain
+    assert found is not None
+    return found
+
+
+def _write_at_least(bound: Decimal, is_open: bool) -> str:
+    """Return a pattern of unsigned numbers of at least `bound`; above it if `is_open`."""
+    whole, _, part = f"{bound:f}".partition(".")
+    part = part.rstrip("0")
+    above = [f"[1-9][0-9]{{{len(whole)},}}"]
+    above += [
+        f"{start}[0-9]{{{len(whole) - len(start.partition('[')[0]) - 1}}}"
+        for start in _list_larger(whole)
+    ]
+    beyond = [f"{start}[0-9]*" for start in _list_larger(part)]
+    beyond.append(part + ("[0-9]*[1-9]" if is_open else "") + "[0-9]*")
+    tail = rf"\.({'|'.join(beyond)})"
+    if not is_open and not part:
+        tail = _FRACTION
+    return f"({'|'.join(above)}){_FRACTION}|{whole}{tail}"
+
+
+def _list_larger(digits: str) -> list[str]:
+    """Return beginnings that decide that a number of the same length is larger."""
+    return [
+        f"{digits[:place]}[{int(digit) + 1}-9]" for place, digit in enumerate(digits) if digit < "9"
+    ]

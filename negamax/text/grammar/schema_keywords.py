@@ -84,11 +84,12 @@ def read_bounds(
 ) -> tuple[list[tuple[Decimal, bool]], list[tuple[Decimal, bool]]]:
     """Return the lower and upper bounds of `node`; True: the bound is not allowed itself."""
     found: list[list[tuple[Decimal, bool]]] = []
-    for limit, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+    for sign, side in ((-1, "inimum"), (1, "aximum")):
+        limit, exclusive = f"m{side}", f"exclusiveM{side}"
         closed, opened = read_number(node.get(limit)), read_number(node.get(exclusive))
         bounds = [] if closed is None else [(closed, node.get(exclusive) is True)]
         bounds += [] if opened is None else [(opened, True)]
-        found.append([bound for bound in bounds if abs(bound[0]) < _LARGEST])
+        found.append([bound for bound in bounds if sign * bound[0] < _LARGEST])
     return found[0], found[1]
 
 
