@@ -71,7 +71,7 @@ _OTHER_FORMS = (
 )
 
 # around all parameters
-_WRAPPER = re.compile(rf"\s*</?(?:{'|'.join(WRAPPERS)})>\s*")
+_WRAPPER = re.compile(rf"\s*</?({'|'.join(WRAPPERS)})>\s*")
 
 # What must follow a closer in an open value, apart from the end of an output that was not
 # truncated.
@@ -98,7 +98,7 @@ class MiniMaxM2Block(CallBlock):
     __slots__ = (
         "_arguments", "_closer", "_forms", "_is_declared", "_is_written", "_key", "_keys",
         "_num_forms", "_schema", "_space", "_state", "_stray", "_unnamed", "_value", "_waiting",
-        "_words",
+        "_words", "_wrapper",
     )  # fmt: skip
 
     def __init__(self, calls: CallWriter, **options: Any) -> None:
@@ -117,6 +117,7 @@ class MiniMaxM2Block(CallBlock):
         self._space: list[str] = []  # undecided text after it
         self._forms: tuple[str, ...] = ()  # beginnings of arguments in another syntax
         self._num_forms = 0  # parameters for which these were made
+        self._wrapper = ""  # name of an element around all parameters
         self._words = ""  # the same without white space at its beginning
 
     @staticmethod
@@ -236,7 +237,7 @@ class MiniMaxM2Block(CallBlock):
             self._num_forms = len(self._keys)
             keys = self._arguments.names - self._keys
             forms = [form.format(key) for key in keys for form in _OTHER_FORMS]
-            self._forms = (*(f"</{name}>" for name in WRAPPERS), *forms)
+            self._forms = (*forms, f"</{self._wrapper}>") if self._wrapper else tuple(forms)
         if words.startswith(self._forms):
             self._close_value()
             self._stray.append(words)
@@ -268,7 +269,7 @@ class MiniMaxM2Block(CallBlock):
         self._arguments = self._schemas.arguments(tool)
         self._is_declared = self._schemas.declares(tool)
         self._keys, self._stray, self._unnamed, self._waiting = set(), [], [], []
-        self._num_forms = 0
+        self._num_forms, self._wrapper = 0, ""
         self._calls.start_call(tool)
         self._raw = [lexeme.text]
         self._state = _INVOKE
@@ -296,7 +297,11 @@ class MiniMaxM2Block(CallBlock):
     def _read_stray(self, *, is_last: bool = False) -> bool:
         """Read the text since the last parameter. False: it ended the call."""
         text, self._stray = "".join(self._stray), []
-        if not text.strip() or _WRAPPER.fullmatch(text):
+        if not text.strip():
+            return True
+        wrapper = _WRAPPER.fullmatch(text)
+        if wrapper:
+            self._wrapper = wrapper[1]
             return True
         members = read_members(text, self._arguments)
         if members is not None and not self._keys.intersection(members):

@@ -45,9 +45,10 @@ def read_json_calls(text: str, schemas: ToolSchemas) -> list[tuple[str, dict[str
         tool = schemas.declared_name(name) if isinstance(name, str) else None
         given = next((call[key] for key in WRAPPERS if key in call), None) if tool else None
         arguments = _parse(given) if isinstance(given, str) else given
-        if tool is None or not isinstance(arguments, dict):
+        members = _write_members(arguments) if isinstance(arguments, dict) else None
+        if tool is None or members is None:
             return []
-        calls.append((tool, _write_members(arguments)))
+        calls.append((tool, members))
     return calls
 
 
@@ -60,8 +61,8 @@ def read_members(text: str, schema: ValueSchema) -> dict[str, str] | None:
     if not isinstance(value, dict):
         return None
     for key in WRAPPERS:
-        is_wrapper = isinstance(value.get(key), dict) and not any(map(schema.lists, value))
-        if is_wrapper and (schema.lists_members or len(value) == 1):
+        others = value.keys() - {key, "name", "id", "type"}
+        if isinstance(value.get(key), dict) and not others and not any(map(schema.lists, value)):
             value = value[key]
             break
     return _write_members(value)
@@ -108,8 +109,11 @@ def _parse(text: str) -> Any:
         return None
 
 
-def _write_members(members: dict[str, Any]) -> dict[str, str]:
-    return {key: write_json(member) for key, member in members.items()}
+def _write_members(members: dict[str, Any]) -> dict[str, str] | None:
+    try:
+        return {key: write_json(member) for key, member in members.items()}
+    except RecursionError:  # nested too deeply
+        return None
 
 
 def _read_elements(text: str, schema: ValueSchema, *, depth: int) -> dict[str, str] | None:

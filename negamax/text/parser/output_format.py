@@ -123,7 +123,9 @@ class CallWriter:
 class CallBlock(ABC):
     """Reader of one call block, from its opener on. The parser feeds it lexemes."""
 
-    __slots__ = ("_calls", "_has_calls", "_opener", "_raw", "_schemas", "_show", "_unread")
+    __slots__ = (
+        "_calls", "_has_calls", "_num_tried", "_opener", "_raw", "_schemas", "_show", "_unread",
+    )  # fmt: skip
 
     def __init__(
         self, calls: CallWriter, *, schemas: ToolSchemas, opener: str, show: Callable[[str], None]
@@ -135,6 +137,7 @@ class CallBlock(ABC):
         self._show = show
         self._has_calls = False
         self._unread: list[str] = []  # text between calls, and calls that cannot be read
+        self._num_tried = 0  # parts of it in which no calls in JSON were found
         self._raw: list[str] = []  # text of the open call while it is not announced
         calls.before_call = self._begin_calls
 
@@ -162,9 +165,10 @@ class CallBlock(ABC):
 
     def _make_unread_calls(self) -> None:
         """Make the calls that the text since the last call is, in JSON."""
-        calls = read_json_calls("".join(self._unread), self._schemas)
+        calls = read_json_calls("".join(self._unread[self._num_tried :]), self._schemas)
         if calls:
-            self._unread = []
+            del self._unread[self._num_tried :]
+        self._num_tried = len(self._unread)
         for name, arguments in calls:
             self._calls.start_call(name)
             for key, value in arguments.items():
@@ -173,7 +177,7 @@ class CallBlock(ABC):
 
     def _show_unread(self, closer: str = "") -> None:
         """Make text between calls content; a block without a call whole, with its `closer`."""
-        text, self._unread = "".join(self._unread), []
+        text, self._unread, self._num_tried = "".join(self._unread), [], 0
         if text.strip():
             self._show(text.strip() if self._has_calls else f"{self._opener}{text}{closer}")
 
