@@ -32,7 +32,12 @@ FUNCTION = {
 }
 WEATHER: dict[str, Any] = {"type": "function", "function": FUNCTION}
 RESULT_TEXT = '{"temperature": 19, "condition": "cloudy"}'
-TOTAL = {"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]}
+TOTAL = {
+    "type": "object",
+    "properties": {"total": {"type": "integer"}},
+    "required": ["total"],
+    "additionalProperties": False,
+}
 
 
 def error_of(response: httpx.Response, status: int, **fields: str) -> dict[str, Any]:

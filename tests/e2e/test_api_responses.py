@@ -301,7 +301,7 @@ def test_shell_calls_are_run_by_the_client(strict: Any, kind: str, result: Any) 
 
 
 def test_items_change_the_settings_after_them(strict: Any) -> None:
-    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
+    schema = {**TOTAL, "properties": {"n": {"enum": [7]}}, "required": ["n"]}
     form = {"type": "json_schema", "name": "n", "schema": schema}
     items = [
         *QUESTION,
