@@ -11,7 +11,7 @@ from typing import NamedTuple
 Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint, both ends included
 
 BEGIN, LAST_CHARACTER, END = -1, 0x10FFFF, 0x110000
-MAX_STATES = 2000  # of one automaton
+MAX_STATES = 1000  # of one automaton
 MAX_STEPS = 30_000  # of one automaton, by ranges of characters
 
 
