@@ -42,7 +42,7 @@ _MAX_PLAIN_STATES = 128  # larger automata are written as expressions, if they c
 
 _COMMON = r"""
 text ::= "\"" letters
-letters ::= "\"" | [^"\\\u0000-\u001f] letters | "\\" escape letters
+letters ::= ("\"" | [^"\\\u0000-\u001f] letters | "\\" escape letters) AHEAD
 escape ::= ["\\/bfnrt] | "u" [0-9A-Fa-f]{4}
 integer ::= "-"? natural
 natural ::= "0" | [1-9] [0-9]*
@@ -58,13 +58,16 @@ class _Alternative(NamedTuple):
 
 
 class Rules:
-    """Rules of one grammar. `prefix` is part of the names of those of its own."""
+    """Rules of one grammar. `ahead`: in JSON, the expression of what follows a string or number.
 
-    def __init__(self, languages: Languages, *, is_json: bool) -> None:
+    Without it, the compiler takes every token that holds more for possible, and tries it each time.
+    """
+
+    def __init__(self, languages: Languages, *, ahead: str | None = None) -> None:
         self._languages = languages
-        self._is_json = is_json
+        self._ahead = ahead
         self._rules: dict[str, list[_Alternative]] = {}
-        self._classes: dict[Ranges, str] = {}
+        self._classes: dict[Ranges, list[str]] = {}
         self._chains: dict[tuple[Ranges, str], str] = {}
         self._written: dict[tuple[int, str], str] = {}  # rules of languages
 
@@ -88,7 +91,9 @@ class Rules:
         while waiting:
             name = waiting.pop()
             kept = [way for way in self._rules[name] if finite.issuperset(way.rules)]
-            lines.append(f"{name} ::= " + " | ".join(way.text for way in kept))
+            body = " | ".join(way.text for way in kept)
+            has_end = self._ahead is not None and name.startswith(("words", "loop", "tail"))
+            lines.append(f"{name} ::= ({body}) {self._ahead}" if has_end else f"{name} ::= {body}")
             found = {rule for way in kept for rule in way.rules} - seen
             seen |= found
             waiting += sorted(found)
@@ -146,11 +151,8 @@ class Rules:
         self.define(name, [])
         for own, state in zip(names, states, strict=False):
             ways = [_Alternative(after or '""')] if state.is_end else []
-            ways += [
-                _Alternative(f"{spelled} {names[target]}", (names[target],))
-                for ranges, target in state.steps
-                if (spelled := self._spell_class(ranges))
-            ]
+            for ranges, target in state.steps:
+                ways += self._write_step(ranges, names[target])
             self.define(own, ways)
 
     def _add_run(self, ranges: Ranges, least: int, most: int | None, *, after: str) -> str:
@@ -162,8 +164,8 @@ class Rules:
             parts.append((self._add_chain(ranges, least % _BLOCK), ""))
         if most is None:
             loop = self.new_name("loop")
-            rest = _Alternative(f"{self._spell_class(ranges)} {loop}")
-            parts.append((self.define(loop, [_Alternative(after or '""'), rest]), ""))
+            ways = [_Alternative(after or '""'), *self._write_step(ranges, loop)]
+            parts.append((self.define(loop, ways), ""))
         else:
             left = most - least
             blocks = max(0, left - _BLOCK) // _BLOCK
@@ -177,14 +179,14 @@ class Rules:
 
     def _add_chain(self, ranges: Ranges, length: int, *, last: str = "") -> str:
         """Return a rule of `length` characters; with `last`, of at most as many before it."""
-        char = self._spell_class(ranges)
-        start = self._chains.setdefault((ranges, last), f"chain_{len(self._chains)}")
+        start = self._chains.setdefault(
+            (ranges, last), f"{'tail' if last else 'block'}_{len(self._chains)}"
+        )
         for left in range(length + 1):
             name = f"{start}_{left}"
             if name not in self._rules:
-                following = f"{start}_{left - 1}"
                 ways = [_Alternative(last or '""')] if last or not left else []
-                ways += [_Alternative(f"{char} {following}", (following,))] if left else []
+                ways += self._write_step(ranges, f"{start}_{left - 1}") if left else []
                 self.define(name, ways)
         return f"{start}_{length}"
 
@@ -198,7 +200,7 @@ class Rules:
                     part = rest
                     continue
                 case "set", tuple() as ranges:
-                    pieces.append(self._spell_class(ranges) or "[]")
+                    pieces.append(f"({' | '.join(self._spell_class(ranges)) or '[]'})")
                 case "or", *parts:
                     ways = [self._spell(one) for one in parts if isinstance(one, int)]
                     pieces.append(f"({' | '.join(ways)})")
@@ -209,17 +211,18 @@ class Rules:
                     pieces.append('""')
             return " ".join(pieces)
 
-    def _spell_class(self, ranges: Ranges) -> str:
-        """Return one character of `ranges`, escaped in JSON; "" if it cannot be written."""
-        known = self._classes.get(ranges)
-        if known is None:
-            known = self._classes[ranges] = self._new_class(ranges)
-        return known
+    def _write_step(self, ranges: Ranges, following: str) -> list[_Alternative]:
+        """Return one character before a rule. A group of the ways would be a rule of its own."""
+        ways = self._spell_class(ranges)
+        return [_Alternative(f"{way} {following}", (following,)) for way in ways]
 
-    def _new_class(self, ranges: Ranges) -> str:
-        literal = _intersect(ranges, _LITERAL if self._is_json else _RAW)
+    def _spell_class(self, ranges: Ranges) -> list[str]:
+        """Return the ways to write one character of `ranges`, in JSON with escapes."""
+        if ranges in self._classes:
+            return self._classes[ranges]
+        literal = _intersect(ranges, _RAW if self._ahead is None else _LITERAL)
         ways = [f"[{''.join(map(_spell_range, literal))}]"] if literal else []
-        if self._is_json:
+        if self._ahead is not None:
             short = [code for code in _ESCAPES if _holds(ranges, code)]
             if short:
                 ways.append(f'"\\\\" [{"".join(_escape_code(ord(_ESCAPES[c])) for c in short)}]')
@@ -228,9 +231,8 @@ class Rules:
                 digits = "".join(_HEX[c % 16] for c in rest if c not in _ESCAPES)
                 if digits:
                     ways.append(f'"\\\\u00{row}" [{digits}]')
-        if len(ways) < 2:
-            return "".join(ways)
-        return f"({' | '.join(ways)})"
+        self._classes[ranges] = ways
+        return ways
 
 
 def json_format(
@@ -244,7 +246,7 @@ def json_format(
 
 def words_format(schemas: Schemas, language: Language) -> Format:
     """Return the texts of `language`, without quotes and escapes."""
-    rules = Rules(schemas.languages, is_json=False)
+    rules = Rules(schemas.languages)
     text = rules.write(rules.add_language(language))
     schemas.budget.spend(num_bytes=len(text))
     return {"type": "grammar", "grammar": text}
@@ -255,13 +257,14 @@ class JsonRules:
 
     def __init__(self, schemas: Schemas, *, whitespace: int) -> None:
         self._schemas = schemas
-        self._rules = Rules(schemas.languages, is_json=True)
+        ahead = "(=(space [,}\\]:]))" if whitespace else "(=([,}\\]:]))"
+        self._rules = Rules(schemas.languages, ahead=ahead)
         self._names: dict[frozenset[int], str] = {}
         self._waiting: list[tuple[str, Nodes]] = []
         self._space = "space" if whitespace else '""'
         self._comma = f'{self._space} "," {self._space}'
         self._colon = f'{self._space} ":" {self._space}'
-        self._common = _COMMON
+        self._common = _COMMON.replace("AHEAD", ahead)
         if whitespace:
             self._common += f"space ::= [ \\n\\r\\t]{{0,{whitespace}}}\n"
 
