@@ -269,7 +269,9 @@ class ElementArguments:
         if self.is_in_text:
             self._become_container(element)
         self._begin(name)
-        self.add_text(text.lstrip().removeprefix(self._marker) if is_marked else text.strip())
+        text = text.lstrip().removeprefix(self._marker) if is_marked else text.strip()
+        left = (f"<{name}>", f"{name}>", f"<{name} ", f"<{name}")  # of the opener
+        self.add_text(text.removeprefix(next(filter(text.startswith, left), "")))
         self._close()
 
     # Placement
