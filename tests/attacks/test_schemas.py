@@ -56,7 +56,8 @@ FORM = {"type": "json_schema", "json_schema": {"name": "f", "schema": ITSELF}}
 TYPED = {"type": "json_schema", "name": "f", "schema": ITSELF}
 PROPERTIES = {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}
 PARAMETERS = {"type": "object", "properties": PROPERTIES, "$defs": {"a": {"$ref": "#/$defs/a"}}}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
+FUNCTION = {"name": "f", "strict": True, "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": FUNCTION}
 
 
 @pytest.mark.parametrize(

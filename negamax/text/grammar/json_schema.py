@@ -116,8 +116,8 @@ class Schemas:
         if id(node) in path:
             if self.strict:
                 refuse_grammar(
-                    "the JSON schema holds a reference that only leads to itself, so no output "
-                    "comes to an end"
+                    "the JSON schema holds a reference that only leads to itself; make such "
+                    "references optional or nullable, so that an output can end"
                 )
             return []
         if len(path) > MAX_LEVELS:
