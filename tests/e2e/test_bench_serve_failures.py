@@ -235,7 +235,7 @@ def test_no_server_is_one_line_and_exit_code_one(bench: Bench) -> None:
         ("--extra-body []", "--extra-body is a JSON list; an object is needed"),
         ("--header x", "--header is 'x'; allowed: NAME=VALUE"),
         ("nano", "unexpected argument 'nano'"),
-        ("--request-rat 5", "no such option: --request-rat"),
+        ("--requests-rate 5", "no such option: --requests-rate"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_two(
