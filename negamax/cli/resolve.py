@@ -5,6 +5,7 @@ names, else that of a launcher (`launchers`), else its default. The result is wo
 one name for each option, and the source of each value.
 """
 
+import itertools
 import json
 import tomllib
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from negamax.cli.words import (
     take_model,
 )
 from negamax.options.flags import Flag, Kind
-from negamax.options.foreign import foreign_options, own_value
+from negamax.options.foreign import explain_replacement, foreign_options, own_value
 from negamax.options.nodes import KEY_VARIABLE
 
 PREFIX = "NEGAMAX_"
@@ -79,7 +80,9 @@ def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
         for level in levels[:-1]:
             level[:] = [item for item in level if item.name not in _MODEL_NAMES]
     resolved = Resolved([])
-    resolved.choices = _choose(_translated(levels, names, model, resolved.notes), names)
+    levels = _translated(levels, names, model, resolved.notes)
+    resolved.choices = _choose(levels, names)
+    resolved.notes += _replaced_values(levels, names)
     resolved.notes += _misspelled_variables(options)
     chosen = [word for choice in resolved.choices.values() for word in choice.words]
     resolved.words = [*path, *chosen, *line.positional, *line.after_dashes]
@@ -260,6 +263,16 @@ def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, 
                 choice = OptionValue((*lower.words, *choice.words), source)
             chosen[name] = choice
     return chosen
+
+
+def _replaced_values(levels: Sequence[Sequence[Given]], names: OptionNames) -> list[str]:
+    notes = [
+        f"{item.source} {reason}"
+        for item in itertools.chain(*levels)
+        for value in item.values
+        if (reason := explain_replacement(names.own[item.name].option.name, value))
+    ]
+    return list(dict.fromkeys(notes))
 
 
 def _words(item: Given, names: OptionNames) -> tuple[str, ...]:

@@ -88,6 +88,13 @@ def own_value(option: str, value: str) -> str:
     return value
 
 
+def explain_replacement(option: str, value: str) -> str | None:
+    """Return why our value for this option is another method than `value`; None: it is not."""
+    own = own_value(option, value)
+    reason = _table()["replaced"].get(option)
+    return None if own == value or reason is None else f"{value} means {own}: {reason}"
+
+
 @cache
 def _table() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

@@ -189,7 +189,8 @@ def test_refusals_before_a_run(refused: Any, line: str, words: str) -> None:
 
 def test_options_without_effect_are_noted_once_per_reason(explained: Any) -> None:
     backends = "--attention-backend FLASHINFER --moe-backend triton"
-    _, notes = explained(f"nano {backends} --speculative-eagle-topk 1 --no-enable-lora")
+    exchange = "--all2all-backend deepep_low_latency"
+    _, notes = explained(f"nano {backends} --speculative-eagle-topk 1 --no-enable-lora {exchange}")
     _, hints = explained(
         "nano --enable-chunked-prefill=False --hf-overrides '{\"use_index_cache\":true}'"
     )
@@ -199,6 +200,8 @@ def test_options_without_effect_are_noted_once_per_reason(explained: Any) -> Non
         "for the GPU and the model",
         "note: --speculative-eagle-topk has no effect: drafts are verified chains "
         "of tokens; the answers are the same without it",
+        "note: --all2all-backend deepep_low_latency means allgather_reducescatter: this server has "
+        "no other exchange of that kind",
     ]
 
 
