@@ -25,7 +25,7 @@ from negamax.text.parser.events import (
 )
 from negamax.text.parser.output_format import OutputFormat
 from negamax.text.parser.output_parser import Thinking
-from negamax.text.parser.tag_lexer import MAX_ATTRIBUTE_CHARS, NO_BEGINNINGS
+from negamax.text.parser.tag_lexer import MAX_ATTRIBUTE_CHARS, TagBeginnings
 from negamax.text.tokenizer import Tokenizer
 
 M = MARKER
@@ -217,7 +217,7 @@ def test_text_streams_as_soon_as_it_is_certain(name: str) -> None:
 
 
 QUOTED = 'see </think> and <minimax:tool_call>\n<invoke name="write_file">'
-TOKENS_ONLY = dataclasses.replace(MINIMAX_M2, patterns=(), beginnings=NO_BEGINNINGS)
+TOKENS_ONLY = dataclasses.replace(MINIMAX_M2, patterns=(), beginnings=TagBeginnings(()))
 M3_IDS = {"<mm:think>": 59, "</mm:think>": 60}
 M3_THINKING = ["<mm:think>", "a </mm:think> b", "</mm:think>", "ok"]
 M3_PING = ["]<", "]mini", "max[>[", "<tool_call>\n", M, '<invoke name="ping">', M, "</invoke>"]

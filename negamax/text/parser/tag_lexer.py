@@ -79,9 +79,6 @@ class TagBeginnings:
     inside: str = _NEVER
 
 
-NO_BEGINNINGS = TagBeginnings(())
-
-
 class _Tables:
     """Tables of all lexers of the same tags; shared to stay in the processor's caches."""
 
