@@ -12,7 +12,7 @@ from negamax.config.grammar import Grammar
 NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
 POINT_SCHEMA = {
     "type": "object", "properties": {"x": {"type": "integer", "maximum": 99, "minimum": 0}},
-    "required": ["x"],
+    "required": ["x"], "additionalProperties": False,
 }  # fmt: skip
 POINT = Grammar(kind="json_schema", text=json.dumps(POINT_SCHEMA))
 DRAFT: dict[str, object] = {
