@@ -6,7 +6,6 @@ A request waits in one common queue until a rank can admit it, and goes to the c
 their context. Preempted requests stay on their rank, which may still cache their prefix.
 """
 
-from bisect import insort
 from collections.abc import Sequence as Items
 
 import msgspec
@@ -16,7 +15,7 @@ from negamax.scheduler.draft_length import DraftLength
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.request_table import RequestTable
-from negamax.scheduler.scheduler import Scheduler, by_order
+from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import (
     SequenceUpdate,
@@ -26,6 +25,7 @@ from negamax.scheduler.step import (
     bound_shard,
     is_sharded,
 )
+from negamax.scheduler.waiting import WaitingQueue
 
 
 class GroupScheduler:
@@ -39,7 +39,7 @@ class GroupScheduler:
         """`limits` of each rank, but of all waiting requests; a draft length per rank."""
         self.limits, self._requests = limits, RequestTable(limits)
         self.ranks = [Scheduler(limits, self._requests, length) for length in draft_lengths]
-        self._waiting: list[Sequence] = []  # by order, not assigned to a rank yet
+        self._waiting = WaitingQueue()  # not assigned to a rank yet
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests.sequences
@@ -68,7 +68,7 @@ class GroupScheduler:
         if pinned is not None or len(self.ranks) == 1:
             self._assign(sequence, pinned or 0)
         else:
-            insort(self._waiting, sequence, key=by_order)
+            self._waiting.push(sequence)
 
     def sequences(self) -> list[Sequence]:
         """Running and waiting requests with their state, read-only."""
@@ -151,13 +151,18 @@ class GroupScheduler:
 
     def _place(self) -> None:
         """Assign waiting sequences to ranks while some rank can admit the first of them."""
-        while self._waiting:
-            sequence = self._waiting[0]
+        num_rows = self._requests.num_rows.copy()
+        while (sequence := self._waiting.first(num_rows)) is not None:
             costs = [rank.cost_of(sequence) for rank in self.ranks]
             possible = [(cost, at) for at, cost in enumerate(costs) if cost is not None]
+            possible = possible or [
+                (0, at) for at, rank in enumerate(self.ranks) if rank.can_take(sequence)
+            ]
             if not possible:
                 break  # the first is never overtaken
-            self._assign(self._waiting.pop(0), min(possible)[1])
+            self._waiting.remove(sequence)
+            num_rows[sequence.tenant] += 1
+            self._assign(sequence, min(possible)[1])
 
     def _assign(self, sequence: Sequence, rank: int) -> None:
         sequence.rank = rank

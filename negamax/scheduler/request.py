@@ -137,7 +137,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0  # lower runs earlier
-    tenant: str = ""  # tenants with the same priority take turns
+    tenant: str = ""  # tenants share the rows
     cache_salt: str = ""  # requests share prefix-cache blocks only with the same salt
     data_parallel_rank: int | None = None  # data-parallel rank that must run it; None: any
 

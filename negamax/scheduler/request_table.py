@@ -1,5 +1,7 @@
 """The unfinished requests of all data-parallel ranks, and the admission of new ones."""
 
+from collections import Counter
+
 from negamax.base.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest
@@ -12,6 +14,7 @@ class RequestTable:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.sequences: dict[str, Sequence] = {}
         self.num_constrained = 0  # constrained sequences among them
+        self.num_rows: Counter[str] = Counter()  # running sequences by tenant, none of them 0
         self.admitted: list[str] = []  # request ids, until `GroupScheduler.take_admitted`
         self._limits = limits
         self._count = 0
@@ -67,9 +70,14 @@ class RequestTable:
     def admit(self, sequence: Sequence) -> bool:
         """Record that a sequence begins or resumes to run; return whether it is the first time."""
         self._turn = max(self._turn, sequence.turn)
+        self.num_rows[sequence.tenant] += 1
         is_first, sequence.was_admitted = not sequence.was_admitted, True
         self.admitted += [sequence.request_id] * is_first
         return is_first
+
+    def leave(self, sequence: Sequence) -> None:
+        """Record that a running sequence ends or is preempted."""
+        self.num_rows -= Counter((sequence.tenant,))  # drops a tenant without rows
 
     def remove(self, sequence: Sequence) -> None:
         """Drop a sequence that ends."""

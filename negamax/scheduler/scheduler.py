@@ -10,13 +10,15 @@ A row with k draft tokens yields 1 to k+1 tokens. Until its step is committed, t
 all drafts as accepted: its blocks and limits are those of the longest outcome. The commit releases
 the rest, also for plans made since.
 
+Tenants share the rows: while a request waits whose tenant has at least two rows fewer than another
+tenant, rows of that other tenant are preempted until it fits.
+
 Deterministic: plans depend only on the calls, not on time, string hashes or set order.
 """
 
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass
-from operator import attrgetter
 
 from negamax.scheduler.blocks import BlockPool
 from negamax.scheduler.draft_length import DraftLength, FixedDraftLength
@@ -27,8 +29,7 @@ from negamax.scheduler.request_table import RequestTable
 from negamax.scheduler.sequence import NEVER, NO_SLOT, Sequence
 from negamax.scheduler.step import GrammarRow, NewRow, SequenceUpdate, StepPlan, StepResult
 from negamax.scheduler.turns import Turns
-
-by_order = attrgetter("order")
+from negamax.scheduler.waiting import WaitingQueue, by_order, rank_waiting
 
 # Cost of a running sequence over all its steps, in prompt tokens of equal duration: a constant, and
 # one token per so many tokens of KV cache.
@@ -65,14 +66,16 @@ class Scheduler:
         # accepted ones by place in the row
         self.accepted_per_position = [0] * limits.num_draft_tokens
         self._pool = BlockPool(limits.num_blocks)
-        self._waiting: list[Sequence] = []  # by order
-        self._running: list[Sequence] = []  # by order: the last one is preempted first
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []  # by order
         self._turns = Turns(limits.num_stages)
         num_slots = self._turns.most_slots(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._in_flight: deque[_UncommittedPlan] = deque()
         # the request that could not be admitted, and the pool's gain count at that time
         self._refused: tuple[str, int] | None = None
+        # the request that no rows could make room for, and the gain count that may change this
+        self._kept_out: tuple[str, int] | None = None
         self._step_count = 0
         self._last_committed = -1  # step id
 
@@ -91,7 +94,7 @@ class Scheduler:
         return self._pool.num_free
 
     def queue(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=by_order)
+        self._waiting.push(sequence)
 
     def free(self, sequence: Sequence) -> None:
         """Drop a sequence. Its rows still in flight are dropped at commit."""
@@ -138,6 +141,10 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Return the next step; None if nothing can run before a commit, `add` or pipeline turn."""
         self._turns.begin()
+        first = self._waiting.first(self._requests.num_rows)
+        if first is not None:
+            for row in self._find_yielding(first) or ():
+                self._preempt(row)
         builder = PlanBuilder(self.limits.max_num_batched_tokens, self.limits.chunk_length)
         num_drafts = 0
         if self.limits.num_draft_tokens:
@@ -147,14 +154,15 @@ class Scheduler:
                 break
             builder.add_chunk(sequence)
             self._look_ahead(sequence, builder)
-        while builder.budget and self._waiting and self._free_slots:
-            new_row = self._admit(self._waiting[0])
-            if new_row is None:
+        while builder.budget and self._free_slots:
+            first = self._waiting.first(self._requests.num_rows)
+            new_row = None if first is None else self._admit(first)
+            if first is None or new_row is None:
                 break  # the first is never overtaken
             builder.new_rows.append(new_row)
-            sequence = self._waiting.pop(0)
-            builder.add_chunk(sequence)
-            self._look_ahead(sequence, builder)
+            self._waiting.remove(first)
+            builder.add_chunk(first)
+            self._look_ahead(first, builder)
         if not builder.sequences and not builder.chunks:
             return None
         return self._finish(builder, num_proposed=num_drafts)
@@ -197,6 +205,15 @@ class Scheduler:
         num_held = (pool.num_blocks - pool.num_free) * block_size
         num_rows = len(self._running) + len(waiting)
         return backlog + own + ROW_COST * num_rows + num_held // TOKENS_PER_COST
+
+    def can_take(self, sequence: Sequence) -> bool:
+        """Whether rows of a tenant with more rows make room for a waiting sequence of the group,
+        which comes before those that wait here.
+        """
+        num_rows = self._requests.num_rows
+        first = self._waiting.first(num_rows)
+        is_next = first is None or rank_waiting(sequence, num_rows) < rank_waiting(first, num_rows)
+        return is_next and self._find_yielding(sequence) is not None
 
     def commit(
         self, plan: StepPlan, result: StepResult, *, seconds: float = 0.0
@@ -298,7 +315,7 @@ class Scheduler:
         has_drafts, looks_ahead = (self.limits.num_draft_tokens > least for least in (0, 1))
         most_rows = self._turns.most_rows(self._running, builder.budget)
         spare = builder.budget - min(len(self._running), most_rows) if most_drafts else 0
-        # _grow may take sequences off the end, never one already visited
+        # _grow may preempt later sequences, never one already visited
         for sequence in self._running:
             if sequence.is_postponed:
                 num_postponed += 1  # its token stays reserved in the budget
@@ -369,13 +386,56 @@ class Scheduler:
         for place in range(num_accepted):
             self.accepted_per_position[place] += 1
 
+    def _find_yielding(self, waiting: Sequence) -> list[Sequence] | None:
+        """Return the rows to preempt for a waiting sequence, none if it fits: rows with the fewest
+        computed tokens of the tenant with the most rows, which keeps more rows than the tenant of
+        the waiting one. None if no tenant has two rows more, or if its rows do not suffice.
+        """
+        pool, num_rows = self._pool, self._requests.num_rows
+        own = num_rows[waiting.tenant]
+        if max(num_rows.values(), default=0) < own + 2:
+            return None
+        kept_out, needed_gain = self._kept_out or ("", 0)
+        if waiting.resume_after > self._last_committed or (
+            kept_out == waiting.request_id and pool.gain_count < needed_gain
+        ):
+            return None
+        rows = [
+            row
+            for row in reversed(self._running)
+            if row.order[0] >= waiting.order[0] and row.num_total < row.limit
+        ]
+        tenant = max((row.tenant for row in rows), key=num_rows.__getitem__, default="")
+        rows = [row for row in rows if row.tenant == tenant]
+        rows.sort(key=lambda row: row.num_computed)
+        yielding: list[Sequence] = []
+        missing = self._blocks_for(waiting)[2] + 1 - pool.num_free
+        for row in rows[: max(0, num_rows[tenant] - own - 1)]:
+            if missing <= 0 and (yielding or self._free_slots):
+                break
+            yielding.append(row)
+            missing -= sum(pool.ref_count(block) == 1 for block in row.block_ids)
+        if missing > 0:
+            self._kept_out = waiting.request_id, pool.gain_count + missing
+        return yielding if missing <= 0 and (yielding or self._free_slots) else None
+
+    def _choose_victim(self, sequence: Sequence) -> Sequence:
+        """Return the row to preempt so that `sequence` may grow, of those from it on: by priority,
+        then of the tenant with the most rows, then the last.
+        """
+        num_rows = self._requests.num_rows
+        if len(num_rows) == 1:
+            return self._running[-1]
+        rows = self._running[self._running.index(sequence) :]
+        return max(reversed(rows), key=lambda row: (row.order[0], num_rows[row.tenant]))
+
     def _grow(self, sequence: Sequence) -> bool:
-        """Give a running sequence one more block, preempting later ones. False if it is the last
-        and must skip the step. The first sequence never skips, so all make progress.
+        """Give a running sequence one more block, preempting later ones. False if it would be
+        preempted itself and must skip the step. The first one never skips: all make progress.
         """
         pool = self._pool
         while pool.num_free == 0:
-            victim = self._running[-1]
+            victim = self._choose_victim(sequence)
             if victim is sequence:
                 return False
             self._preempt(victim)
@@ -391,7 +451,7 @@ class Scheduler:
         self.preemption_count += 1
         self._leave(sequence)
         sequence.resume_after = self._step_count - 1
-        insort(self._waiting, sequence, key=by_order)
+        self._waiting.push(sequence)
 
     def _admit(self, sequence: Sequence) -> NewRow | None:
         """Admit a waiting sequence with blocks for all its tokens; None if not possible now. While
@@ -465,6 +525,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
+        self._requests.leave(sequence)
         self._pool.release(sequence.block_ids)
         self._free_slots.append(sequence.slot)
         sequence.slot = NO_SLOT

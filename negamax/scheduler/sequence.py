@@ -21,7 +21,7 @@ class Sequence:
         "is_constrained", "is_postponed", "known_at", "limit", "num_cached_tokens",
         "num_committed", "num_computed", "num_indexed", "num_proposed", "num_total", "order",
         "prompt_len", "prompt_logprobs", "rank", "request", "request_id", "resume_after",
-        "retry_gain", "slot", "stop_from", "stop_ids", "tokens", "turn", "was_admitted",
+        "retry_gain", "slot", "stop_from", "stop_ids", "tenant", "tokens", "turn", "was_admitted",
         "worker_sampling",
     )  # fmt: skip
 
@@ -39,6 +39,7 @@ class Sequence:
         sampling = request.sampling
         self.request = request
         self.request_id = request.request_id
+        self.tenant = request.tenant
         self.turn = turn
         self.order = (request.priority, turn, arrival)  # lower runs first
         self.tokens = list(request.prompt_token_ids)

@@ -88,6 +88,22 @@ def test_a_rank_without_room_leaves_requests_to_the_others_and_to_the_queue() ->
     assert scheduler.num_waiting == 0
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_tenants_share_the_rows_of_all_ranks(size: int) -> None:
+    scheduler = group(2, max_num_seqs=size)
+    for number in range(12):
+        scheduler.add(request(f"{number}", [3] * 8, tenant="many", max_tokens=40))
+    step(scheduler)
+    step(scheduler)
+    for number in range(6):
+        scheduler.add(request(f"few {number}", [4] * 8, tenant="few", max_tokens=40))
+    for _ in range(8):
+        step(scheduler)
+    assert scheduler._requests.num_rows == {"many": size, "few": size}
+    while scheduler.has_unfinished:
+        step(scheduler)
+
+
 def test_all_data_parallel_ranks_shard_a_step_or_none_does() -> None:
     scheduler = group(3, max_num_batched_tokens=32, num_shards=4)
     scheduler.add(request("short", [3] * 7))  # of 8 pieces one would be empty

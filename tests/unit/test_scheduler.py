@@ -64,6 +64,46 @@ def test_tenants_take_turns() -> None:
     assert list_admitted(scheduler.next_plan()) == "axbyc"
 
 
+@pytest.mark.parametrize(
+    ("many", "sizes", "priority", "admitted", "num_preempted"),
+    [
+        (4, {}, 0, ["x", "y", "", ""], 2),  # slots: two each
+        (3, {"max_num_seqs": 3}, 0, ["x", "", "", ""], 1),
+        (3, {"num_blocks": 8, "max_num_seqs": 8}, 0, ["x", "", "", ""], 1),  # KV blocks
+        (3, {"num_blocks": 8, "max_num_batched_tokens": 16}, 0, ["x", "", "", ""], 1),
+        (4, {}, 1, ["", "", "", ""], 0),  # rows of better priority do not yield
+        (1, {"max_num_seqs": 1}, 0, ["", "", "", ""], 0),  # nor does the last row
+    ],
+)
+def test_rows_of_the_tenant_with_the_most_yield_to_others(
+    many: int, sizes: dict[str, int], priority: int, admitted: list[str], num_preempted: int
+) -> None:
+    scheduler = make_scheduler(**sizes)
+    for name in "abcdef"[:many] + "gh":
+        scheduler.add(name, 6, max_tokens=9, tenant="many")
+    plans = [scheduler.next_plan()]
+    while scheduler.num_running < many and len(plans) < 3:
+        plans.append(scheduler.next_plan())
+    for name in "xyz":
+        scheduler.add(name, 6, max_tokens=9, tenant="few", priority=priority)
+    plans += [scheduler.next_plan() for _ in admitted]
+    assert [list_admitted(plan) for plan in plans[-4:]] == admitted
+    assert scheduler.preemption_count == num_preempted
+    updates = [update for plan in plans for update in scheduler.commit(plan)]
+    updates += scheduler.run_all()
+    assert sorted(len(update.token_ids) for update in updates) == [1] * 9 * (many + 5)
+
+
+def test_rows_of_the_tenant_with_the_most_are_preempted_for_growth() -> None:
+    scheduler = make_scheduler(num_blocks=8, enable_prefix_caching=False)
+    for name, tenant in (("a", "many"), ("b", "many"), ("x", "few")):
+        scheduler.add(name, 7, tenant=tenant)
+        admitted = scheduler.next_plan()
+    while not scheduler.preemption_count:
+        plan = scheduler.next_plan()
+    assert list_admitted(admitted) == "x" and admitted.new_rows[0].slot in plan.slots
+
+
 def test_waiting_requests_run_by_priority_then_arrival() -> None:
     scheduler = make_scheduler(max_num_seqs=3)
     for name, priority in (("a", 1), ("b", 0), ("c", 1), ("d", -1)):

@@ -162,7 +162,7 @@ def request_of(seed: int, limits: SchedulerLimits) -> GenerateRequest:
     )
     return GenerateRequest(
         request_id=f"request {seed}", prompt_token_ids=prompt_of(seed), sampling=sampling,
-        priority=rng.choice((0, 0, 0, 1, -1)), cache_salt=str(salt),
+        priority=rng.choice((0, 0, 0, 1, -1)), cache_salt=str(salt), tenant=str(seed % 5 == 0),
     )  # fmt: skip
 
 

@@ -1,0 +1,47 @@
+"""The queue of requests without a slot, and their turns between tenants.
+
+Among waiting requests of equal priority the tenant with the fewest running rows comes first, then
+the order of turns and arrival. With one tenant that is the order alone.
+"""
+
+from bisect import insort
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+
+from negamax.scheduler.sequence import Sequence
+
+by_order = attrgetter("order")
+
+
+class WaitingQueue:
+    """Waiting sequences by tenant, each tenant's by order. Tenants without any are dropped."""
+
+    def __init__(self) -> None:
+        self._by_tenant: dict[str, list[Sequence]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_tenant.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for queue in self._by_tenant.values() for sequence in queue)
+
+    def push(self, sequence: Sequence) -> None:
+        insort(self._by_tenant.setdefault(sequence.tenant, []), sequence, key=by_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        queue = self._by_tenant[sequence.tenant]
+        queue.remove(sequence)
+        if not queue:
+            del self._by_tenant[sequence.tenant]
+
+    def first(self, num_rows: Mapping[str, int]) -> Sequence | None:
+        """Return the next sequence to admit, None if none waits. `num_rows`: running rows of each
+        tenant that has any.
+        """
+        heads = (queue[0] for queue in self._by_tenant.values())
+        return min(heads, key=lambda head: rank_waiting(head, num_rows), default=None)
+
+
+def rank_waiting(sequence: Sequence, num_rows: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the sort key of a waiting sequence, as of `WaitingQueue.first`."""
+    return sequence.order[0], num_rows.get(sequence.tenant, 0), *sequence.order[1:]
