@@ -86,6 +86,7 @@ class WorkerConfig:
     experts: str = FIXED  # or COUNTED, or MOVED, as plans require
     draft: DraftModel | None = None
     speculation: SpeculationConfig | None = None  # its model is a folder or a bundled name
+    max_logprobs: int = 20  # of a token
 
     def on_machine(self, share: MachineShare, addresses: RankAddresses) -> WorkerConfig:
         """Return the configuration for ranks of a machine with its own files."""

@@ -3,18 +3,27 @@
 Both ends derive CurveZMQ key pairs for the listening and the connecting end from the environment
 variable NEGAMAX_NODE_KEY. A peer without the key is ignored. If the variable is unset, every
 Negamax has the same key: this keeps out accidental peers, not attackers.
+
+A peer costs little before it has proved the key: a listening socket bounds the bytes of its frames,
+the time of its handshake and, by `ConnectionLimit`, the number of connections.
 """
 
+import contextlib
 import hashlib
+import os
+import socket as sockets
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
 from negamax.base import env
 from negamax.base.errors import ResourceError
 from negamax.options.nodes import KEY_VARIABLE
 
 _TCP = "tcp://"
+_HANDSHAKE_MS = 5000  # for a new connection to prove the key
+_MOST_STRANGERS = 64  # connections beyond those that the nodes need
 
 
 def has_key() -> bool:
@@ -27,9 +36,12 @@ def tcp_endpoint(address: str, port: int) -> str:
     return f"{_TCP}[{address}]:{port}" if ":" in address else f"{_TCP}{address}:{port}"
 
 
-def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Listen at `endpoint`, encrypted if it is a TCP endpoint. Errors: `ResourceError`."""
+def bind(socket: zmq.Socket[bytes], endpoint: str, *, most_bytes: int) -> None:
+    """Listen at `endpoint`, encrypted and with frames of at most `most_bytes` if it is a TCP
+    endpoint. Errors: `ResourceError`.
+    """
     if endpoint.startswith(_TCP):
+        socket.maxmsgsize, socket.handshake_ivl = most_bytes, _HANDSHAKE_MS
         socket.ipv6 = "[" in endpoint
         socket.curve_server = True
         socket.curve_secretkey = _secret_key("listens")
@@ -47,6 +59,43 @@ def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
         socket.curve_serverkey = zmq.curve_public(_secret_key("listens"))
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_public(own), own
     socket.connect(endpoint)
+
+
+class ConnectionLimit:
+    """Closes new connections to a listening socket that has too many. Single user: a thread that
+    polls often.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], *, num_peers: int) -> None:
+        """`num_peers`: connections that the nodes need. Create it before `bind`."""
+        self._most = num_peers + _MOST_STRANGERS
+        self._open: set[int] = set()  # file descriptors
+        self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(
+            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        )
+
+    def apply(self) -> list[tuple[int, int]]:
+        """Close connections beyond the limit. Return new events of the socket and their values."""
+        events = []
+        while self._monitor.poll(0):
+            message = parse_monitor_message(self._monitor.recv_multipart())
+            event, connection = int(message["event"]), int(message["value"])
+            events.append((event, connection))
+            if event == zmq.EVENT_DISCONNECTED:
+                self._open.discard(connection)
+            elif event == zmq.EVENT_ACCEPTED and len(self._open) < self._most:
+                self._open.add(connection)
+            elif event == zmq.EVENT_ACCEPTED:
+                _hang_up(connection)
+        return events
+
+
+def _hang_up(connection: int) -> None:
+    """Shut down a TCP connection of ZeroMQ, which then closes the file descriptor."""
+    # the number may belong to another file since: a duplicate keeps the one that is checked
+    with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(connection)) as peer:
+        if peer.family in (sockets.AF_INET, sockets.AF_INET6):
+            peer.shutdown(sockets.SHUT_RDWR)
 
 
 def shared_key(purpose: str) -> bytes:

@@ -28,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from negamax.options.nodes import KEY_VARIABLE  # noqa: E402
 from tests.dist.machines import Agent, DistantMachines, machines  # noqa: E402
 from tools.load.http import DONE, UnexpectedStatusError  # noqa: E402
 from tools.load.server import Server, serving  # noqa: E402
@@ -394,6 +395,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="rows whose name has this text")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds that a cell may take")
     arguments = parser.parse_args()
+    os.environ.setdefault(KEY_VARIABLE, "of the table")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its server ends with it
     good = True
     print("| part | fault | " + " | ".join(STATES) + " |")

@@ -1,5 +1,6 @@
 """Node 0's answers to agents, which are bare sockets here."""
 
+import contextlib
 import os
 import re
 import select
@@ -7,14 +8,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
-from negamax.base.errors import ResourceError
-from negamax.engine.nodes import wire
+from negamax.base.errors import ConfigError, ResourceError
+from negamax.engine.nodes import network, wire
 from negamax.engine.nodes.facts import find_differences
 from negamax.engine.nodes.group import NodeGroup
 from negamax.engine.nodes.heartbeats import Datagrams
@@ -280,6 +282,53 @@ def test_a_used_udp_port_is_named() -> None:
         taken.bind(("127.0.0.1", port))
         with pytest.raises(ResourceError, match=f"UDP port {port} on 127.0.0.1 .* in use"):
             NodeGroup(options(port), ParallelLayout(pp=2, nodes=2), facts=FACTS)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_idle_strangers_take_few_descriptors_and_let_agents_join(setting: Setting) -> None:
+    files = Path("/proc/self/fd")
+    most = len(list(files.iterdir())) + 400 + 150
+    with contextlib.ExitStack() as stack:
+        for _ in range(400):
+            stranger = socket.create_connection(("127.0.0.1", setting.port), timeout=20)
+            stack.callback(stranger.close)
+        deadline = time.monotonic() + 20
+        while len(list(files.iterdir())) > most:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    setting.started("a")
+
+
+def test_a_stranger_cannot_send_a_large_frame(setting: Setting) -> None:
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(48)
+    with socket.create_connection(("127.0.0.1", setting.port), timeout=20) as stranger:
+        stranger.sendall(greeting + b"\x06" + (700 * 2**20).to_bytes(8, "big"))
+        with contextlib.suppress(ConnectionError):
+            while stranger.recv(4096):
+                pass
+    setting.started("a")
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "refusal"),
+    [
+        ("192.0.2.1", None, "192.0.2.1"),
+        ("no.invalid", None, "no.invalid"),
+        ("192.0.2.1", "k", ""),
+        ("127.0.0.1", None, ""),
+        ("::1", None, ""),
+    ],
+)
+def test_nodes_of_several_machines_need_a_key(
+    host: str, key: str | None, refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, key or "")
+    options = NodeOptions(nnodes=2, master_addr=host)
+    with (
+        pytest.raises(ConfigError, match=refusal) if refusal else contextlib.nullcontext() as error
+    ):
+        network.check_key(options)
+    assert not refusal or KEY_VARIABLE in (error.value.hint or "")
 
 
 def test_an_orderly_stop_reaches_agents(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:

@@ -98,7 +98,7 @@ class Server:
         return pid
 
     def engine_pids(self) -> list[int]:
-        return self._children("negamax.engine.core.process", HELD)
+        return self._children("negamax.engine.core.process", "tests.stub_engine", HELD)
 
     def member_pids(self) -> list[int]:
         return self._children("negamax.api.server_worker")

@@ -112,16 +112,22 @@ def test_whole_answer_of_a_dead_engine_is_a_503(never_restarted: Server) -> None
     assert server.process.wait(120) == 1
 
 
-def test_engine_without_a_heartbeat_is_replaced(tmp_path: Path) -> None:
-    options = ("--engine-hang-timeout", "4")
-    with serving(*options, log_file=tmp_path / "log", rate=100) as server:
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [("--engine-hang-timeout 4", "4"), ("-pp 2 --nnodes 2 --master-addr 127.0.0.1", "2.4")],
+)
+def test_engine_without_a_heartbeat_is_replaced(
+    options: str, seconds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_STEP_MS", "20")
+    with serving(*options.split(), log_file=tmp_path / "log", program=STUB) as server:
         stopped = server.engine_pid()
         end = last_lines_after(server, lambda: os.kill(stopped, signal.SIGSTOP))
         assert "service_unavailable_error" in end[0]
         wait_until_ready(server)
         assert server.engine_pid() != stopped
         assert eventually(lambda: not is_alive(stopped))
-        assert "hangs" in server.log
+        assert f"hangs: no heartbeat for {seconds} s" in server.log
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from negamax.base.private_folder import PrivateFolder
 from negamax.base.supervision import ParentPulse, Silence, Supervised, stop_children
 from negamax.engine import wire
 from negamax.options.engine import EngineOptions
+from negamax.options.nodes import RAY
 
 logger = get_logger(__name__)
 
@@ -25,6 +26,9 @@ ENGINE_MODULE = "negamax.engine.core.process"
 SHUTDOWN_SECONDS = 5.0
 # without a heartbeat an engine counts as hung, unless the limit on its steps is lower
 BEAT_TIMEOUT_SECONDS = 30.0
+# The same of an engine with other nodes, which end their ranks after
+# `engine.nodes.wire.SILENCE_SECONDS`. Clients see an error within 3 s.
+NODES_BEAT_SECONDS = 2.4
 _WATCH_SECONDS = 0.25
 _START_POLL_SECONDS = 0.02
 _LAST_WORDS_SECONDS = 5.0  # for messages sent before the process ended to arrive
@@ -179,6 +183,9 @@ class EngineConnection:
         self.channel = EngineChannel(self.address, 0, receive=receive, failed=self.ended.set_result)
         self._start = wire.StartEngine(options, num_servers, parent)
         self._hang_seconds = hang_seconds
+        self._beat_seconds = min(BEAT_TIMEOUT_SECONDS, hang_seconds)
+        if options.nodes.nnodes > 1 or options.nodes.launcher == RAY:
+            self._beat_seconds = min(NODES_BEAT_SECONDS, hang_seconds)
         self._process = Supervised(module, self.address.folder, own_group=True, variables=variables)
         self._watch: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -246,7 +253,10 @@ class EngineConnection:
 
     async def _watch_process(self) -> None:
         channel = self.channel
-        beat_seconds = min(BEAT_TIMEOUT_SECONDS, self._hang_seconds)
+        beat_seconds, rank_seconds = (
+            self._beat_seconds,
+            min(BEAT_TIMEOUT_SECONDS, self._hang_seconds),
+        )
         beats, progress = Silence(), Silence()
         while channel.is_open:
             await asyncio.sleep(_WATCH_SECONDS)
@@ -264,7 +274,7 @@ class EngineConnection:
             progress_silence = progress.seconds(channel.last_progress)
             if beat_silence > beat_seconds:
                 channel.fail(f"the engine process hangs: no heartbeat for {beat_seconds:g} s")
-            elif channel.rank_silence > beat_seconds:
-                channel.fail(f"rank {channel.rank} hangs: no heartbeat for {beat_seconds:g} s")
+            elif channel.rank_silence > rank_seconds:
+                channel.fail(f"rank {channel.rank} hangs: no heartbeat for {rank_seconds:g} s")
             elif progress_silence > self._hang_seconds:
                 channel.fail(f"the engine hangs: no step ended within {self._hang_seconds:g} s")

@@ -31,6 +31,8 @@ from negamax.worker.rank_process import BITMASK, DEBUG_COMMAND, PLAN, RESULT, Ra
 
 logger = get_logger(__name__)
 
+_FRAME_BYTES = 16 * 2**20  # most of a rank's frame, without log-probabilities
+_LOGPROB_BYTES = 64  # of one log-probability in a result
 SHUTDOWN_SECONDS = 5.0  # for ranks that were asked to end
 CONNECT_SECONDS = 60.0  # for a started rank to reach the executor
 _REMINDER_SECONDS = 30.0  # between log lines about ranks that load
@@ -173,6 +175,13 @@ class RankHost(Protocol):
         """End the ranks, after `timeout` seconds by force. `restarts`: others will follow."""
 
 
+class RemoteRanks(RankHost, Protocol):
+    """The ranks of other machines."""
+
+    def limit_connections(self, socket: zmq.Socket[bytes]) -> None:
+        """Limit the connections to a socket for these ranks. Call it before the bind."""
+
+
 class LocalRanks:
     def __init__(self, ranks: range, addresses: RankAddresses) -> None:
         self.ranks = ranks
@@ -228,7 +237,7 @@ class MultiProcessExecutor:
         config: WorkerConfig,
         addresses: RankAddresses | None = None,
         *,
-        others: RankHost | None = None,
+        others: RemoteRanks | None = None,
     ) -> None:
         """`addresses`: None: sockets in a private folder. `others`: the other machines."""
         layout, world_size = config.layout, config.layout.world_size
@@ -244,15 +253,21 @@ class MultiProcessExecutor:
         self._processes = local.processes
         self._machines: list[RankHost] = [local] if others is None else [local, others]
         try:
+            result_bytes = config.max_num_batched_tokens * (2 + config.max_logprobs)
+            result_bytes = _FRAME_BYTES + _LOGPROB_BYTES * result_bytes
             for endpoint in addresses.results:
                 self._result_sockets.append(self._context.socket(zmq.PULL))
-                bind(self._result_sockets[-1], endpoint)
+                if others is not None:
+                    others.limit_connections(self._result_sockets[-1])
+                bind(self._result_sockets[-1], endpoint, most_bytes=result_bytes)
             for endpoint in addresses.plans:
                 socket = self._context.socket(zmq.PAIR)
                 socket.linger = 0
                 # never full: a send returns at once, and fails only if the rank is gone
                 socket.sndhwm = 0
-                bind(socket, endpoint)
+                if others is not None:
+                    others.limit_connections(socket)
+                bind(socket, endpoint, most_bytes=_FRAME_BYTES)
                 self._sockets.append(socket)
             for machine in self._machines:
                 machine.start()

@@ -21,6 +21,7 @@ from negamax.engine.core.source import ModelSource, choose_context_length, locat
 from negamax.engine.grammar.manager import GrammarManager
 from negamax.engine.nodes.facts import collect_facts
 from negamax.engine.nodes.group import start_on_nodes
+from negamax.engine.nodes.network import check_key
 from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.wire import ModelInfo
 from negamax.models.eagle3.config import DraftModel, name_draft_errors
@@ -64,6 +65,7 @@ def _start_loop(options: EngineOptions, started: ExitStack) -> tuple[EngineLoop,
             f"--node-rank is {options.node_rank}; the engine is on node 0",
             hint="start the other nodes with `negamax serve`",
         )
+    check_key(options.nodes)
     source = locate(options)
     script = None if options.script is None else read_script(options.script)
     config = _make_worker_config(options, source, script)
@@ -141,6 +143,7 @@ def _make_worker_config(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens or limits.max_num_batched_tokens,
+        max_logprobs=options.max_logprobs,
         num_replicas=options.num_replicas,
         block_size=block_size,
         num_kv_blocks=options.num_kv_blocks,

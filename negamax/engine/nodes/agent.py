@@ -309,9 +309,10 @@ def run_agent(
     health_address: tuple[str, int] | None = None,
 ) -> None:
     """Run the agent of node `options.node_rank` and answer probes at `health_address`. Errors:
-    those of `NodeHealth`, of the model's files, of a split that does not fit this machine, and of
-    `Agent.run`.
+    those of `NodeHealth`, of a missing key, of the model's files, of a split that does not fit this
+    machine, and of `Agent.run`.
     """
+    network.check_key(options.nodes)
     health = None if health_address is None else NodeHealth(*health_address)
     source = locate(options)
     layout = ParallelLayout.of(options.parallel, nodes=options.nnodes)

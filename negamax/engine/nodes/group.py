@@ -12,7 +12,6 @@ from typing import IO
 
 import msgspec
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from negamax.base.errors import ResourceError
 from negamax.base.log import get_logger
@@ -25,13 +24,14 @@ from negamax.engine.nodes.heartbeats import Address, Datagrams
 from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import MachineShare, RankAddresses, WorkerConfig
-from negamax.worker.node_sockets import bind, has_key, tcp_endpoint
+from negamax.worker.node_sockets import ConnectionLimit, bind, has_key, tcp_endpoint
 
 logger = get_logger(__name__)
 
 _POLL_SECONDS = 0.05
 _REMINDER_SECONDS = 10.0  # between log lines about missing nodes
 _LEAVE_SECONDS = 1.0  # for agents to confirm that they end
+_MESSAGE_BYTES = 2**20  # most of an agent's message
 _HEARTBEAT_MS = 1000  # of ZeroMQ, which closes half-open connections
 
 
@@ -113,14 +113,15 @@ class NodeGroup:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
         self._socket.heartbeat_timeout = 2 * _HEARTBEAT_MS
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        )
+        self._num_peers = 4 * layout.world_size  # connections, also old ones of restarted ranks
+        self._limits: list[ConnectionLimit] = []  # of the agents' socket, then of the ranks'
+        self.limit_connections(self._socket)
         self._datagrams: Datagrams | None = None
         self._num_sent = 0
         try:
             network.check_ports(self._place.address, all_ports)
-            bind(self._socket, tcp_endpoint(self._place.address, agents_port))
+            endpoint = tcp_endpoint(self._place.address, agents_port)
+            bind(self._socket, endpoint, most_bytes=_MESSAGE_BYTES)
             self._datagrams = Datagrams(self._place.address, agents_port)
         except ResourceError:
             self.close()
@@ -153,7 +154,7 @@ class NodeGroup:
         )
         if not has_key():
             logger.warning(
-                "%s is not set: anyone who reaches these ports may join (set it on all nodes)",
+                "%s is not set: any program of this machine may join (set it on all nodes)",
                 KEY_VARIABLE,
             )
 
@@ -201,6 +202,9 @@ class NodeGroup:
     def longest_silence(self) -> tuple[int, float]:
         node = max(self._nodes, key=lambda each: each.rank_silence)
         return node.rank, node.rank_silence
+
+    def limit_connections(self, socket: zmq.Socket[bytes]) -> None:
+        self._limits.append(ConnectionLimit(socket, num_peers=self._num_peers))
 
     def abort(self) -> None:
         """Do nothing: agents abort their ranks before they end them."""
@@ -276,13 +280,14 @@ class NodeGroup:
             for datagram, sender in self._datagrams.receive():
                 with contextlib.suppress(msgspec.DecodeError):
                     self._handle_datagram(wire.agent_heartbeat.decode(datagram), sender)
-        while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())
-            if event["event"] == zmq.EVENT_DISCONNECTED:
+        for limit in self._limits[1:]:
+            limit.apply()
+        for event, connection in self._limits[0].apply():
+            if event == zmq.EVENT_DISCONNECTED:
                 for node in self._nodes:
-                    if node.connection == event["value"]:
+                    if node.connection == connection:
                         node.disconnected_at = time.monotonic()
-            elif not self._has_warned:
+            elif event != zmq.EVENT_ACCEPTED and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
                     "a peer without this node's key was refused; set %s alike on all nodes",

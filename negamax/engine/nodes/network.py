@@ -1,5 +1,6 @@
 """Addresses, interfaces and ports by which other nodes reach this machine."""
 
+import contextlib
 import fcntl
 import ipaddress
 import socket
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from negamax.base import env
 from negamax.base.errors import ConfigError, ResourceError
-from negamax.options.nodes import NodeOptions
+from negamax.options.nodes import KEY_VARIABLE, NodeOptions
+from negamax.worker.node_sockets import has_key
 
 # of other libraries, in order of precedence; NCCL allows "=eth0" and both allow lists
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -39,6 +41,22 @@ def resolve(host: str) -> str:
     except (socket.gaierror, UnicodeError) as error:
         raise UnreachableError(f"{host} cannot be resolved: {error}") from None
     return str(found[0][4][0])
+
+
+def check_key(options: NodeOptions) -> None:
+    """Refuse nodes without a key, unless all are on this machine. Errors: `ConfigError`."""
+    host = options.master_addr or ""
+    if options.nnodes == 1 or has_key():
+        return
+    with contextlib.suppress(UnreachableError):
+        if ipaddress.ip_address(resolve(host)).is_loopback:
+            return
+    raise ConfigError(
+        f"{KEY_VARIABLE} is not set, and --master-addr is {host}: whoever reaches the nodes' ports "
+        f"could take part and read requests",
+        hint=f"set the variable {KEY_VARIABLE} alike on all nodes, for example to what "
+        f"`openssl rand -hex 32` prints",
+    )
 
 
 def find_place_of_node_0(options: NodeOptions) -> Place:
