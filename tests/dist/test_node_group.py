@@ -324,11 +324,9 @@ def test_nodes_of_several_machines_need_a_key(
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, key or "")
     options = NodeOptions(nnodes=2, master_addr=host)
-    with (
-        pytest.raises(ConfigError, match=refusal) if refusal else contextlib.nullcontext() as error
-    ):
+    words = rf"{KEY_VARIABLE} is not set.*{refusal}.*openssl"
+    with pytest.raises(ConfigError, match=words) if refusal else contextlib.nullcontext():
         network.check_key(options)
-    assert not refusal or KEY_VARIABLE in (error.value.hint or "")
 
 
 def test_an_orderly_stop_reaches_agents(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:

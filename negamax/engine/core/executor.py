@@ -340,9 +340,7 @@ class MultiProcessExecutor:
         """End the ranks; kill those that still run after `timeout` seconds."""
         for machine in self._machines:
             machine.stop(timeout=timeout, restarts=restarts)
-        for socket in (*self._sockets, *self._result_sockets):
-            socket.close(0)
-        self._context.term()
+        self._context.destroy(linger=0)  # closes the monitors of its sockets, too
         self._folder.remove()
 
     def _wait_connected(self, rank: int, endpoint: str) -> None:
