@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from negamax.config.json_file import read_file
+
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DESCRIPTIONS = ("config.json", "hf_quant_config.json", "quant_model_description*.json")
 
@@ -17,7 +19,7 @@ def compute_identity(folder: Path) -> str:
     """
     commit = find_commit(folder)
     described = [path for name in _DESCRIPTIONS for path in sorted(folder.glob(name))]
-    parts = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in described]
+    parts = [f"{path.name} {hashlib.sha256(read_file(path)).hexdigest()}" for path in described]
     for path in sorted(folder.glob("*.safetensors")):
         found = path.stat()
         parts.append(f"{path.name} {found.st_size} {commit or found.st_mtime_ns}")

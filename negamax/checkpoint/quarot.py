@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.config.json_file import read_json_object
+from negamax.config.json_file import check_regular, read_json_object
 from negamax.config.quantization import rotation_file
 
 _NAME = "global_rotation"
@@ -27,7 +27,7 @@ def read_rotation(folder: Path) -> Tensor | None:
     name = rotation_file(read_json_object(folder / "config.json"), folder)
     if name is None:
         return None
-    path = folder / name
+    check_regular(path := folder / name)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             rotation: Tensor = file.get_tensor(_NAME).float()

@@ -10,6 +10,7 @@ import os
 import re
 import struct
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,12 +24,14 @@ from torch import Tensor
 from negamax.base.errors import CheckpointError
 from negamax.base.progress import ShowProgress
 from negamax.checkpoint.split import PARTS_KEY, RANK_INDEX_NAME, check_split, is_split
-from negamax.config.json_file import check_pointer, read_json_object
+from negamax.config.json_file import check_pointer, check_regular, read_json_object
 from negamax.parallel.layout import ParallelLayout
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100 * 10**6  # limit of the format
+MAX_DIMENSIONS = 64  # of PyTorch's tensors
+MAX_NAME_CHARS = 1024  # messages show names
 
 _SHARD_OF = re.compile(r"-of-(\d+)\.safetensors$")
 _ITEM_BYTES = {
@@ -221,6 +224,7 @@ def read_entries(
 
 def read_header(file: Path) -> list[TensorEntry]:
     """Return the tensors in the header of `file`. Errors: `CheckpointError` if it is malformed."""
+    check_regular(file)
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -361,8 +365,8 @@ def _check_index(index: Mapping[str, str], entries: Mapping[str, TensorEntry]) -
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} occurs twice")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0][:MAX_NAME_CHARS]} occurs twice")
     return table
 
 
@@ -380,11 +384,14 @@ def _entry(
     `whole` is the shape of the tensor if the file holds only a part of it, which starts at
     `start_in`; `begin` is where the file's data begins.
     """
-    if not name.isprintable():  # messages show it
+    if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # messages show it
         raise ValueError(f"the name of a tensor is {name[:200]!a}")
     dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    for found in (shape, whole or ()):
+        if len(found) > MAX_DIMENSIONS:
+            raise ValueError(f"{name} has {len(found)} dimensions; allowed: {MAX_DIMENSIONS}")
     if (
-        not all(type(number) is int and number >= 0 for number in (*shape, start, end))
+        not all(type(number) is int and 0 <= number < 2**63 for number in (*shape, start, end))
         or end < start
     ):
         raise ValueError(f"{name} has shape {list(shape)} at bytes {start} to {end}")

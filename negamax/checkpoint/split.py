@@ -12,6 +12,7 @@ from negamax.parallel.layout import ParallelLayout
 RANK_INDEX_NAME = "model-rank-{}.safetensors.index.json"
 # Keys in a file's header, for tensors stored in part: the whole shape, and the part's offset.
 PARTS_KEY = "negamax_parts"
+_MAX_RANKS = 1024
 
 
 def is_split(folder: Path) -> bool:
@@ -29,7 +30,7 @@ def read_ranks(folder: Path) -> list[ParallelLayout]:
     said = read_json_object(path).get("metadata")
     sizes = said if isinstance(said, dict) else {}
     tp, ep = sizes.get("tensor_parallel_size"), sizes.get("expert_parallel_size")
-    if type(tp) is not int or type(ep) is not int or tp < 1 or ep < 1 or tp % ep:
+    if type(tp) is not int or type(ep) is not int or not 1 <= ep <= tp <= _MAX_RANKS or tp % ep:
         raise CheckpointError(
             f"{path} has the metadata {said!r}, which do not give the sizes of the split",
             hint="convert the checkpoint again",

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import PROVENANCE, read_quantization
 
+MAX_TOKEN_IDS = 1024  # of a list of end tokens
 # Sizes of every model, by their names in `ModelSpec`. A real config always has them, so a missing
 # one is an error and gets no default.
 _SIZES = {
@@ -133,6 +134,8 @@ def read_token_ids(value: object, *, name: str) -> tuple[int, ...]:
     ids = value if isinstance(value, list | tuple) else [value]
     if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
         refuse(name, value, "a token id, a list of token ids or null")
+    if len(ids) > MAX_TOKEN_IDS:
+        refuse(name, value, f"at most {MAX_TOKEN_IDS} token ids")
     return tuple(dict.fromkeys(ids))
 
 

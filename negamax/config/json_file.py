@@ -1,4 +1,4 @@
-"""Read a JSON object from a checkpoint's file."""
+"""Read files of a checkpoint: anybody may have written them."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from negamax.base.errors import CheckpointError
 
 LFS_POINTER = b"version https://git-lfs"  # begins the text that Git leaves in place of a file
-MAX_BYTES = 256 * 2**20  # the index of the largest checkpoints is below 20 MiB
+MAX_BYTES = 64 * 2**20  # the index of the largest checkpoints is below 20 MiB
 
 
 def check_pointer(path: Path, data: bytes) -> None:
@@ -19,20 +19,38 @@ def check_pointer(path: Path, data: bytes) -> None:
         )
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read the object in `path`. Errors: `CheckpointError` for a missing or malformed file."""
+def check_regular(path: Path) -> None:
+    """Refuse a FIFO, socket, device or folder: opening or reading it may never end. Errors:
+    `CheckpointError`, also for a missing file.
+    """
     if not path.is_file():
+        found = "is no regular file" if path.exists() else "is missing"
         raise CheckpointError(
-            f"{path} is missing", hint="give the folder of a complete Hugging Face checkpoint"
+            f"{path} {found}", hint="give the folder of a complete Hugging Face checkpoint"
         )
+
+
+def read_file(path: Path) -> bytes:
+    """Return the bytes of a file beside the weights. Errors: `CheckpointError` for one that is
+    missing, no regular file, unreadable, too large or a Git LFS pointer.
+    """
+    check_regular(path)
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes; allowed: {MAX_BYTES}")
-        data = path.read_bytes()
-        check_pointer(path, data[:64])
-        value = json.loads(data)
+        with path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise CheckpointError.of_file(path, error) from error
+    if len(data) > MAX_BYTES:
+        size = max(path.stat().st_size, len(data))
+        raise CheckpointError(f"{path} has {size} bytes; allowed: {MAX_BYTES}")
+    check_pointer(path, data[:64])
+    return data
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read the object in `path`. Errors: `CheckpointError` for a missing or malformed file."""
+    try:
+        value = json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read as JSON: {error}", hint="download the file again"

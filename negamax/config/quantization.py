@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from negamax.base.errors import ConfigError
-from negamax.config.json_file import read_json_object
+from negamax.base.errors import CheckpointError, ConfigError
+from negamax.config.json_file import check_regular, read_file, read_json_object
 
 # Files beside config.json that describe the quantization: of ModelOpt and of ModelSlim.
 MODELOPT_FILE, DESCRIPTION = "hf_quant_config.json", "quant_model_description.json"
@@ -100,8 +100,8 @@ def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
 def _is_neuron(folder: Path) -> bool:
     """Whether the files hold FP8 of Trainium. Their config.json is a copy of the source's."""
     try:
-        return _NEURON_EXPERTS in (folder / _INDEX).read_text(errors="replace")
-    except OSError:
+        return _NEURON_EXPERTS.encode() in read_file(folder / _INDEX)
+    except CheckpointError:
         return False
 
 
@@ -119,11 +119,14 @@ def _make_neuron_spec(spec: QuantizationSpec, folder: Path) -> QuantizationSpec:
 def _are_rows(folder: Path) -> bool:
     """Whether Neuron's experts have a scale per row: their stack has two dimensions."""
     try:
-        files = json.loads((folder / _INDEX).read_text())["weight_map"]
+        files = json.loads(read_file(folder / _INDEX))["weight_map"]
         name = next((each for each in files if each.endswith(_NEURON_SCALE)), _NEURON_SCALE)
-        with (folder / PurePosixPath(files[name]).name).open("rb") as file:
+        check_regular(path := folder / PurePosixPath(files[name]).name)
+        with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             shape = json.loads(file.read(min(size, _LONGEST_HEADER)))[name]["shape"]
         return len(shape) == 2
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (
+        OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, CheckpointError
+    ):  # fmt: skip
         return False

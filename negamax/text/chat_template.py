@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
 from negamax.base.unicode import valid_unicode
-from negamax.config.json_file import read_json_object
+from negamax.config.json_file import read_file, read_json_object
 from negamax.text.escaping import ESCAPE, TokenEscaper, unescape
 from negamax.text.tokenizer import token_text
 
@@ -90,7 +90,9 @@ class ChatTemplate:
         file = override if override is not None else path / "chat_template.jinja"
         if override is not None or file.exists():
             try:
-                source = file.read_text(encoding="utf-8-sig")
+                source = (override.read_bytes() if override else read_file(file)).decode(
+                    "utf-8-sig"
+                )
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(
                     f"the chat template {file} cannot be read: {error}",

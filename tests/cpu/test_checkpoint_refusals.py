@@ -24,12 +24,16 @@ from stored_kernels import keeping_stored
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
+from negamax.checkpoint.identity import compute_identity
 from negamax.checkpoint.plan import plan_load
+from negamax.checkpoint.quarot import read_rotation
 from negamax.checkpoint.reader import CheckpointReader, read_entries, read_header
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.platform import CPU
 from negamax.kernels.registry import resolve
+from negamax.text.chat_template import ChatTemplate
+from negamax.text.tokenizer import Tokenizer
 
 SPEC = tiny_spec()
 FP8_SPEC = tiny_spec(quantization_config=FP8_CONFIG)
@@ -272,6 +276,11 @@ def tensors_file(
         (tensors_file(b"12345678", x=([1], [4, 8])), "x begins at byte 4 "),
         (tensors_file(name="x\\u001b[2J", x=([0], [0, 0])),
          r"name of a tensor is 'x.{1,2}x1b\[2J'"),
+        (tensors_file(name="x" * 2000, x=([0], [0, 0])), "name of a tensor is 'x{200}'"),
+        (tensors_file(x=([2] * 1_000_000, [0, 0])), "x has 1000000 dimensions; allowed: 64"),
+        (tensors_file(x=([2**63, 0], [0, 0])), "has shape"),
+        (header_file(b"{%s}" % b",".join(b'"%d":0' % (i // 2) for i in range(600_000))),
+         "0 occurs twice"),
     ],
 )  # fmt: skip
 def test_truncated_files_and_garbage_are_refused_by_path(
@@ -282,6 +291,32 @@ def test_truncated_files_and_garbage_are_refused_by_path(
     path.write_bytes(path.read_bytes()[:content] if isinstance(content, int) else content)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors .*{message}"):
         check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", compute_identity),
+        ("quant_model_description.json", compute_identity),
+        ("model.safetensors.index.json", read_entries),
+        ("model-00001.safetensors", read_entries),
+        ("rotation.safetensors", read_rotation),
+        ("chat_template.jinja", ChatTemplate.from_folder),
+        ("tokenizer_config.json", ChatTemplate.from_folder),
+        ("tokenizer.json", Tokenizer.from_folder),
+    ],
+)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_files_that_never_end_are_refused(
+    tmp_path: Path, name: str, read: Callable[[Path], object], make: Callable[[Path], object]
+) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"negamax_conversion": {"rotation": "rotation.safetensors"}}'
+    )
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
+        read(tmp_path)
 
 
 def test_folders_without_weights_are_refused_with_their_content(tmp_path: Path) -> None:

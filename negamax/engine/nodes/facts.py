@@ -9,6 +9,7 @@ import msgspec
 
 import negamax
 from negamax.base import env
+from negamax.config.json_file import read_file
 from negamax.engine.core.source import ModelSource
 from negamax.options.engine import EngineOptions
 
@@ -65,6 +66,6 @@ def _tensors_digest(folder: Path | None) -> str:
         return "drawn"
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        return hashlib.blake2b(index.read_bytes(), digest_size=8).hexdigest()
+        return hashlib.blake2b(read_file(index), digest_size=8).hexdigest()
     single = folder / "model.safetensors"
     return f"{single.stat().st_size} bytes" if single.exists() else "not one list"
