@@ -17,7 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
 from negamax.base.unicode import valid_unicode
+from negamax.config.embedded import EMBEDDED
 from negamax.config.json_file import read_file, read_json_object
+from negamax.text.confined import Confined
 from negamax.text.escaping import ESCAPE, TokenEscaper, unescape
 from negamax.text.tokenizer import token_text
 
@@ -47,8 +49,18 @@ class ChatTemplate:
         *,
         variables: Mapping[str, Any] | None = None,
         origin: str = "chat template",
+        is_trusted: bool = True,
     ) -> None:
-        """`variables` are always defined; `origin` names `source`. Errors: `CheckpointError`."""
+        """`variables` are always defined; `origin` names `source`. Only a trusted template runs in
+        this process. Errors: `CheckpointError`.
+        """
+        self.source = source
+        self._confined: Confined | None = None
+        if not is_trusted:
+            self._confined = Confined("chat template", source, variables, origin, origin=origin)
+            read, self.has_root_role, self.shows_earlier_thinking = self._confined.load()
+            self.variables = frozenset(read)
+            return
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
@@ -57,10 +69,9 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(
             format
         )
-        self._variables = dict(variables or {})
-        self.source = source
+        self._defined = dict(variables or {})
         try:
-            self._reads = frozenset(
+            self.variables = frozenset(
                 jinja2.meta.find_undeclared_variables(environment.parse(source))
             )
             self._template = environment.from_string(source)
@@ -79,6 +90,7 @@ class ChatTemplate:
         Errors: `ConfigError` for an unreadable override, `CheckpointError` for a broken file of the
         checkpoint, and for several templates without a default.
         """
+        is_trusted = path in EMBEDDED.values() and override is None
         config_file = path / "tokenizer_config.json"
         # the tokenizer refuses a folder without it
         config = read_json_object(config_file) if config_file.exists() else {}
@@ -98,7 +110,7 @@ class ChatTemplate:
                     f"the chat template {file} cannot be read: {error}",
                     hint="give a UTF-8 text file",
                 ) from error
-            return cls(source, variables=variables, origin=str(file))
+            return cls(source, variables=variables, origin=str(file), is_trusted=is_trusted)
         beside = path / "chat_template.json"  # of older processors
         if beside.exists():
             config_file, config = beside, read_json_object(beside)
@@ -124,11 +136,16 @@ class ChatTemplate:
             raise CheckpointError(
                 f"{origin} is a {type(entry).__name__}, text is needed", hint="use --chat-template"
             )
-        return cls(entry, variables=variables, origin=origin)
+        return cls(entry, variables=variables, origin=origin, is_trusted=is_trusted)
+
+    @property
+    def is_confined(self) -> bool:
+        """Whether a process with limits renders, for which a thread should wait."""
+        return self._confined is not None
 
     def reads(self, variable: str) -> bool:
         """Whether the template uses `variable`, which a request may set."""
-        return variable in self._reads
+        return variable in self.variables
 
     @functools.cached_property
     def has_root_role(self) -> bool:
@@ -171,14 +188,22 @@ class ChatTemplate:
         if escaper is not None:
             messages, tools = escaper.messages(messages), escaper.value(tools)
             kwargs = escaper.value(kwargs)
+        given = {**kwargs, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        if self._confined is None:
+            text = self.render_values(messages, given)
+        else:
+            text = self._confined.call("render", messages, given)
+        return text if escaper is not None else valid_unicode(text)
+
+    def render_values(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        """Render `messages` and `variables` as they are, in this process. Errors: as of `render`,
+        and `MemoryError`.
+        """
         try:
-            text = self._template.render(
-                {**self._variables, **kwargs},
-                messages=messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except InvalidRequestError:
+            return self._template.render({**self._defined, **variables}, messages=messages)
+        except (InvalidRequestError, MemoryError):
             raise
         # the checkpoint's code on the client's values: any failure answers this request
         except Exception as error:
@@ -187,7 +212,6 @@ class ChatTemplate:
                 hint="check roles, contents and chat_template_kwargs",
                 param="messages",
             ) from error
-        return text if escaper is not None else valid_unicode(text)
 
 
 def require_template(template: ChatTemplate | None) -> ChatTemplate:

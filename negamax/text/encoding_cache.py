@@ -11,6 +11,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import chain
 
 from negamax.base.pieces import find_all
 from negamax.base.unicode import valid_unicode
@@ -50,17 +51,31 @@ class EncodingCache:
         key = hashlib.blake2b(
             salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES
         ).digest()
-        ids: list[int] = []
+        found: list[array[int] | None] = []
+        unknown: list[str] = []
+        digests: list[bytes | None] = []  # of `unknown`, None for parts that are not cached
+        num_known = 0
         for part in self._split(text):
-            is_long = len(part) > KEPT_CHARS
-            ids += (
-                self._encode_cached(part, key, max_tokens)
-                if is_long
-                else self._tokenizer.encode_escaped(part)
-            )
-            if max_tokens is not None and len(ids) > max_tokens:
-                raise TooManyTokensError(len(ids))
-        return ids
+            digest = _digest(part, key) if len(part) > KEPT_CHARS else None
+            known = self._find(digest) if digest is not None else None
+            found.append(known)
+            num_known += len(known or ())
+            if known is None:
+                unknown.append(part)
+                digests.append(digest)
+            if max_tokens is not None and num_known > max_tokens:
+                raise TooManyTokensError(num_known)
+        left = None if max_tokens is None else max_tokens - num_known
+        try:
+            # without the lock: at worst two threads encode the same part
+            encoded = self._tokenizer.encode_parts(unknown, max_tokens=left) if unknown else []
+        except TooManyTokensError as error:
+            raise TooManyTokensError(num_known + error.count) from None
+        for digest, ids in zip(digests, encoded, strict=True):
+            if digest is not None:
+                self._keep(digest, ids)
+        rest = iter(encoded)
+        return list(chain.from_iterable(ids if ids is not None else next(rest) for ids in found))
 
     def _split(self, text: str) -> Iterator[str]:
         """Yield long stretches without control tokens, and groups of short ones with control
@@ -85,20 +100,12 @@ class EncodingCache:
         if stretch < len(text):
             yield text[stretch:]
 
-    def _encode_cached(self, part: str, key: bytes, max_tokens: int | None) -> list[int]:
-        digest = hashlib.blake2b(
-            part.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, key=key
-        ).digest()
+    def _find(self, digest: bytes) -> array[int] | None:
         with self._lock:
             known = self._entries.get(digest)
             if known is not None:
                 self._entries.move_to_end(digest)
-        if known is not None:
-            return known.tolist()
-        # without the lock: at worst two threads encode the same part
-        ids = self._tokenizer.encode_escaped(part, max_tokens=max_tokens)
-        self._keep(digest, array("I", ids))
-        return ids
+        return known
 
     def _keep(self, digest: bytes, ids: array[int]) -> None:
         """Add an entry and evict the oldest. Entries above half of the limit are not cached."""
@@ -112,6 +119,11 @@ class EncodingCache:
             while self.num_bytes > self._max_bytes:
                 _, oldest = self._entries.popitem(last=False)
                 self.num_bytes -= _count_bytes(oldest)
+
+
+def _digest(part: str, key: bytes) -> bytes:
+    data = part.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES, key=key).digest()
 
 
 def _count_bytes(ids: array[int]) -> int:

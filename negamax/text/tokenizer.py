@@ -1,18 +1,24 @@
 """The checkpoint's byte-level BPE tokenizer: text to token ids, and token ids to exact bytes."""
 
+from __future__ import annotations
+
 import functools
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import tokenizers
 
 from negamax.base.errors import CheckpointError
 from negamax.base.pieces import find_all
 from negamax.base.unicode import valid_unicode
-from negamax.config.json_file import read_json_object
+from negamax.config.embedded import EMBEDDED
+from negamax.config.json_file import read_file, read_json_object
+from negamax.text.confined import Confined
 from negamax.text.escaping import ESCAPE, TokenEscaper, unescape
 
 # Tokens of an answer's structure. They stay in the text even if a re-saved checkpoint flags them as
@@ -26,6 +32,10 @@ STRUCTURE_TOKENS = frozenset({
 _LOCAL_NORMALIZERS = frozenset({"Sequence", "NFC", "NFD", "NFKC", "NFKD"})
 _LOCAL_PRE_TOKENIZERS = frozenset({"Sequence", "Split", "ByteLevel", "Digits"})
 _POST_PROCESSORS_WITHOUT_EFFECT = frozenset({"Sequence", "ByteLevel"})  # on ids
+
+# Every text of a conversation is compared with the ends of all added tokens.
+MAX_ADDED_TOKENS, MAX_ADDED_CHARS = 4096, 65_536
+Way = Literal["escaped", "special", "plain"]  # how a text is encoded
 
 _REMEDY = "download the checkpoint again, or copy the file from the original repository"
 
@@ -54,6 +64,7 @@ class Tokenizer:
         parsed = json.loads(definition)
         _check_byte_level(parsed, source=source)
         self._definition = parsed
+        self._confined: Confined | None = None
         self.config = config  # content of tokenizer_config.json
         self._added: dict[int, str] = {}
         special: set[int] = set()
@@ -63,6 +74,13 @@ class Tokenizer:
             if config_flags.get(text, token.special) and text not in STRUCTURE_TOKENS:
                 special.add(token_id)
         self._special = frozenset(special)
+        size = sum(map(len, self._added.values()))
+        if len(self._added) > MAX_ADDED_TOKENS or size > MAX_ADDED_CHARS:
+            raise CheckpointError(
+                f"{source} adds {len(self._added)} tokens of {size} characters; allowed: "
+                f"{MAX_ADDED_TOKENS} of {MAX_ADDED_CHARS}",
+                hint="use a MiniMax checkpoint",
+            )
         self._bytes = {token_id: text.encode() for token_id, text in self._added.items()}
         ids = [*parsed["model"]["vocab"].values(), *self._added]
         self.vocab_size: int = 1 + max(ids, default=-1)
@@ -70,22 +88,38 @@ class Tokenizer:
         self.eos_token_id: int | None = self._find_named(config, "eos_token", source=source)
 
     @classmethod
-    def from_folder(cls, path: Path) -> Self:
-        """Read a checkpoint's tokenizer. Errors: `CheckpointError` naming the file."""
-        file = path / "tokenizer.json"
+    def from_folder(cls, path: Path, *, is_trusted: bool | None = None) -> Self:
+        """Read a checkpoint's tokenizer. Only a trusted one (None: an embedded model's) encodes in
+        this process; another is first loaded under limits. Errors: `CheckpointError` naming the
+        file.
+        """
+        file, confined = path / "tokenizer.json", None
+        if not (path in EMBEDDED.values() if is_trusted is None else is_trusted):
+            confined = Confined("tokenizer", str(path.absolute()), origin=str(file))
+            confined.load()
         read_json_object(file)  # checked, the text is used
         config = read_json_object(path / "tokenizer_config.json")
-        return cls(file.read_text(encoding="utf-8-sig"), config=config, source=str(file))
+        tokenizer = cls(read_file(file).decode("utf-8-sig"), config=config, source=str(file))
+        tokenizer._confined = confined
+        return tokenizer
+
+    @property
+    def is_confined(self) -> bool:
+        """Whether a process with limits encodes, for which a thread should wait."""
+        return self._confined is not None
 
     def encode(
         self, text: str, *, allow_special: bool = True, max_tokens: int | None = None
     ) -> list[int]:
         """Return the token ids of `text`, without added start or end tokens. Errors:
-        `TooManyTokensError`.
+        `TooManyTokensError`, and `InvalidRequestError` as of `Confined.call`.
 
         Texts of added tokens (`[e~[`, `<think>`, …) become those tokens; with `allow_special=False`
         they are ordinary text. A lone surrogate counts as U+FFFD.
         """
+        if self._confined is not None:
+            way: Way = "special" if allow_special else "plain"
+            return self.encode_parts([text], way=way, max_tokens=max_tokens)[0].tolist()
         backend = self._backend if allow_special else self._plain_backend
         # fast: no offsets
         (encoding,) = backend.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)
@@ -93,11 +127,12 @@ class Tokenizer:
         return encoding.ids
 
     def encode_escaped(self, text: str, *, max_tokens: int | None = None) -> list[int]:
-        """Return the token ids of an escaped prompt (`text.escaping`). Errors:
-        `TooManyTokensError`.
+        """Return the token ids of an escaped prompt (`text.escaping`). Errors: as of `encode`.
 
         Whole added tokens become those tokens; all else is ordinary text without the escapes.
         """
+        if self._confined is not None:
+            return self.encode_parts([text], max_tokens=max_tokens)[0].tolist()
         if ESCAPE not in text:
             return self.encode(text, max_tokens=max_tokens)
         ids: list[int] = []
@@ -108,6 +143,31 @@ class Tokenizer:
             ids.append(self._added_ids[token[0]])
             end = token.end()
         return ids + self._encode_plain(text[end:], max_tokens)
+
+    def encode_parts(
+        self, parts: Sequence[str], *, way: Way = "escaped", max_tokens: int | None = None
+    ) -> list[array[int]]:
+        """Return the token ids of each of `parts`: "escaped" prompts, or texts with or without
+        "special" tokens. `max_tokens`: of all together. Errors: as of `encode`.
+        """
+        if self._confined is not None:
+            found = self._confined.call("encode", parts, way, max_tokens)
+            if isinstance(found, int):
+                raise TooManyTokensError(found)
+            numbers = array("I", found)
+            ends = list(itertools.accumulate(numbers[: len(parts)], initial=len(parts)))
+            return [numbers[start:end] for start, end in itertools.pairwise(ends)]
+        encoded: list[array[int]] = []
+        total = 0
+        for part in parts:
+            if way == "escaped":
+                ids = self.encode_escaped(part, max_tokens=max_tokens)
+            else:
+                ids = self.encode(part, allow_special=way == "special", max_tokens=max_tokens)
+            total += len(ids)
+            _check_count(total, max_tokens)
+            encoded.append(array("I", ids))
+        return encoded
 
     @functools.cached_property
     def escaper(self) -> TokenEscaper:

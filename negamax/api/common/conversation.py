@@ -86,6 +86,10 @@ class PromptBuilder:
         self._encodings = EncodingCache(tokenizer)
         self._chat_format = chat_format
         self._max_model_len = max_model_len
+        # a thread waits for the process of a checkpoint's template or tokenizer
+        used = (tokenizer, chat_format.template)
+        is_confined = any(one is not None and one.is_confined for one in used)
+        self._least_bytes = _INLINE_BYTES + 1 if is_confined else 0
         self._default_variables = drop_switches(default_template_kwargs or {})
         self._default_mode = read_template_switch(default_template_kwargs or {})
 
@@ -117,7 +121,7 @@ class PromptBuilder:
             token_ids = self._encode(text, cache_salt, is_escaped=True)
             return ChatPrompt(unescape(text), token_ids, reasoning, continued)
 
-        return await run_off_loop(build, num_bytes=num_bytes)
+        return await run_off_loop(build, num_bytes=max(num_bytes, self._least_bytes))
 
     async def plain(
         self, prompts: Sequence[str | list[int]], *, cache_salt: str = ""
@@ -130,9 +134,8 @@ class PromptBuilder:
                 for prompt in prompts
             ]
 
-        return await run_off_loop(
-            build, num_bytes=sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        )
+        num_bytes = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await run_off_loop(build, num_bytes=max(num_bytes, self._least_bytes))
 
     def _render(self, conversation: Conversation) -> tuple[str, ReasoningState, str]:
         """Return the escaped text of the prompt, its reasoning state, and what it continues."""

@@ -156,7 +156,9 @@ class GrammarManager:
         self._opening.append(rule)
         reasoning, grammar = request.sampling.reasoning, request.sampling.grammar
         if reasoning is not None and needs_text(reasoning) and self._tokenizer is None:
-            self._tokenizer = self._loader.submit(Tokenizer.from_folder, self._folder)
+            self._tokenizer = self._loader.submit(
+                Tokenizer.from_folder, self._folder, is_trusted=True
+            )
         if grammar is None:
             rule.is_open = True
             return

@@ -117,7 +117,8 @@ class GrammarServer:
             logger.warning("%s: %s", _NOT_INSTALLED, error)
             self._send(wire.Beat())
             return
-        tokenizer = Tokenizer.from_folder(Path(setup.tokenizer_folder))
+        # the server has loaded it, and nothing is encoded here
+        tokenizer = Tokenizer.from_folder(Path(setup.tokenizer_folder), is_trusted=True)
         size = self._num_threads = setup.num_threads
         self._matcher = GrammarMatcher
         self._compiler = GrammarCompiler(
