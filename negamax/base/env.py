@@ -4,7 +4,6 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Collection
 from importlib import metadata
 from pathlib import Path
 
@@ -43,12 +42,6 @@ def set_default(name: str, value: str) -> None:
 def set_variable(name: str, value: str) -> None:
     """Set an environment variable of this process and its children."""
     os.environ[name] = value
-
-
-def keep_variables(kept: Collection[str]) -> None:
-    """Remove all others from this process: it needs no secrets."""
-    for name in os.environ.keys() - set(kept):
-        del os.environ[name]
 
 
 def set_openmp_defaults() -> None:

@@ -192,7 +192,8 @@ class ChatTemplate:
         if self._confined is None:
             text = self.render_values(messages, given)
         else:
-            text = self._confined.call("render", messages, given)
+            found: bytes = self._confined.call("render", messages, given)
+            text = found.decode("utf-8", "surrogatepass")
         return text if escaper is not None else valid_unicode(text)
 
     def render_values(

@@ -5,12 +5,11 @@ the template or the tokenizer and forks children (`text.confined_process`). A ch
 at a time; the kernel ends it when it has used up a limit, and the call is refused.
 """
 
-import contextlib
-import functools
 import json
-import socket
-import struct
 import threading
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from typing import Any
 
 from negamax.base import env
@@ -18,56 +17,33 @@ from negamax.base.errors import CheckpointError, InvalidRequestError, Overloaded
 from negamax.base.supervision import Supervised
 
 LOAD_SECONDS, LOAD_BYTES = 10.0, 2 << 30
+JSON, BYTES, ERROR = b"j", b"b", b"e"  # kinds of answers, in the first byte
 _MAX_CHILDREN = 8  # calls at a time
 _PATIENCE_SECONDS = 60.0  # for a child to become free
 _SLOWEST = 20.0  # elapsed seconds per second of processor time
-_HEADER = struct.Struct("<cQ")  # kind and bytes of a frame
-
-JSON, TEXT, BYTES, ERROR = b"j", b"t", b"b", b"e"  # kinds of frames
+_MOST_MEMORY = min(4 << 30, env.main_memory() // 4)
 
 
 def compute_limits(num_bytes: int) -> tuple[float, int, int]:
     """Return the limits of a call with `num_bytes`: processor seconds, bytes of memory, and bytes
     of the answer. Dense texts take 2 s per MiB to tokenize, and 430 bytes per byte.
     """
-    memory = min((512 << 20) + 512 * num_bytes, _most_memory())
+    memory = min((512 << 20) + 512 * num_bytes, _MOST_MEMORY)
     return 1.0 + 8.0 * num_bytes / 2**20, memory, (16 << 20) + 16 * num_bytes
 
 
-@functools.cache
-def _most_memory() -> int:
-    return min(4 << 30, env.main_memory() // 4)
+def pack(*values: object) -> bytes:
+    """Return JSON values in ASCII: escaped texts hold lone surrogates."""
+    return json.dumps(values).encode()
 
 
-def pack(value: object) -> bytes:
-    """Return a JSON value in ASCII: escaped texts hold lone surrogates."""
-    return json.dumps(value).encode()
-
-
-def send(connection: socket.socket, kind: bytes, data: bytes) -> None:
-    connection.sendall(_HEADER.pack(kind, len(data)))
-    connection.sendall(data)
-
-
-def receive(connection: socket.socket, *, most: int) -> tuple[bytes, bytearray]:
-    """Return kind and content of a frame. Errors: `EOFError` at the end, and for a frame of more
-    than `most` bytes.
-    """
-    kind, size = _HEADER.unpack(_read(connection, _HEADER.size))
-    if size > most:
-        raise EOFError(f"{size} bytes")
-    return kind, _read(connection, size)
-
-
-def _read(connection: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view, done = memoryview(data), 0
-    while done < size:
-        count = connection.recv_into(view[done:])
-        if not count:
-            raise EOFError
-        done += count
-    return data
+def _ask(connection: Connection, job: bytes, *, seconds: float, most: int) -> tuple[bytes, bytes]:
+    """Return kind and content of the answer. Errors: `OSError`, `EOFError`."""
+    connection.send_bytes(job)
+    if not connection.poll(_SLOWEST * seconds):
+        raise EOFError
+    answer = connection.recv_bytes(most)
+    return answer[:1], answer[1:]
 
 
 class Confined:
@@ -75,28 +51,29 @@ class Confined:
 
     def __init__(self, kind: str, *setup: Any, origin: str) -> None:
         """`kind`, `setup`: as of `confined_process.load`; `origin` names it in messages."""
-        self._setup = pack([kind, *setup])
+        self._setup = pack(kind, *setup)
         self._kind, self._origin = kind, origin
         self._lock = threading.Lock()
-        self._source: socket.socket | None = None  # of the process that forks
+        self._source: Connection | None = None  # to the process that forks
         self._process: Supervised | None = None
         self._facts: Any = None
-        self._idle: list[socket.socket] = []
+        self._idle: list[Connection] = []
         self._turns = threading.BoundedSemaphore(_MAX_CHILDREN)
 
     def load(self) -> Any:
         """Load it and return its facts. Errors: `CheckpointError`."""
         with self._lock:
-            return self._load()
+            self._load()
+            return self._facts
 
     def call(self, function: str, *arguments: object) -> Any:
-        """Call `function` with JSON values; return a number, a text or bytes.
+        """Call `function` with JSON values; return a JSON value or bytes.
 
         Errors: `InvalidRequestError` from the function and for a call that used up its limits,
         `OverloadedError` if no child becomes free, `CheckpointError` as of `load`.
         """
         try:
-            job = pack([function, *arguments])
+            job = pack(function, *arguments)
         except (TypeError, ValueError) as error:
             raise InvalidRequestError(f"only JSON values can be rendered: {error}") from None
         seconds, memory, most = compute_limits(len(job))
@@ -104,71 +81,55 @@ class Confined:
             raise OverloadedError(f"{_MAX_CHILDREN} other requests occupy the {self._kind}")
         try:
             child = self._take()
-            try:
-                child.settimeout(_SLOWEST * seconds)
-                send(child, JSON, job)
-                kind, data = receive(child, most=most)
-            except (OSError, EOFError) as error:
-                child.close()
-                raise InvalidRequestError(
-                    f"the {self._kind} failed on this request, or used more than {seconds:.0f} s "
-                    f"of processor time or {memory >> 20} MiB",
-                    hint="shorten or reword the request",
-                    code="template_limit",
-                ) from error
-            with self._lock:
-                self._idle.append(child)
+            kind, data = _ask(child, job, seconds=seconds, most=most)
+            self._idle.append(child)
+        except (OSError, EOFError) as error:
+            raise InvalidRequestError(
+                f"the {self._kind} failed on this request, or used more than {seconds:.0f} s of "
+                f"processor time or {memory >> 20} MiB",
+                hint="shorten or reword the request",
+                code="template_limit",
+            ) from error
         finally:
             self._turns.release()
         if kind == ERROR:
             message, hint, param = json.loads(data)
             raise InvalidRequestError(message, hint=hint, param=param)
-        if kind == TEXT:
-            return data.decode("utf-8", "surrogatepass")
-        return json.loads(data) if kind == JSON else bytes(data)
+        return data if kind == BYTES else json.loads(data)
 
-    def _load(self) -> Any:
-        if self._source is not None:
-            return self._facts
-        source, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
-            self._process = Supervised(
-                "negamax.text.confined_process", str(number), pass_fds=(number,)
-            )
-        try:
-            source.settimeout(_SLOWEST * LOAD_SECONDS)
-            send(source, JSON, self._setup)
-            kind, data = receive(source, most=LOAD_BYTES)
-        except (OSError, EOFError):
-            source.close()
-            self._process.kill()
-            self._process.reap()
-            raise CheckpointError(
-                f"{self._origin} cannot be loaded in {LOAD_SECONDS:.0f} s and {LOAD_BYTES >> 20} "
-                f"MiB",
-                hint="give another one",
-            ) from None
-        if kind == ERROR:
-            source.close()
-            self._process.reap()
-            message, hint, _ = json.loads(data)
-            raise CheckpointError(message, hint=hint)
-        self._source, self._facts = source, json.loads(data)
-        return self._facts
-
-    def _take(self) -> socket.socket:
-        """Return the connection to an idle or a new child."""
+    def _take(self) -> Connection:
+        """Return the connection to an idle or a new child. Errors: `OSError`, `CheckpointError`."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-            for _ in range(2):
-                self._load()
-                assert self._source is not None
-                child, theirs = socket.socketpair()
-                with theirs, contextlib.suppress(OSError):
-                    socket.send_fds(self._source, [b"f"], [theirs.fileno()])
-                    return child
-                self._source.close()  # the process has ended
+            source, process = self._load()
+            child, theirs = Pipe()
+            try:
+                send_handle(source, theirs.fileno(), process.pid)
+            except OSError:  # the process has ended; the next call starts another
                 self._source = None
-            raise CheckpointError(f"the process of {self._origin} ends at once")
+                raise
+            finally:
+                theirs.close()
+            return child
+
+    def _load(self) -> tuple[Connection, Supervised]:
+        if self._source is not None and self._process is not None:
+            return self._source, self._process
+        source, theirs = Pipe()
+        fd = theirs.fileno()
+        process = Supervised("negamax.text.confined_process", str(fd), pass_fds=(fd,))
+        theirs.close()
+        try:
+            kind, data = _ask(source, self._setup, seconds=LOAD_SECONDS, most=LOAD_BYTES)
+        except (OSError, EOFError):
+            limits = f"{LOAD_SECONDS:.0f} s and {LOAD_BYTES >> 20} MiB"
+            found = f"{self._origin} cannot be loaded in {limits}"
+            kind, data = ERROR, pack(found, "give another one", None)
+        if kind == ERROR:
+            process.kill()
+            process.reap()
+            message, hint, _ = json.loads(data)
+            raise CheckpointError(message, hint=hint)
+        self._source, self._process, self._facts = source, process, json.loads(data)
+        return source, process

@@ -1,42 +1,31 @@
 """The process of a `text.confined.Confined`: `python -m negamax.text.confined_process FD`.
 
-It loads a template or a tokenizer and forks children, which share its memory. It has one thread,
-uses no secrets, and ends with its parent.
+It loads a template or a tokenizer and forks children, which share its memory. It has one thread and
+ends with its parent.
 """
 
 import json
 import os
 import resource
 import signal
-import socket
 import sys
 from array import array
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
 
 from negamax.base import env
 from negamax.base.errors import NegamaxError
 from negamax.base.supervision import exit_now
+from negamax.text import confined
 from negamax.text.chat_template import ChatTemplate
-from negamax.text.confined import (
-    BYTES,
-    ERROR,
-    JSON,
-    LOAD_BYTES,
-    LOAD_SECONDS,
-    TEXT,
-    compute_limits,
-    pack,
-    receive,
-    send,
-)
+from negamax.text.confined import pack
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError, Way
 
-_KEPT_VARIABLES = ("TZ", "LANG", "LC_ALL", "LC_TIME")
-_LONGEST_JOB = 1 << 30  # bytes; a server limits its bodies
-
-Functions = Mapping[str, Callable[..., object]]
+Functions = Mapping[str, Callable[..., bytes | int]]
 
 
 def load(kind: str, *setup: Any) -> tuple[object, Functions]:
@@ -46,96 +35,86 @@ def load(kind: str, *setup: Any) -> tuple[object, Functions]:
     if kind == "tokenizer":
         tokenizer = Tokenizer.from_folder(Path(setup[0]), is_trusted=True)
 
-        def encode(parts: list[str], way: Way, max_tokens: int | None) -> int | bytes:
+        def encode(parts: list[str], way: Way, max_tokens: int | None) -> bytes | int:
             """Return the counts and then the ids of the parts, or how many are too many."""
             try:
                 found = tokenizer.encode_parts(parts, way=way, max_tokens=max_tokens)
             except TooManyTokensError as error:
                 return error.count
-            counts = array("I", map(len, found))
-            return b"".join(ids.tobytes() for ids in (counts, *found))
+            return b"".join(ids.tobytes() for ids in (array("I", map(len, found)), *found))
 
         return None, {"encode": encode}
     source, variables, origin = setup
     template = ChatTemplate(source, variables=variables, origin=origin)
+
+    def render(*arguments: Any) -> bytes:
+        return template.render_values(*arguments).encode("utf-8", "surrogatepass")
+
     facts = [sorted(template.variables), template.has_root_role, template.shows_earlier_thinking]
-    return facts, {"render": template.render_values}
+    return facts, {"render": render}
 
 
 def main(fd: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps children
-    env.keep_variables(_KEPT_VARIABLES)
     env.set_variable("TOKENIZERS_PARALLELISM", "false")
-    control = socket.socket(fileno=fd)
-    _, setup = receive(control, most=_LONGEST_JOB)
-    _limit(LOAD_SECONDS, _address_space() + LOAD_BYTES)
+    control = Connection(fd)
+    setup = json.loads(control.recv_bytes())
+    _limit(confined.LOAD_SECONDS, confined.LOAD_BYTES)
     try:
-        facts, functions = load(*json.loads(setup))
+        facts, functions = load(*setup)
     except NegamaxError as error:
-        send(control, ERROR, pack([error.message, error.hint, error.param]))
+        control.send_bytes(confined.ERROR + pack(error.message, error.hint, error.param))
         return
-    _limit(0.0, None)
-    send(control, JSON, pack(facts))
-    while True:
-        asked, fds, _, _ = socket.recv_fds(control, 1, 1)
-        if not asked:
-            return
-        if os.fork() == 0:
-            control.close()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print where they failed
-            serve(socket.socket(fileno=fds[0]), functions)
-        os.close(fds[0])
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    control.send_bytes(confined.JSON + json.dumps(facts).encode())
+    with suppress(EOFError):
+        while True:
+            handle = recv_handle(control)
+            if os.fork() == 0:
+                control.close()
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print where they failed
+                serve(Connection(handle), functions)
+            os.close(handle)
 
 
-def serve(connection: socket.socket, functions: Functions) -> None:
+def serve(connection: Connection, functions: Functions) -> None:
     """Answer calls until the parent closes the connection; any failure ends this process."""
-    base = _address_space()
     try:
         while True:
-            _, job = receive(connection, most=_LONGEST_JOB)
-            seconds, memory, most = compute_limits(len(job))
-            _limit(seconds, base + memory)
-            kind, answer = _answer(functions, job)
-            _limit(0.0, None)
+            job = connection.recv_bytes()
+            seconds, memory, most = confined.compute_limits(len(job))
+            _limit(seconds, memory)
+            answer = _answer(functions, *json.loads(job))
             if len(answer) > most:
                 break
-            send(connection, kind, answer)
+            connection.send_bytes(answer)
     except BaseException:  # of Rust's panics, too
         pass
     exit_now(1)
 
 
-def _answer(functions: Functions, job: bytearray) -> tuple[bytes, bytes]:
-    function, *arguments = json.loads(job)
+def _answer(functions: Functions, function: str, *arguments: Any) -> bytes:
     try:
         found = functions[function](*arguments)
     except NegamaxError as error:
-        return ERROR, pack([error.message, error.hint, error.param])
+        return confined.ERROR + pack(error.message, error.hint, error.param)
     except RecursionError:
-        return ERROR, pack(["the messages or tools are nested too deeply", None, "messages"])
-    if isinstance(found, str):
-        return TEXT, found.encode("utf-8", "surrogatepass")
-    return (BYTES, found) if isinstance(found, bytes) else (JSON, pack(found))
+        found = pack("the messages or tools are nested too deeply", None, "messages")
+        return confined.ERROR + found
+    return confined.BYTES + found if isinstance(found, bytes) else b"%s%d" % (confined.JSON, found)
 
 
-def _address_space() -> int:
-    if sys.platform != "linux":
-        return 0
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def _limit(seconds: float, num_bytes: int | None) -> None:
-    """Let the kernel end this process after `seconds` of processor time (0: never), and refuse it
-    more than `num_bytes` of memory (None: any size; only Linux refuses).
+def _limit(seconds: float, num_bytes: int) -> None:
+    """Let the kernel end this process after `seconds` of processor time, and (on Linux) refuse it
+    more than `num_bytes` of further memory.
     """
     signal.setitimer(signal.ITIMER_PROF, seconds)
     if sys.platform == "linux":
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        if num_bytes is None or num_bytes > hard != resource.RLIM_INFINITY:
-            num_bytes = hard
-        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, hard))
+        most = used + num_bytes if hard == resource.RLIM_INFINITY else min(used + num_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
 if __name__ == "__main__":
