@@ -16,6 +16,7 @@ from negamax.api.common.context import ApiContext
 from negamax.api.errors import handle_error
 from negamax.api.http.body_budget import BodyBudget, BodyShare
 from negamax.api.http.request_body import build_size_error
+from negamax.api.http.request_threads import SENDER
 from negamax.api.http.unpacking import Unpacker, find_encoding
 from negamax.base.errors import (
     ForbiddenError,
@@ -93,6 +94,7 @@ class AuthMiddleware:
         if path in OPEN_PATHS:
             return
         self._access.identify(scope)
+        SENDER.set(scope["state"]["tenant"])
         if scope["method"] in _SAFE_METHODS:
             return
         self._access.check_site(scope)

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from negamax.api.common.api_request import ApiRequest
 from negamax.api.common.choice_reader import ChoiceReader, PlainReader, check_failed
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import run_off_loop
 from negamax.api.errors import build_json_response, encode_failure
+from negamax.api.http.request_threads import run_off_loop
 from negamax.api.http.sse import (
     DONE,
     FIRST_OUTPUT_SECONDS,

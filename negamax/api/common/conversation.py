@@ -1,14 +1,14 @@
 """From messages to prompt tokens, for all dialects."""
 
-import asyncio
 import dataclasses
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from negamax.api.http.request_body import compute_max_chars
+from negamax.api.http.request_threads import INLINE_BYTES, run_off_loop
 from negamax.api.schemas.thinking import (
     NO_CHOICE,
     ThinkingChoice,
@@ -24,11 +24,8 @@ from negamax.text.escaping import unescape
 from negamax.text.messages import is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-_INLINE_BYTES = 8192  # larger requests are processed in a thread
 _PROBE_CHARS_PER_TOKEN = 8  # longer text is probed before it is tokenized
 _LEAST_TOKENS = 2**18  # allowed however short the context is: the client may want only the tokens
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +43,6 @@ class Conversation:
 def compute_max_tokens(max_model_len: int) -> int:
     """Return the most tokens to make of texts, or texts of, for a context of `max_model_len`."""
     return max(_LEAST_TOKENS, 2 * max_model_len)
-
-
-async def run_off_loop(work: Callable[[], T], *, num_bytes: int) -> T:
-    """Run `work` on a request of about `num_bytes`, in a thread if it may take long."""
-    return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +81,7 @@ class PromptBuilder:
         # a thread waits for the process of a checkpoint's template or tokenizer
         used = (tokenizer, chat_format.template)
         is_confined = any(one is not None and one.is_confined for one in used)
-        self._least_bytes = _INLINE_BYTES + 1 if is_confined else 0
+        self._least_bytes = INLINE_BYTES + 1 if is_confined else 0
         self._default_variables = drop_switches(default_template_kwargs or {})
         self._default_mode = read_template_switch(default_template_kwargs or {})
 

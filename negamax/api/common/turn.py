@@ -15,7 +15,8 @@ from negamax.api.common.api_request import ApiRequest, check_sampling, generate,
 from negamax.api.common.blocks import Block, BlockEvent, BlockWriter
 from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import ChatPrompt, Conversation, run_off_loop
+from negamax.api.common.conversation import ChatPrompt, Conversation
+from negamax.api.http.request_threads import run_off_loop
 from negamax.api.schemas.request_model import refuse
 from negamax.api.schemas.sampled_request import EngineRequest, SampledRequest
 from negamax.api.schemas.thinking import ReasoningPlace

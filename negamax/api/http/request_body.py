@@ -5,7 +5,6 @@ more than their bytes, are limited before decoding. A large body is decoded in a
 piece, so that the event loop gets its turns.
 """
 
-import asyncio
 import codecs
 import re
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 
 from negamax.api.http.body_budget import get_share
+from negamax.api.http.request_threads import run_off_loop
 from negamax.api.schemas.request_model import RequestModel, RequestT
 from negamax.base.errors import ContextLengthError, InvalidRequestError, PayloadTooLargeError
 from negamax.base.unicode import valid_escapes
@@ -129,7 +129,7 @@ async def decode_request(
         fields, num_bytes = _decode_fields(body, model, limits)
         return model.parse(fields), num_bytes
 
-    return decode() if len(body) <= _INLINE_BYTES else await asyncio.to_thread(decode)
+    return await run_off_loop(decode, num_bytes=len(body), inline_bytes=_INLINE_BYTES)
 
 
 def build_size_error(size: int, max_bytes: int) -> PayloadTooLargeError:

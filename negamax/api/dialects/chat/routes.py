@@ -17,11 +17,12 @@ from negamax.api.common.choice_reader import ChoiceReader
 from negamax.api.common.completion_writer import CompletionWriter
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import Conversation, run_off_loop
+from negamax.api.common.conversation import Conversation
 from negamax.api.common.logprobs import convert_chat_logprobs, convert_prompt_logprobs
 from negamax.api.common.turn import StartedTurn, Turn, start_turn
 from negamax.api.dialects.chat import schema
 from negamax.api.errors import build_json_response
+from negamax.api.http.request_threads import run_off_loop
 from negamax.api.http.sse import encode_event
 from negamax.api.openapi import describe_body
 from negamax.api.schemas.answers import ChatLogprob, ChatLogprobs, PromptLogprobs, encode

@@ -20,12 +20,13 @@ from negamax.api.common.blocks import (
     BlockOpened,
 )
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import Conversation, run_off_loop
+from negamax.api.common.conversation import Conversation
 from negamax.api.common.thought_signature import ThoughtSigner
 from negamax.api.common.turn import BlockAnswerWriter, StartedTurn, Turn, build_prompt, start_turn
 from negamax.api.dialects.messages import schema
 from negamax.api.dialects.messages.history import build_history
 from negamax.api.errors import build_json_response, log_failure
+from negamax.api.http.request_threads import run_off_loop
 from negamax.api.http.sse import encode_named_event
 from negamax.api.openapi import describe_body
 from negamax.api.schemas.answers import build_message_error

@@ -15,7 +15,7 @@ from negamax.api.common.answer import respond
 from negamax.api.common.api_request import ApiRequest
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import Conversation, run_off_loop
+from negamax.api.common.conversation import Conversation
 from negamax.api.common.turn import Turn, build_prompt, start_turn
 from negamax.api.dialects.responses.events import ResponseEventWriter
 from negamax.api.dialects.responses.history import build_history
@@ -41,6 +41,7 @@ from negamax.api.dialects.responses.store import (
 from negamax.api.errors import build_json_response, describe_error
 from negamax.api.http.body_budget import get_share
 from negamax.api.http.request_body import decode_request, receive
+from negamax.api.http.request_threads import run_off_loop
 from negamax.api.http.sse import run_while_connected
 from negamax.api.openapi import describe_body
 from negamax.api.schemas.answers import encode

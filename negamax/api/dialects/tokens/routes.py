@@ -8,10 +8,11 @@ from msgspec import UNSET, UnsetType
 
 from negamax.api.access import get_salt
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import Conversation, compute_max_tokens, run_off_loop
+from negamax.api.common.conversation import Conversation, compute_max_tokens
 from negamax.api.dialects.tokens import schema
 from negamax.api.errors import build_json_response
 from negamax.api.http.request_body import compute_max_chars, read_request
+from negamax.api.http.request_threads import run_off_loop
 from negamax.api.openapi import describe_body
 from negamax.api.schemas.request_model import refuse
 from negamax.text.tokenizer import Tokenizer, token_text
