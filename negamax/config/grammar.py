@@ -1,12 +1,15 @@
 """The required form of an output: its grammar, and where its reasoning ends. Plain data."""
 
 import json
+import math
+from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
 import msgspec
 
 from negamax.base.errors import InvalidRequestError
 from negamax.base.pieces import num_chars
+from negamax.base.unicode import valid_unicode
 
 GrammarKind = Literal[
     "json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag", "tool_calls"
@@ -16,6 +19,8 @@ MAX_TEXT_BYTES = 512 * 1024
 MAX_NESTING = 100  # levels of objects and arrays
 MAX_CALLS_NESTING = MAX_NESTING + 5  # of a tool_calls grammar, which wraps schemas
 MAX_CHOICES = 2000
+_NOTES = frozenset({"title", "description", "$comment"})  # texts of schemas that limit nothing
+UNWRITABLE = "an infinite number or a lone surrogate"
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +62,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     def _check_json(self) -> None:
         nesting = MAX_CALLS_NESTING if self.kind == "tool_calls" else MAX_NESTING
         value = parse_json(self.text, what=self.kind, max_nesting=nesting)
+        if (place := find_unwritable(value)) is not None:
+            refuse_grammar(f"the {self.kind} holds {UNWRITABLE} at {place!r}")
         if self.kind == "json_schema" and not isinstance(value, dict | bool):
             refuse_grammar(
                 f"the JSON schema is a {type(value).__name__}; an object or a boolean is needed"
@@ -77,13 +84,37 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def written(value: object, *, kind: GrammarKind) -> str:
-    """Return a grammar's text as JSON. Errors: `InvalidRequestError` if it is too large."""
+    """Return a grammar's text as JSON, with infinite numbers as Python writes them.
+
+    Errors: `InvalidRequestError` if it is too large.
+    """
     count = num_chars(value)
     if count > MAX_TEXT_BYTES:
         refuse_grammar(
             f"the {kind} has {count} characters or more; at most {MAX_TEXT_BYTES} bytes are allowed"
         )
     return json.dumps(value, ensure_ascii=False)
+
+
+def find_unwritable(value: object, *, mended: str = "") -> str | None:
+    """Return the place in a schema of a value that JSON in UTF-8 cannot hold; None without one.
+
+    Texts that limit nothing do not count. `mended`: a character that replaced lone surrogates.
+    """
+    if isinstance(value, float):
+        return None if math.isfinite(value) else ""
+    if isinstance(value, str):
+        is_valid = valid_unicode(value) == value and not (mended and mended in value)
+        return None if is_valid else ""
+    parts = value.items() if isinstance(value, Mapping) else ()
+    for name, inner in enumerate(value) if isinstance(value, list | tuple) else parts:
+        if isinstance(name, str) and find_unwritable(name, mended=mended) is not None:
+            return f".{valid_unicode(name)}"
+        if name in _NOTES and isinstance(inner, str):
+            continue
+        if (place := find_unwritable(inner, mended=mended)) is not None:
+            return f"[{name}]{place}" if isinstance(name, int) else f".{name}{place}"
+    return None
 
 
 class Marker(msgspec.Struct, frozen=True):

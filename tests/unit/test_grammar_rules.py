@@ -43,6 +43,8 @@ def check(params: SamplingParams) -> None:
         ("ebnf", "x" * (MAX_TEXT_BYTES + 1), str(MAX_TEXT_BYTES)),
         ("regex", "é" * (MAX_TEXT_BYTES // 2 + 1), str(MAX_TEXT_BYTES)),
         ("regex", "\ud800", "surrogate"),
+        ("json_schema", '{"enum": ["a", "\\ud800"]}', r"lone surrogate at '.enum\[1\]'"),
+        ("json_schema", '{"maximum": 1e400}', "infinite number .* at '.maximum'"),
         ("structural_tag", "[]", "an object"),
     ],
     ids=lambda value: repr(value)[:30],
@@ -127,6 +129,8 @@ def tag_of(tool: dict[str, Any], style: CallStyle | None = None, **options: Any)
         (strict_tool(properties={"a": {"not": {}}}), "'not'"),
         (strict_tool(properties={"": {}}), "0 characters"),
         (strict_tool(properties={"a": {"enum": ["</parameter>"]}}), "cannot be written"),
+        (strict_tool(properties={"a": {"const": "\ud800"}}), r"'parameters.properties.a.const'"),
+        (strict_tool(minProperties=math.inf), "an infinite number .* at 'parameters.minProp"),
     ],
 )
 def test_refuses_tools_that_cannot_be_called_as_asked(tool: dict[str, Any], words: str) -> None:
@@ -137,14 +141,15 @@ def test_refuses_tools_that_cannot_be_called_as_asked(tool: dict[str, Any], word
 def test_a_tool_whose_schema_cannot_be_followed_is_free_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    tools = [{"name": "g", "parameters": part} for part in (HOSTILE["itself"], {"type": "null"})]
-    tools = [{**tool, "name": f"g{place}"} for place, tool in enumerate(tools * 20)]
-    followed = {"name": "f", "parameters": {"properties": {"a": {"const": "followed"}}}}
+    kinds = (HOSTILE["itself"], {"type": "null"}, {"maximum": math.inf}, {"const": "\ud800"})
+    tools = [{"name": f"g{place}", "parameters": part} for place, part in enumerate(kinds * 10)]
+    followed: dict[str, Any] = {"properties": {"a": {"const": "followed", "title": "\ud800"}}}
+    followed = {"name": "f", "parameters": followed}
     for _ in range(2):
         grammar = tool_grammar([*tools, followed], M2Calls(TAG_IDS), choice="required")
         assert grammar is not None
         assert "followed" in structural_tag(grammar, None, CALL_STYLES)
-    assert len(caplog.messages) == len(tools) and "'g0' are free" in caplog.messages[0]
+    assert len(caplog.messages) == len(tools) and "'g2' are free" in caplog.messages[0]
     assert tag_of(tools[0]) == tag_of({"name": "g0"})
 
 
@@ -170,7 +175,9 @@ def repeated(keyword: str, value: Any) -> dict[str, Any]:
 
 
 LONG = "a" * 100_000
-DOUBLING = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+DOUBLING: dict[str, Any] = {
+    f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)
+}
 DOUBLING["d40"] = {"type": "object", "properties": {"a": {}}}
 MANY: dict[str, Any] = {f"p{i}": {} for i in range(9000)}
 POINTERS = {"a": {"$ref": "#" + "/a" * 50_000}}

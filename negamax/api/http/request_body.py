@@ -16,6 +16,7 @@ from starlette.requests import Request
 from negamax.api.http.body_budget import get_share
 from negamax.api.http.request_threads import run_off_loop
 from negamax.api.schemas.request_model import RequestModel, RequestT
+from negamax.api.schemas.tools import check_mended_tools
 from negamax.base.errors import ContextLengthError, InvalidRequestError, PayloadTooLargeError
 from negamax.base.unicode import valid_escapes
 
@@ -28,6 +29,11 @@ _INLINE_BYTES = 32 * 1024  # larger bodies are decoded in a thread
 _PIECE_BYTES = 256 * 1024  # larger values are decoded piece by piece
 _PIECE_LEVELS = 4  # messages, a message, its parts, a part
 _DENSE = 16  # bytes per comma below which pieces are not worth it
+_MOST_LONG_NUMBERS = 32  # of one body, because reading one takes the square of its length
+_LONG_NUMBER = b"0" * 400
+_SHOW_DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(".") for byte in range(256))
+_LITERAL = re.compile(rb'"(?:[^"\\]|\\.)*+"|[0-9]+', re.DOTALL)  # text, or digits
+_LENIENT = msgspec.json.Decoder(float_hook=float)  # reads 1e400 as infinity, as Python does
 _NULL = b"null"
 _QUOTE = b'"'
 _LONGEST_CHARACTER = 12  # bytes of a pair of escaped surrogates
@@ -146,9 +152,10 @@ def _decode_fields(
     Of other fields only the syntax is checked.
     """
     try:
-        fields = _split_fields(body)
+        fields, is_mended = _split_fields(body)
+        values = _ValueDecoder(limits)
         decoded = {
-            name: _decode_value(raw, limits)
+            name: values.decode(raw)
             if model.reads(name)
             else None
             if memoryview(raw) == _NULL
@@ -163,66 +170,95 @@ def _decode_fields(
         raise _build_depth_error() from None
     if count_openers(body) > MAX_JSON_DEPTH:
         _check_depth(decoded)
+    if is_mended:
+        check_mended_tools(decoded.get("tools"))
     return decoded, sum(len(memoryview(raw)) for name, raw in fields.items() if model.reads(name))
 
 
-def _split_fields(body: bytes) -> _RawFields:
-    """Split an object into its fields. An escaped lone surrogate becomes U+FFFD.
+def _split_fields(body: bytes) -> tuple[_RawFields, bool]:
+    """Split an object into its fields, and return whether a lone surrogate became U+FFFD.
 
     Agents keep sending such text back after a tool has split an emoji.
     """
     try:
-        return msgspec.json.decode(body, type=_RawFields)
+        return msgspec.json.decode(body, type=_RawFields), False
     except msgspec.ValidationError:
         raise InvalidRequestError("the body must be a JSON object", code="invalid_body") from None
     except msgspec.DecodeError:
         mended = valid_escapes(body)
         if mended == body:
             raise
-        return msgspec.json.decode(mended, type=_RawFields)
+        return msgspec.json.decode(mended, type=_RawFields), True
 
 
-def _decode_value(raw: msgspec.Raw, limits: BodyLimits, *, levels: int = _PIECE_LEVELS) -> object:
-    """Decode `raw`, a large value in pieces, between which other threads get their turns."""
-    text = memoryview(raw)
-    if len(text) <= _PIECE_BYTES:
-        return msgspec.json.decode(raw)
-    if text[0] == ord(_QUOTE):
-        return _decode_text(text[1:-1], limits)
-    if levels == 0 or bytes(text).count(b",") * _DENSE > len(text):
-        return msgspec.json.decode(raw)
-    match text[0]:
-        case 0x5B:  # [
-            parts = msgspec.json.decode(raw, type=list[msgspec.Raw])
-            return [_decode_value(part, limits, levels=levels - 1) for part in parts]
-        case 0x7B:  # {
-            members = msgspec.json.decode(raw, type=_RawFields)
-            return {
-                name: _decode_value(part, limits, levels=levels - 1)
-                for name, part in members.items()
-            }
-    return msgspec.json.decode(raw)
+class _ValueDecoder:
+    """Decodes the values of one body, large ones in pieces, between which other threads run."""
 
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
+        self._num_long_numbers = 0
 
-def _decode_text(literal: memoryview, limits: BodyLimits) -> str:
-    pieces: list[str] = []
-    num_chars = start = 0
-    is_ascii = True
-    while start < len(literal):
-        piece = bytes(literal[start : start + _PIECE_BYTES + _LONGEST_CHARACTER])
-        end = _find_boundary(piece) if len(piece) > _PIECE_BYTES else len(piece)
-        pieces.append(msgspec.json.decode(_QUOTE + piece[:end] + _QUOTE, type=str))
-        start += end
-        num_chars += len(pieces[-1])
-        is_ascii = is_ascii and pieces[-1].isascii()
-        if not is_ascii and num_chars > limits.chars:
-            raise ContextLengthError.of_prompt(
-                num_chars // _CHARS_PER_TOKEN,
-                context_length=limits.context_length,
-                param="messages",
-                is_counted=False,
+    def decode(self, raw: msgspec.Raw, *, levels: int = _PIECE_LEVELS) -> object:
+        """Decode `raw`. Errors: as `decode_request`."""
+        text = memoryview(raw)
+        if len(text) <= _PIECE_BYTES:
+            return self._decode_piece(text)
+        if text[0] == ord(_QUOTE):
+            return self._decode_text(text[1:-1])
+        if levels == 0 or bytes(text).count(b",") * _DENSE > len(text):
+            return self._decode_piece(text)
+        match text[0]:
+            case 0x5B:  # [
+                parts = msgspec.json.decode(raw, type=list[msgspec.Raw])
+                return [self.decode(part, levels=levels - 1) for part in parts]
+            case 0x7B:  # {
+                members = msgspec.json.decode(raw, type=_RawFields)
+                return {
+                    name: self.decode(part, levels=levels - 1) for name, part in members.items()
+                }
+        return self._decode_piece(text)
+
+    def _decode_piece(self, text: memoryview) -> object:
+        if len(text) >= len(_LONG_NUMBER) and text[0] != ord(_QUOTE):
+            self._count_long_numbers(bytes(text))
+        try:
+            return msgspec.json.decode(text)
+        except msgspec.ValidationError:  # a number that no float can hold
+            return _LENIENT.decode(text)
+
+    def _count_long_numbers(self, text: bytes) -> None:
+        if _LONG_NUMBER not in text.translate(_SHOW_DIGITS):
+            return
+        for found in _LITERAL.finditer(text):
+            is_text = text[found.start()] == ord(_QUOTE)
+            self._num_long_numbers += not is_text and len(found[0]) >= len(_LONG_NUMBER)
+        if self._num_long_numbers > _MOST_LONG_NUMBERS:
+            raise InvalidRequestError(
+                f"the body has more than {_MOST_LONG_NUMBERS} numbers of {len(_LONG_NUMBER)} "
+                f"digits or more; send such numbers as text",
+                code="invalid_json",
             )
-    return "".join(pieces)
+
+    def _decode_text(self, literal: memoryview) -> str:
+        limits = self._limits
+        pieces: list[str] = []
+        num_chars = start = 0
+        is_ascii = True
+        while start < len(literal):
+            piece = bytes(literal[start : start + _PIECE_BYTES + _LONGEST_CHARACTER])
+            end = _find_boundary(piece) if len(piece) > _PIECE_BYTES else len(piece)
+            pieces.append(msgspec.json.decode(_QUOTE + piece[:end] + _QUOTE, type=str))
+            start += end
+            num_chars += len(pieces[-1])
+            is_ascii = is_ascii and pieces[-1].isascii()
+            if not is_ascii and num_chars > limits.chars:
+                raise ContextLengthError.of_prompt(
+                    num_chars // _CHARS_PER_TOKEN,
+                    context_length=limits.context_length,
+                    param="messages",
+                    is_counted=False,
+                )
+        return "".join(pieces)
 
 
 def _find_boundary(piece: bytes) -> int:

@@ -128,7 +128,9 @@ def _fail_fast(schema: Any) -> None:
 class RequestModel(BaseModel):
     """The base of all requests and of the objects inside them: strict types, immutable."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True, extra="ignore", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
     unsupported_fields: ClassVar[Mapping[str, str]] = {}
     # values of unsupported fields that ask for nothing, in addition to false, 0, "" and []

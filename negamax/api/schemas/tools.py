@@ -10,6 +10,7 @@ import msgspec
 from pydantic import AfterValidator
 
 from negamax.api.schemas.request_model import describe, refuse, suggest_nearest
+from negamax.config.grammar import UNWRITABLE, find_unwritable
 
 MAX_TOOLS = 1024
 MAX_TOOL_NAME_CHARS = 256
@@ -59,6 +60,23 @@ def check_function(
     for key, kind in (("description", str), (schema_field, dict)):
         if not isinstance(function.get(key), kind | None):
             refuse(f"{where}.{key}", f"must be a JSON {'string' if kind is str else 'object'}")
+    if function.get("strict"):
+        _check_writable(function.get(schema_field), f"{where}.{schema_field}")
+
+
+def check_mended_tools(tools: object) -> None:
+    """Refuse strict schemas of a body whose lone surrogates became U+FFFD, if they hold that."""
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+        if isinstance(function, Mapping) and function.get("strict"):
+            place = f"tools[{index}]" + ("" if function is tool else ".function")
+            for field in ("parameters", "input_schema"):
+                _check_writable(function.get(field), f"{place}.{field}", mended="\ufffd")
+
+
+def _check_writable(schema: object, place: str, *, mended: str = "") -> None:
+    if (found := find_unwritable(schema, mended=mended)) is not None:
+        refuse(f"{place}{found}", f"holds {UNWRITABLE}, which a strict schema must not")
 
 
 def check_function_tools(

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from negamax.base.log import get_logger
-from negamax.config.grammar import Grammar, refuse_grammar, written
+from negamax.base.unicode import valid_unicode
+from negamax.config.grammar import UNWRITABLE, Grammar, find_unwritable, refuse_grammar, written
 from negamax.text.grammar.budget import Budget
 from negamax.text.grammar.json_rules import json_format, words_format
 from negamax.text.grammar.json_schema import Schemas
@@ -257,7 +258,8 @@ def tool_grammar(
         no_other_calls=allowed is not None,
         content=content,
     )
-    return Grammar(kind="tool_calls", text=written(msgspec.to_builtins(rules), kind="tool_calls"))
+    text = valid_unicode(written(msgspec.to_builtins(rules), kind="tool_calls"))
+    return Grammar(kind="tool_calls", text=text)
 
 
 class CalledFunction(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -309,7 +311,14 @@ def calls_format(
 def _describe(function: Mapping[str, Any], *, follow_schema: bool) -> CalledFunction:
     schema = function.get("parameters")
     followed = dict(schema) if follow_schema and isinstance(schema, Mapping) else None
-    return CalledFunction(function["name"], followed, bool(function.get("strict")))
+    name, is_strict = function["name"], bool(function.get("strict"))
+    if followed is not None and (place := find_unwritable(followed)) is not None:
+        problem = f"its schema holds {UNWRITABLE} at 'parameters{place}'"
+        if is_strict:
+            refuse_grammar(f"the tool {name!r} is strict, but {problem}")
+        _warn_of_free_arguments(name, problem)
+        followed = None
+    return CalledFunction(name, followed, is_strict)
 
 
 def _format_call(function: CalledFunction, style: CallStyle) -> Format:
