@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from collections.abc import Callable
 
 import msgspec
@@ -10,6 +11,7 @@ from negamax.api.common.choice_reader import PlainReader
 from negamax.base.errors import EngineError
 from negamax.engine.client.output import RequestOutput
 from negamax.models.chat_format import ChatFormat
+from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.events import ParserEvent
 
 FORMAT = ChatFormat.of_model("minimax_m2")
@@ -32,8 +34,10 @@ class Writer(AnswerWriter[Choice, Texts]):
     def __init__(self, *outputs: tuple[int, RequestOutput], choices: list[Choice]) -> None:
         super().__init__("answer-1", Outputs(*outputs), choices)  # type: ignore[arg-type]
         self.texts = ["" for _ in choices]
+        self.threads: list[str] = []
 
     def take(self, choice: Choice, output: RequestOutput, events: list[ParserEvent]) -> None:
+        self.threads.append(threading.current_thread().name)
         self.texts[choice.index] += str(output.num_output_tokens)
 
     def chunk(self, choice: Choice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
@@ -82,3 +86,19 @@ def test_where_only_the_prompt_is_read_no_token_is_counted() -> None:
     assert asyncio.run(writer.whole()).texts == ["0"]
     assert writer.usage.completion_tokens == 0
     assert writer.choices[0].reader.finish_reason == "length"
+
+
+def test_events_with_many_logprobs_are_built_in_a_thread_and_stay_in_order() -> None:
+    entries = [TokenLogprobs(7, -1.0, 1, [7] * 20, [-1.0] * 20)] * 10
+    many = msgspec.structs.replace(output(0, finish="stop"), logprobs=entries)
+    outputs = [(0, many), (0, output(1, finish="stop")), (0, output(2, finish="length"))]
+    written: list[bytes] = []
+    writer = Writer(*outputs, choices=[choice(0), choice(1), choice(2)])
+    asyncio.run(writer.stream(written.append))
+    assert written == [b"0;", b"1;", b"2;", b"data: [DONE]\n\n"]
+    assert writer.threads[0].startswith("request")
+
+    failed = Writer((0, many), (0, output(1, error="x", finish="error")), choices=writer.choices)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="x"):
+        asyncio.run(failed.whole())
+    assert not failed.threads  # the loop converts nothing for a client that is gone

@@ -1,9 +1,12 @@
 """From the engine's outputs to a response, whole or as a stream."""
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 import msgspec
@@ -13,7 +16,7 @@ from negamax.api.common.api_request import ApiRequest
 from negamax.api.common.choice_reader import ChoiceReader, PlainReader, check_failed
 from negamax.api.common.context import ApiContext
 from negamax.api.errors import build_json_response, encode_failure
-from negamax.api.http.request_threads import run_off_loop
+from negamax.api.http.request_threads import INLINE_BYTES, run_off_loop
 from negamax.api.http.sse import (
     DONE,
     FIRST_OUTPUT_SECONDS,
@@ -56,6 +59,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
     """Answers one request; each dialect has a subclass. Single writer: the request's handler."""
 
     is_paced = False  # whether a stream joins small fragments
+    keeps_parts = False  # whether a whole answer that fails has the output before
 
     def __init__(self, request_id: str, source: AnswerSource, choices: Sequence[ChoiceT]) -> None:
         """`choices` are in the order of their prompts."""
@@ -128,27 +132,31 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         try:
             await self._run(lambda *part: taken.append(part), is_paced=False)
         except BaseException:
-            take_all()  # a cancelled or failed response has the output before
+            if self.keeps_parts:
+                take_all()
             raise
         self.logprob_bytes = sum(_count_logprob_bytes(output) for _, output, _ in taken)
         return await run_off_loop(build, num_bytes=self.logprob_bytes)
 
     async def stream(self, write: Write) -> None:
         """Write the response as events. An error after the start is an event too."""
+        chunks = _Chunks(write)
 
         def send(choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> None:
-            chunk = self.chunk(choice, output, events)
-            if chunk:
-                write(chunk)  # one write for all outputs of one step
+            build = partial(self.chunk, choice, output, events)
+            chunks.add(build, num_bytes=_count_logprob_bytes(output))
 
-        start = self.start()
-        if start:
+        if start := self.start():
             write(start)
         try:
             await self._run(send, is_paced=self.is_paced)
+            await chunks.finish()
             end = self.end()
         except Exception as error:
+            await chunks.settle()
             end = self.failure(error)
+        finally:
+            chunks.cancel()
         write(end)
 
     async def _run(self, send: Send[ChoiceT], *, is_paced: bool) -> None:
@@ -167,6 +175,48 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
             send(choice, output, events)
 
         await self.source.run(take)
+
+
+class _Chunks:
+    """Writes the chunks of a stream in order. Single writer: the stream's handler.
+
+    A chunk with many logprobs is built in a thread, and the chunks after it wait.
+    """
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._waiting: deque[tuple[Callable[[], bytes], int]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, build: Callable[[], bytes], *, num_bytes: int) -> None:
+        """Write what `build` returns of logprobs of `num_bytes`, unless that is nothing."""
+        if self._waiting or num_bytes > INLINE_BYTES:
+            self._waiting.append((build, num_bytes))
+            if len(self._waiting) == 1:
+                self._task = asyncio.create_task(self._write_waiting())
+        elif chunk := build():
+            self._write(chunk)  # one write for all outputs of one step
+
+    async def finish(self) -> None:
+        """Wait until all is written. Errors: those of the functions that build chunks."""
+        if self._task is not None:
+            await self._task
+
+    async def settle(self) -> None:
+        """Wait until all is written or a chunk failed."""
+        if self._task is not None:
+            await asyncio.wait((self._task,))
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _write_waiting(self) -> None:
+        while self._waiting:
+            build, num_bytes = self._waiting[0]
+            if chunk := await run_off_loop(build, num_bytes=num_bytes):
+                self._write(chunk)
+            self._waiting.popleft()
 
 
 async def start_source(

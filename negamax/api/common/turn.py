@@ -251,6 +251,7 @@ def constrain(
 
 class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):
     is_paced = True
+    keeps_parts = True
 
     def __init__(self, request_id: str, turn: StartedTurn) -> None:
         (self._reader,) = turn.readers
