@@ -289,6 +289,8 @@ class HttpServer(uvicorn.Server):
             http=self._protocol_class,
             log_config=None,
             access_log=False,
+            proxy_headers=bool(options.forwarded_allow_ips),
+            forwarded_allow_ips=list(options.forwarded_allow_ips),
             server_header=False,
             lifespan="off",
             ws="none",

@@ -1,5 +1,6 @@
 """The HTTP server's options."""
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,11 @@ class ServerOptions:
         "Accept this name in the Host header where no key is set; may be repeated, '*' is all.",
         takes_json_list=True,
     )
+    forwarded_allow_ips: tuple[str, ...] = option(
+        (),
+        "Take the client's address from X-Forwarded-For of this proxy, an address or a network; "
+        "may be repeated. Default: of none.",
+    )
     ssl_certfile: str | None = option(None, "Serve TLS with this certificate (chain), PEM.")
     ssl_keyfile: str | None = option(None, "Use this private key for TLS, PEM.")
 
@@ -164,6 +170,14 @@ class ServerOptions:
             raise ConfigError(
                 f"{missing} is missing; TLS needs a certificate and its key", hint=f"add {missing}"
             )
+        for given in self.forwarded_allow_ips:
+            try:
+                ipaddress.ip_network(given)
+            except ValueError as error:
+                raise ConfigError(
+                    f"--forwarded-allow-ips is {given!r}: {error}",
+                    hint="give the proxy's address or network, such as 127.0.0.1 or 10.0.0.0/8",
+                ) from None
         keys = self.api_keys if self.admin_api_key is None else (*self.api_keys, self.admin_api_key)
         check_keys(keys)
         if self.admin_api_key is not None and self.admin_api_key in self.api_keys:

@@ -46,8 +46,11 @@ def test_request_is_logged_at_its_begin_and_end_and_never_with_a_key(talkative: 
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9, "top_k": 3}
     with talkative.http() as http:
         headers = {"authorization": f"Bearer {KEY}", "x-request-id": "train-1"}
+        headers |= {"x-forwarded-for": "203.0.113.9"}  # of no proxy that was configured
         asked = http.post(f"{CHAT}?api_key={KEY}", json=body, headers=headers).json()
     assert eventually(lambda: bool(logged(talkative, "api.request_log", path=CHAT)))
+    (access,) = logged(talkative, "api.request_log", path=CHAT, x_request_id="train-1")
+    assert access["client"].startswith("127.0.0.1:")
     (began,) = logged(talkative, "api.request_log", route=CHAT, x_request_id="train-1")
     assert began["request_id"].startswith(asked["id"])
     assert began["prompt_tokens"] == asked["usage"]["prompt_tokens"]
