@@ -27,7 +27,8 @@ def read_rotation(folder: Path) -> Tensor | None:
     name = rotation_file(read_json_object(folder / "config.json"), folder)
     if name is None:
         return None
-    check_regular(path := folder / name)
+    if (path := folder / name).exists():
+        check_regular(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             rotation: Tensor = file.get_tensor(_NAME).float()

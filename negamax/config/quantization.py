@@ -1,6 +1,7 @@
 """A checkpoint's description of its quantization, uninterpreted; `quantization/` interprets it."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -95,6 +96,26 @@ def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
             f"{folder}: the rotation is in {str(path)!r}; allowed: the name of a safetensors file"
         )
     return str(path)
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile a checkpoint's pattern of module names. Errors: `re.error`, also for a repeated group
+    with repeats or alternatives in it, which can take exponential time.
+    """
+    plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern)
+    plain = re.sub(r"\(\?(?:[:=!]|<[=!]|P<\w+>)", "(", plain)
+    groups = [False]  # whether each open group has repeats or alternatives
+    for at, sign in enumerate(plain):
+        if sign == "(":
+            groups.append(False)
+        elif sign == ")" and len(groups) > 1:
+            if groups.pop():
+                groups[-1] = True
+                if plain[at + 1 : at + 2] in ("*", "+", "{"):
+                    raise re.error("a repeated group has repeats or alternatives in it", pattern)
+        elif sign in "*+?{|":
+            groups[-1] = True
+    return re.compile(pattern)
 
 
 def _is_neuron(folder: Path) -> bool:

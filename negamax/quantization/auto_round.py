@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from negamax.config.quantization import QuantizationSpec
+from negamax.config.quantization import QuantizationSpec, compile_pattern
 from negamax.config.spellings import find_data_type
 from negamax.formats.floats import (
     MX_GROUP,
@@ -87,7 +87,7 @@ def read(spec: QuantizationSpec) -> Scheme:
             by_name[canonicalize(name)] = stored
             continue
         try:
-            by_expression.append((re.compile(name), stored))
+            by_expression.append((compile_pattern(name), stored))
         except re.error as error:
             refuse(spec, f"extra_config[{name!r}]", str(error), "names and regular expressions")
     blocks = _blocks(spec)

@@ -6,7 +6,7 @@ Version 1 stores zero points minus 1, version 2 stores them unchanged.
 import re
 from collections.abc import Iterator, Mapping
 
-from negamax.config.quantization import QuantizationSpec
+from negamax.config.quantization import QuantizationSpec, compile_pattern
 from negamax.formats.floats import PLAIN
 from negamax.formats.tensor_format import (
     FLOATS,
@@ -118,7 +118,7 @@ def _rules(spec: QuantizationSpec) -> Iterator[tuple[bool, re.Pattern[str], Quan
     for pattern, changes in rules.items():
         name = f"dynamic[{pattern!r}]"
         try:
-            expression = re.compile(pattern.removeprefix("+:").removeprefix("-:"))
+            expression = compile_pattern(pattern.removeprefix("+:").removeprefix("-:"))
         except re.error as error:
             refuse(spec, name, str(error), "a regular expression")
         if not isinstance(changes or {}, Mapping):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from negamax.base.errors import ConfigError
 from negamax.config import fields
-from negamax.config.quantization import QuantizationSpec
+from negamax.config.quantization import QuantizationSpec, compile_pattern
 from negamax.formats.floats import PLAIN
 from negamax.formats.tensor_format import TensorFormat
 
@@ -252,11 +252,11 @@ def _expressions(patterns: tuple[str, ...]) -> tuple[tuple[re.Pattern[str], bool
         try:
             if alike:
                 joined = "|".join(f"(?:{each})" for each in alike)
-                found.append((re.compile(joined), tells_experts))
+                found.append((compile_pattern(joined), tells_experts))
         except re.error as error:
             raise ConfigError(
-                f"the checkpoint names modules by {', '.join(alike)}, which is no regular "
-                f"expression: {error}"
+                f"the checkpoint names modules by {', '.join(alike)}, which cannot be "
+                f"used as a regular expression: {error}"
             ) from None
     return tuple(found)
 

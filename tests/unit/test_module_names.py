@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from negamax.base.errors import ConfigError
@@ -84,6 +86,7 @@ def test_a_table_of_modules_knows_the_matrices_of_one_tensor() -> None:
     assert [find(name) for name in (QUERY, INDEX, "model.layers.9.mlp.up_proj")] == [8, 4, None]
 
 
-def test_an_expression_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"\*gate"):
-        matches(GATE, ["re:*gate"])
+@pytest.mark.parametrize("pattern", ["*gate", r"([\w.]+)+x", "([a-z]|[.a-z])*x", "((?:a+)?b)*x"])
+def test_expressions_that_are_none_or_take_too_long_are_refused(pattern: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(pattern)):
+        matches(GATE, [f"re:{pattern}"])
