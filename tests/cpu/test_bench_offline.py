@@ -1,3 +1,4 @@
+import gc
 import io
 import json
 import statistics
@@ -42,6 +43,7 @@ def engine() -> Iterator[Engine]:
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("bench") / "new" / "out.json"
     assert measure("--concurrency 1,3 --repeat 2 --bandwidth-tb-s 0.02", file) == 0
+    assert gc.get_freeze_count() == 0
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
