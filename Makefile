@@ -4,16 +4,20 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # A released PyTorch by exact version, before anything that depends on it.
 TORCH  ?= torch==2.13.0
-# The oldest Triton that pyproject.toml allows: that of GPU machines with PyTorch 2.11.
-OLDEST_TRITON ?= triton==3.6.0
+# The oldest and the newest Triton that pyproject.toml allows; the oldest runs with PyTorch 2.11.
+OLDEST_TRITON ?= 3.6.0
+NEWEST_TRITON ?= 3.9.0
+TRITONS := $(patsubst %,$(VENV)/triton-%/.installed,$(OLDEST_TRITON) $(NEWEST_TRITON))
 # The tests of `make test`, which need no GPU.
 GATE   := not gpu and not install and not full
 PYTEST := $(BIN)/python -m pytest -m "$(GATE)" --ignore tests/gpu
-# Everything else in the versions that were tested together.
-INSTALL := $(BIN)/python tools/install.py -c constraints.txt
+# Everything else in the versions that were tested together. `make newest` has no constraints.
+CONSTRAINTS ?= -c constraints.txt
+INSTALL = $(BIN)/python tools/install.py $(CONSTRAINTS)
+NEWEST_TORCH ?= $(shell sed -n 's/^  "\(torch>.*\)",$$/\1/p' pyproject.toml)
 
 .PHONY: demo serve test collect test-full attack fault-table test-install lint types contracts
-.PHONY: docs check compile-oldest sbom constraints clean
+.PHONY: docs check newest tritons compile-oldest compile-newest sbom constraints clean
 
 demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a tool, stop
 	$(BIN)/python examples/demo.py
@@ -23,7 +27,7 @@ serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
 
 # Four workers keep two cores busy, because tests also wait. Failed tests run once more alone.
 # Those that pass only then are defects all the same, and build/second-run.json lists them.
-test: $(VENV)/.dev    ## run the tests that need no GPU
+test: $(VENV)/.dev $(TRITONS)  ## run the tests that need no GPU
 	@rm -f build/second-run.json
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder || { mkdir -p build; \
 	  cp .pytest_cache/v/cache/lastfailed build/second-run.json; \
@@ -44,12 +48,22 @@ attack: $(VENV)/.dev  ## hostile requests and dying parts at full size, against 
 test-install: $(VENV)/.dev  ## the wheel alone in an empty environment: commands, server, hub ids
 	$(BIN)/python -m pytest -p no:cacheprovider -m install tests/install
 
-compile-oldest: build/$(OLDEST_TRITON)/.installed  ## GPU kernels, by the oldest Triton
-	PYTHONPATH=build/$(OLDEST_TRITON) \
+newest:               ## the same tests with the newest releases that pyproject.toml allows
+	rm -rf build/newest
+	$(MAKE) build/newest/.dev VENV=build/newest CONSTRAINTS= TORCH="$(NEWEST_TORCH)"
+	build/newest/bin/python -m pip freeze --exclude-editable
+	$(MAKE) test VENV=build/newest
+
+compile-oldest: TRITON := $(OLDEST_TRITON)
+compile-newest: TRITON := $(NEWEST_TRITON)
+compile-oldest compile-newest: $(VENV)/.dev $(TRITONS)  ## GPU kernels, by that Triton
+	PYTHONPATH=$(VENV)/triton-$(TRITON) \
 	  $(BIN)/python tests/cpu/compile_kernels.py --quiet $(or $(ARGS),sm_90 gfx942)
 
-build/$(OLDEST_TRITON)/.installed: $(VENV)/.dev
-	$(BIN)/python tools/install.py --no-deps --upgrade --target $(@D) $(OLDEST_TRITON)
+tritons: $(TRITONS)
+
+$(VENV)/triton-%/.installed: | $(VENV)/.torch
+	$(BIN)/python tools/install.py --quiet --no-deps --target $(@D) triton==$*
 	@touch $@
 
 lint: $(VENV)/.dev
@@ -95,7 +109,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.torch: $(BIN)/python
-	-$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt uv
+	-$(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS) uv
 	$(BIN)/python tools/install.py --torch "$(TORCH)"
 	@touch $@
 

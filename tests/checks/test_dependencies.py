@@ -3,11 +3,14 @@
 import re
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from tests.checks.sources import ROOT, SOURCES, imports, room, top_imports
+from tools.install import uv_variables
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 REQUIRED = [Requirement(line) for line in PROJECT["dependencies"]]
@@ -67,3 +70,18 @@ def test_one_install_line_with_the_tested_torch_everywhere() -> None:
         text = (ROOT / name).read_text(encoding="utf-8")
         assert re.findall(r"^pip install torch.*$", text, re.MULTILINE) == [line]
     assert f"TORCH  ?= {torch}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_the_gate_compiles_with_the_oldest_and_the_newest_triton() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    pins = re.findall(r"^(?:OLDEST|NEWEST)_TRITON \?= 3\.(\d+)\.", makefile, re.MULTILINE)
+    oldest, newest = map(int, pins)
+    allowed = next(found.specifier for found in REQUIRED if found.name == "triton")
+    assert allowed == SpecifierSet(f">=3.{oldest},<3.{newest + 1}")
+
+
+def test_uv_gets_pips_constraints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pip.conf").write_text("[global]\nconstraint = /limits.txt\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.delenv("UV_CONSTRAINT", raising=False)
+    assert uv_variables()["UV_CONSTRAINT"].endswith("/limits.txt")

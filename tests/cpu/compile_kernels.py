@@ -1,8 +1,8 @@
 """Compile the kernels of the table for absent GPUs, at the sizes of MiniMax-M2.
 
-`python tests/cpu/compile_kernels.py gfx942 sm_90/40 [--quiet]` takes every case for MI300X and
-every 40th for H200. It prints one JSON object per kernel; the exit code is 1 if one does not
-compile.
+`python tests/cpu/compile_kernels.py gfx942 sm_90/40@FOLDER [--quiet]` takes every case for MI300X,
+and every 40th for H200 with the Triton in FOLDER. It prints one JSON object per kernel; the exit
+code is 1 if one does not compile.
 
 The ops' full-size cases are applied to "meta" tensors. The code that selects tiles and launches
 runs as on the GPU, but a launch only compiles: to PTX and through ptxas, or to AMD code.
@@ -17,20 +17,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from operator import methodcaller
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 os.environ |= {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"}
 sys.path.append(str(Path(__file__).parents[2]))
 import torch
-import triton
 from torch import Tensor
 from torn_words import reads_torn_words
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from negamax.base.errors import ConfigError
 from negamax.formats.platform import Feature, Platform
@@ -41,6 +38,9 @@ from negamax.kernels.quantize import op as quantize_spec
 from negamax.kernels.registry import OPS, resolve
 from tests.kernel_cases import CASES
 from tests.kernel_cases.case import Case
+
+if TYPE_CHECKING:
+    from triton.backends.compiler import GPUTarget
 
 KIB = 1024
 PLATFORMS = {
@@ -60,7 +60,7 @@ FACTORIES = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "ran
 
 
 class Driver:
-    def __init__(self, target: GPUTarget) -> None:
+    def __init__(self, target: "GPUTarget") -> None:
         self.get_current_target = lambda: target
         self.get_current_device = lambda: 0
         self.get_current_stream = lambda device: 0
@@ -111,8 +111,18 @@ def spilled_bytes(code: Mapping[str, Any]) -> int:
     return int.from_bytes(found[1], "little") if found else 0
 
 
-def compile_for(platform: Platform, cases: list[tuple[Op, Case]], *, quiet: bool = False) -> None:
-    """Compile and report (only errors if `quiet`), then exit; no kernel may be imported before."""
+def compile_for(
+    platform: Platform, cases: list[tuple[Op, Case]], *, folder: str = "", quiet: bool = False
+) -> None:
+    """Compile with the Triton in `folder` and report (only errors if `quiet`), then exit.
+
+    Neither Triton nor a kernel may be imported before.
+    """
+    sys.path.insert(0, folder or sys.path[0])
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
     nvidia = platform.vendor == "nvidia"
     if not nvidia:
         sys.modules["triton.language.extra.cuda"] = None  # type: ignore[assignment]  # as on ROCm
@@ -155,7 +165,7 @@ def compile_for(platform: Platform, cases: list[tuple[Op, Case]], *, quiet: bool
     triton.JITFunction.__getitem__ = launch
     for op, case in cases:
         kernel = table.choose(op, case.stored)
-        about = {"arch": platform.arch, "op": op, "case": case.label}
+        about = {"arch": platform.arch, "triton": triton.__version__, "op": op, "case": case.label}
         refusal = reason_against(platform, case)
         if kernel is None:
             refusal = f"{case.stored.name} is dequantized at load"
@@ -178,30 +188,38 @@ def main() -> None:
     """Start a process per architecture, which takes its cases from this one."""
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "archs", nargs="+", help=f"ARCH[/N]: every N-th case, others for each; {sorted(PLATFORMS)}"
+        "runs",
+        nargs="+",
+        metavar="ARCH[/N][@FOLDER]",
+        help=f"every N-th case, others for each, with the Triton in FOLDER; {sorted(PLATFORMS)}",
     )
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     options = parser.parse_args()
+    sys.modules["triton"] = None  # type: ignore[assignment]  # PyTorch would import it
     with without_memory(), torch.inference_mode():
         cases = [
             (op, case)
             for op in OPS.values()
             for case in CASES[op].wide(torch.bfloat16, SimpleNamespace(device=META))  # type: ignore[arg-type]
         ]
+    del sys.modules["triton"]
     failed = []
-    for first, (arch, _, every) in enumerate(map(methodcaller("partition", "/"), options.archs)):
+    for first, run in enumerate(options.runs):
+        target, _, folder = run.partition("@")
+        arch, _, every = target.partition("/")
         step = int(every or 1)
         process = multiprocessing.get_context("fork").Process(
             target=compile_for,
             args=(PLATFORMS[arch], cases[5 * first % step :: step]),
-            kwargs={"quiet": options.quiet},
+            kwargs={"folder": folder, "quiet": options.quiet},
         )
         process.start()
         process.join()
         if process.exitcode:
-            failed.append(f"{arch}: exit code {process.exitcode}")
+            failed.append(f"{run}: exit code {process.exitcode}")
     if failed:
-        sys.exit(f"Triton {triton.__version__} does not compile all of them; {', '.join(failed)}")
+        triton = f"Triton {version('triton')}, unless a folder is given,"
+        sys.exit(f"{triton} does not compile all of them; {', '.join(failed)}")
 
 
 if __name__ == "__main__":

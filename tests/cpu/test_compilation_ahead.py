@@ -13,16 +13,19 @@ from torn_words import reads_torn_words
 
 pytest.importorskip("triton")
 
+MAKEFILE = Path(__file__).parents[2] / "Makefile"
+OTHERS = re.findall(r"^(?:OLDEST|NEWEST)_TRITON \?= (.+)", MAKEFILE.read_text(), re.MULTILINE)
 # shared memory of a multiprocessor that one program may use
 SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}
-SAMPLE = {"gfx942": 600, "sm_90": 457}  # every n-th case
+SAMPLE = {"gfx942": 600, "sm_90": 600}  # every n-th case
+SAMPLE_OF_OTHERS = "sm_90/205"  # a GEMM, experts, and a norm or a part of attention
 SWEEP = {"sm_80": 4, "sm_89": 4, "sm_90": 1, "sm_100": 4, "gfx942": 1, "gfx950": 4}
 
 
-def compiled(every: dict[str, int]) -> dict[str, list[dict[str, Any]]]:
+def compiled(*runs: str) -> list[dict[str, Any]]:
     script = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run(
-        [sys.executable, str(script), *(f"{arch}/{step}" for arch, step in every.items())],
+        [sys.executable, str(script), *runs],
         # not Triton's own default
         env={**os.environ, "TRITON_DEFAULT_FP_FUSION": "0"},
         capture_output=True,
@@ -30,11 +33,7 @@ def compiled(every: dict[str, int]) -> dict[str, list[dict[str, Any]]]:
         timeout=1800,
     )
     assert done.returncode == 0 or '"error"' in done.stdout, done.stderr[-2000:]
-    found: dict[str, list[dict[str, Any]]] = {arch: [] for arch in every}
-    for line in done.stdout.splitlines():
-        entry = json.loads(line)
-        found[entry["arch"]].append(entry)
-    return found
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def check(arch: str, found: list[dict[str, Any]]) -> None:
@@ -56,21 +55,38 @@ def check(arch: str, found: list[dict[str, Any]]) -> None:
     assert arch in ("sm_80", "gfx942") or not refused
 
 
+def folder_of(version: str) -> Path:
+    return Path(sys.prefix) / f"triton-{version}"
+
+
 @pytest.fixture(scope="module")
-def sample() -> dict[str, list[dict[str, Any]]]:
-    return compiled(SAMPLE)
+def sample() -> list[dict[str, Any]]:
+    folders = [folder for folder in map(folder_of, OTHERS) if folder.exists()]
+    return compiled(
+        *(f"{arch}/{step}" for arch, step in SAMPLE.items()),
+        *(f"{SAMPLE_OF_OTHERS}@{folder}" for folder in folders),
+    )
 
 
 @pytest.mark.parametrize("arch", SAMPLE)
-def test_a_sample_compiles(arch: str, sample: dict[str, list[dict[str, Any]]]) -> None:
-    check(arch, sample[arch])
+def test_a_sample_compiles(arch: str, sample: list[dict[str, Any]]) -> None:
+    check(arch, [entry for entry in sample if entry["arch"] == arch])
+
+
+@pytest.mark.parametrize("version", OTHERS)
+def test_the_oldest_and_the_newest_triton_compile(
+    version: str, sample: list[dict[str, Any]]
+) -> None:
+    if not folder_of(version).exists():
+        pytest.skip(f"Triton {version} is not beside this environment: run `make tritons`")
+    check("sm_90", [entry for entry in sample if entry["triton"] == version])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("arch", SWEEP)
 @pytest.mark.timeout(3600)  # of two cores with other work
 def test_a_sweep_compiles(arch: str) -> None:
-    check(arch, compiled({arch: SWEEP[arch]})[arch])
+    check(arch, compiled(f"{arch}/{SWEEP[arch]}"))
 
 
 @pytest.mark.parametrize(
