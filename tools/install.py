@@ -22,6 +22,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # uv's variable for each of pip's settings of package sources
 VARIABLES = {
     "cert": "SSL_CERT_FILE",
+    "constraint": "UV_CONSTRAINT",
     "default-timeout": "UV_HTTP_TIMEOUT",
     "extra-index-url": "UV_EXTRA_INDEX_URL",
     "find-links": "UV_FIND_LINKS",
