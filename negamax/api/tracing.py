@@ -36,8 +36,12 @@ def check_endpoint(endpoint: str) -> str:
 
     Errors: `ConfigError`, also if OpenTelemetry is not installed.
     """
-    parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(endpoint)
+        is_http = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets without an end, or a port that is no number
+        is_http = False
+    if not is_http:
         hint = "give a collector's address for OTLP over HTTP, such as http://localhost:4318"
         raise ConfigError(f"{FLAG} is {endpoint!r}, which is not an HTTP address", hint=hint)
     try:

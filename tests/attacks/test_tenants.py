@@ -86,7 +86,7 @@ def test_without_an_admin_key_nobody_is_administrator(tmp_path: Path) -> None:
 
 EVIL = {"origin": "https://evil.example"}
 FOREIGN = [EVIL, EVIL | {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"}]
-FOREIGN += [{"origin": "null"}, {"origin": "http://127.0.0.1:1"}]
+FOREIGN += [{"origin": "null"}, {"origin": "http://127.0.0.1:1"}, {"origin": "http://["}]
 
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=json.dumps)
