@@ -1,6 +1,7 @@
 """Token log-probabilities in the shapes of chat completions, plain completions and vLLM."""
 
 import codecs
+import functools
 from collections.abc import Sequence
 
 from negamax.api.schemas.answers import (
@@ -20,26 +21,27 @@ def _get_text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
     return f"token_id:{token_id}" if as_ids else tokenizer.token_text(token_id)
 
 
+@functools.lru_cache(maxsize=4096)
+def _describe(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> tuple[str, list[int]]:
+    """Return the text and the bytes of a token, which many entries share."""
+    text = _get_text(tokenizer, token_id, as_ids=as_ids)
+    return text, list(tokenizer.token_bytes(token_id))
+
+
 def convert_chat_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool = False
 ) -> list[ChatLogprob]:
     """Build one entry per token with its alternatives; `as_ids`: texts read "token_id:123"."""
-    return [
-        ChatLogprob(
-            token=_get_text(tokenizer, entry.token_id, as_ids=as_ids),
-            logprob=max(entry.logprob, LEAST_LOGPROB),
-            bytes=list(tokenizer.token_bytes(entry.token_id)),
-            top_logprobs=[
-                TopLogprob(
-                    _get_text(tokenizer, token_id, as_ids=as_ids),
-                    max(logprob, LEAST_LOGPROB),
-                    list(tokenizer.token_bytes(token_id)),
-                )
-                for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
-            ],
-        )
-        for entry in entries
-    ]
+    describe = functools.partial(_describe, tokenizer, as_ids=as_ids)
+    converted = []
+    for entry in entries:
+        tops = []
+        for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
+            text, values = describe(token_id)
+            tops.append(TopLogprob(text, max(logprob, LEAST_LOGPROB), values))
+        text, values = describe(entry.token_id)
+        converted.append(ChatLogprob(text, max(entry.logprob, LEAST_LOGPROB), values, tops))
+    return converted
 
 
 def convert_prompt_logprobs(

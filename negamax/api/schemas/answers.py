@@ -40,13 +40,13 @@ class Usage(Struct, frozen=True):
     completion_tokens_details: CompletionTokensDetails  # details of the completion
 
 
-class TopLogprob(Struct, frozen=True):
+class TopLogprob(Struct, frozen=True, gc=False):
     token: str  # text of the token
     logprob: float  # its log-probability
     bytes: list[int]  # its text as UTF-8, which may be part of a character
 
 
-class ChatLogprob(Struct, frozen=True):
+class ChatLogprob(Struct, frozen=True, gc=False):
     token: str  # text of the token
     logprob: float  # its log-probability before sampling parameters
     bytes: list[int]  # its text as UTF-8, which may be part of a character
