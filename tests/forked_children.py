@@ -98,6 +98,7 @@ def _spawn(
     own_group: bool = False,
     pass_fds: Sequence[int] = (),
     variables: Mapping[str, str] | None = None,
+    has_secrets: bool = True,  # a forked child has the variables of this run
 ) -> subprocess.Popen[bytes]:
     """Replace `supervision.spawn`; `spawn` is the original."""
     wanted = env.make_child_env(**{log.CHILD_VARIABLE: log.settings()} | dict(variables or {}))

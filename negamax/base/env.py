@@ -9,15 +9,27 @@ from pathlib import Path
 
 from negamax.base.errors import ResourceError
 
+_HARMLESS = (
+    "PATH", "HOME", "LANG", "LC_", "TZ", "TMPDIR", "PYTHON", "VIRTUAL_ENV", "LD_", "MALLOC_",
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_",
+)  # fmt: skip
+
 
 def get(name: str) -> str | None:
     """Read an environment variable; None if it is unset or empty."""
     return os.environ.get(name) or None
 
 
-def make_child_env(**variables: str) -> dict[str, str]:
-    """This environment with `variables` added and without API keys, which children do not need."""
-    kept = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
+def make_child_env(*, has_secrets: bool = True, **variables: str) -> dict[str, str]:
+    """This environment with `variables` added and without API keys, which children do not need.
+
+    Without `has_secrets`, only variables of the interpreter, the loader and libraries of threads.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.endswith("_API_KEY") and (has_secrets or name.startswith(_HARMLESS))
+    }
     return kept | variables
 
 

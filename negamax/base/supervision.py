@@ -58,14 +58,16 @@ def spawn(
     own_group: bool = False,
     pass_fds: Sequence[int] = (),
     variables: Mapping[str, str] | None = None,
+    has_secrets: bool = True,
 ) -> subprocess.Popen[bytes]:
     """Start `python -m module args`, in a session and process group of its own or in the parent's.
 
-    The child inherits the open files `pass_fds`, and the environment with `variables` in it. It can
-    log as its parent does (`log.setup_as_parent`). Its standard input is an unbuffered pipe that
-    ends when the parent does.
+    The child inherits the open files `pass_fds`, and the environment (`env.make_child_env`) with
+    `variables` in it. It can log as its parent does (`log.setup_as_parent`). Its standard input is
+    an unbuffered pipe that ends when the parent does.
     """
-    child_env = env.make_child_env(**{log.CHILD_VARIABLE: log.settings()} | dict(variables or {}))
+    added = {log.CHILD_VARIABLE: log.settings()} | dict(variables or {})
+    child_env = env.make_child_env(has_secrets=has_secrets, **added)
     return subprocess.Popen(
         [sys.executable, "-m", module, *args], bufsize=0, stdin=subprocess.PIPE,
         start_new_session=own_group, pass_fds=pass_fds, env=child_env,
@@ -112,11 +114,7 @@ class Supervised:
     @property
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the child (Linux; elsewhere unknown, False)."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] in ("T", "t")
+        return is_stopped(self.pid)
 
     def silence(self) -> float:
         """Seconds since the child's last heartbeat. Single user, as of `Silence`."""
@@ -164,6 +162,15 @@ class Supervised:
         return self.exit_code is not None
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process (Linux; elsewhere unknown, False)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+
 def stop_children(children: Sequence[Supervised], *, timeout: float) -> None:
     """Give children that were told to end `timeout` seconds, then kill the remaining ones."""
     deadline = time.monotonic() + timeout
@@ -204,13 +211,18 @@ class RestartPolicy:
 # In the children
 
 
-def exit_with_parent() -> None:
-    """End this process when the parent is gone, and ignore signals that ask to end or reload.
+def ignore_end_signals() -> None:
+    """Ignore signals that ask to end or reload.
 
     Service managers and terminals send those to every process at once; the parent decides.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+
+
+def exit_with_parent() -> None:
+    """End this process when the parent is gone, and ignore signals that ask to end or reload."""
+    ignore_end_signals()
 
     def wait() -> None:
         while os.read(0, 4096):

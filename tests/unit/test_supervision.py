@@ -5,6 +5,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from negamax.base import env
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.base.supervision import RestartPolicy, SupervisionLimits
 from negamax.engine.grammar.fair_threads import FairThreads
@@ -148,3 +151,14 @@ def test_the_number_of_threads_is_bounded_and_waiting_tasks_run_later() -> None:
     assert not tended(threads, lambda: bool(done), seconds=0.1) and threads._num_threads == 3
     release.set()
     assert tended(threads, lambda: sorted(done) == [0, 0, 0, 1])
+
+
+def test_children_without_secrets_have_no_key_of_any_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    secrets = {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "NEGAMAX_NODE_KEY", "https_proxy", "DB_URL"}
+    for name in (*secrets, "LC_ALL"):
+        monkeypatch.setenv(name, "C")
+    found = env.make_child_env(has_secrets=False, ADDED="1")
+    assert not found.keys() & secrets and found.keys() >= {"ADDED", "LC_ALL", "PATH"}
+    assert env.make_child_env().keys() >= secrets
