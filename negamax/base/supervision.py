@@ -211,18 +211,13 @@ class RestartPolicy:
 # In the children
 
 
-def ignore_end_signals() -> None:
-    """Ignore signals that ask to end or reload.
+def exit_with_parent() -> None:
+    """End this process when the parent is gone, and ignore signals that ask to end or reload.
 
     Service managers and terminals send those to every process at once; the parent decides.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-
-
-def exit_with_parent() -> None:
-    """End this process when the parent is gone, and ignore signals that ask to end or reload."""
-    ignore_end_signals()
 
     def wait() -> None:
         while os.read(0, 4096):

@@ -1,7 +1,9 @@
 """The required form of an output: its grammar, and where its reasoning ends. Plain data."""
 
+import itertools
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
@@ -19,6 +21,14 @@ MAX_TEXT_BYTES = 512 * 1024
 MAX_NESTING = 100  # levels of objects and arrays
 MAX_CALLS_NESTING = MAX_NESTING + 5  # of a tool_calls grammar, which wraps schemas
 MAX_CHOICES = 2000
+MAX_GROUPS = 200  # groups of an expression within each other
+
+# parts in which brackets are characters
+_CLASS = r"\\.|\[(?:\\.|[^\]\\])*\]?"
+_NO_GROUPS = {
+    "regex": re.compile(_CLASS, re.DOTALL),
+    "ebnf": re.compile(_CLASS + r'|"(?:\\.|[^"\\])*"?|#[^\n]*', re.DOTALL),
+}
 _NOTES = frozenset({"title", "description", "$comment"})  # texts of schemas that limit nothing
 UNWRITABLE = "an infinite number or a lone surrogate"
 
@@ -56,6 +66,16 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
             refuse_grammar(f"the {self.kind} holds a lone surrogate; send valid Unicode")
         if self.kind in ("regex", "ebnf") and not self.text:
             refuse_grammar(f"the {self.kind} is empty; give an expression")
+        if self.kind in _NO_GROUPS:
+            brackets = re.sub(r"[^()]", "", _NO_GROUPS[self.kind].sub("", self.text))
+            depth = max(
+                itertools.accumulate(1 if one == "(" else -1 for one in brackets), default=0
+            )
+            if depth > MAX_GROUPS:
+                refuse_grammar(
+                    f"the {self.kind} nests {depth} groups; at most {MAX_GROUPS} are allowed; "
+                    f"nest fewer"
+                )
         if self.kind in ("json_schema", "choice", "structural_tag", "tool_calls"):
             self._check_json()
 

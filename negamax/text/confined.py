@@ -118,7 +118,9 @@ class Confined:
             return self._source, self._process
         source, theirs = Pipe()
         fd = theirs.fileno()
-        process = Supervised("negamax.text.confined_process", str(fd), pass_fds=(fd,))
+        process = Supervised(
+            "negamax.text.confined_process", str(fd), pass_fds=(fd,), has_secrets=False
+        )
         theirs.close()
         try:
             kind, data = _ask(source, self._setup, seconds=LOAD_SECONDS, most=LOAD_BYTES)

@@ -187,7 +187,8 @@ def pid_of(server: Server, part: str) -> int:
         return root
     modules = {"engine": ENGINE, "grammar": GRAMMAR, "server": SERVER_WORKER, "replica": ENGINE}
     kind, _, number = part.partition(" ")
-    return descendants(root, modules.get(kind, RANK))[int(number) if number.isdigit() else 0]
+    place = int(number) if number.isdigit() else int(kind == "grammar")  # the first one forks it
+    return descendants(root, modules.get(kind, RANK))[place]
 
 
 def replica_of(part: str) -> int | None:
@@ -263,7 +264,7 @@ async def enter(server: Server, state: str, *, part: str, nonce: int) -> list[Cl
     if state == "decode":
         await wait_for(lambda: all(len(client.events) > 4 for client in clients), 20.0)
     elif state == "opening":
-        await wait_for(lambda: bool(descendants(server.process.pid, GRAMMAR)), 10.0)
+        await wait_for(lambda: len(descendants(server.process.pid, GRAMMAR)) > 1, 10.0)
         await asyncio.sleep(0.5)
     elif state == "prefill":
         await asyncio.sleep(0.1)

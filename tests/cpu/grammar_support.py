@@ -1,6 +1,8 @@
 """Requests with grammars, by the tokenizer of the embedded model."""
 
 import json
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import negamax
 from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar, Marker, Reasoning
+from negamax.engine.grammar.client import GrammarClient
 from negamax.engine.llm import Completion
 from negamax.models.minimax_m2.chat import MINIMAX_M2, M2Calls
 from negamax.text.grammar.tool_calls import tool_grammar
@@ -88,6 +91,11 @@ def seeded(seed: int, **fields: Any) -> SamplingParams:
 
 def outputs(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[Completion]:
     return [generation.outputs[0] for generation in llm.generate(list(prompts), list(params))]
+
+
+def kill(client: GrammarClient | None, number: int = signal.SIGKILL) -> None:
+    assert client is not None and client.pid is not None
+    os.kill(client.pid, number)
 
 
 def says(llm: LLM, word: str) -> bool:

@@ -12,6 +12,7 @@ from grammar_support import (
     TAGGED,
     TOKENIZER,
     choice,
+    kill,
     reasoning,
     regex,
     require_call,
@@ -207,7 +208,7 @@ def test_dead_process_ends_its_requests(llm: LLM, proposer: Changing, expected: 
     while len(read_tokens(updates[first])) <= 4 or llm._loop._grammars._client is None:
         for name, more in drive(llm, (), num_steps=1).items():
             updates[name] += more
-    llm._loop._grammars._client._process.kill()
+    kill(llm._loop._grammars._client)
     for name, more in drive(llm, ()).items():
         updates[name] += more
     ends = [updates[request.request_id][-1] for request in requests]
@@ -261,7 +262,7 @@ def test_masks_after_drafts_equal_those_of_committed_tokens() -> None:
         far = context.socket(zmq.PAIR)
         far.connect("inproc://grammars")
         setup = wire.Setup(str(tiny.NANO), 4160, (eos,), 1, 30.0, 30.0, 60.0)
-        server = process.GrammarServer(far, setup)
+        server = process.GrammarServer(far, setup, process.load_compiler(setup))
         far.close()
     assert server._compiler is not None
     compiled = server._compiler.compile(structural_tag(FIELDS[11]["grammar"], None, CALL_STYLES))

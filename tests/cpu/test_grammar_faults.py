@@ -1,20 +1,25 @@
 import dataclasses
 import json
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from grammar_support import PERSON, reasoning, regex, says, schema, seeded
+from grammar_support import PERSON, kill, reasoning, regex, says, schema, seeded
 
 from negamax import LLM, SamplingParams
 from negamax.base.errors import EngineError, InvalidRequestError, ResourceError
 from negamax.config.grammar import Grammar
 from negamax.engine.grammar import manager as constraints
+from negamax.scheduler.step import SequenceUpdate
 from tests.loop_driver import admitted, drive, free_all, generate_tokens, read_tokens
 
-MANY = {f"p{i}": {"type": "integer"} for i in range(300)}
-RUNAWAY = {"type": "object", "properties": MANY, "minProperties": 100}
+# each takes minutes of the compiler or of each mask
+COUNTED = 'root ::= (("a"|"b"|[c-z]*){1,300} "q"){1,300}'
+LISTED = "root ::= " + "[a-z]* " * 50_000
+CHAINED = "root ::= r0\n" + "\n".join(f'r{n} ::= "a" r{n + 1}' for n in range(20_000))
+CHAINED += '\nr20000 ::= "b"'
 
 
 @pytest.fixture(scope="module")
@@ -120,37 +125,68 @@ def test_a_request_whose_grammar_process_dies_ends_before_its_prompt_is_read(
         llm._loop.step()
     client = llm._loop._grammars._client
     assert client is not None
-    client._process.kill()
-    client._process.wait()
+    kill(client)
+    while client.is_alive:
+        time.sleep(0.001)
     updates = [update for _ in range(2) for update in llm._loop.step()]
     assert [(update.finish_reason, update.is_lost) for update in updates] == [("error", True)]
     free_all(llm)
 
 
-def test_refuses_an_endless_compilation_without_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "COMPILE_SECONDS", 3.0)
+def ebnf(text: str) -> Grammar:
+    return Grammar(kind="ebnf", text=text)
+
+
+def run_beside(engine: LLM, grammars: list[Grammar]) -> list[SequenceUpdate]:
+    """Return the last updates of requests whose grammars delay no other output and process."""
+    assert says(engine, "a")
+    first = engine._loop._grammars._client
+    assert first is not None
+    others = [seeded(1, grammar=regex("[a-z]{60}"), ignore_eos=True), seeded(1, max_tokens=60)]
+    params = [*others, *(seeded(1, grammar=grammar) for grammar in grammars)]
+    requests = admitted(engine, ["letters:"] * len(params), params)
+    order: list[str] = []
+    last: dict[str, SequenceUpdate] = {}
+    drive(engine, requests, num_steps=0)
+    while engine._loop.has_work:
+        for update in engine._loop.step():
+            last[update.request_id] = update
+            order += [update.request_id] if update.finish_reason else []
+    names = [request.request_id for request in requests]
+    assert set(order[:2]) == set(names[:2]) and last[names[0]].finish_reason == "stop"
+    assert engine._loop._grammars._client is first and first.is_alive
+    assert not engine._loop._grammars._workers
+    free_all(engine)
+    return [last[name] for name in names[2:]]
+
+
+def test_slow_grammars_end_alone_and_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraints, "COMPILE_SECONDS", 2.0)
+    monkeypatch.setattr(constraints, "MASK_SECONDS", 2.0)
     with LLM("nano", num_threads=1, max_model_len=512) as engine:
-        assert says(engine, "a")
-        first = engine._loop._grammars._client
-        params = [
-            seeded(1, grammar=regex("[a-z]{60}"), ignore_eos=True),
-            seeded(1, grammar=schema(RUNAWAY)),
-            seeded(1, max_tokens=400, ignore_eos=True),
-        ]
-        requests = admitted(engine, ["letters:", "x", "Once upon a time"], params)
-        started = time.monotonic()
-        updates = drive(engine, requests)
-        followed, runaway, free = (updates[request.request_id] for request in requests)
-        assert runaway[-1].is_refusal and not runaway[-1].token_ids
-        assert "3 s" in (runaway[-1].error or "")
-        assert followed[-1].finish_reason == "stop" and free[-1].finish_reason == "length"
-        with pytest.raises(InvalidRequestError, match="3 s"):
-            engine.generate("x", seeded(1, grammar=schema(RUNAWAY)))
-        assert first is not None and not first.is_alive  # its compiler would have continued
-        assert engine._loop._grammars._client is None  # the slow grammar is remembered
-        assert time.monotonic() - started < 100.0
-        assert says(engine, "b")
-        free_all(engine)
+        slow = [ebnf(text) for text in (COUNTED, LISTED, CHAINED)]
+        for _ in range(2):
+            for update in run_beside(engine, slow * 3):
+                assert update.is_refusal and "2 s" in (update.error or "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_grammar_that_ends_its_worker_is_not_tried_again(llm: LLM, number: int) -> None:
+    grammar = ebnf(COUNTED.replace("300", str(300 + number)))
+    (request,) = admitted(llm, ["x"], [seeded(1, grammar=grammar)])
+    assert says(llm, "a")
+    updates = drive(llm, [request], num_steps=1)[request.request_id]
+    manager = llm._loop._grammars
+    while not any((used := worker).is_ready for worker in manager._workers):
+        llm._loop.step()
+    kill(used, number)
+    updates += drive(llm, ())[request.request_id]
+    assert updates[-1].is_refusal and "ended" in (updates[-1].error or "")
+    started = time.monotonic()
+    with pytest.raises(InvalidRequestError, match="ended"):
+        llm.generate("x", seeded(1, grammar=grammar))
+    assert not manager._workers and time.monotonic() - started < 1.0
+    free_all(llm)
 
 
 def test_engine_errors_are_no_refusals(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

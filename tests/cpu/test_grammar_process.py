@@ -1,4 +1,3 @@
-import os
 import resource
 import signal
 import time
@@ -7,10 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from grammar_support import choice, regex, says, seeded
+from grammar_support import choice, kill, regex, says, seeded
 
 from negamax import LLM, SamplingParams
 from negamax.base import supervision
+from negamax.engine.grammar.client import GrammarClient
 from negamax.scheduler.step import SequenceUpdate
 from tests.loop_driver import admitted, drive
 
@@ -32,11 +32,19 @@ def end(llm: LLM, *params: SamplingParams) -> list[SequenceUpdate]:
     return [each[-1] for each in updates.values()]
 
 
+def stop(client: GrammarClient) -> None:
+    while client.pid is None:
+        time.sleep(0.01)
+    kill(client, signal.SIGSTOP)
+    while not client.is_stopped:
+        time.sleep(0.01)
+
+
 def test_process_that_stops_while_it_opens_a_grammar_is_replaced(llm: LLM) -> None:
     assert says(llm, "yes")
     client = llm._loop._grammars._client
     assert client is not None
-    os.kill(client._process.pid, signal.SIGSTOP)
+    stop(client)
     started = time.monotonic()
     (update,) = end(llm, LETTERS)
     assert update.finish_reason == "stop"
@@ -47,9 +55,7 @@ def test_process_that_stops_while_it_opens_a_grammar_is_replaced(llm: LLM) -> No
 def test_stopped_process_is_replaced_after_some_time(llm: LLM) -> None:
     client = llm._loop._grammars.start()
     since = client._heard = time.monotonic() - 2.0
-    os.kill(client._process.pid, signal.SIGSTOP)
-    while not client._process.is_stopped:
-        time.sleep(0.01)
+    stop(client)
     started = time.monotonic()
     assert not client.is_silent(since)
     while not client.is_silent(since):

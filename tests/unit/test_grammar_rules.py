@@ -7,7 +7,14 @@ import pytest
 
 from negamax.base.errors import InvalidRequestError
 from negamax.config.generation import SamplingDefaults
-from negamax.config.grammar import MAX_NESTING, MAX_TEXT_BYTES, Grammar, Marker, Reasoning
+from negamax.config.grammar import (
+    MAX_GROUPS,
+    MAX_NESTING,
+    MAX_TEXT_BYTES,
+    Grammar,
+    Marker,
+    Reasoning,
+)
 from negamax.models.minimax_m2.chat import M2Calls
 from negamax.models.minimax_m3.chat import M3Calls
 from negamax.models.registry import CALL_STYLES
@@ -36,6 +43,8 @@ def check(params: SamplingParams) -> None:
         ("json_schema", "[1]", "a list; an object or a boolean"),
         ("json_schema", nested(MAX_NESTING), f"{MAX_NESTING + 1} levels"),
         ("json_schema", nested(50_000), "nested too deeply"),
+        ("regex", "(" * 201 + "a" + ")" * 201, "201 groups"),
+        ("ebnf", "root ::= " + "(" * 35_000, "35000 groups"),
         ("choice", "[]", "one or more"),
         ("choice", '["a", 1]', "strings"),
         ("choice", json.dumps(["x"] * 2001), "2001 strings"),
@@ -106,6 +115,44 @@ def test_an_open_reasoning_is_not_part_of_the_grammar() -> None:
     compact = Grammar(kind="json_object", compact=True)
     assert "space ::=" not in structural_tag(compact, None, CALL_STYLES)
     assert "space ::=" in alone["grammar"]
+
+
+def row_of(formats: list[Any]) -> str:
+    return json.dumps({"format": {"type": "sequence", "elements": formats}})
+
+
+REPEATED = '(("a"|[b-z]*){1,9} "q"){1,9}'
+PLAIN = {"type": "const_string", "value": "a"}
+RISKS: list[tuple[str, str, bool]] = [
+    ("regex", "[A-Z][a-z]{1,8}, \\d{3}", False),
+    ("regex", ".{2000}", False),
+    ("regex", "(" * MAX_GROUPS + "a" + ")" * MAX_GROUPS, False),
+    ("regex", "[(]\\(" * 210, True),  # no groups
+    ("ebnf", 'root ::= ' + '"(" [(] # (\n' * 300, True),
+    ("regex", "([a-z]{1,9}q){1,9}", True),
+    ("regex", "[a-z]*" * 11, True),
+    ("regex", "a" * 1001, True),
+    ("ebnf", "root ::= " + REPEATED, True),
+    ("choice", json.dumps(["yes", "no"]), False),
+    ("choice", json.dumps(["a" * 40_000]), True),
+    ("choice", json.dumps([f"{place:05} " * 7 for place in range(2000)]), True),
+    ("json_schema", json.dumps({"properties": {"a": {"maxLength": 4000}, "b": {}}}), False),
+    ("json_schema", json.dumps({"enum": ["a" * 40_000]}), True),
+    ("json_schema", json.dumps({"prefixItems": [{"type": "null"}] * 1100}), True),
+    ("json_schema", json.dumps({"pattern": "^((a|b*){1,30}q){1,30}$"}), True),
+    ("structural_tag", row_of([PLAIN] * 99), False),
+    ("structural_tag", row_of([PLAIN] * 999), True),
+    ("structural_tag", row_of([{"type": "star", "content": PLAIN}]), True),
+    ("structural_tag", row_of([{"type": "json_schema", "style": "qwen_xml"}]), True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "text", "is_risky"), RISKS)
+def test_grammars_that_may_take_long_are_risky(kind: Any, text: str, is_risky: bool) -> None:
+    grammar, budget = Grammar(kind=kind, text=text, strict=False), Budget()
+    grammar.check()
+    structural_tag(grammar, None, CALL_STYLES, budget)
+    assert budget.is_risky == is_risky
 
 
 # --- tool calls ----------------------------------------------------------------------------------

@@ -242,25 +242,19 @@ class EngineLoop:
 
     def _add_opened(self) -> None:
         """Queue requests with compiled grammars, end lost ones, unblock those with late masks."""
-        for request_id, error in self._grammars.take_lost():
-            end = self._scheduler.end(request_id, "error", error=error)
+        for lost in self._grammars.take_lost():
+            end = self._scheduler.end(lost.request.request_id, "error", error=lost.problem)
             if end is not None:
-                self._pending_updates.append(msgspec.structs.replace(end, is_lost=True))
+                self._pending_updates.append(_explain(end, lost))
                 self._grammars.advance([end])
         for opened in self._grammars.opened():
             if opened.problem is None:
                 self._take_in(opened.request, self._scheduler.add)
             else:
-                self._pending_updates.append(
-                    SequenceUpdate(
-                        opened.request.request_id,
-                        [],
-                        finish_reason="error",
-                        error=opened.problem,
-                        is_refusal=opened.refusal is not None,
-                        is_lost=opened.is_lost,
-                    )
+                end = SequenceUpdate(
+                    opened.request.request_id, [], finish_reason="error", error=opened.problem
                 )
+                self._pending_updates.append(_explain(end, opened))
         for request_id in self._grammars.arrived():
             self._scheduler.unblock(request_id)
 
@@ -281,11 +275,7 @@ class EngineLoop:
             reason = "stop" if rule.problem is None else "error"
             end = self._scheduler.end(rule.request.request_id, reason, error=rule.problem)
             if end is not None:
-                updates.append(
-                    msgspec.structs.replace(
-                        end, is_refusal=rule.refusal is not None, is_lost=rule.is_lost
-                    )
-                )
+                updates.append(_explain(end, rule))
         if updates:
             self._grammars.advance(updates)
         return updates
@@ -333,3 +323,8 @@ class EngineLoop:
         for request_id in self._grammars.advance(updates, proposed):
             self._scheduler.clear_grammar(request_id)
         return updates
+
+
+def _explain(end: SequenceUpdate, rule: RequestGrammar) -> SequenceUpdate:
+    """Add whether the request or the loss of a process is the cause of its end."""
+    return msgspec.structs.replace(end, is_refusal=rule.refusal is not None, is_lost=rule.is_lost)

@@ -1,11 +1,15 @@
-"""The engine's side of a grammar process."""
+"""The engine's side of the grammar processes."""
 
 import contextlib
+import os
+import signal
+import socket
 import time
 
 import msgspec
 import zmq
 
+from negamax.base import supervision
 from negamax.base.private_folder import PrivateFolder
 from negamax.base.supervision import Supervised
 from negamax.engine.grammar import wire
@@ -17,13 +21,48 @@ STOPPED_SECONDS = 1.0  # the same limit while the system reports it as stopped b
 LOOK_SECONDS = 0.1  # silence after which the system is asked for its state
 
 
-class GrammarClient:
-    """One grammar process. Single writer: the engine loop's thread."""
+class GrammarHost:
+    """A process that loads the compiler and forks grammar processes; it handles no grammar."""
 
     def __init__(self, setup: wire.Setup) -> None:
+        """Errors: `OSError` if the system lacks files, processes or memory."""
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = Supervised(
+                "negamax.engine.grammar.process", str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),), has_secrets=False,
+            )  # fmt: skip
+        self._requests.send(msgspec.msgpack.encode(setup))
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.exit_code is None
+
+    def fork(self, request: wire.Fork, channel: socket.socket) -> None:
+        """Fork a process that ends with the other end of `channel`. Errors: `OSError`."""
+        frame = msgspec.msgpack.encode(request)
+        socket.send_fds(self._requests, [frame], [channel.fileno()], socket.MSG_DONTWAIT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.reap()
+        self._requests.close()
+
+
+class GrammarClient:
+    """One grammar process. Single writer: the engine loop's thread.
+
+    `spec`: the grammar of a worker, which may delay or end it; None: the process takes harmless
+    ones. A process that `is_spent` ends as soon as no output follows it.
+    """
+
+    def __init__(self, host: GrammarHost, *, spec: wire.GrammarSpec | None = None) -> None:
         """Errors: `OSError` and `zmq.ZMQError` if the system lacks files, processes or memory."""
+        self.spec, self.is_spent = spec, False
+        self._host = host
         self._context = zmq.Context()
         self._folder = PrivateFolder()
+        self._channel, theirs = socket.socketpair()  # it ends with either process
         address = f"ipc://{self._folder.path}/grammars"
         try:
             self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
@@ -33,26 +72,46 @@ class GrammarClient:
             self.socket.reconnect_ivl = RECONNECT_MS
             # connect, not bind: a bound socket without a peer blocks its sender
             self.socket.connect(address)
-            self._process = Supervised("negamax.engine.grammar.process", address)
+            with theirs:
+                host.fork(wire.Fork(address, is_worker=spec is not None), theirs)
         except (OSError, zmq.ZMQError):
             self._clear_away()
             raise
-        self._is_ready = False
+        self._pid: int | None = None
+        self._is_gone = False
+        self.is_ready = False
         self._stopped: float | None = None  # monotonic seconds, since when it is stopped
         self._heard = time.monotonic()
-        self.socket.send(msgspec.msgpack.encode(setup))
+
+    @property
+    def pid(self) -> int | None:
+        """None: not forked yet."""
+        with contextlib.suppress(BlockingIOError):
+            while not self._is_gone:
+                try:
+                    received = self._channel.recv(64, socket.MSG_DONTWAIT)
+                except ConnectionError:
+                    received = b""
+                self._is_gone = not received
+                self._pid = int(received) if received else self._pid
+        return self._pid
 
     @property
     def is_alive(self) -> bool:
-        return self._process.exit_code is None
+        _ = self.pid
+        return not self._is_gone
+
+    @property
+    def is_stopped(self) -> bool:
+        return supervision.is_stopped(self.pid or self._host.process.pid)
 
     def is_silent(self, since: float) -> bool:
         """Whether it is silent for too long, with work `since` then (monotonic seconds)."""
         now = time.monotonic()
         seconds = now - max(since, self._heard)
-        if seconds > (SILENT_SECONDS if self._is_ready else START_SECONDS):
+        if seconds > (SILENT_SECONDS if self.is_ready else START_SECONDS):
             return True
-        if seconds < LOOK_SECONDS or not self._process.is_stopped:
+        if seconds < LOOK_SECONDS or not self.is_stopped:
             self._stopped = None
             return False
         if self._stopped is None:
@@ -70,15 +129,18 @@ class GrammarClient:
             while True:
                 answers.append(wire.from_grammars.decode(self.socket.recv(zmq.NOBLOCK)))
         if answers:
-            self._is_ready = True
+            self.is_ready = True
             self._heard = time.monotonic()
         return answers
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.reap()
+        if self.pid is not None and self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self._is_gone = True
         self._clear_away()
 
     def _clear_away(self) -> None:
+        self._channel.close()  # ends a process that is forked later
         self._context.destroy(linger=0)
         self._folder.remove()

@@ -1,23 +1,27 @@
 """The constraints of running requests: a grammar, the end of reasoning at its token budget, or
-both. A process of its own follows grammars, so that a slow one delays no other request.
+both. A process follows harmless grammars, so that the loop never waits for them. A grammar that may
+be slow or end its process gets a worker: a process of its own.
 """
 
+import hashlib
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import zmq
 
 from negamax.base import env
 from negamax.base.errors import ResourceError
 from negamax.base.log import get_logger
+from negamax.config.grammar import Grammar
 from negamax.engine.grammar import wire
-from negamax.engine.grammar.client import GrammarClient
+from negamax.engine.grammar.client import GrammarClient, GrammarHost
 from negamax.engine.grammar.masks import Mask, MaskMaker, allows
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import GrammarBitmask, GrammarRow, SequenceUpdate
@@ -33,9 +37,12 @@ GRACE_SECONDS = 0.008  # longest wait of a step with other rows for a mask
 ALONE_SECONDS = 0.05  # longest wait of a step with grammar rows only; new requests wait, too
 MAX_THREADS = 8
 MAX_ATTEMPTS = 2  # attempts to open a grammar whose process dies meanwhile
-# processes with a runaway compiler, kept for the outputs that they follow
-MAX_RETIRED = 2
-MAX_REMEMBERED = 256  # grammars that took too long
+MAX_WORKERS = 16
+MAX_IDLE_WORKERS = 2
+WORKER_SECONDS = 60.0  # longest wait for a worker
+KEEP_SECONDS = 5.0  # a worker whose grammar takes longer ends with its outputs
+MAX_REMEMBERED = 1024  # grammars that took too long or ended a worker
+REMEMBERED_SECONDS = 600.0
 _NOTHING: Mapping[str, list[int]] = {}
 
 
@@ -65,6 +72,11 @@ class RequestGrammar:
     @property
     def problem(self) -> str | None:
         return self.refusal or self.error
+
+    @property
+    def spec(self) -> wire.GrammarSpec:
+        assert self.request.sampling.grammar is not None
+        return self.request.sampling.grammar, self.request.sampling.reasoning
 
     @property
     def is_awaited(self) -> bool:
@@ -122,10 +134,12 @@ class GrammarManager:
         self._opening: list[RequestGrammar] = []
         self._lost: list[RequestGrammar] = []
         self._keys = count()
+        self._host: GrammarHost | None = None
         self._client: GrammarClient | None = None
-        self._retired: list[GrammarClient] = []
-        # grammars refused for their compile time, with the messages
-        self._too_slow: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._workers: list[GrammarClient] = []
+        self._risky: list[RequestGrammar] = []  # they wait for a worker
+        # messages about refused grammars by digest, with the end of the refusal (monotonic seconds)
+        self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._tokenizer: Future[Tokenizer] | None = None
 
@@ -146,8 +160,16 @@ class GrammarManager:
     def start(self) -> GrammarClient:
         """Return the grammar process; start it if none runs, which takes seconds."""
         if self._client is None:
-            self._client = GrammarClient(self._setup)
+            self._client = GrammarClient(self._live_host())
         return self._client
+
+    def _live_host(self) -> GrammarHost:
+        if self._host is not None and not self._host.is_alive:
+            self._host.kill()
+            self._host = None
+        if self._host is None:
+            self._host = GrammarHost(self._setup)
+        return self._host
 
     def open(self, request: GenerateRequest) -> None:
         """Prepare the constraints of `request`. `opened` returns them when ready."""
@@ -162,14 +184,17 @@ class GrammarManager:
         if grammar is None:
             rule.is_open = True
             return
-        rule.refusal = self._too_slow.get((grammar.kind, grammar.text))
-        if rule.refusal is None:
+        if not self._is_refused(rule):
             self._send_open(rule)
 
     def opened(self) -> list[RequestGrammar]:
         """Return the requests that are ready or refused, by the messages of `take_lost`."""
         if not self._opening:
             return []
+        for rule in [*self._risky]:
+            if time.monotonic() - rule.asked > WORKER_SECONDS:
+                rule.error, rule.is_lost = "all grammar workers are busy; try again later", True
+                self._risky.remove(rule)
         done: list[RequestGrammar] = []
         waiting: list[RequestGrammar] = []
         for rule in self._opening:
@@ -223,16 +248,12 @@ class GrammarManager:
             client.send(wire.AdvanceGrammars(items))
         return released
 
-    def take_lost(self) -> list[tuple[str, str]]:
-        """Receive answers. Return the requests that lost their process since, with reasons."""
+    def take_lost(self) -> list[RequestGrammar]:
+        """Receive answers. Return the requests that lost their process since."""
         if self._rules:
             self._receive()
         lost, self._lost = self._lost, []
-        return [
-            (rule.request.request_id, rule.error or "")
-            for rule in lost
-            if rule.request.request_id in self._rules
-        ]
+        return [rule for rule in lost if rule.request.request_id in self._rules]
 
     def arrived(self) -> list[str]:
         """Return postponed requests whose mask has arrived, by the messages of `take_lost`."""
@@ -294,7 +315,9 @@ class GrammarManager:
     def shutdown(self) -> None:
         for client in self._clients():
             client.kill()
-        self._client, self._retired = None, []
+        if self._host is not None:
+            self._host.kill()
+        self._host, self._client, self._workers = None, None, []
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _masks(self, rule: RequestGrammar, row: GrammarRow) -> list[Mask | None]:
@@ -352,8 +375,6 @@ class GrammarManager:
         return True
 
     def _send_open(self, rule: RequestGrammar) -> None:
-        grammar = rule.request.sampling.grammar
-        assert grammar is not None
         rule.attempts += 1
         if rule.attempts > MAX_ATTEMPTS:
             rule.error, rule.is_lost = (
@@ -362,13 +383,43 @@ class GrammarManager:
             )
             return
         rule.client, rule.asked = None, time.monotonic()
-        try:
-            rule.client = self.start()
-        except (OSError, zmq.ZMQError, ResourceError) as error:
-            logger.warning("the grammar process cannot be started: %s", error)
-            rule.error = f"the grammar process cannot be started: {error}"
+        if rule.attempts > 1:  # it may have ended its process
+            self._risky.append(rule)
+            self._assign_workers()
             return
-        rule.client.send(wire.OpenGrammar(rule.key, grammar, rule.request.sampling.reasoning))
+        try:
+            self._send_to(self.start(), rule)
+        except (OSError, zmq.ZMQError, ResourceError) as error:
+            self._fail_start(rule, error)
+
+    def _send_to(self, client: GrammarClient, rule: RequestGrammar) -> None:
+        rule.client, rule.asked = client, time.monotonic()
+        client.send(wire.OpenGrammar(rule.key, *rule.spec))
+
+    def _fail_start(self, rule: RequestGrammar, error: Exception) -> None:
+        logger.warning("the grammar process cannot be started: %s", error)
+        rule.error = f"the grammar process cannot be started: {error}"
+
+    def _assign_workers(self) -> None:
+        """Give risky grammars to workers, in turns between tenants."""
+        while self._risky:
+            used = {(r.client, r.request.tenant) for r in self._rules.values() if r.client}
+            held = Counter(tenant for client, tenant in used if client is not self._client)
+            rule = min(self._risky, key=lambda one: held[one.request.tenant])
+            worker = next((w for w in self._workers if w.spec == rule.spec), None)
+            is_full = len(self._workers) >= min(MAX_WORKERS, 2 * env.usable_cores())
+            if worker is None and is_full and not self._end_idle():
+                return
+            self._risky.remove(rule)
+            if self._is_refused(rule):
+                continue
+            try:
+                if worker is None:
+                    worker = GrammarClient(self._live_host(), spec=rule.spec)
+                    self._workers.append(worker)
+                self._send_to(worker, rule)
+            except (OSError, zmq.ZMQError, ResourceError) as error:
+                self._fail_start(rule, error)
 
     def _receive(self) -> None:
         for client in self._clients():
@@ -376,6 +427,8 @@ class GrammarManager:
                 continue  # discarded while another one's message was handled
             for message in client.receive():
                 self._handle(message, client)
+            if client not in self._clients():
+                continue
             if not client.is_alive:
                 self._lose(client, "the grammar process ended while it served this request")
             elif (asked := self._unanswered(client)) is not None and client.is_silent(asked):
@@ -388,13 +441,18 @@ class GrammarManager:
             case wire.GrammarOpened():
                 rule = self._by_key.get(message.key)
                 if rule is not None and rule.client is client:
+                    is_slow = time.monotonic() - rule.asked > KEEP_SECONDS
+                    client.is_spent |= client.spec is not None and is_slow
                     self._set_open(rule, np.frombuffer(message.mask, dtype=np.uint8))
+            case wire.GrammarIsRisky():
+                rules = (self._by_key.get(key) for key in message.keys)
+                for rule in rules:
+                    if rule is not None and rule.client is client:
+                        rule.client, rule.asked = None, time.monotonic()
+                        self._risky.append(rule)
+                self._assign_workers()
             case wire.GrammarRefused():
                 self._refuse(message.key, message.message, client, is_timeout=message.is_timeout)
-            case wire.Overloaded():
-                for key in message.keys:
-                    self._refuse(key, message.message, client, is_timeout=True)
-                self._retire(client)
             case wire.NextMasks():
                 for answer in message.masks:
                     rule = self._by_key.get(answer.key)
@@ -422,27 +480,25 @@ class GrammarManager:
         if rule is None or rule.client is not client:
             return
         rule.refusal = message
-        grammar = rule.request.sampling.grammar
-        if not is_timeout or grammar is None:
-            return
-        self._too_slow[grammar.kind, grammar.text] = message
-        while len(self._too_slow) > MAX_REMEMBERED:
-            self._too_slow.popitem(last=False)
+        client.is_spent |= is_timeout or client.spec is not None
+        if is_timeout:
+            self._remember(rule, message)
 
-    def _retire(self, client: GrammarClient) -> None:
-        """Give a process with a runaway compiler no new work; the next opens its grammars."""
-        if client is not self._client:
-            return
-        self._client = None
-        self._retired.append(client)
-        if len(self._retired) > MAX_RETIRED:
-            least = min(self._retired, key=lambda retired: len(self._followed_by(retired)))
-            self._lose(least, "the grammar process was overloaded by other grammars")
-        for rule in self._opening:
-            if rule.client is client and not rule.is_open and rule.problem is None:
-                rule.attempts -= 1  # do not count this attempt
-                self._send_open(rule)
-        self._end_if_free(client)
+    def _is_refused(self, rule: RequestGrammar) -> bool:
+        """Refuse a grammar that was refused for its time a while ago."""
+        until, message = self._refused.get(_digest(rule.spec[0]), (0.0, ""))
+        if time.monotonic() < until:
+            rule.refusal = message
+        return rule.refusal is not None
+
+    def _remember(self, rule: RequestGrammar, message: str) -> None:
+        """Refuse a grammar for some time. Reports it once."""
+        digest = _digest(rule.spec[0])
+        if self._refused.get(digest, (0.0,))[0] < time.monotonic():
+            logger.warning("a %s is refused for a while: %s", rule.spec[0].kind, message)
+        self._refused[digest] = time.monotonic() + REMEMBERED_SECONDS, message
+        while len(self._refused) > MAX_REMEMBERED:
+            self._refused.popitem(last=False)
 
     def _lose(self, client: GrammarClient, message: str) -> None:
         """Give up a dead or hung process: open outputs fail, its other grammars are reopened."""
@@ -450,14 +506,25 @@ class GrammarManager:
         if client is self._client:
             self._client = None
         else:
-            self._retired.remove(client)
+            self._workers.remove(client)
         client.kill()
+        if not client.is_ready and self._host is not None:  # it may be the host that hangs
+            self._host.kill()
+            self._host = None
         for rule in self._followed_by(client):
+            if client.spec is not None and client.is_ready and rule.problem is None:
+                rule.refusal = (
+                    "the process of this grammar alone has ended (it nests too deeply, or needs "
+                    "too much memory); make the grammar simpler"
+                )
+                self._remember(rule, rule.refusal)
             if rule.is_open:
-                rule.error, rule.is_lost = message, True
+                if rule.refusal is None:
+                    rule.error, rule.is_lost = message, True
                 self._lost.append(rule)
             elif rule.problem is None:
                 self._send_open(rule)
+        self._assign_workers()
 
     def _unanswered(self, client: GrammarClient) -> float | None:
         """Time (monotonic seconds) since which the process has work, or None."""
@@ -469,20 +536,47 @@ class GrammarManager:
         return min(asked, default=None)
 
     def _followed_by(self, client: GrammarClient) -> list[RequestGrammar]:
-        """The constraints that a process follows. A retired process ends with the last of them."""
+        """The constraints that a process follows."""
         return [rule for rule in self._rules.values() if rule.client is client]
 
     def _clients(self) -> list[GrammarClient]:
-        return [*([self._client] if self._client is not None else []), *self._retired]
+        return [*([self._client] if self._client is not None else []), *self._workers]
 
     def _discard(self, rule: RequestGrammar) -> None:
         del self._rules[rule.request.request_id], self._by_key[rule.key]
+        if rule in self._risky:
+            self._risky.remove(rule)
         client = rule.client
         if client is not None and client in self._clients():
+            if client.spec is not None and rule.problem is None:  # its threads may never end
+                client.is_spent |= rule.num_asked > 0 or not rule.is_open
             client.send(wire.CloseGrammars([rule.key]))
             self._end_if_free(client)
 
     def _end_if_free(self, client: GrammarClient) -> None:
-        if client in self._retired and not self._followed_by(client):
-            self._retired.remove(client)
-            client.kill()
+        """End a process that nothing follows, and whose threads or memory are in use."""
+        if self._followed_by(client):
+            return
+        if client is self._client:
+            if client.is_spent:
+                self._client = None
+                client.kill()
+            return
+        if client.is_spent or len(self._idle_workers()) > MAX_IDLE_WORKERS:
+            self._end_idle(client if client.is_spent else None)
+        self._assign_workers()
+
+    def _idle_workers(self) -> list[GrammarClient]:
+        return [worker for worker in self._workers if not self._followed_by(worker)]
+
+    def _end_idle(self, worker: GrammarClient | None = None) -> bool:
+        """End an idle worker, by default the oldest one. Return whether there was one."""
+        for idle in [worker] if worker is not None else self._idle_workers()[:1]:
+            self._workers.remove(idle)
+            idle.kill()
+            return True
+        return False
+
+
+def _digest(grammar: Grammar) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()

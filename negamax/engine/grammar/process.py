@@ -1,18 +1,23 @@
-"""The grammar process: `python -m negamax.engine.grammar.process ADDRESS`.
+"""The grammar processes: `python -m negamax.engine.grammar.process FD`.
 
-It follows the outputs of all grammars. The compiler can take minutes and gigabytes for a small
-schema and cannot be interrupted; here it delays no other work and can be killed.
+The compiler can take minutes and gigabytes for a small grammar, can crash, and cannot be
+interrupted. The first process only loads it and forks others: one follows the outputs of all
+harmless grammars, and each worker compiles a risky one, under limits and with low priority.
 """
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
+import socket
 import sys
 import threading
 import time
+import warnings
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +29,10 @@ from negamax.base.errors import InvalidRequestError
 from negamax.base.imports import large_imports
 from negamax.base.log import get_logger
 from negamax.base.supervision import exit_now, exit_with_parent
-from negamax.config.grammar import Grammar, Reasoning
 from negamax.engine.grammar import wire
-from negamax.engine.grammar.fair_threads import FairThreads
 from negamax.engine.grammar.masks import Mask, allows
 from negamax.models.registry import CALL_STYLES, TOKEN_TAGS
+from negamax.text.grammar.budget import Budget
 from negamax.text.grammar.structural_tag import structural_tag
 from negamax.text.tokenizer import Tokenizer
 
@@ -39,43 +43,47 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-COMPILERS = 2  # grammars compiled at a time
-COMPILER_PATIENCE = 1.0  # seconds after which a compilation gets a replacement thread
-# the engine does not wait for slower masks, and the output's next masks go to other threads
+MAX_THREADS = 64  # more threads than cores: some may be stuck
+# the engine does not wait for slower masks
 SLOW_SECONDS = 0.02
-MAX_STUCK = 8  # stuck threads of one kind that are replaced
-MEMORY_SHARE = 1 / 4  # share of main memory that this process may use
+MEMORY_SHARE = 1 / 4  # share of main memory that a process may use
+WORKER_BYTES = 2 << 30  # that a worker may use
+WORKER_NICENESS = 5
 POLL_MS = 2  # while there is work
+FRAME_BYTES = 65536  # longest request of the engine
 BEAT_SECONDS = 0.5  # between heartbeats while there is work
 
 _NOT_INSTALLED = "structured output needs the package xgrammar, which cannot be imported here"
 
-GrammarSpec = tuple[Grammar, Reasoning | None]
-
 
 class _Job:
-    def __init__(self, spec: GrammarSpec) -> None:
+    def __init__(self, spec: wire.GrammarSpec, *, takes_risks: bool) -> None:
         self.spec = spec
+        self.takes_risks = takes_risks
         self.keys: list[int] = []
         self.started: float | None = None  # monotonic seconds
         self.compiled: xgrammar.CompiledGrammar | None = None
         self.problem: str | None = None
+        self.is_risky = False  # not compiled for that reason
 
     @property
     def is_done(self) -> bool:
-        return self.compiled is not None or self.problem is not None
+        return self.compiled is not None or self.problem is not None or self.is_risky
 
     def run(self, compiler: GrammarCompiler) -> None:
         self.started = time.monotonic()
         if not self.keys:
             self.problem = "no request waits for it"
             return
+        budget = Budget()
         try:
-            self.compiled = compiler.compile(structural_tag(*self.spec, CALL_STYLES))
+            tag = structural_tag(*self.spec, CALL_STYLES, budget)
+            self.is_risky = budget.is_risky and not self.takes_risks
+            self.compiled = None if self.is_risky else compiler.compile(tag)
         except InvalidRequestError as error:
             self.problem = str(error)
         except Exception as error:
-            logger.exception("a grammar cannot be compiled")
+            logger.warning("a grammar cannot be compiled: %r", error)
             self.problem = f"the grammar cannot be compiled: {error!r}"
 
 
@@ -97,50 +105,33 @@ class _FollowedOutput:
 class GrammarServer:
     """Answers one engine from a thread that never blocks for long; others compute."""
 
-    def __init__(self, socket: zmq.Socket[bytes], setup: wire.Setup) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        setup: wire.Setup,
+        compiler: GrammarCompiler | None,
+        *,
+        is_worker: bool = False,
+    ) -> None:
         self._socket = socket
+        self._compiler = compiler
+        self._is_worker = is_worker
         self._compile_seconds = setup.compile_seconds
         self._mask_seconds = setup.mask_seconds
         self._draft_seconds = setup.draft_seconds
         self._sent = time.monotonic()
         self._no_drafts_from = 0.0  # monotonic seconds
-        self._jobs: dict[GrammarSpec, _Job] = {}
+        self._jobs: dict[wire.GrammarSpec, _Job] = {}
         self._streams: dict[int, _FollowedOutput] = {}
-        self._given_up: set[_FollowedOutput] = set()  # whose thread is still busy
         self._taken: deque[tuple[_FollowedOutput, wire.NextMask]] = deque()  # finished turns
-        self._compiler: GrammarCompiler | None = None
-        try:
-            # seconds of import
-            with large_imports():
-                from negamax.text.grammar.matcher import GrammarCompiler, GrammarMatcher
-        except ImportError as error:
-            logger.warning("%s: %s", _NOT_INSTALLED, error)
-            self._send(wire.Beat())
-            return
-        # the server has loaded it, and nothing is encoded here
-        tokenizer = Tokenizer.from_folder(Path(setup.tokenizer_folder), is_trusted=True)
-        size = self._num_threads = setup.num_threads
-        self._matcher = GrammarMatcher
-        self._compiler = GrammarCompiler(
-            tokenizer,
-            vocab_size=setup.vocab_size,
-            eos_token_ids=setup.eos_token_ids,
-            num_threads=size,
-            token_tags=TOKEN_TAGS,
-        )
-        self._compilers = FairThreads(
-            COMPILERS, patience=COMPILER_PATIENCE, most=COMPILERS + MAX_STUCK, name="compile"
-        )
-        self._quick = FairThreads(size, patience=SLOW_SECONDS, most=size + MAX_STUCK, name="mask")
-        self._slow = FairThreads(
-            size, patience=setup.mask_seconds, most=size + MAX_STUCK, name="slow-mask"
-        )
+        self._num_threads = setup.num_threads
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grammar")
         self._send(wire.Beat())
 
     @property
     def _is_busy(self) -> bool:
         at_work = (stream.has_turn for stream in self._streams.values())
-        return bool(self._jobs) or bool(self._given_up) or any(at_work)
+        return bool(self._jobs) or any(at_work)
 
     def serve(self) -> None:
         while True:
@@ -153,11 +144,8 @@ class GrammarServer:
             self._end_slow_turns()
             for spec in [spec for spec, job in self._jobs.items() if self._is_over(job)]:
                 self._answer(self._jobs.pop(spec))
-            if self._is_busy:
-                for threads in (self._compilers, self._quick, self._slow):
-                    threads.tend()
-                if time.monotonic() - self._sent > BEAT_SECONDS:
-                    self._send(wire.Beat())
+            if self._is_busy and time.monotonic() - self._sent > BEAT_SECONDS:
+                self._send(wire.Beat())
 
     def _handle(self, message: wire.ToGrammars) -> None:
         match message:
@@ -179,9 +167,9 @@ class GrammarServer:
         spec = (message.grammar, message.reasoning)
         job = self._jobs.get(spec)
         if job is None:
-            job = self._jobs[spec] = _Job(spec)
+            job = self._jobs[spec] = _Job(spec, takes_risks=self._is_worker)
             job.keys.append(message.key)
-            self._compilers.submit(partial(job.run, compiler))
+            self._threads.submit(job.run, compiler)
         else:
             job.keys.append(message.key)
 
@@ -195,15 +183,12 @@ class GrammarServer:
             for key in job.keys:
                 stream = self._streams[key] = _FollowedOutput(key, job.compiled)
                 self._take_turn(stream)
-        elif job.problem is not None:
-            for key in job.keys:
-                self._send(wire.GrammarRefused(key, job.problem))
+        elif job.is_risky:
+            self._send(wire.GrammarIsRisky(job.keys))
         else:
-            message = (
-                f"the grammar takes longer than {self._compile_seconds:g} s to compile; "
-                f"make it simpler"
-            )
-            self._send(wire.Overloaded(job.keys, message))
+            slow = f"the grammar takes longer than {self._compile_seconds:g} s to compile"
+            for key in job.keys:
+                self._refuse(key, job.problem or slow, is_timeout=job.problem is None)
 
     def _advance(self, message: wire.AdvanceGrammars) -> None:
         self._no_drafts_from = time.monotonic() + self._draft_seconds
@@ -237,11 +222,11 @@ class GrammarServer:
                 all_over.set()
 
         for _ in range(min(self._num_threads, total)):
-            self._quick.submit(work)
+            self._threads.submit(work)
         if not all_over.wait(SLOW_SECONDS):
             with suppress(IndexError):
                 while True:  # masks after a slow one go to other threads
-                    self._quick.submit(partial(self._turn, *turns.popleft()))
+                    self._threads.submit(self._turn, *turns.popleft())
 
     def _take_turn(self, stream: _FollowedOutput) -> None:
         """Let a thread compute the stream's next mask, unless one is busy with it."""
@@ -249,15 +234,14 @@ class GrammarServer:
             return
         stream.has_turn, stream.turn_started = True, None
         parts, drafts = stream.waiting.popleft() if stream.waiting else ([], [])
-        threads = self._slow if stream.is_slow else self._quick
-        threads.submit(partial(self._turn, stream, parts, [] if stream.is_slow else drafts))
+        self._threads.submit(self._turn, stream, parts, [] if stream.is_slow else drafts)
 
     def _turn(self, stream: _FollowedOutput, parts: list[wire.Part], drafts: list[int]) -> None:
         started = stream.turn_started = time.monotonic()
         try:
             answer = self._next_mask(stream, parts, drafts)
         except Exception as error:
-            logger.exception("a mask cannot be computed")
+            logger.warning("a mask cannot be computed: %r", error)
             answer = wire.NextMask(stream.key, None, f"the grammar failed: {error!r}")
         stream.is_slow = time.monotonic() - started > SLOW_SECONDS
         self._taken.append((stream, answer))
@@ -267,7 +251,7 @@ class GrammarServer:
     ) -> wire.NextMask:
         assert self._compiler is not None
         if stream.matcher is None:
-            stream.matcher = self._matcher(stream.compiled)
+            stream.matcher = self._compiler.match(stream.compiled)
         refused = next((part for part in parts if not stream.matcher.take(part)), None)
         if refused is not None:
             return wire.NextMask(
@@ -305,7 +289,6 @@ class GrammarServer:
         answers: list[wire.NextMask] = []
         while self._taken:
             stream, answer = self._taken.popleft()
-            self._given_up.discard(stream)
             if self._streams.get(stream.key) is not stream:
                 continue  # closed or abandoned
             stream.has_turn = False
@@ -323,59 +306,90 @@ class GrammarServer:
             stream.is_open = True
             self._send(wire.GrammarOpened(stream.key, answer.mask))
         else:
-            del self._streams[stream.key]
             is_empty = answer.mask is not None
-            self._send(
-                wire.GrammarRefused(
-                    stream.key,
-                    "the grammar allows no output at all" if is_empty else answer.error or "",
-                )
+            self._refuse(
+                stream.key,
+                "the grammar allows no output at all" if is_empty else answer.error or "",
             )
 
     def _end_slow_turns(self) -> None:
-        """Give up outputs whose turn takes too long. Their threads go on and are replaced."""
+        """Give up outputs whose turn takes too long. Their threads go on."""
         now = time.monotonic()
         for stream in list(self._streams.values()):
             started = stream.turn_started
             if not stream.has_turn or started is None or now - started < self._mask_seconds:
                 continue
-            message = (
-                f"the grammar takes longer than {self._mask_seconds:g} s for one token; "
-                f"make it simpler"
-            )
-            del self._streams[stream.key]
-            self._given_up.add(stream)
-            if stream.is_open:
-                self._send(wire.NextMasks([wire.NextMask(stream.key, None, message)]))
-            else:
-                self._send(wire.GrammarRefused(stream.key, message, is_timeout=True))
-        for stream in list(self._given_up):
-            if (
-                stream.turn_started is not None
-                and now - stream.turn_started > self._compile_seconds
-            ):
-                self._given_up.discard(stream)
-                self._send(wire.Overloaded([], "a mask takes too long"))
+            slow = f"the grammar takes longer than {self._mask_seconds:g} s for one token"
+            self._refuse(stream.key, slow, is_timeout=True)
+
+    def _refuse(self, key: int, message: str, *, is_timeout: bool = False) -> None:
+        self._streams.pop(key, None)
+        message += "; make it simpler" if is_timeout else ""
+        self._send(wire.GrammarRefused(key, message, is_timeout))
 
     def _send(self, message: wire.FromGrammars) -> None:
         self._sent = time.monotonic()
         self._socket.send(wire.encoder.encode(message))
 
 
-def main(address: str) -> int:
+def load_compiler(setup: wire.Setup) -> GrammarCompiler | None:
+    """Return None if the compiler is not installed. Takes seconds."""
+    try:
+        with large_imports():
+            from negamax.text.grammar.matcher import GrammarCompiler
+    except ImportError as error:
+        logger.warning("%s: %s", _NOT_INSTALLED, error)
+        return None
+    return GrammarCompiler(
+        # the server has loaded it, and nothing is encoded here
+        Tokenizer.from_folder(Path(setup.tokenizer_folder), is_trusted=True),
+        vocab_size=setup.vocab_size,
+        eos_token_ids=setup.eos_token_ids,
+        num_threads=setup.num_threads,
+        token_tags=TOKEN_TAGS,
+    )
+
+
+def _serve(fork: wire.Fork, setup: wire.Setup, compiler: GrammarCompiler | None) -> None:
+    """Serve the engine in a forked process; standard input ends with the engine."""
+    os.write(sys.stdin.fileno(), str(os.getpid()).encode())
     exit_with_parent()
-    log.setup_as_parent()
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     share = int(env.main_memory() * MEMORY_SHARE)
+    if fork.is_worker:
+        os.nice(WORKER_NICENESS)
+        share = min(share, WORKER_BYTES)
     resource.setrlimit(
         resource.RLIMIT_DATA, (share if most == resource.RLIM_INFINITY else min(share, most), most)
     )
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        socket.linger = 0
-        socket.bind(address)
-        setup = msgspec.msgpack.decode(socket.recv(), type=wire.Setup)
-        GrammarServer(socket, setup).serve()
+    with zmq.Context() as context, context.socket(zmq.PAIR) as answers:
+        answers.linger = 0
+        answers.bind(fork.address)
+        GrammarServer(answers, setup, compiler, is_worker=fork.is_worker).serve()
     exit_now(0)  # a busy compiler thread would delay an orderly end
+
+
+def main(number: str) -> int:
+    """Fork a process per request at the open file `number` until it ends."""
+    exit_with_parent()
+    log.setup_as_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system collects exit codes
+    # other threads of this process hold no locks: they wait for the parent, or for work
+    warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
+    with socket.socket(fileno=int(number)) as requests:
+        setup = msgspec.msgpack.decode(requests.recv(FRAME_BYTES), type=wire.Setup)
+        compiler = load_compiler(setup)
+        while True:
+            frame, fds, _, _ = socket.recv_fds(requests, FRAME_BYTES, 1)
+            if not frame:
+                return 0
+            if os.fork() == 0:
+                break
+            os.close(fds[0])
+    os.dup2(fds[0], sys.stdin.fileno())
+    os.close(fds[0])
+    _serve(msgspec.msgpack.decode(frame, type=wire.Fork), setup, compiler)
+    return 0
 
 
 if __name__ == "__main__":

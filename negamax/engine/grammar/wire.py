@@ -5,10 +5,11 @@ import msgspec
 from negamax.config.grammar import Grammar, Reasoning
 
 Part = int | bytes  # of the content: a token, or bytes without a token of their own
+GrammarSpec = tuple[Grammar, Reasoning | None]
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The first frame."""
+    """The first frame to the host."""
 
     tokenizer_folder: str
     vocab_size: int  # the model's
@@ -17,6 +18,13 @@ class Setup(msgspec.Struct, frozen=True):
     compile_seconds: float  # for one grammar
     mask_seconds: float  # for one mask
     draft_seconds: float  # after a message: time to begin masks after draft tokens
+
+
+class Fork(msgspec.Struct, frozen=True):
+    """A frame to the host, with the new process's standard input."""
+
+    address: str
+    is_worker: bool  # takes risky grammars
 
 
 class OpenGrammar(msgspec.Struct, frozen=True, tag="open"):
@@ -36,14 +44,7 @@ class CloseGrammars(msgspec.Struct, frozen=True, tag="close"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """First: the compiler is loaded. Later: the process is still working."""
-
-
-class Overloaded(msgspec.Struct, frozen=True, tag="overloaded"):
-    """A thread is stuck: replace this process when unused. `keys` are refused for good."""
-
-    keys: list[int]
-    message: str
+    """First: the process is ready. Later: it is still working."""
 
 
 class GrammarOpened(msgspec.Struct, frozen=True, tag="opened"):
@@ -51,10 +52,18 @@ class GrammarOpened(msgspec.Struct, frozen=True, tag="opened"):
     mask: bytes  # mask of the first token: bit i of byte j allows token 8 j + i
 
 
+class GrammarIsRisky(msgspec.Struct, frozen=True, tag="risky"):
+    """The grammar of `keys` may end or delay its process: it needs a worker."""
+
+    keys: list[int]
+
+
 class GrammarRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """The grammar is refused, maybe while an output follows it."""
+
     key: int
     message: str
-    is_timeout: bool = False  # do not try again
+    is_timeout: bool = False  # do not try again: a thread is still busy
 
 
 class NextMask(msgspec.Struct, frozen=True, array_like=True):
@@ -72,7 +81,7 @@ class NextMasks(msgspec.Struct, frozen=True, tag="masks"):
 
 
 ToGrammars = OpenGrammar | AdvanceGrammars | CloseGrammars
-FromGrammars = Beat | Overloaded | GrammarOpened | GrammarRefused | NextMasks
+FromGrammars = Beat | GrammarOpened | GrammarIsRisky | GrammarRefused | NextMasks
 
 encoder = msgspec.msgpack.Encoder()
 to_grammars: msgspec.msgpack.Decoder[ToGrammars] = msgspec.msgpack.Decoder(ToGrammars)

@@ -1,4 +1,4 @@
-"""Limits the size of a request's schemas once their references are expanded."""
+"""Limits the size of a request's schemas once their references are expanded, and notes risks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +8,11 @@ from negamax.config.grammar import refuse_grammar
 
 MAX_NODES = 50_000
 MAX_BYTES = 4 << 20
+RISKY_BYTES = 512 << 10  # of a structural tag: about 80 KB of tool schemas
+RISKY_CHOICES = 64 << 10  # the same of choices
+RISKY_LEVELS = 1000  # of rules within each other
+RISKY_LITERAL = 16 << 10  # characters
+RISKY_FORMATS = 200  # of a client
 MAX_REFUSALS = 8  # of tools in one request whose schemas are expanded in vain
 
 
@@ -18,6 +23,9 @@ class Budget:
         self._nodes = 0
         self._bytes = 0
         self._refusals = 0
+        # whether to compile the grammar may take long, or end the process
+        self.is_risky = False
+        self._formats = 0
 
     @contextmanager
     def restore_on_refusal(self, *, is_final: bool) -> Iterator[list[str]]:
@@ -35,6 +43,11 @@ class Budget:
             self._refusals += 1
             if self._refusals < MAX_REFUSALS:
                 self._nodes, self._bytes = spent
+
+    def note_format(self, *, is_harmless: bool) -> None:
+        """Note a part of a client's structural tag; many may be alternatives at one place."""
+        self._formats += 1
+        self.is_risky |= not is_harmless or self._formats > RISKY_FORMATS
 
     def spend(self, nodes: int = 1, *, num_bytes: int = 0) -> None:
         """Spend before expanding. Errors: `InvalidRequestError` above the limits."""

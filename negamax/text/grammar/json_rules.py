@@ -5,11 +5,12 @@ Texts with limits hold escapes only where JSON needs them, so that their charact
 """
 
 import json
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from negamax.config.grammar import refuse_grammar
+from negamax.text.grammar.budget import RISKY_LEVELS
 from negamax.text.grammar.json_schema import Schemas
 from negamax.text.grammar.languages import (
     LAST_CHARACTER,
@@ -70,6 +71,7 @@ class Rules:
         self._classes: dict[Ranges, list[str]] = {}
         self._chains: dict[tuple[Ranges, str], str] = {}
         self._written: dict[tuple[int, str], str] = {}  # rules of languages
+        self.is_risky = False  # whether the compiler may take long
 
     def define(self, name: str, alternatives: Iterable[_Alternative]) -> str:
         self._rules[name] = list(alternatives)
@@ -86,17 +88,18 @@ class Rules:
                 "no output can follow the JSON schema to an end; make references to itself "
                 "optional or nullable"
             )
-        lines, waiting = [f"root ::= {root}"], [root]
+        lines, waiting = [f"root ::= {root}"], deque([(root, 0)])
         seen = {root}
         while waiting:
-            name = waiting.pop()
+            name, level = waiting.popleft()
+            self.is_risky |= level > RISKY_LEVELS
             kept = [way for way in self._rules[name] if finite.issuperset(way.rules)]
             body = " | ".join(way.text for way in kept)
             has_end = self._ahead is not None and name.startswith(("words", "loop", "tail"))
             lines.append(f"{name} ::= ({body}) {self._ahead}" if has_end else f"{name} ::= {body}")
             found = {rule for way in kept for rule in way.rules} - seen
             seen |= found
-            waiting += sorted(found)
+            waiting += [(rule, level + 1) for rule in sorted(found)]
         return "\n".join(lines) + common
 
     def _find_finite(self) -> set[str]:
@@ -206,7 +209,10 @@ class Rules:
                     pieces.append(f"({' | '.join(ways)})")
                 case "repeat", int() as inner, least, most:
                     limits = f"{{{least},{'' if most is None else most}}}"
-                    pieces.append(f"({self._spell(inner)}){limits}")
+                    repeated = self._spell(inner)
+                    # several counters at a time
+                    self.is_risky |= limits not in ("{0,1}", "{0,}", "{1,}") and "{" in repeated
+                    pieces.append(f"({repeated}){limits}")
                 case _:
                     pieces.append('""')
             return " ".join(pieces)
@@ -239,8 +245,10 @@ def json_format(
     schemas: Schemas, shapes: Sequence[Shape], *, whitespace: int = MAX_WHITESPACE
 ) -> Format:
     """Return JSON of one of `shapes`. Errors: `InvalidRequestError`."""
-    text = JsonRules(schemas, whitespace=whitespace).write(shapes)
+    rules = JsonRules(schemas, whitespace=whitespace)
+    text = rules.write(shapes)
     schemas.budget.spend(num_bytes=len(text))
+    schemas.budget.is_risky |= rules.is_risky
     return {"type": "grammar", "grammar": text}
 
 
@@ -249,6 +257,7 @@ def words_format(schemas: Schemas, language: Language) -> Format:
     rules = Rules(schemas.languages)
     text = rules.write(rules.add_language(language))
     schemas.budget.spend(num_bytes=len(text))
+    schemas.budget.is_risky |= rules.is_risky
     return {"type": "grammar", "grammar": text}
 
 
@@ -267,6 +276,10 @@ class JsonRules:
         self._common = _COMMON.replace("AHEAD", ahead)
         if whitespace:
             self._common += f"space ::= [ \\n\\r\\t]{{0,{whitespace}}}\n"
+
+    @property
+    def is_risky(self) -> bool:
+        return self._rules.is_risky
 
     def write(self, shapes: Sequence[Shape]) -> str:
         """Return the grammar of values of one of `shapes`. Errors: `InvalidRequestError`."""

@@ -55,6 +55,9 @@ class GrammarCompiler:
         # least recently used first
         self._cache: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
 
+    def match(self, compiled: xgrammar.CompiledGrammar) -> "GrammarMatcher":
+        return GrammarMatcher(compiled)
+
     def compile(self, structural_tag: str) -> xgrammar.CompiledGrammar:
         """Return the compiled form. Errors: `InvalidRequestError`, also for a dead end."""
         with self._lock:

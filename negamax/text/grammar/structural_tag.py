@@ -1,10 +1,11 @@
 """Write grammars as xgrammar's structural tags (`text.grammar.tag_formats`)."""
 
 import json
+import re
 from typing import Any
 
 from negamax.config.grammar import Grammar, Reasoning, parse_json, refuse_grammar
-from negamax.text.grammar.budget import Budget
+from negamax.text.grammar.budget import RISKY_BYTES, RISKY_CHOICES, RISKY_LITERAL, Budget
 from negamax.text.grammar.json_rules import json_format
 from negamax.text.grammar.json_schema import Schemas
 from negamax.text.grammar.schema_keywords import read_count
@@ -21,19 +22,53 @@ from negamax.text.grammar.tag_formats import (
 )
 from negamax.text.grammar.tool_calls import CallStyles, calls_format, read_rules
 
+# client's formats without repetition, whose compilation takes linear time
+_HARMLESS = (
+    "const_string", "sequence", "or", "optional", "tag", "token", "exclude_token",
+    "triggered_tags", "tags_with_separator",
+)  # fmt: skip
+_QUANTIFIER = re.compile(r"[*+?]|\{(\d+)(?:,(\d*))?\}")
+_LONG_LITERAL = re.compile(rf'"[^"]{{{RISKY_LITERAL}}}')
 
-def structural_tag(grammar: Grammar, reasoning: Reasoning | None, styles: CallStyles) -> str:
+
+def structural_tag(
+    grammar: Grammar, reasoning: Reasoning | None, styles: CallStyles, budget: Budget | None = None
+) -> str:
     """Return the structural tag of an output, from the point where its grammar begins.
 
     That point is after the closer of an open reasoning; an optional reasoning is part of the
     grammar. `styles`: the call styles of all families by name. Errors: `InvalidRequestError` for
-    errors that `Grammar.check` cannot find.
+    errors that `Grammar.check` cannot find. `budget` then reports whether the grammar is risky.
     """
+    budget = budget or Budget()
     try:
-        content = content_format(grammar, Budget(), styles)
+        content = content_format(grammar, budget, styles)
     except RecursionError:
         refuse_grammar("a pattern or schema of the grammar is nested too deeply; make it simpler")
-    return json.dumps({"type": "structural_tag", "format": _prepend_reasoning(reasoning, content)})
+    tag = json.dumps({"type": "structural_tag", "format": _prepend_reasoning(reasoning, content)})
+    is_large = len(tag) > (RISKY_CHOICES if grammar.kind == "choice" else RISKY_BYTES)
+    budget.is_risky |= is_large or _has_long_literal(content)
+    return tag
+
+
+def _has_long_literal(part: Any) -> bool:
+    """Whether a format holds a text whose compilation takes long; the time grows by its square."""
+    if isinstance(part, list):
+        return any(map(_has_long_literal, part))
+    if not isinstance(part, dict):
+        return isinstance(part, str) and len(part) > RISKY_LITERAL
+    if part.get("type") == "grammar":
+        return _LONG_LITERAL.search(part["grammar"]) is not None
+    return any(map(_has_long_literal, part.values()))
+
+
+def is_simple(pattern: str) -> bool:
+    """Whether a regular expression certainly has few states at a time."""
+    if len(pattern) > 1000 or "){" in pattern:
+        return False
+    found = list(_QUANTIFIER.finditer(pattern))
+    counts = [int(one[2] or one[1] or 1) for one in found]
+    return len(counts) <= 1 or (len(counts) <= 10 and sum(counts) <= 200)
 
 
 def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Format:
@@ -49,10 +84,12 @@ def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Form
             schemas = Schemas(schema, strict=grammar.strict, budget=budget)
             return json_format(schemas, schemas.shapes((schema,)), whitespace=whitespace)
         case "regex":
+            budget.is_risky |= not is_simple(grammar.text)
             return {"type": "regex", "pattern": grammar.text}
         case "choice":
             return any_of([const(choice) for choice in parse_json(grammar.text, what="choice")])
         case "ebnf":
+            budget.is_risky = True
             return {"type": "grammar", "grammar": grammar.text}
         case "structural_tag":
             return _read_format(parse_json(grammar.text, what="structural tag"), budget)
@@ -92,6 +129,8 @@ def _read_schemas(part: Any, budget: Budget) -> Any:
         schemas = Schemas(part.get("json_schema"), strict=False, budget=budget)
         whitespace = MAX_WHITESPACE if limit is None else limit
         return json_format(schemas, schemas.shapes((schemas.root,)), whitespace=whitespace)
+    if "type" in part:
+        budget.note_format(is_harmless=part["type"] in _HARMLESS)
     return {key: _read_schemas(value, budget) for key, value in part.items()}
 
 
