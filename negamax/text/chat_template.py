@@ -90,7 +90,7 @@ class ChatTemplate:
         Errors: `ConfigError` for an unreadable override, `CheckpointError` for a broken file of the
         checkpoint, and for several templates without a default.
         """
-        is_trusted = path in EMBEDDED.values() and override is None
+        is_trusted = path in EMBEDDED.values()
         config_file = path / "tokenizer_config.json"
         # the tokenizer refuses a folder without it
         config = read_json_object(config_file) if config_file.exists() else {}
@@ -137,11 +137,6 @@ class ChatTemplate:
                 f"{origin} is a {type(entry).__name__}, text is needed", hint="use --chat-template"
             )
         return cls(entry, variables=variables, origin=origin, is_trusted=is_trusted)
-
-    @property
-    def is_confined(self) -> bool:
-        """Whether a process with limits renders, for which a thread should wait."""
-        return self._confined is not None
 
     def reads(self, variable: str) -> bool:
         """Whether the template uses `variable`, which a request may set."""

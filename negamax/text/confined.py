@@ -13,13 +13,11 @@ from multiprocessing.reduction import send_handle
 from typing import Any
 
 from negamax.base import env
-from negamax.base.errors import CheckpointError, InvalidRequestError, OverloadedError
+from negamax.base.errors import CheckpointError, InvalidRequestError
 from negamax.base.supervision import Supervised
 
 LOAD_SECONDS, LOAD_BYTES = 10.0, 2 << 30
 JSON, BYTES, ERROR = b"j", b"b", b"e"  # kinds of answers, in the first byte
-_MAX_CHILDREN = 8  # calls at a time
-_PATIENCE_SECONDS = 60.0  # for a child to become free
 _SLOWEST = 20.0  # elapsed seconds per second of processor time
 _MOST_MEMORY = min(4 << 30, env.main_memory() // 4)
 
@@ -57,8 +55,7 @@ class Confined:
         self._source: Connection | None = None  # to the process that forks
         self._process: Supervised | None = None
         self._facts: Any = None
-        self._idle: list[Connection] = []
-        self._turns = threading.BoundedSemaphore(_MAX_CHILDREN)
+        self._idle: list[Connection] = []  # one for each of the server's threads at most
 
     def load(self) -> Any:
         """Load it and return its facts. Errors: `CheckpointError`."""
@@ -70,15 +67,13 @@ class Confined:
         """Call `function` with JSON values; return a JSON value or bytes.
 
         Errors: `InvalidRequestError` from the function and for a call that used up its limits,
-        `OverloadedError` if no child becomes free, `CheckpointError` as of `load`.
+        `CheckpointError` as of `load`.
         """
         try:
             job = pack(function, *arguments)
         except (TypeError, ValueError) as error:
             raise InvalidRequestError(f"only JSON values can be rendered: {error}") from None
         seconds, memory, most = compute_limits(len(job))
-        if not self._turns.acquire(timeout=_PATIENCE_SECONDS):
-            raise OverloadedError(f"{_MAX_CHILDREN} other requests occupy the {self._kind}")
         try:
             child = self._take()
             kind, data = _ask(child, job, seconds=seconds, most=most)
@@ -90,8 +85,6 @@ class Confined:
                 hint="shorten or reword the request",
                 code="template_limit",
             ) from error
-        finally:
-            self._turns.release()
         if kind == ERROR:
             message, hint, param = json.loads(data)
             raise InvalidRequestError(message, hint=hint, param=param)

@@ -23,7 +23,7 @@ from negamax.base.supervision import exit_now
 from negamax.text import confined
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.confined import pack
-from negamax.text.tokenizer import Tokenizer, TooManyTokensError, Way
+from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
 Functions = Mapping[str, Callable[..., bytes | int]]
 
@@ -35,10 +35,10 @@ def load(kind: str, *setup: Any) -> tuple[object, Functions]:
     if kind == "tokenizer":
         tokenizer = Tokenizer.from_folder(Path(setup[0]), is_trusted=True)
 
-        def encode(parts: list[str], way: Way, max_tokens: int | None) -> bytes | int:
+        def encode(parts: list[str], max_tokens: int | None) -> bytes | int:
             """Return the counts and then the ids of the parts, or how many are too many."""
             try:
-                found = tokenizer.encode_parts(parts, way=way, max_tokens=max_tokens)
+                found = tokenizer.encode_parts(parts, max_tokens=max_tokens)
             except TooManyTokensError as error:
                 return error.count
             return b"".join(ids.tobytes() for ids in (array("I", map(len, found)), *found))

@@ -11,7 +11,6 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import chain
 
 from negamax.base.pieces import find_all
 from negamax.base.unicode import valid_unicode
@@ -51,31 +50,24 @@ class EncodingCache:
         key = hashlib.blake2b(
             salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES
         ).digest()
-        found: list[array[int] | None] = []
-        unknown: list[str] = []
-        digests: list[bytes | None] = []  # of `unknown`, None for parts that are not cached
-        num_known = 0
-        for part in self._split(text):
-            digest = _digest(part, key) if len(part) > KEPT_CHARS else None
-            known = self._find(digest) if digest is not None else None
-            found.append(known)
-            num_known += len(known or ())
-            if known is None:
-                unknown.append(part)
-                digests.append(digest)
-            if max_tokens is not None and num_known > max_tokens:
-                raise TooManyTokensError(num_known)
+        parts = list(self._split(text))
+        digests = [_digest(part, key) if len(part) > KEPT_CHARS else None for part in parts]
+        found = [None if digest is None else self._find(digest) for digest in digests]
+        num_known = sum(len(ids or ()) for ids in found)
+        unknown = [part for part, ids in zip(parts, found, strict=True) if ids is None]
         left = None if max_tokens is None else max_tokens - num_known
         try:
             # without the lock: at worst two threads encode the same part
-            encoded = self._tokenizer.encode_parts(unknown, max_tokens=left) if unknown else []
+            encoded = iter(self._tokenizer.encode_parts(unknown, max_tokens=left))
         except TooManyTokensError as error:
             raise TooManyTokensError(num_known + error.count) from None
-        for digest, ids in zip(digests, encoded, strict=True):
-            if digest is not None:
-                self._keep(digest, ids)
-        rest = iter(encoded)
-        return list(chain.from_iterable(ids if ids is not None else next(rest) for ids in found))
+        ids: list[int] = []
+        for digest, known in zip(digests, found, strict=True):
+            part_ids = next(encoded) if known is None else known
+            if digest is not None and known is None:
+                self._keep(digest, part_ids)
+            ids += part_ids
+        return ids
 
     def _split(self, text: str) -> Iterator[str]:
         """Yield long stretches without control tokens, and groups of short ones with control

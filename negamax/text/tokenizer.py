@@ -9,7 +9,7 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import tokenizers
 
@@ -35,7 +35,6 @@ _POST_PROCESSORS_WITHOUT_EFFECT = frozenset({"Sequence", "ByteLevel"})  # on ids
 
 # Every text of a conversation is compared with the ends of all added tokens.
 MAX_ADDED_TOKENS, MAX_ADDED_CHARS = 4096, 65_536
-Way = Literal["escaped", "special", "plain"]  # how a text is encoded
 
 _REMEDY = "download the checkpoint again, or copy the file from the original repository"
 
@@ -118,8 +117,8 @@ class Tokenizer:
         they are ordinary text. A lone surrogate counts as U+FFFD.
         """
         if self._confined is not None:
-            way: Way = "special" if allow_special else "plain"
-            return self.encode_parts([text], way=way, max_tokens=max_tokens)[0].tolist()
+            assert allow_special
+            return self.encode_escaped(valid_unicode(text), max_tokens=max_tokens)
         backend = self._backend if allow_special else self._plain_backend
         # fast: no offsets
         (encoding,) = backend.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)
@@ -145,13 +144,11 @@ class Tokenizer:
         return ids + self._encode_plain(text[end:], max_tokens)
 
     def encode_parts(
-        self, parts: Sequence[str], *, way: Way = "escaped", max_tokens: int | None = None
+        self, parts: Sequence[str], *, max_tokens: int | None = None
     ) -> list[array[int]]:
-        """Return the token ids of each of `parts`: "escaped" prompts, or texts with or without
-        "special" tokens. `max_tokens`: of all together. Errors: as of `encode`.
-        """
-        if self._confined is not None:
-            found = self._confined.call("encode", parts, way, max_tokens)
+        """Encode parts of an escaped prompt, with `max_tokens` in all. Errors: as of `encode`."""
+        if self._confined is not None and parts:
+            found = self._confined.call("encode", parts, max_tokens)
             if isinstance(found, int):
                 raise TooManyTokensError(found)
             numbers = array("I", found)
@@ -160,13 +157,10 @@ class Tokenizer:
         encoded: list[array[int]] = []
         total = 0
         for part in parts:
-            if way == "escaped":
-                ids = self.encode_escaped(part, max_tokens=max_tokens)
-            else:
-                ids = self.encode(part, allow_special=way == "special", max_tokens=max_tokens)
-            total += len(ids)
+            encoded.append(array("I", self.encode_escaped(part, max_tokens=max_tokens)))
+            total += len(encoded[-1])
             _check_count(total, max_tokens)
-            encoded.append(array("I", ids))
+        _check_count(total, max_tokens)
         return encoded
 
     @functools.cached_property

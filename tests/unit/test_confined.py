@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from message_support import user
-from text_support import config_text, definition_text, make_tokenizer
+from text_support import config_text, definition_text
 
 from negamax.api.common.conversation import Conversation, PromptBuilder
 from negamax.base.errors import CheckpointError, InvalidRequestError
@@ -36,7 +36,7 @@ TEMPLATES = {
 def in_process(source: str, folder: Path) -> ChatTemplate:
     (folder / "chat_template.jinja").write_text(source)
     template = ChatTemplate.from_folder(folder)
-    assert template is not None and template.is_confined
+    assert template is not None
     return template
 
 
@@ -57,9 +57,10 @@ def test_hostile_templates_fail_one_request(hostile: ChatTemplate, case: str) ->
     assert hostile.render([user("hi")], case=case) == "hi"
 
 
-def test_other_requests_go_on_beside_a_hostile_one(hostile: ChatTemplate) -> None:
+def test_other_requests_go_on_beside_a_hostile_one(hostile: ChatTemplate, tmp_path: Path) -> None:
     chat_format = dataclasses.replace(ChatFormat.of_model("minimax_m2"), template=hostile)
-    builder = PromptBuilder(make_tokenizer(), chat_format, max_model_len=1000)
+    tokenizer = write_tokenizer(tmp_path)
+    builder = PromptBuilder(tokenizer, chat_format, max_model_len=1000)
 
     async def ask(text: str) -> str:
         conversation = Conversation(messages=[user(text)], template_kwargs={"case": "loops"})
@@ -119,8 +120,8 @@ def test_hostile_tokenizers_fail_one_request(tmp_path: Path, case: str) -> None:
 def test_confined_tokenizers_encode_as_others_do(tmp_path: Path) -> None:
     tokenizer, own = write_tokenizer(tmp_path), Tokenizer.from_folder(tmp_path, is_trusted=True)
     texts = ["", "hi<think>[e~[", "[\udffee~[ é 🙂", "\ud800"]
-    for way in ("escaped", "special", "plain"):
-        assert tokenizer.encode_parts(texts, way=way) == own.encode_parts(texts, way=way)
+    assert tokenizer.encode_parts(texts) == own.encode_parts(texts)
+    assert tokenizer.encode(texts[-1]) == own.encode(texts[-1])
     with pytest.raises(TooManyTokensError):
         tokenizer.encode_parts(["a b c", "d e f"], max_tokens=4)
 

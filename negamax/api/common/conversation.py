@@ -78,10 +78,8 @@ class PromptBuilder:
         self._encodings = EncodingCache(tokenizer)
         self._chat_format = chat_format
         self._max_model_len = max_model_len
-        # a thread waits for the process of a checkpoint's template or tokenizer
-        used = (tokenizer, chat_format.template)
-        is_confined = any(one is not None and one.is_confined for one in used)
-        self._least_bytes = INLINE_BYTES + 1 if is_confined else 0
+        # a thread waits for the processes of a checkpoint's template and tokenizer
+        self._inline_bytes = -1 if tokenizer.is_confined else INLINE_BYTES
         self._default_variables = drop_switches(default_template_kwargs or {})
         self._default_mode = read_template_switch(default_template_kwargs or {})
 
@@ -113,7 +111,7 @@ class PromptBuilder:
             token_ids = self._encode(text, cache_salt, is_escaped=True)
             return ChatPrompt(unescape(text), token_ids, reasoning, continued)
 
-        return await run_off_loop(build, num_bytes=max(num_bytes, self._least_bytes))
+        return await run_off_loop(build, num_bytes=num_bytes, inline_bytes=self._inline_bytes)
 
     async def plain(
         self, prompts: Sequence[str | list[int]], *, cache_salt: str = ""
@@ -127,7 +125,7 @@ class PromptBuilder:
             ]
 
         num_bytes = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        return await run_off_loop(build, num_bytes=max(num_bytes, self._least_bytes))
+        return await run_off_loop(build, num_bytes=num_bytes, inline_bytes=self._inline_bytes)
 
     def _render(self, conversation: Conversation) -> tuple[str, ReasoningState, str]:
         """Return the escaped text of the prompt, its reasoning state, and what it continues."""
