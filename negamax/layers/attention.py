@@ -25,9 +25,8 @@ from negamax.layers.kv_scales import KvScales
 from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
 from negamax.layers.names import AttentionNames
 from negamax.layers.qk_norm import FullWidthNorm, PerHeadNorm
+from negamax.layers.weights import LayerSetup
 from negamax.parallel.collectives import Partial
-from negamax.parallel.context import ParallelContext
-from negamax.quantization.scheme import WeightFormat
 
 # One layer's caches on this rank by name, each [num_blocks, heads, block_size, width]: within a
 # block the tokens of a head are adjacent (`kernels/kvcache/op.py`).
@@ -150,15 +149,13 @@ class Attention:
         eps: float,
         norm_per_head: bool = False,
         gemma_norm: bool = False,
-        context: ParallelContext,
-        kernels: KernelTable,
-        weights: WeightFormat,
+        setup: LayerSetup,
     ) -> None:
-        view = context.layout.attention
+        view, kernels = setup.context.layout.attention, setup.kernels
         q_rows = head_rows(view.cache_heads(heads), head_dim)
         kv_rows = head_rows(view.kv_heads(kv_heads), head_dim)
         q_total, kv_total = heads * head_dim, kv_heads * head_dim
-        group = context.attention_group
+        group = setup.context.attention_group
         self._group = group if group.size > 1 else None
         self._decode, self._prefill = (kernels[DECODE].run, kernels[PREFILL].run)
         qkv = (
@@ -166,15 +163,9 @@ class Attention:
             ProjectionPart(names.k, kv_total, kv_rows),
             ProjectionPart(names.v, kv_total, kv_rows),
         )
-        self._qkv = ColumnParallel(qkv, hidden_size, kernels=kernels, weights=weights)
-        self._out = RowParallel(
-            names.out,
-            (hidden_size, q_total),
-            columns=head_rows(view.heads(heads), head_dim),
-            group=group,
-            kernels=kernels,
-            weights=weights,
-        )
+        self._qkv = ColumnParallel(qkv, hidden_size, setup=setup)
+        columns = head_rows(view.heads(heads), head_dim)
+        self._out = RowParallel(names.out, (hidden_size, q_total), columns=columns, setup=setup)
         self.activation = self._qkv.activation  # forms of the input besides plain activations
         # one scale covers a head
         given = self._out.activation
@@ -188,8 +179,7 @@ class Attention:
             head_dim=head_dim,
             eps=eps,
             gemma=gemma_norm,
-            context=context,
-            device=weights.device,
+            setup=setup,
         )
         self._fused = kernels.fusion(self._qk_norm.op, "rope.half_split", "kvcache.write")
         self.kv_scales = KvScales(names)

@@ -16,9 +16,8 @@ from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.collectives.op import ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL
 from negamax.kernels.norm.op import ADD_RMS
 from negamax.kernels.peers import Collective
-from negamax.kernels.registry import KernelTable
 from negamax.layers.linear import ColumnParallel, ProjectionPart
-from negamax.layers.weights import WeightSlot
+from negamax.layers.weights import LayerSetup, WeightSlot
 from negamax.parallel.collectives import Partial, SingleRank
 from negamax.quantization.scheme import WeightFormat
 
@@ -41,9 +40,9 @@ class RmsNorm:
         eps: float,
         activation: ActivationFormat | None,
         gemma: bool = False,
-        kernels: KernelTable,
-        weights: WeightFormat,
+        setup: LayerSetup,
     ) -> None:
+        kernels, weights = setup.kernels, setup.weights
         add_rms, sum_add_rms = kernels[ADD_RMS], kernels[ALL_REDUCE_ADD_RMS]
         weight = torch.empty(width, dtype=weights.dtype, device=weights.device)
         self._add_rms, self._sum_add_rms = add_rms.run, sum_add_rms.run
@@ -117,25 +116,14 @@ class VocabEmbedding:
 
 
 class VocabHead:
-    """Logits over the vocabulary, its rows split over `group`."""
+    """Logits over the vocabulary, its rows split over the attention group."""
 
     def __init__(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        *,
-        rows: range,
-        group: Collective,
-        kernels: KernelTable,
-        weights: WeightFormat,
+        self, name: str, shape: tuple[int, int], *, rows: range, setup: LayerSetup
     ) -> None:
-        self._group = group
-        self._linear = ColumnParallel(
-            [ProjectionPart(name, shape[0], rows)],
-            shape[1],
-            kernels=kernels,
-            weights=replace(weights, keep_quantized=False),
-        )
+        self._group = setup.context.attention_group
+        setup = replace(setup, weights=replace(setup.weights, keep_quantized=False))
+        self._linear = ColumnParallel([ProjectionPart(name, shape[0], rows)], shape[1], setup=setup)
         self.slots = self._linear.slots
 
     def finish_loading(self) -> None:

@@ -29,10 +29,8 @@ from negamax.layers.attention import GroupedQueryStep, KvCaches, PagedKind, head
 from negamax.layers.kv_scales import KvScales
 from negamax.layers.linear import ColumnParallels, ProjectionPart, RowParallel
 from negamax.layers.names import AttentionNames, IndexerNames
-from negamax.layers.weights import WeightSlot
+from negamax.layers.weights import LayerSetup, WeightSlot
 from negamax.parallel.collectives import Partial
-from negamax.parallel.context import ParallelContext
-from negamax.quantization.scheme import WeightFormat
 
 
 @dataclass(frozen=True)
@@ -101,16 +99,14 @@ class BlockSparseAttention:
         shard: IndexShard,
         eps: float,
         gemma_norm: bool,
-        context: ParallelContext,
-        kernels: KernelTable,
-        weights: WeightFormat,
+        setup: LayerSetup,
     ) -> None:
-        view, group = context.layout.attention, context.attention_group
+        view, kernels = setup.context.layout.attention, setup.kernels
         queried, own_kv = view.cache_heads(heads), view.kv_heads(kv_heads)
         q_rows, kv_rows = head_rows(queried, head_dim), head_rows(own_kv, head_dim)
         q_total, kv_total = heads * head_dim, kv_heads * head_dim
         index_heads = range(shard.heads) if shard.heads else own_kv
-        self._group = group
+        self._group = setup.context.attention_group
         self._projection = ColumnParallels(
             (
                 ProjectionPart(names.q, q_total, q_rows),
@@ -120,17 +116,10 @@ class BlockSparseAttention:
                 ProjectionPart(index.k, index_dim, range(index_dim)),
             ),
             hidden_size,
-            kernels=kernels,
-            weights=weights,
+            setup=setup,
         )
-        self._out = RowParallel(
-            names.out,
-            (hidden_size, q_total),
-            columns=head_rows(view.heads(heads), head_dim),
-            group=group,
-            kernels=kernels,
-            weights=weights,
-        )
+        columns = head_rows(view.heads(heads), head_dim)
+        self._out = RowParallel(names.out, (hidden_size, q_total), columns=columns, setup=setup)
         self.activation = self._projection.activation
         # one scale covers a head
         given = self._out.activation
@@ -143,7 +132,7 @@ class BlockSparseAttention:
         write = kernels[BLOCK_SPARSE_NORM_ROPE_WRITE]
         self._write, self._gemma = write.run, gemma_norm
         self._norm_weights = [
-            torch.empty(2, width, dtype=torch.float32, device=weights.device)
+            torch.empty(2, width, dtype=torch.float32, device=setup.weights.device)
             for width in (head_dim, index_dim)
         ]
         own_norm, index_norm = self._norm_weights

@@ -15,10 +15,8 @@ from negamax.kernels.activations import QuantizedActivations, ShardedActivations
 from negamax.kernels.attention.metadata import StepTokens
 from negamax.kernels.dispatch.op import COMBINE, DISPATCH, ExpertRanges
 from negamax.kernels.moe.op import PLACE
-from negamax.kernels.registry import KernelTable
+from negamax.layers.weights import LayerSetup
 from negamax.parallel.collectives import Collective, Partial
-from negamax.parallel.context import ParallelContext
-from negamax.parallel.layout import ParallelLayout
 
 # Rows of all ranks together. Up to so many also travel unquantized, because kernels for few tokens
 # read them unquantized.
@@ -76,16 +74,10 @@ class TokenExchange:
     """Sends tokens between ranks with different tokens, and sums the results."""
 
     def __init__(
-        self,
-        group: Collective,
-        ranks: Sequence[int],
-        *,
-        layout: ParallelLayout,
-        num_slots: int,
-        device: torch.device,
-        kernels: KernelTable,
+        self, group: Collective, ranks: Sequence[int], *, num_slots: int, setup: LayerSetup
     ) -> None:
-        """`ranks`: world ranks of `group`. `num_slots`: expert slots of all ranks of `layout`."""
+        """`ranks`: world ranks of `group`. `num_slots`: expert slots of all ranks."""
+        layout, device, kernels = setup.context.layout, setup.weights.device, setup.kernels
         slots = [layout.replace_rank(rank).experts.experts(num_slots) for rank in ranks]
         firsts = torch.tensor([own.start for own in slots], dtype=torch.int32, device=device)
         self._group, self._experts = group, ExpertRanges(firsts, len(slots[0]))
@@ -147,22 +139,16 @@ class ReplicatedTokens:
     kernel is launched.
     """
 
-    def __init__(
-        self,
-        table: Sequence[int],
-        *,
-        context: ParallelContext,
-        device: torch.device,
-        kernels: KernelTable,
-    ) -> None:
-        self.table = tuple(table)
+    def __init__(self, table: Sequence[int], *, setup: LayerSetup) -> None:
+        self.table, context = tuple(table), setup.context
         slots = context.layout.experts.experts(len(self.table))
         self.first, self._group = slots.start, context.expert_group
         self.experts = [self.table[slot] for slot in slots]
         assert len(set(self.experts)) == len(self.experts), "a rank has an expert once at start"
-        self._place = kernels[PLACE].run
+        self._place = setup.kernels[PLACE].run
         self._map: ExpertMap | None = None
         if self.table != tuple(range(len(self.table))):
+            device = setup.weights.device
             counts = torch.zeros(1 + max(self.table), dtype=torch.int64, device=device)
             most = max(map(self.table.count, self.table))
             self._map = ExpertMap(self.table, most_copies=most, device=device, counts=counts)
@@ -200,30 +186,21 @@ class DistributedTokens(ReplicatedTokens):
     are summed over the context-parallel ranks.
     """
 
-    def __init__(
-        self,
-        table: Sequence[int],
-        *,
-        context: ParallelContext,
-        device: torch.device,
-        kernels: KernelTable,
-    ) -> None:
-        super().__init__(table, context=context, device=device, kernels=kernels)
-        layout, self._context = context.layout, context.context_group
+    def __init__(self, table: Sequence[int], *, setup: LayerSetup) -> None:
+        super().__init__(table, setup=setup)
+        context, layout = setup.context, setup.context.layout
+        self._context = context.context_group
         self._group = context.attention_group
         # of sharded steps, and between data-parallel ranks in others; None: there is one
         self._sharded, self._between = (
-            TokenExchange(
-                group, ranks, layout=layout, num_slots=len(self.table), device=device,
-                kernels=kernels,
-            )
+            TokenExchange(group, ranks, num_slots=len(self.table), setup=setup)
             if len(ranks) > 1
             else None
             for group, ranks in (
                 (context.token_group, layout.token_ranks),
                 (context.data_group, layout.data_ranks),
             )
-        )  # fmt: skip
+        )
 
     def dispatch(
         self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
@@ -244,13 +221,10 @@ class DistributedTokens(ReplicatedTokens):
         return Partial(summed, self._group)
 
 
-def expert_dispatch(
-    table: Sequence[int], *, context: ParallelContext, device: torch.device, kernels: KernelTable
-) -> ExpertDispatch:
-    """Return the dispatch for the ranks of `context`. `table`: the expert in each slot. Ranks have
+def expert_dispatch(table: Sequence[int], *, setup: LayerSetup) -> ExpertDispatch:
+    """Return the dispatch for the ranks of `setup`. `table`: the expert in each slot. Ranks have
     equally many consecutive slots.
     """
-    layout = context.layout
-    if layout.dp == layout.cp == 1:
-        return ReplicatedTokens(table, context=context, device=device, kernels=kernels)
-    return DistributedTokens(table, context=context, device=device, kernels=kernels)
+    layout = setup.context.layout
+    kind = ReplicatedTokens if layout.dp == layout.cp == 1 else DistributedTokens
+    return kind(table, setup=setup)

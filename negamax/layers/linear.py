@@ -13,11 +13,8 @@ from negamax.formats.tensor_format import Axis
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.gemm.op import LINEAR
 from negamax.kernels.op import Prepared
-from negamax.kernels.peers import Collective
-from negamax.kernels.registry import KernelTable
-from negamax.layers.weights import MatrixWeight, choose_kernel
+from negamax.layers.weights import LayerSetup, MatrixWeight, choose_kernel
 from negamax.parallel.collectives import Partial
-from negamax.quantization.scheme import WeightFormat
 
 
 @dataclass(frozen=True)
@@ -37,16 +34,13 @@ class _Linear:
         names: Sequence[str],
         shape: tuple[int, int],
         *,
+        setup: LayerSetup,
         shares: Iterable[tuple[Axis, int]],
-        kernels: KernelTable,
-        weights: WeightFormat,
     ) -> None:
-        kernel, held, reason = choose_kernel(
-            LINEAR, names, kernels=kernels, weights=weights, columns=shape[1], shares=shares
-        )
+        kernel, held, reason = choose_kernel(LINEAR, names, setup, columns=shape[1], shares=shares)
         self._run, self._prepare = kernel.run, kernel.prepare
         self.activation = kernel.activation  # forms of its input besides plain values
-        self._matrix = MatrixWeight(shape, held, weights=weights, reason=reason)
+        self._matrix = MatrixWeight(shape, held, weights=setup.weights, reason=reason)
         self._weight: Prepared = None
 
     def finish_loading(self) -> None:
@@ -57,22 +51,14 @@ class _Linear:
 class ColumnParallel(_Linear):
     """y = x W^T. W stacks this rank's rows of one or more checkpoint tensors; no communication."""
 
-    def __init__(
-        self,
-        parts: Sequence[ProjectionPart],
-        inputs: int,
-        *,
-        kernels: KernelTable,
-        weights: WeightFormat,
-    ) -> None:
+    def __init__(self, parts: Sequence[ProjectionPart], inputs: int, *, setup: LayerSetup) -> None:
         shape = (sum(len(part.rows) for part in parts), inputs)
         is_cut = len(parts) > 1 or len(parts[0].rows) < parts[0].total_rows
         super().__init__(
             [part.name for part in parts],
             shape,
+            setup=setup,
             shares=[(Axis.ROWS, len(part.rows)) for part in parts] if is_cut else [],
-            kernels=kernels,
-            weights=weights,
         )
         self.slots, first = [], 0
         for part in parts:
@@ -95,17 +81,10 @@ class ColumnParallel(_Linear):
 class ColumnParallels:
     """`ColumnParallel` with one GEMM per run of parts in the same format."""
 
-    def __init__(
-        self,
-        parts: Sequence[ProjectionPart],
-        inputs: int,
-        *,
-        kernels: KernelTable,
-        weights: WeightFormat,
-    ) -> None:
+    def __init__(self, parts: Sequence[ProjectionPart], inputs: int, *, setup: LayerSetup) -> None:
         self._products = [
-            ColumnParallel(list(run), inputs, kernels=kernels, weights=weights)
-            for _, run in groupby(parts, key=lambda part: weights.stored(part.name))
+            ColumnParallel(list(run), inputs, setup=setup)
+            for _, run in groupby(parts, key=lambda part: setup.weights.stored(part.name))
         ]
         self.slots = [slot for product in self._products for slot in product.slots]
         wanted = {product.activation for product in self._products}
@@ -124,22 +103,17 @@ class ColumnParallels:
 
 
 class RowParallel(_Linear):
-    """y = x W^T. x and W hold this rank's input columns, so y is its part of a sum over `group`."""
+    """y = x W^T. x and W hold this rank's input columns, so y is its part of a sum over the
+    attention group.
+    """
 
     def __init__(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        *,
-        columns: range,
-        group: Collective,
-        kernels: KernelTable,
-        weights: WeightFormat,
+        self, name: str, shape: tuple[int, int], *, columns: range, setup: LayerSetup
     ) -> None:
         shares = [(Axis.COLUMNS, len(columns))] if len(columns) < shape[1] else []
         own = shape[0], len(columns)
-        super().__init__([name], own, shares=shares, kernels=kernels, weights=weights)
-        self._group = group
+        super().__init__([name], own, setup=setup, shares=shares)
+        self._group = setup.context.attention_group
         self.slots = self._matrix.slots(name, shape, region=(range(shape[0]), columns))
 
     def __call__(self, x: Tensor | QuantizedActivations, *, in_parts: bool = False) -> Partial:

@@ -5,13 +5,11 @@ from torch import Tensor
 from negamax.formats.floats import E4M3_GROUPS
 from negamax.kernels.activations import QuantizedActivations, SwiGlu
 from negamax.kernels.mlp.op import SWIGLU
-from negamax.kernels.registry import KernelTable
 from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
 from negamax.layers.names import MlpNames
+from negamax.layers.weights import LayerSetup
 from negamax.parallel.collectives import Partial
-from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import shard
-from negamax.quantization.scheme import WeightFormat
 
 
 class Mlp:
@@ -24,27 +22,17 @@ class Mlp:
         hidden_size: int,
         width: int,
         activation: SwiGlu,
-        context: ParallelContext,
-        kernels: KernelTable,
-        weights: WeightFormat,
+        setup: LayerSetup,
     ) -> None:
-        view = context.layout.attention
+        view = setup.context.layout.attention
         rows = shard(width, rank=view.rank, size=view.size, what="MLP intermediate size")
-        self._swiglu, self._between = kernels[SWIGLU].run, activation
+        self._swiglu, self._between = setup.kernels[SWIGLU].run, activation
         self._gate_up = ColumnParallel(
             [ProjectionPart(name, width, rows) for name in (names.gate, names.up)],
             hidden_size,
-            kernels=kernels,
-            weights=weights,
+            setup=setup,
         )
-        self._down = RowParallel(
-            names.down,
-            (hidden_size, width),
-            columns=rows,
-            group=context.attention_group,
-            kernels=kernels,
-            weights=weights,
-        )
+        self._down = RowParallel(names.down, (hidden_size, width), columns=rows, setup=setup)
         self.activation = self._gate_up.activation  # forms of the input besides plain activations
         self._quantize = self._down.activation == E4M3_GROUPS
         self.slots = [*self._gate_up.slots, *self._down.slots]

@@ -15,15 +15,12 @@ from negamax.kernels.attention.metadata import StepTokens
 from negamax.kernels.moe.op import EXPERTS, ROUTE, ExpertWeights, SelectedExperts
 from negamax.kernels.norm.op import ADD_RMS
 from negamax.kernels.quantize.op import QUANTIZE
-from negamax.kernels.registry import KernelTable
 from negamax.layers.basic import RmsNorm
 from negamax.layers.expert_dispatch import ExpertMap, expert_dispatch
 from negamax.layers.mlp import Mlp
 from negamax.layers.names import MlpNames, MoeNames
-from negamax.layers.weights import MatrixWeight, WeightSlot, choose_kernel
+from negamax.layers.weights import LayerSetup, MatrixWeight, WeightSlot, choose_kernel
 from negamax.parallel.collectives import Partial
-from negamax.parallel.context import ParallelContext
-from negamax.parallel.layout import ExpertView
 from negamax.quantization.scheme import WeightFormat
 
 ALL_TOKENS = StepTokens()
@@ -47,22 +44,21 @@ class SparseMoe:
         activation: SwiGlu = SILU,
         routed_scaling: float = 1.0,
         shared_width: int = 0,
-        context: ParallelContext,
-        kernels: KernelTable,
-        weights: WeightFormat,
+        setup: LayerSetup,
         table: Sequence[int] | None = None,
     ) -> None:
         """`routed_scaling`: factor of the expert weights; `shared_width`: of the shared expert, 0
         without; `table`: the expert in each slot, None: the layout's for `layer`.
         """
         experts = [names.expert(number) for number in range(num_experts)]
-        table = table or context.layout.expert_slots(num_experts, layer)
+        layout, kernels, weights = setup.context.layout, setup.kernels, setup.weights
+        table = table or layout.expert_slots(num_experts, layer)
         self._shared_mlp: Mlp | None = None
         if shared_width:
             shared = names.shared
             assert shared is not None
             alike = _formats(experts[0], weights) == _formats(shared, weights)
-            if alike and shared_width == width and context.layout.experts.ep == 1:
+            if alike and shared_width == width and layout.experts.ep == 1:
                 table = (*table, num_experts)
                 experts.append(shared)
             else:
@@ -71,13 +67,9 @@ class SparseMoe:
                     hidden_size=hidden_size,
                     width=shared_width,
                     activation=activation,
-                    context=context,
-                    kernels=kernels,
-                    weights=weights,
+                    setup=setup,
                 )
-        self._dispatch = expert_dispatch(
-            table, context=context, device=weights.device, kernels=kernels
-        )
+        self._dispatch = expert_dispatch(table, setup=setup)
         self.num_experts, self.top_k = num_experts, top_k
         self._scaling, self._between = routed_scaling, activation
         self._is_shared = len(experts) > num_experts
@@ -85,14 +77,7 @@ class SparseMoe:
         self._norm_route = kernels.fusion(ADD_RMS, ROUTE)
         self.slots = [
             *self._allocate_router(names, hidden_size, weights),
-            *self._allocate_experts(
-                experts,
-                hidden_size=hidden_size,
-                width=width,
-                view=context.layout.experts,
-                kernels=kernels,
-                weights=weights,
-            ),
+            *self._allocate_experts(experts, hidden_size, width, setup),
             *(() if self._shared_mlp is None else self._shared_mlp.slots),
         ]
         self.activation = wanted = self._experts_kernel.activation
@@ -117,26 +102,19 @@ class SparseMoe:
         ]
 
     def _allocate_experts(
-        self,
-        experts: Sequence[MlpNames],
-        *,
-        hidden_size: int,
-        width: int,
-        view: ExpertView,
-        kernels: KernelTable,
-        weights: WeightFormat,
+        self, experts: Sequence[MlpNames], hidden_size: int, width: int, setup: LayerSetup
     ) -> list[WeightSlot]:
         """Create the matrices of this rank's experts, gate rows before up rows."""
-        here = self._dispatch.experts
+        here, view = self._dispatch.experts, setup.context.layout.experts
         local = [name for each in here for name in _matrices(experts[each])]
         self._experts_kernel, held, reason = choose_kernel(
-            EXPERTS, local, kernels=kernels, weights=weights, columns=hidden_size
+            EXPERTS, local, setup, columns=hidden_size
         )
         narrow, unit = held.split_width(width // view.tp, self._experts_kernel.reads)
         share = view.width(width, unit=unit)
         rows, everything = share.part, range(hidden_size)
         padded = len(rows) < share.size
-        allocate = partial(MatrixWeight, weights=weights, padded=padded, reason=reason)
+        allocate = partial(MatrixWeight, weights=setup.weights, padded=padded, reason=reason)
         self._gate_up = allocate((len(here), 2 * share.size, hidden_size), held)
         self._down = allocate((len(here), hidden_size, share.size), narrow)
         slots: list[WeightSlot] = []

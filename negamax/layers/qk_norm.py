@@ -5,8 +5,7 @@ from torch import Tensor
 
 from negamax.kernels.attention import op as spec
 from negamax.layers.names import AttentionNames
-from negamax.layers.weights import WeightSlot
-from negamax.parallel.context import ParallelContext
+from negamax.layers.weights import LayerSetup, WeightSlot
 
 
 class FullWidthNorm:
@@ -23,16 +22,15 @@ class FullWidthNorm:
         head_dim: int,
         eps: float,
         gemma: bool,
-        context: ParallelContext,
-        device: torch.device,
+        setup: LayerSetup,
     ) -> None:
         assert not gemma, "only norms of single heads are stored less 1"
-        view, self._group = context.layout.attention, context.attention_group
+        view, self._group = setup.context.layout.attention, setup.context.attention_group
         q, kv = (
             range(part.start * head_dim, part.stop * head_dim)
             for part in (view.cache_heads(heads), view.kv_heads(kv_heads))
         )
-        weight = torch.empty(len(q) + len(kv), dtype=torch.float32, device=device)
+        weight = torch.empty(len(q) + len(kv), dtype=torch.float32, device=setup.weights.device)
         q_weight, k_weight = weight.split([len(q), len(kv)])
         self.norm = spec.prepare_qk_norm(
             weight, heads=len(q) // head_dim, kv_heads=len(kv) // head_dim, eps=eps, ranks=view.size
@@ -64,12 +62,11 @@ class PerHeadNorm:
         head_dim: int,
         eps: float,
         gemma: bool,
-        context: ParallelContext,
-        device: torch.device,
+        setup: LayerSetup,
     ) -> None:
-        view = context.layout.attention
+        view = setup.context.layout.attention
         own = len(view.cache_heads(heads)), len(view.kv_heads(kv_heads))
-        weight = torch.empty(2, head_dim, dtype=torch.float32, device=device)
+        weight = torch.empty(2, head_dim, dtype=torch.float32, device=setup.weights.device)
         self.norm, self._gemma = spec.HeadNorm(weight, *own, eps), gemma
         self.slots = [
             WeightSlot(name, (head_dim,), target=target)

@@ -16,10 +16,20 @@ from negamax.formats.tensor_format import Axis, Region, StoredTensor, StoredWeig
 from negamax.kernels.op import Kernel, Op, P, R
 from negamax.kernels.quantize.stored import check_entries
 from negamax.kernels.registry import KernelTable
+from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
 # For each dimension, how often an entry is repeated, and the index of the first repetition.
 Copies = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class LayerSetup:
+    """The arguments that all layers of a rank share."""
+
+    context: ParallelContext
+    weights: WeightFormat
+    kernels: KernelTable
 
 
 @dataclass(frozen=True)
@@ -268,9 +278,8 @@ def _copies(tensor: StoredTensor, held: StoredTensor, region: Region) -> Copies:
 def choose_kernel(
     op: Op[P, R],
     names: Iterable[str],
+    setup: LayerSetup,
     *,
-    kernels: KernelTable,
-    weights: WeightFormat,
     columns: int,
     shares: Iterable[tuple[Axis, int]] = (),
 ) -> tuple[Kernel[P, R], TensorFormat, str]:
@@ -279,6 +288,7 @@ def choose_kernel(
     it, a kernel reads it and no shard cuts a group. `columns`: of one matrix on this rank;
     `shares`: rows or columns per rank of one matrix.
     """
+    kernels, weights = setup.kernels, setup.weights
     if not weights.keep_quantized:
         return kernels[op], PLAIN, "this dtype is used on every device"
     source, *others = dict.fromkeys(weights.stored(name) for name in names)

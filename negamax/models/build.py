@@ -6,7 +6,7 @@ import torch
 
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.registry import KernelTable
-from negamax.layers.weights import WeightSlot
+from negamax.layers.weights import LayerSetup, WeightSlot
 from negamax.models.decoder import Decoder
 from negamax.models.registry import find_family
 from negamax.parallel.collectives import SingleRank
@@ -34,7 +34,7 @@ def build_model(
     family = find_family(spec.architecture)
     weights = WeightFormat(dtype, device, detect(spec.quantization), keep_quantized)
     code = import_module(f"{family.package}.model")
-    model: Decoder = code.build(spec, context=context, weights=weights, kernels=kernels)
+    model: Decoder = code.build(spec, LayerSetup(context, weights, kernels))
     return model
 
 

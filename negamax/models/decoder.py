@@ -16,17 +16,14 @@ from negamax.config.model_spec import ModelSpec, MoeSpec
 from negamax.formats.tensor_format import ActivationFormat
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.registry import KernelTable
 from negamax.kernels.steps.op import EMBED_TOKENS
 from negamax.layers.attention import AttentionKind, KvCaches, prepare_attention
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
 from negamax.layers.names import DecoderNames
-from negamax.layers.weights import WeightSlot, slots_by_name
+from negamax.layers.weights import LayerSetup, WeightSlot, slots_by_name
 from negamax.parallel.collectives import Partial
-from negamax.parallel.context import ParallelContext
-from negamax.quantization.scheme import WeightFormat
 
 
 class Layer(Protocol):
@@ -85,14 +82,13 @@ class DecoderLayer:
         norms: tuple[str, str],
         eps: float,
         gemma: bool = False,
-        weights: WeightFormat,
-        kernels: KernelTable,
+        setup: LayerSetup,
     ) -> None:
         """`norms`: names of the norms before the attention and before the MLP."""
         self.attention, self.mlp = attention, mlp
-        shared: dict[str, Any] = {"gemma": gemma, "kernels": kernels, "weights": weights}
+        shared: dict[str, Any] = {"eps": eps, "gemma": gemma, "setup": setup}
         self.input_norm, self._post_norm = (
-            RmsNorm(name, hidden_size, eps=eps, activation=block.activation, **shared)
+            RmsNorm(name, hidden_size, activation=block.activation, **shared)
             for name, block in zip(norms, (attention, mlp), strict=True)
         )
         parts = (self.input_norm, attention, self._post_norm, mlp)
@@ -153,33 +149,30 @@ class Decoder:
         names: DecoderNames,
         eps: float,
         gemma: bool = False,
-        context: ParallelContext,
-        weights: WeightFormat,
-        kernels: KernelTable,
+        setup: LayerSetup,
     ) -> None:
         """`layers` of this stage; the `kinds` of their attention, each with one of its layers.
 
         `eps`, `gemma`: of the last norm (see `RmsNorm`).
         """
         self.spec, self.layers, self._kinds = spec, layers, kinds
-        self.dtype = weights.dtype
-        self._numbers = context.layout.layers(spec.num_layers)
-        self.vocab_range = context.layout.vocab(spec.vocab_size)
+        layout, weights = setup.context.layout, setup.weights
+        self.dtype, self._numbers = weights.dtype, layout.layers(spec.num_layers)
+        self.vocab_range = rows = layout.vocab(spec.vocab_size)
         vocab_shape = (spec.vocab_size, spec.hidden_size)
-        shared: dict[str, Any] = {"rows": self.vocab_range, "group": context.attention_group}
+        self._group, self._embed = setup.context.attention_group, setup.kernels[EMBED_TOKENS].run
+        self.is_first_stage, self.is_last_stage = layout.is_first_stage, layout.is_last_stage
         slots = [slot for layer in layers for slot in layer.slots]
-        if context.layout.is_first_stage:
-            self.embedding = VocabEmbedding(names.embedding, vocab_shape, weights=weights, **shared)
+        if self.is_first_stage:
+            self.embedding = VocabEmbedding(
+                names.embedding, vocab_shape, rows=rows, group=self._group, weights=weights
+            )
             slots += self.embedding.slots
-        self._group, self._embed = context.attention_group, kernels[EMBED_TOKENS].run
-        self.is_first_stage = context.layout.is_first_stage
-        self.is_last_stage = context.layout.is_last_stage
-        shared |= {"kernels": kernels, "weights": weights}
         # (without weight on other stages: it completes the residual stream)
-        own: dict[str, Any] = {"gemma": gemma, "kernels": kernels, "weights": weights}
-        self._norm = RmsNorm(names.norm, spec.hidden_size, eps=eps, activation=None, **own)
+        own: dict[str, Any] = {"eps": eps, "gemma": gemma, "setup": setup}
+        self._norm = RmsNorm(names.norm, spec.hidden_size, activation=None, **own)
         if self.is_last_stage:
-            self._head = VocabHead(names.head, vocab_shape, **shared)
+            self._head = VocabHead(names.head, vocab_shape, rows=rows, setup=setup)
             slots += [*self._norm.slots, *self._head.slots]
         self._slots = slots_by_name(slots)
 

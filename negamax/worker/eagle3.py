@@ -26,7 +26,7 @@ from negamax.kernels.drafts.op import RECORD_DRAFTS
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.sampling.op import DRAW_LEADING, PICK
 from negamax.layers.attention import KvCaches
-from negamax.layers.weights import WeightSlot
+from negamax.layers.weights import LayerSetup, WeightSlot
 from negamax.models.decoder import Decoder
 from negamax.models.eagle3 import names
 from negamax.models.eagle3.config import DraftModel, Eagle3Spec, name_draft_errors
@@ -178,7 +178,7 @@ def _build(
     spec: Eagle3Spec, context: ParallelContext, *, device: torch.device, kernels: KernelTable
 ) -> Eagle3Draft:
     weights = WeightFormat(kernels.dtype, device, detect(spec.quantization))
-    return build(spec, context=context, weights=weights, kernels=kernels)
+    return build(spec, LayerSetup(context, weights, kernels))
 
 
 def _spread(spec: Eagle3Spec) -> Tensor:

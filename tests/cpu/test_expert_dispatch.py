@@ -17,7 +17,7 @@ from negamax.kernels.registry import resolve
 from negamax.layers.expert_dispatch import ExpertMap
 from negamax.layers.moe import SparseMoe
 from negamax.layers.names import MlpNames
-from negamax.layers.weights import WeightSlot
+from negamax.layers.weights import LayerSetup, WeightSlot
 from negamax.models.minimax_m3 import names
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
@@ -38,13 +38,16 @@ def mixture(
     context: ParallelContext | None = None,
 ) -> SparseMoe:
     """Make one rank's part of the same model. `context`: its groups, if it communicates."""
+    setup = LayerSetup(
+        context or replace(ParallelContext.single(), layout=layout),
+        WeightFormat(torch.float32, torch.device("cpu"), None),
+        resolve(platform=CPU, dtype=torch.float32),
+    )
     moe = SparseMoe(
         names.moe(0), layer=0, hidden_size=HIDDEN, width=WIDTH, num_experts=EXPERTS, top_k=TOP_K,
         activation=SwiGlu(alpha=1.7, limit=0.5, beta=1.0) if shared_width else SwiGlu(),
         routed_scaling=2.0 if shared_width else 1.0, shared_width=shared_width,
-        context=context or replace(ParallelContext.single(), layout=layout),
-        kernels=resolve(platform=CPU, dtype=torch.float32),
-        weights=WeightFormat(torch.float32, torch.device("cpu"), None), table=table,
+        setup=setup, table=table,
     )  # fmt: skip
     for number, slot in enumerate(by_name(moe)):
         slot.write(draw(number, slot))

@@ -17,6 +17,7 @@ from negamax.kernels.moe.op import EXPERTS, ROUTE, SelectedExperts
 from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.registry import OPS, resolve
 from negamax.layers.moe import SparseMoe
+from negamax.layers.weights import LayerSetup
 from negamax.models.minimax_m3 import names
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
@@ -72,12 +73,15 @@ class Model:
             return kernel.prepare(*map(as_plain, prepared), **numbers)
 
         watched = (*TABLE.candidates[EXPERTS][:-1], replace(kernel, prepare=prepare))
+        setup = LayerSetup(
+            replace(single, layout=layout),
+            WeightFormat(torch.float32, torch.device("cpu"), scheme),
+            replace(TABLE, candidates={**TABLE.candidates, EXPERTS: watched}),
+        )
         moe = SparseMoe(
             names.moe(0), layer=0, hidden_size=self.hidden, width=self.width,
             num_experts=self.num_experts, top_k=TOP_K, shared_width=self.width * self.shared,
-            context=replace(single, layout=layout),
-            kernels=replace(TABLE, candidates={**TABLE.candidates, EXPERTS: watched}),
-            weights=WeightFormat(torch.float32, torch.device("cpu"), scheme),
+            setup=setup,
         )  # fmt: skip
         own = names.moe(0)
         tensors: dict[str, Tensor] = {}

@@ -22,6 +22,7 @@ from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.quantize.triton import quantize
 from negamax.kernels.registry import KernelTable, gpu_kernels, resolve
 from negamax.layers.moe import SparseMoe
+from negamax.layers.weights import LayerSetup
 from negamax.models.minimax_m3 import names
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.compressed_tensors import packed
@@ -143,11 +144,11 @@ def test_a_shared_expert_runs_with_the_others_or_by_itself(
 
     def moe(table: KernelTable, form: Callable[[str], TensorFormat] | None) -> SparseMoe:
         scheme = None if form is None else Scheme((routed,), form)
+        weights = WeightFormat(table.dtype, torch.device("cpu"), scheme)
         layer = SparseMoe(
             own, layer=0, hidden_size=hidden, width=width, num_experts=num_experts, top_k=2,
             activation=SwiGlu(alpha=1.702, limit=7.0, beta=1.0), routed_scaling=2.0,
-            shared_width=width, context=ParallelContext.single(), kernels=table,
-            weights=WeightFormat(table.dtype, torch.device("cpu"), scheme),
+            shared_width=width, setup=LayerSetup(ParallelContext.single(), weights, table),
         )  # fmt: skip
         for slot in layer.slots:
             if slot.needed:

@@ -26,6 +26,7 @@ from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.op import NormWeight
 from negamax.kernels.quantize.op import quantize_activations
 from negamax.layers.moe import SparseMoe
+from negamax.layers.weights import LayerSetup
 from negamax.models import minimax_names as names
 from negamax.models.registry import read_spec
 from negamax.parallel.context import ParallelContext
@@ -196,8 +197,8 @@ def test_experts_of_sharded_blocks_and_groups_add_up_to_those_of_one_rank(
     def experts(layout: ParallelLayout) -> SparseMoe:
         context = replace(ParallelContext.single(), layout=layout)
         layer = SparseMoe(
-            own, layer=0, hidden_size=hidden, width=width, num_experts=2, top_k=2, context=context,
-            kernels=table, weights=weights,
+            own, layer=0, hidden_size=hidden, width=width, num_experts=2, top_k=2,
+            setup=LayerSetup(context, weights, table),
         )  # fmt: skip
         for slot in layer.slots:
             if slot.name in tensors and slot.needed:

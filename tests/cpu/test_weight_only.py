@@ -30,6 +30,7 @@ from negamax.kernels.weight_only.layout import Packing
 from negamax.kernels.weight_only.triton_dequantize import dequantize as dequantize_packed
 from negamax.layers.linear import ColumnParallel, ProjectionPart
 from negamax.layers.moe import SparseMoe
+from negamax.layers.weights import LayerSetup
 from negamax.models import minimax_names as names
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import Scheme, WeightFormat
@@ -110,12 +111,11 @@ def test_layers_select_kernels_by_their_columns(
     table = KernelTable.of(gpu_kernels(), platform=platform.CPU, dtype=torch.bfloat16)
     scheme = Scheme((E4M3_BLOCKS,), lambda module: E4M3_BLOCKS)
     weights = WeightFormat(torch.bfloat16, torch.device("cpu"), scheme)
-    linear = ColumnParallel(
-        [ProjectionPart("w", 128, range(128))], hidden, kernels=table, weights=weights
-    )
+    setup = LayerSetup(ParallelContext.single(), weights, table)
+    linear = ColumnParallel([ProjectionPart("w", 128, range(128))], hidden, setup=setup)
     moe = SparseMoe(
         names.moe(0), layer=0, hidden_size=hidden, width=128, num_experts=2, top_k=2,
-        context=ParallelContext.single(), kernels=table, weights=weights,
+        setup=setup,
     )  # fmt: skip
     assert linear.activation == moe.activation == wanted
 

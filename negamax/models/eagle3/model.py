@@ -23,7 +23,6 @@ from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.op import DECODE, PREFILL, ROPE_WRITE
 from negamax.kernels.drafts.op import EMBED_NORMS
 from negamax.kernels.kvcache.op import KvCache, TokenPlaces
-from negamax.kernels.registry import KernelTable
 from negamax.kernels.rotary import signed_frequencies
 from negamax.kernels.steps.op import EMBED_TOKENS
 from negamax.layers.attention import (
@@ -36,12 +35,11 @@ from negamax.layers.attention import (
 from negamax.layers.basic import RmsNorm, VocabEmbedding
 from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
 from negamax.layers.mlp import Mlp
-from negamax.layers.weights import StoredPart, WeightSlot, slots_by_name
+from negamax.layers.weights import LayerSetup, StoredPart, WeightSlot, slots_by_name
 from negamax.models.decoder import Decoder
 from negamax.models.eagle3 import names
 from negamax.models.eagle3.config import Eagle3Spec
 from negamax.parallel.collectives import Partial, SingleRank
-from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import shard
 from negamax.quantization.scheme import WeightFormat
 
@@ -84,17 +82,8 @@ class _Biases:
 class _Attention:
     """Grouped-query attention without norms of queries and keys, split by heads over the ranks."""
 
-    def __init__(
-        self,
-        spec: Eagle3Spec,
-        layer: int,
-        *,
-        context: ParallelContext,
-        kernels: KernelTable,
-        weights: WeightFormat,
-    ) -> None:
-        shared: dict[str, Any] = {"kernels": kernels, "weights": weights}
-        view = context.layout.attention
+    def __init__(self, spec: Eagle3Spec, layer: int, setup: LayerSetup) -> None:
+        view, kernels = setup.context.layout.attention, setup.kernels
         q_rows = head_rows(view.heads(spec.num_heads), spec.head_dim)
         kv_rows = head_rows(view.kv_heads(spec.num_kv_heads), spec.head_dim)
         q_total, kv_total = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -105,14 +94,15 @@ class _Attention:
             ProjectionPart(v, kv_total, kv_rows),
         )
         inputs = spec.hidden_size if layer else 2 * spec.hidden_size
-        self._qkv = ColumnParallel(parts, inputs, **shared)
-        shape, group = (spec.hidden_size, q_total), context.attention_group
-        self._out = RowParallel(out, shape, columns=q_rows, group=group, **shared)
+        self._qkv = ColumnParallel(parts, inputs, setup=setup)
+        self._out = RowParallel(out, (spec.hidden_size, q_total), columns=q_rows, setup=setup)
         self._rope_write = kernels[ROPE_WRITE].run
         self._decode, self._prefill = kernels[DECODE].run, kernels[PREFILL].run
         self._biases = None
         if spec.attention_bias:
-            self._biases = _Biases(layer, parts, spec.hidden_size, rank=view.rank, weights=weights)
+            self._biases = _Biases(
+                layer, parts, spec.hidden_size, rank=view.rank, weights=setup.weights
+            )
         self.slots = [*self._qkv.slots, *self._out.slots]
         self.slots += self._biases.slots if self._biases else []
 
@@ -145,29 +135,19 @@ class _Attention:
 class _Layer:
     """One layer; the first one also reads the embedding of the next token."""
 
-    def __init__(
-        self,
-        spec: Eagle3Spec,
-        layer: int,
-        *,
-        context: ParallelContext,
-        kernels: KernelTable,
-        weights: WeightFormat,
-    ) -> None:
-        shared: dict[str, Any] = {"kernels": kernels, "weights": weights}
-        self._attention = _Attention(spec, layer, context=context, **shared)
+    def __init__(self, spec: Eagle3Spec, layer: int, setup: LayerSetup) -> None:
+        self._attention = _Attention(spec, layer, setup)
         hidden, width, own = spec.hidden_size, spec.intermediate_size, names.mlp(layer)
-        sizes: dict[str, Any] = {"hidden_size": hidden, "width": width, "activation": SILU}
-        self._mlp = Mlp(own, context=context, **sizes, **shared)
+        self._mlp = Mlp(own, hidden_size=hidden, width=width, activation=SILU, setup=setup)
         norms = [
-            RmsNorm(name, spec.hidden_size, eps=spec.rms_norm_eps, activation=None, **shared)
+            RmsNorm(name, spec.hidden_size, eps=spec.rms_norm_eps, activation=None, setup=setup)
             for name in names.norms(layer)[: 2 if layer else 3]
         ]
         self._input_norm, self._post_norm, *others = norms
         self._hidden_norm = others[0] if others else None
         self._is_residual_normed = spec.norm_before_residual
-        self._embed_norms = kernels.fusion(*EMBED_NORMS.sequence)
-        self._embed_tokens = kernels[EMBED_TOKENS].run
+        self._embed_norms = setup.kernels.fusion(*EMBED_NORMS.sequence)
+        self._embed_tokens = setup.kernels[EMBED_TOKENS].run
         self.slots = [*self._attention.slots, *self._mlp.slots]
         self.slots += [slot for norm in norms for slot in norm.slots]
 
@@ -220,32 +200,18 @@ class _Layer:
 class Eagle3Draft:
     """The loader writes weights through `weight_slots`, then calls `finish_loading` once."""
 
-    def __init__(
-        self,
-        spec: Eagle3Spec,
-        *,
-        context: ParallelContext,
-        weights: WeightFormat,
-        kernels: KernelTable,
-    ) -> None:
-        self.spec, self._group, layout = spec, context.attention_group, context.layout
-        shared: dict[str, Any] = {"kernels": kernels, "weights": weights}
+    def __init__(self, spec: Eagle3Spec, setup: LayerSetup) -> None:
+        self.spec, layout, weights = spec, setup.context.layout, setup.weights
         hidden, streams = spec.hidden_size, spec.num_aux * spec.target_hidden_size
         self._columns = shard(streams, rank=layout.tp_rank, size=layout.tp, what="streams")
-        self._fc = RowParallel(
-            names.FC, (hidden, streams), columns=self._columns, group=self._group, **shared
-        )
+        self._fc = RowParallel(names.FC, (hidden, streams), columns=self._columns, setup=setup)
         normed: dict[str, int] = {names.FC_INPUT_NORM: streams} if spec.norm_before_fc else {}
         for number in range(spec.num_aux if spec.fc_norm else 0):
             normed[names.fc_norm(number)] = spec.target_hidden_size
-        eps: dict[str, Any] = {"eps": spec.rms_norm_eps, "activation": None}
-        self._aux_norms = {
-            name: RmsNorm(name, width, **eps, **shared) for name, width in normed.items()
-        }
-        self.layers = [
-            _Layer(spec, layer, context=context, **shared) for layer in range(spec.num_layers)
-        ]
-        self._norm = RmsNorm(names.NORM, hidden, **eps, **shared)
+        own: dict[str, Any] = {"eps": spec.rms_norm_eps, "activation": None, "setup": setup}
+        self._aux_norms = {name: RmsNorm(name, width, **own) for name, width in normed.items()}
+        self.layers = [_Layer(spec, layer, setup) for layer in range(spec.num_layers)]
+        self._norm = RmsNorm(names.NORM, hidden, **own)
         parts: list[Any] = [self._fc, *self._aux_norms.values(), *self.layers, self._norm]
         slots = [slot for part in parts for slot in part.slots]
         self._embed: VocabEmbedding | None = None
@@ -260,11 +226,11 @@ class Eagle3Draft:
         self._offsets = torch.zeros(spec.draft_vocab_size, dtype=torch.int64, device=weights.device)
         if spec.own_head:
             rows = ProjectionPart(names.HEAD, spec.draft_vocab_size, self.vocab_range)
-            self._head = ColumnParallel([rows], hidden, **shared)
+            self._head = ColumnParallel([rows], hidden, setup=setup)
             offsets: dict[str, Any] = {"target": self._offsets, "stored": StoredPart(_OFFSETS)}
             shape, optional = (spec.draft_vocab_size,), not spec.is_pruned
-            own = WeightSlot(names.D2T, shape, optional=optional, **offsets)
-            slots += [*self._head.slots, own]
+            slots += self._head.slots
+            slots.append(WeightSlot(names.D2T, shape, optional=optional, **offsets))
         self._marks = torch.zeros(spec.vocab_size, dtype=torch.bool, device=weights.device)
         marks: dict[str, Any] = {"target": self._marks, "stored": StoredPart(_MARKS)}
         slots.append(WeightSlot(names.T2D, (spec.vocab_size,), optional=True, **marks))
@@ -275,7 +241,7 @@ class Eagle3Draft:
             group=len(view.heads(spec.num_heads)) // kv_heads,
             frequencies=signed_frequencies(spec.head_dim, spec.rope_theta).to(weights.device),
             quantize=False,
-            kernels=kernels,
+            kernels=setup.kernels,
         )
         self._slots = slots_by_name(slots)
         self._target: Decoder | None = None
@@ -416,9 +382,7 @@ def _rotate_back(rows: Tensor, rotation: Tensor) -> Tensor:
     return (rows.float() @ rotation.T).to(rows.dtype)
 
 
-def build(
-    spec: ModelSpec, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable
-) -> Eagle3Draft:
+def build(spec: ModelSpec, setup: LayerSetup) -> Eagle3Draft:
     """Build a draft without weights."""
     assert isinstance(spec, Eagle3Spec)
-    return Eagle3Draft(spec, context=context, weights=weights, kernels=kernels)
+    return Eagle3Draft(spec, setup)

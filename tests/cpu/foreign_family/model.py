@@ -9,32 +9,22 @@ from negamax.kernels.activations import SILU, QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.op import split_heads
 from negamax.kernels.kvcache.op import KvCache, cache_rows, store, write
-from negamax.kernels.registry import KernelTable
 from negamax.kernels.rotary import half_split, signed_frequencies
 from negamax.layers.attention import Attention, GroupedQueryKind, KvCaches
 from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
 from negamax.layers.qk_norm import PerHeadNorm
+from negamax.layers.weights import LayerSetup
 from negamax.models.decoder import Decoder, DecoderLayer, attention_sizes, moe_sizes
 from negamax.parallel.collectives import Partial
-from negamax.parallel.context import ParallelContext
-from negamax.quantization.scheme import WeightFormat
 
 
 class SelectedAttention:
     """Attention of each query to the `index_top_k` keys with the highest index scores."""
 
-    def __init__(
-        self,
-        spec: ForeignSpec,
-        context: ParallelContext,
-        *,
-        kernels: KernelTable,
-        weights: WeightFormat,
-    ) -> None:
-        shared, own = {"kernels": kernels, "weights": weights}, names.attention(1)
-        view, dim = context.layout.attention, spec.head_dim
+    def __init__(self, spec: ForeignSpec, setup: LayerSetup) -> None:
+        own, view, dim = names.attention(1), setup.context.layout.attention, spec.head_dim
         heads, kv_heads = view.heads(spec.num_heads), view.kv_heads(spec.num_kv_heads)
         self._heads, self._kv_heads, self._top_k = len(heads), len(kv_heads), spec.index_top_k
         rows, kv_rows = (range(h.start * dim, h.stop * dim) for h in (heads, kv_heads))
@@ -44,16 +34,14 @@ class SelectedAttention:
             ProjectionPart(own.k, kv_total, kv_rows),
             ProjectionPart(own.v, kv_total, kv_rows),
         )
-        self._qkv = ColumnParallel(parts, spec.hidden_size, **shared)
+        self._qkv = ColumnParallel(parts, spec.hidden_size, setup=setup)
         width = spec.index_width
         index = [ProjectionPart(name, width, range(width)) for name in names.INDEX]
-        self._index = ColumnParallel(index, spec.hidden_size, **shared)
-        shape, group = (spec.hidden_size, q_total), context.attention_group
-        self._out = RowParallel(own.out, shape, columns=rows, group=group, **shared)
+        self._index = ColumnParallel(index, spec.hidden_size, setup=setup)
+        self._out = RowParallel(own.out, (spec.hidden_size, q_total), columns=rows, setup=setup)
         sizes = attention_sizes(spec)
         del sizes["hidden_size"]
-        split = {"context": context, "device": weights.device}
-        self._qk_norm = PerHeadNorm(own, gemma=False, **sizes, **split)
+        self._qk_norm = PerHeadNorm(own, gemma=False, **sizes, setup=setup)
         self.activation, self.gives_quantized = None, False
         parts = (self._qkv, self._index, self._out, self._qk_norm)
         self.slots = [slot for part in parts for slot in part.slots]
@@ -129,30 +117,26 @@ def attended(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     return (probabilities @ v).transpose(0, 1).flatten(1)
 
 
-def build(
-    spec: ForeignSpec, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable
-) -> Decoder:
-    shared = {"kernels": kernels, "weights": weights}
-    view = context.layout.attention
+def build(spec: ForeignSpec, setup: LayerSetup) -> Decoder:
+    view = setup.context.layout.attention
     kv_heads = len(view.kv_heads(spec.num_kv_heads))
     full = GroupedQueryKind(
         kv_heads=kv_heads,
         group=len(view.heads(spec.num_heads)) // kv_heads,
-        frequencies=signed_frequencies(spec.rotary_dim, spec.rope_theta).to(weights.device),
+        frequencies=signed_frequencies(spec.rotary_dim, spec.rope_theta).to(setup.weights.device),
         quantize=False,
-        kernels=kernels,
+        kernels=setup.kernels,
     )
-    split = {"context": context, **shared}
     sizes = attention_sizes(spec)
-    attention = Attention(names.attention(0), norm_per_head=True, **sizes, **split)
+    attention = Attention(names.attention(0), norm_per_head=True, **sizes, setup=setup)
     hidden = spec.hidden_size
-    mlp = Mlp(names.MLP, hidden_size=hidden, width=spec.mlp_width, activation=SILU, **split)
-    moe = SparseMoe(names.MOE, layer=1, **moe_sizes(spec), **split)
-    blocks = ((attention, mlp), (SelectedAttention(spec, context, **shared), moe))
+    mlp = Mlp(names.MLP, hidden_size=hidden, width=spec.mlp_width, activation=SILU, setup=setup)
+    moe = SparseMoe(names.MOE, layer=1, **moe_sizes(spec), setup=setup)
+    blocks = ((attention, mlp), (SelectedAttention(spec, setup), moe))
     eps = spec.rms_norm_eps
     layers = [
-        DecoderLayer(*parts, spec.hidden_size, norms=names.norms(layer), eps=eps, **shared)
+        DecoderLayer(*parts, spec.hidden_size, norms=names.norms(layer), eps=eps, setup=setup)
         for layer, parts in enumerate(blocks)
     ]
     kinds = [(full, 0), (SelectedKind(), 1)]
-    return Decoder(spec, layers, kinds, names=names.DECODER, eps=eps, context=context, **shared)
+    return Decoder(spec, layers, kinds, names=names.DECODER, eps=eps, setup=setup)
