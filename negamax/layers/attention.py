@@ -85,9 +85,7 @@ class PagedKind:
     ) -> GroupedQueryStep:
         """Compute angles and cache rows, and plan both kernels. `heads`: of each kind of cache."""
         cos, sin, slot_mapping = self._locate(
-            metadata.positions,
-            metadata.token_slots,
-            metadata.block_tables,
+            metadata.token_tables,
             self._frequencies,
             kv_heads=shape.kv_heads,
             block_size=shape.block_size,

@@ -60,9 +60,7 @@ class BlockSparseKind(PagedKind):
         index_rows = None
         if shape.cache.ranks > 1:
             index_rows = self._own_rows(
-                metadata.positions,
-                metadata.token_slots,
-                metadata.block_tables,
+                metadata.token_tables,
                 rank=shape.shard.rank,
                 ranks=shape.shard.ranks,
                 first=0,

@@ -26,7 +26,7 @@ from negamax.kernels.cache_shards.op import (
     PARTIAL_SPARSE_DECODE,
     PARTIAL_SPARSE_PREFILL,
 )
-from negamax.kernels.kvcache.op import LOCATE, KvCache
+from negamax.kernels.kvcache.op import LOCATE, KvCache, TokenTables
 from negamax.kernels.op import AnyKernel, Kernel, Op
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
@@ -97,18 +97,15 @@ def _locate(
     locate: Callable[..., tuple[Tensor, Tensor, Tensor]],
     own_rows: Callable[..., Tensor],
     shard: CacheShard,
-    positions: Tensor,
-    token_slots: Tensor,
-    block_tables: Tensor,
+    tokens: TokenTables,
     frequencies: Tensor,
     *,
     kv_heads: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Map tokens in other ranks' blocks to the padding block."""
-    places = positions, token_slots, block_tables
-    cos, sin, _ = locate(*places, frequencies, kv_heads=kv_heads, block_size=block_size)
+    cos, sin, _ = locate(tokens, frequencies, kv_heads=kv_heads, block_size=block_size)
     rows = own_rows(
-        *places, rank=shard.rank, ranks=shard.ranks, first=1, heads=kv_heads, block_size=block_size
+        tokens, rank=shard.rank, ranks=shard.ranks, first=1, heads=kv_heads, block_size=block_size
     )
     return cos, sin, rows.clamp_min_(0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.kvcache.op import cache_rows, slots_of
+from negamax.kernels.kvcache.op import TokenTables, cache_rows, slots_of
 
 
 class KeyExchange:
@@ -23,9 +23,8 @@ class KeyExchange:
         shared = metadata.shared_tokens
         assert shared is not None
         self._group = shared.group
-        slots = slots_of(
-            shared.positions, shared.token_slots, metadata.block_tables, block_size=block_size
-        )
+        tokens = TokenTables(shared.positions, shared.token_slots, metadata.block_tables)
+        slots = slots_of(tokens, block_size=block_size)
         self._rows = {
             count: cache_rows(slots, kv_heads=count, block_size=block_size) for count in heads
         }

@@ -192,8 +192,7 @@ def test_caches_of_all_ranks_hold_every_token(dtype: torch.dtype) -> None:
         }
 
     def place(tokens: AttentionMetadata) -> Tensor:
-        columns = tokens.positions, tokens.token_slots, tokens.block_tables
-        return slots_of(*columns, block_size=BLOCK)
+        return slots_of(tokens.token_tables, block_size=BLOCK)
 
     caches = [empty() for _ in range(3)]
 

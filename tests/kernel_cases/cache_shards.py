@@ -19,6 +19,7 @@ from negamax.kernels.cache_shards.op import (
     PARTIAL_SPARSE_PREFILL,
     PartialResults,
 )
+from negamax.kernels.kvcache.op import TokenTables
 from negamax.kernels.op import AnyKernel
 from tests.kernel_cases import attention as dense
 from tests.kernel_cases import block_sparse as sparse
@@ -48,7 +49,7 @@ def own_rows_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]
 
 
 def apply_own_rows(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    return (kernel.run(*case.tensors.values(), **case.numbers),)
+    return (kernel.run(TokenTables(*case.tensors.values()), **case.numbers),)
 
 
 def own_rows_cost(case: Case) -> Cost:

@@ -3,7 +3,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from negamax.kernels.kvcache.op import LOCATE
+from negamax.kernels.kvcache.op import LOCATE, TokenTables
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.rotary import signed_frequencies
 from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes
@@ -25,7 +25,8 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    outputs: tuple[Tensor, ...] = kernel.run(*case.tensors.values(), **case.numbers)
+    *tokens, frequencies = case.tensors.values()
+    outputs: tuple[Tensor, ...] = kernel.run(TokenTables(*tokens), frequencies, **case.numbers)
     return outputs
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from negamax.kernels.kvcache.op import TokenTables
 from negamax.kernels.peers import Collective
 
 
@@ -89,6 +90,10 @@ class AttentionMetadata:
     def is_captured(self) -> bool:
         """Whether only the device knows the lengths."""
         return len(self.host_seq_lens) < self.block_table_indices.shape[0]
+
+    @property
+    def token_tables(self) -> TokenTables:
+        return TokenTables(self.positions, self.token_slots, self.block_tables)
 
     @cached_property
     def step_tokens(self) -> StepTokens:

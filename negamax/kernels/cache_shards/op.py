@@ -22,7 +22,7 @@ from negamax.kernels.attention.metadata import PagedShape
 from negamax.kernels.attention.op import ATTENTION_TOLERANCE, gather_rows
 from negamax.kernels.block_sparse.op import BlockSparsePlan, plan
 from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
-from negamax.kernels.kvcache.op import KvCache, cache_rows, slots_of
+from negamax.kernels.kvcache.op import KvCache, TokenTables, cache_rows, slots_of
 from negamax.kernels.op import Prepared, op, rounding_tolerance
 from negamax.kernels.peers import Collective
 
@@ -72,22 +72,13 @@ class PartialResults:
 
 
 def own_rows(
-    positions: Tensor,
-    token_slots: Tensor,
-    block_tables: Tensor,
-    /,
-    *,
-    rank: int,
-    ranks: int,
-    first: int,
-    heads: int,
-    block_size: int,
+    tokens: TokenTables, /, *, rank: int, ranks: int, first: int, heads: int, block_size: int
 ) -> Tensor:
     """Return the cache rows [T * heads] int64 of a step's tokens on this rank.
 
     Block b is block b // ranks + first of rank b % ranks; -1 where another rank holds the block.
     """
-    slots = slots_of(positions, token_slots, block_tables, block_size=block_size)
+    slots = slots_of(tokens, block_size=block_size)
     block, offset = slots // block_size, slots % block_size
     own = (block // ranks + first) * block_size + offset
     rows = cache_rows(own, kv_heads=heads, block_size=block_size)

@@ -7,28 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.kvcache.op import LOCATE, slots_of
+from negamax.kernels.kvcache.op import LOCATE, TokenTables, slots_of
 from negamax.kernels.op import Kernel
 from negamax.kernels.rowwise import apply, padded_rows
 
 
 def locate(
-    positions: Tensor,
-    token_slots: Tensor,
-    block_tables: Tensor,
-    frequencies: Tensor,
-    *,
-    kv_heads: int,
-    block_size: int,
+    tokens: TokenTables, frequencies: Tensor, *, kv_heads: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the op as defined."""
-    num_tokens = positions.shape[0]
-    slots = slots_of(positions, token_slots, block_tables, block_size=block_size).numpy()
+    num_tokens = tokens.positions.shape[0]
+    slots = slots_of(tokens, block_size=block_size).numpy()
     within = slots % block_size
     first_head = (slots - within) * kv_heads + within  # [T]
     rows = first_head[:, None] + np.arange(0, kv_heads * block_size, block_size)
     padding = padded_rows(num_tokens, width=frequencies.shape[0]) - num_tokens
-    angles = F.pad(positions, (0, padding)).view(-1, 1, 1) * frequencies
+    angles = F.pad(tokens.positions, (0, padding)).view(-1, 1, 1) * frequencies
     cos, sin = apply(torch.cos, angles)[:num_tokens], apply(torch.sin, angles)[:num_tokens]
     return cos, sin, torch.from_numpy(rows.ravel())
 

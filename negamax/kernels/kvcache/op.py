@@ -44,6 +44,14 @@ class TokenPlaces(NamedTuple):
     rows: Tensor  # [T * kv_heads] int64 of the caches viewed as [-1, head_dim]; negative: none
 
 
+class TokenTables(NamedTuple):
+    """Positions of T tokens, and the block tables of their sequences."""
+
+    positions: Tensor  # [T] int64
+    token_slots: Tensor  # [T] int64, row of block_tables of each token's sequence
+    block_tables: Tensor  # [slots, blocks]
+
+
 def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
     """Return the cache rows [T * kv_heads] int64 of slots [T]; negative for slot -1 (padding)."""
     blocks, offsets = slots // block_size, slots % block_size
@@ -53,31 +61,21 @@ def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
 
 
 def locate(
-    positions: Tensor,
-    token_slots: Tensor,
-    block_tables: Tensor,
-    frequencies: Tensor,
-    /,
-    *,
-    kv_heads: int,
-    block_size: int,
+    tokens: TokenTables, frequencies: Tensor, /, *, kv_heads: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return cos, sin [T, 1, rotary_dim] fp32 and cache rows [T * kv_heads] int64.
 
-    positions, token_slots [T] int64; block_tables [slots, blocks]: the blocks of token t are
-    block_tables[token_slots[t]]; frequencies [rotary_dim] from `rotary.signed_frequencies`.
+    frequencies [rotary_dim] from `rotary.signed_frequencies`.
     """
-    slots = slots_of(positions, token_slots, block_tables, block_size=block_size)
-    return (
-        *cos_sin(positions, frequencies),
-        cache_rows(slots, kv_heads=kv_heads, block_size=block_size),
+    rows = cache_rows(
+        slots_of(tokens, block_size=block_size), kv_heads=kv_heads, block_size=block_size
     )
+    return *cos_sin(tokens.positions, frequencies), rows
 
 
-def slots_of(
-    positions: Tensor, token_slots: Tensor, block_tables: Tensor, *, block_size: int
-) -> Tensor:
-    """Return the token slots [T] int64 of positions in block tables."""
+def slots_of(tokens: TokenTables, *, block_size: int) -> Tensor:
+    """Return the token slots [T] int64 of `tokens`."""
+    positions, token_slots, block_tables = tokens
     blocks = block_tables[token_slots, positions // block_size].long()
     return blocks * block_size + positions % block_size
 

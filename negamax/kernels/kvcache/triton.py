@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.kvcache.op import LOCATE
+from negamax.kernels.kvcache.op import LOCATE, TokenTables
 from negamax.kernels.launch.ptx import wait_for_predecessor
 from negamax.kernels.launch.triton import launch_options, triton_kernel
 
@@ -47,14 +47,9 @@ def _locate_kernel(
 
 
 def locate(
-    positions: Tensor,
-    token_slots: Tensor,
-    block_tables: Tensor,
-    frequencies: Tensor,
-    *,
-    kv_heads: int,
-    block_size: int,
+    tokens: TokenTables, frequencies: Tensor, *, kv_heads: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    positions, token_slots, block_tables = tokens
     num_tokens, rotary_dim, device = positions.shape[0], frequencies.shape[0], positions.device
     cos, sin = torch.empty(
         2, num_tokens, 1, rotary_dim, dtype=torch.float32, device=device
@@ -72,16 +67,9 @@ def locate(
 
 
 def own_rows(
-    positions: Tensor,
-    token_slots: Tensor,
-    block_tables: Tensor,
-    *,
-    rank: int,
-    ranks: int,
-    first: int,
-    heads: int,
-    block_size: int,
+    tokens: TokenTables, *, rank: int, ranks: int, first: int, heads: int, block_size: int
 ) -> Tensor:
+    positions, token_slots, block_tables = tokens
     num_tokens = positions.shape[0]
     rows = torch.empty(num_tokens * heads, dtype=torch.int64, device=positions.device)
     if num_tokens:
