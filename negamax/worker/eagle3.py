@@ -13,6 +13,7 @@ the output.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.drafts.op import RECORD_DRAFTS
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.sampling.op import DRAW_LEADING, PICK
+from negamax.kernels.sampling.op import DRAW_LEADING, PICK, RowSampling
 from negamax.layers.attention import KvCaches
 from negamax.layers.weights import LayerSetup, WeightSlot
 from negamax.models.decoder import Decoder
@@ -133,15 +134,14 @@ class Eagle3Proposer(Proposer):
         model, logits = self._model, self._model.local_logits(hidden)
         if not self._draws:
             zeros = self._zeros[: len(slots)]
-            return self._pick(
-                logits, first_id=model.vocab_range.start, filters=self._greedy, seeds=self._zeros,
-                slots=zeros, positions=zeros, group=self._group,
-            )  # fmt: skip
+            rows = RowSampling(self._greedy, self._zeros, zeros, zeros)
+            return self._pick(logits, rows, first_id=model.vocab_range.start, group=self._group)
         # noise is keyed by the target's ids
         logits = model.scatter_logits(logits)
-        drawn_by = requests.drawn_by(slots, lengths + place)
-        shared = {"first_id": 0, "group": self._group, **drawn_by}
-        drawn: Tensor = self._draw_leading(logits, otherwise=self._pick(logits, **shared), **shared)
+        rows = requests.get_sampling(slots, lengths + place)
+        whole: dict[str, Any] = {"first_id": 0, "group": self._group}
+        picked = self._pick(logits, rows, **whole)
+        drawn: Tensor = self._draw_leading(logits, rows, otherwise=picked, **whole)
         return drawn
 
     def _single_tokens(

@@ -32,7 +32,7 @@ from negamax.kernels.attention.metadata import AttentionMetadata, DecodeRuns
 from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.sampling.op import DRAW_LEADING, PICK
+from negamax.kernels.sampling.op import DRAW_LEADING, PICK, RowSampling
 from negamax.kernels.steps.op import PLACE_TOKENS, STORE_TOKENS
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
@@ -77,7 +77,8 @@ class StepGraphs:
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
         self._place_tokens = kernels[PLACE_TOKENS].run
         self._store_tokens = kernels[STORE_TOKENS].run
-        self._group, self._runtime, self._proposer = group, runtime, proposer
+        self._shard: dict[str, Any] = {"first_id": model.vocab_range.start, "group": group}
+        self._runtime, self._proposer = runtime, proposer
         self._layers = proposer.capture if proposer else ()
         self._verifier = None
         if proposer is not None:
@@ -291,10 +292,8 @@ class StepGraphs:
             self.buffers.hidden[: shape.num_tokens].copy_(hidden)
             requests.num_computed[inputs.slots] = inputs.seq_lens
             return
-        picked = self._pick(
-            self._model.local_logits(hidden, out=self.buffers.logits[: shape.num_tokens]),
-            **self._drawn_by(shape),
-        )
+        logits = self._model.local_logits(hidden, out=self.buffers.logits[: shape.num_tokens])
+        picked = self._pick(logits, self._get_sampling(shape), **self._shard)
         self._store(shape, picked if self._proposer is None else self._drawn(shape, picked))
         self._finish(shape, metadata)
 
@@ -307,11 +306,9 @@ class StepGraphs:
         )  # fmt: skip
         return hidden
 
-    def _drawn_by(self, shape: StepShape) -> dict[str, Any]:
-        """Arguments of the ops that sample the step's rows."""
-        size, first_id = shape.num_tokens, self._model.vocab_range.start
-        drawn_by = self._requests.drawn_by(self._columns[:size], self._ends[:size])
-        return {"first_id": first_id, "group": self._group, **drawn_by}
+    def _get_sampling(self, shape: StepShape) -> RowSampling:
+        size = shape.num_tokens
+        return self._requests.get_sampling(self._columns[:size], self._ends[:size])
 
     def _draw(self, shape: StepShape) -> None:
         """Resample rows with a small top_k, and store all tokens."""
@@ -320,7 +317,9 @@ class StepGraphs:
     def _drawn(self, shape: StepShape, otherwise: Tensor) -> Tensor:
         """Sample the rows with a small top_k; the others keep the tokens `otherwise`."""
         logits = self.buffers.logits[: shape.num_tokens]
-        token_ids: Tensor = self._draw_leading(logits, otherwise=otherwise, **self._drawn_by(shape))
+        token_ids: Tensor = self._draw_leading(
+            logits, self._get_sampling(shape), otherwise=otherwise, **self._shard
+        )
         return token_ids
 
     def _finish(self, shape: StepShape, metadata: AttentionMetadata | None = None) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from negamax.base.log import get_logger
-from negamax.kernels.sampling.op import CANDIDATES
+from negamax.kernels.sampling.op import CANDIDATES, RowSampling
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker import logit_edits
@@ -112,11 +112,9 @@ class RequestState:
             rows, places, values = upload((slots, columns, blocks), self._device)
             self.block_tables[rows, places] = values.to(self.block_tables.dtype)
 
-    def drawn_by(self, slots: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """Arguments of the ops that sample `slots` at `positions`, [R] int64 both."""
-        return {
-            "filters": self.sampling, "seeds": self.seeds, "slots": slots, "positions": positions,
-        }  # fmt: skip
+    def get_sampling(self, slots: Tensor, positions: Tensor) -> RowSampling:
+        """Return the rows that sample `slots` at `positions`, [R] int64 both."""
+        return RowSampling(self.sampling, self.seeds, slots, positions)
 
     def advance(self, slots: Tensor, counts: Tensor) -> None:
         """Add `counts` to the computed tokens of `slots` on the device. [R] int64 both."""

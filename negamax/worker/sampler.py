@@ -15,13 +15,13 @@ from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.sampling import noise
 from negamax.kernels.sampling import op as ops
-from negamax.kernels.sampling.op import DRAW_LEADING, PICK
+from negamax.kernels.sampling.op import DRAW_LEADING, PICK, RowSampling
 from negamax.scheduler.step import TokenLogprobs
 from negamax.worker.batch import SampleInputs
 from negamax.worker.device import HostTensor, indices
 from negamax.worker.grammar_bitmask import RowBitmasks
 from negamax.worker.logit_edits import EditedRow
-from negamax.worker.request_state import FILTERS, RequestState
+from negamax.worker.request_state import RequestState
 
 BROKEN = -1  # in place of a token: the row's logits are not finite
 
@@ -77,6 +77,7 @@ class Sampler:
         """This rank's logits begin at token `first_id`."""
         self._requests, self._kernels = requests, kernels
         self._group, self._first_id, self._on_shards = group, first_id, on_shards
+        self._shard: dict[str, Any] = {"first_id": first_id, "group": group}
 
     def __call__(
         self,
@@ -101,15 +102,13 @@ class Sampler:
 
     def launch_all(self, logits: Tensor, inputs: SampleInputs) -> None:
         """Launch, on padding, all kernels that sampling from `logits` may launch."""
-        options = self._shard_options(inputs)
-        picked = self._kernels[PICK].run(logits, **options)
-        self._kernels[DRAW_LEADING].run(logits, otherwise=picked, **options)
+        rows, shard = self._get_rows(inputs), self._shard
+        picked = self._kernels[PICK].run(logits, rows, **shard)
+        self._kernels[DRAW_LEADING].run(logits, rows, otherwise=picked, **shard)
         self._choose(self._group.all_gather(logits, dim=-1), inputs)
 
-    def _shard_options(self, inputs: SampleInputs) -> dict[str, Any]:
-        """Parameters for sampling the rows on the shards."""
-        drawn_by = self._requests.drawn_by(inputs.slots_device, inputs.positions_device)
-        return {"first_id": self._first_id, "group": self._group, **drawn_by}
+    def _get_rows(self, inputs: SampleInputs) -> RowSampling:
+        return self._requests.get_sampling(inputs.slots_device, inputs.positions_device)
 
     def _choose_on_shards(
         self, logits: Tensor, inputs: SampleInputs, *, masks: RowBitmasks | None
@@ -123,10 +122,10 @@ class Sampler:
             )
         if early is not None:
             early.apply(logits, first_id=self._first_id)
-        options = self._shard_options(inputs)
-        picked = self._kernels[PICK].run(logits, **options)
+        rows, shard = self._get_rows(inputs), self._shard
+        picked = self._kernels[PICK].run(logits, rows, **shard)
         if not requests.filtered_slots.isdisjoint(inputs.slots):
-            picked = self._kernels[DRAW_LEADING].run(logits, otherwise=picked, **options)
+            picked = self._kernels[DRAW_LEADING].run(logits, rows, otherwise=picked, **shard)
         return picked
 
     def _choose_gathered(
@@ -167,8 +166,7 @@ class Sampler:
         """Sample each row from whole logits, on a GPU with the same result as from shards."""
         requests, kernels = self._requests, self._kernels
         if self._on_shards:  # rows without filters are sampled by noise
-            drawn_by = requests.drawn_by(inputs.slots_device, inputs.positions_device)
-            token_ids: Tensor = kernels[PICK].run(logits, first_id=0, **drawn_by)
+            token_ids: Tensor = kernels[PICK].run(logits, self._get_rows(inputs), first_id=0)
             drawing = requests.filtered_slots
         else:
             best, token_ids = logits.max(dim=-1)  # NaN counts as the largest
@@ -195,9 +193,9 @@ class Sampler:
                 index = indices(chosen, logits.device)
                 rows = logits if len(chosen) == len(logits) else logits[index]
                 slots, positions = inputs.slots_device[index], inputs.positions_device[index]
-                filters = dict(zip(FILTERS, requests.sampling[slots].unbind(1), strict=True))
-                uniforms = noise.uniforms(requests.seeds[slots], positions)
-                drawn = ops.sample(rows, candidates=candidates, uniforms=uniforms, **filters)
+                filters, seeds = requests.sampling[slots], requests.seeds[slots]
+                uniforms = noise.uniforms(seeds, positions)
+                drawn = ops.sample(rows, filters=filters, uniforms=uniforms, candidates=candidates)
                 yield index, drawn
 
 

@@ -33,7 +33,7 @@ from negamax.kernels.dispatch.triton import combine, dispatch
 from negamax.kernels.kvcache.op import KvCache, TokenPlaces
 from negamax.kernels.norm.triton import prepare
 from negamax.kernels.peers import PeerMemory, PeerRegion
-from negamax.kernels.sampling.op import CANDIDATES
+from negamax.kernels.sampling.op import CANDIDATES, RowSampling
 from negamax.kernels.sampling.triton import draw_leading, pick
 
 
@@ -75,12 +75,11 @@ def exchange_rows(group: Any, num_tokens: int) -> None:
 
 
 def exchange_choices(group: Any, num_tokens: int) -> None:
-    shared: dict[str, Any] = {
-        "first_id": 0, "filters": empty(65, 4, dtype=torch.float32), "seeds": int64(65),
-        "slots": int64(num_tokens), "positions": int64(num_tokens), "group": group,
-    }  # fmt: skip
+    columns = int64(65), int64(num_tokens), int64(num_tokens)
+    rows = RowSampling(empty(65, 4, dtype=torch.float32), *columns)
     logits = empty(num_tokens, 200_064 // group.size, dtype=torch.float32)
-    draw_leading(logits, otherwise=pick(logits, **shared), **shared)
+    picked = pick(logits, rows, first_id=0, group=group)
+    draw_leading(logits, rows, first_id=0, otherwise=picked, group=group)
     metadata: Any = SimpleNamespace(
         positions=int64(num_tokens), token_slots=int64(num_tokens),
         block_tables=empty(65, 64, dtype=torch.int32),

@@ -25,10 +25,9 @@ def draws(
     candidates: int = VOCAB,
 ) -> Tensor:
     rows = len(uniforms)
-    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    columns = {name: torch.full((rows,), float(value)) for name, value in filters.items()}
+    filters = column(temperature, top_k, top_p, min_p).repeat(rows, 1)
     logits = logits.expand(rows, VOCAB)
-    return ops.sample(logits, **columns, uniforms=uniforms, candidates=candidates)
+    return ops.sample(logits, filters=filters, uniforms=uniforms, candidates=candidates)
 
 
 def draw(logits: Tensor, u: float, **filters: float) -> int:

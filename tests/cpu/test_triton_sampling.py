@@ -11,7 +11,9 @@ from negamax.kernels.sampling import triton as kernels
 
 
 def call(run: Callable[..., torch.Tensor], inputs: dict[str, torch.Tensor], **more: Any) -> Any:
-    return run(inputs["logits"], **{k: v for k, v in inputs.items() if k != "logits"}, **more)
+    rows = spec.RowSampling(*(inputs[name] for name in spec.RowSampling._fields))
+    rest = {name: inputs[name] for name in inputs if name not in ("logits", *rows._fields)}
+    return run(inputs["logits"], rows, **rest, **more)
 
 
 def score_and_token(score: float, token_id: int) -> torch.Tensor:
@@ -62,11 +64,11 @@ def test_equal_scores_take_the_lower_id_and_broken_logits_break_the_row(
     logits, zeros = torch.zeros(1, 40), torch.zeros(1, dtype=torch.int64)
     logits[0, 11] = 5.0
     filters = torch.full((1, 4), temperature)
-    inputs = {"logits": logits, "filters": filters, "seeds": zeros, "slots": zeros}
+    rows = spec.RowSampling(filters, seeds=zeros, slots=zeros, positions=zeros)
     ranks = Ranks(2, rows=1, words=2)
     ranks.arrive(rank, sender=1 - rank, row=0, payload=score_and_token(other, other_id))
     shard = {"first_id": 40 * rank, "group": Group(ranks, rank)}
-    assert call(kernels.pick, inputs, positions=zeros, **shard).tolist() == [expected]
+    assert kernels.pick(logits, rows, **shard).tolist() == [expected]
 
 
 def test_kernel_and_definition_make_the_same_noise() -> None:
@@ -141,9 +143,8 @@ def test_pick_follows_the_distribution() -> None:
         (torch.full((n,), 3), torch.arange(n)),
         (torch.arange(n), torch.full((n,), 3)),
     ):
-        rows = {"filters": torch.full((n, 4), 0.7), "slots": torch.arange(n)}
-        rows |= {"seeds": seeds, "positions": positions}
-        tokens = spec.pick(logits.expand(n, 50), first_id=0, **rows)
+        rows = spec.RowSampling(torch.full((n, 4), 0.7), seeds, torch.arange(n), positions)
+        tokens = spec.pick(logits.expand(n, 50), rows, first_id=0)
         frequency = torch.bincount(tokens, minlength=50) / n
         assert (frequency - torch.softmax(logits / 0.7, dim=-1)).abs().max() < 0.012
 

@@ -302,13 +302,15 @@ def shard_times(context: ParallelContext, device: torch.device, router: Router) 
     return found
 
 
-def sampling_inputs(num_rows: int, device: torch.device) -> tuple[dict[str, Tensor], ...]:
-    """Return inputs of `pick` and of `draw_leading`, except logits."""
+def sampling_inputs(num_rows: int, device: torch.device) -> tuple[Any, Any]:
+    """Return the rows of `pick` and of `draw_leading`."""
+    from negamax.kernels.sampling.op import RowSampling
+
     numbers = torch.arange(num_rows, device=device)
-    rest = {"seeds": numbers * 12_345, "slots": numbers.flip(0), "positions": numbers + 17}
+    columns = numbers * 12_345, numbers.flip(0), numbers + 17
     filters = torch.tensor([1.0, 40.0, 0.95, 0.0], device=device).repeat(num_rows, 1)
-    leading = {"filters": filters, "otherwise": torch.zeros_like(numbers), **rest}
-    return {"filters": torch.ones(num_rows, 4, device=device), **rest}, leading
+    ones = torch.ones(num_rows, 4, device=device)
+    return RowSampling(ones, *columns), RowSampling(filters, *columns)
 
 
 def picks(context: ParallelContext, device: torch.device) -> Findings:
@@ -325,15 +327,17 @@ def picks(context: ParallelContext, device: torch.device) -> Findings:
         logits = torch.randn(num_rows, VOCAB, generator=generator, device=device) * 3
         logits[0, 5] = logits[0, VOCAB - 9] = 100.0
         rest, leading = sampling_inputs(num_rows, device)
-        rest["filters"] = (torch.arange(num_rows, device=device) % 3).float()[:, None].repeat(1, 4)
+        temperatures = (torch.arange(num_rows, device=device) % 3).float()
+        rest.filters.copy_(temperatures[:, None].expand(-1, 4))
+        otherwise = {"otherwise": torch.zeros_like(rest.slots)}
         if num_rows > 2:
             logits[2, 100_000] = torch.nan
-        leading["filters"][1::4, 1] = 0.0
+        leading.filters[1::4, 1] = 0.0
         own = {"first_id": mine.start, "group": group}
-        for name, inputs in (("pick", rest), ("draw_leading", leading)):
-            want = getattr(spec, name)(logits, first_id=0, **inputs)
+        for name, rows, more in (("pick", rest, {}), ("draw_leading", leading, otherwise)):
+            want = getattr(spec, name)(logits, rows, first_id=0, **more)
             for _ in range(3):
-                got = getattr(kernels, name)(logits[:, mine].contiguous(), **own, **inputs)
+                got = getattr(kernels, name)(logits[:, mine].contiguous(), rows, **own, **more)
                 wrong[f"{name} R={num_rows}"] = int((got != want).sum())
     wrong["world_min"] = context.world_min(10 + context.layout.rank) - 10
     return {"wrong": wrong}
@@ -477,8 +481,9 @@ def times(context: ParallelContext, device: torch.device) -> Findings:
     for num_rows in (1, 16, 100):
         logits = torch.randn(num_rows, VOCAB // group.size, device=device)
         rest, leading = sampling_inputs(num_rows, device)
-        for name, inputs in (("pick", rest), ("draw_leading", leading)):
-            call = partial(getattr(sampling, name), logits, first_id=0, group=group, **inputs)
+        otherwise = {"otherwise": torch.zeros_like(rest.slots)}
+        for name, rows, more in (("pick", rest, {}), ("draw_leading", leading, otherwise)):
+            call = partial(getattr(sampling, name), logits, rows, first_id=0, group=group, **more)
             found[f"{name} R={num_rows}"] = {"ours": microseconds(call, context)}
     return found
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.op import AnyKernel
-from negamax.kernels.sampling.op import CANDIDATES, DRAW_LEADING, PICK
+from negamax.kernels.sampling.op import CANDIDATES, DRAW_LEADING, PICK, RowSampling
 from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn, table
 
 
@@ -83,7 +83,8 @@ def _inside_longer_rows(logits: Tensor) -> Tensor:
 def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     tensors = dict(case.tensors)
     logits = tensors.pop("logits")
-    return (kernel.run(logits, **tensors, **case.numbers),)
+    rows = RowSampling(*map(tensors.pop, RowSampling._fields))
+    return (kernel.run(logits, rows, **tensors, **case.numbers),)
 
 
 def cost(case: Case) -> Cost:

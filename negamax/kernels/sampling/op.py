@@ -9,6 +9,8 @@ A row's draw depends on that row alone. Filters apply in the order temperature, 
   draw_leading   `sample` for sharded logits and rows with a small top_k
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,41 +23,38 @@ from negamax.kernels.sampling import noise
 CANDIDATES = 64
 
 
+class RowSampling(NamedTuple):
+    """Filters, seeds and positions of R sampled rows."""
+
+    # [slots, 4] fp32: temperature (0: the most likely token), top_k (integers; 0: off), top_p in
+    # (0, 1], min_p in [0, 1]
+    filters: Tensor
+    seeds: Tensor  # [slots] int64
+    slots: Tensor  # [R] int64, of each row
+    positions: Tensor  # [R] int64
+
+
 def sample(
     logits: Tensor,  # [R, V] fp32
     *,
-    temperature: Tensor,  # [R] fp32, above 0
-    top_k: Tensor,  # [R] fp32 holding integers; 0 is off
-    top_p: Tensor,  # [R] fp32 in (0, 1]
-    min_p: Tensor,  # [R] fp32 in [0, 1]
+    filters: Tensor,  # [R, 4] fp32, as in `RowSampling`, with temperatures above 0
     uniforms: Tensor,  # [R] fp32 in [0, 1)
     candidates: int,  # tokens considered: at least every row's top_k, or V
 ) -> Tensor:  # [R] int64
     """Draw one token per row from the `candidates` most likely ones."""
     values, token_ids = torch.topk(logits, candidates, dim=-1)  # sorted, falling
-    return draw_from(
-        values,
-        token_ids,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        uniforms=uniforms,
-    )
+    return draw_from(values, token_ids, filters=filters, uniforms=uniforms)
 
 
 def draw_from(
     values: Tensor,  # [R, C] fp32, logits of the leading tokens in falling order
     token_ids: Tensor,  # [R, C] int64
     *,
-    temperature: Tensor,  # [R] each, as in `sample`
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
+    filters: Tensor,  # as in `sample`
     uniforms: Tensor,
 ) -> Tensor:  # [R] int64
     """Draw one token per row from the given ones."""
-    candidates = values.shape[1]
+    candidates, (temperature, top_k, top_p, min_p) = values.shape[1], filters.unbind(1)
     probs = torch.softmax(values / temperature.unsqueeze(-1), dim=-1)
     ranks = torch.arange(candidates, device=values.device)
     limit = torch.where(top_k > 0, top_k, float(candidates)).unsqueeze(-1)
@@ -75,14 +74,11 @@ def draw_from(
 
 
 def pick(
-    logits: Tensor,
-    /,  # [R, V of this rank] fp32
+    logits: Tensor,  # [R, V of this rank] fp32
+    rows: RowSampling,
+    /,
     *,
     first_id: int,  # the token of the first column
-    filters: Tensor,  # [slots, 4] fp32, column 0 is the temperature; 0: the most likely token
-    seeds: Tensor,  # [slots] int64
-    slots: Tensor,  # [R] int64, of each row
-    positions: Tensor,  # [R] int64
     group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
 ) -> Tensor:  # [R] int64
     """Pick the token with the largest logit / T + Gumbel(seed, position, token), alike on all
@@ -91,8 +87,8 @@ def pick(
     Ties go to the lowest id. -1 where a row holds NaN or infinity, or nothing above minus infinity.
     """
     ids = first_id + torch.arange(logits.shape[1], device=logits.device)
-    temperature = filters[slots, :1]
-    keys = noise.row_keys(seeds[slots], positions)
+    temperature = rows.filters[rows.slots, :1]
+    keys = noise.row_keys(rows.seeds[rows.slots], rows.positions)
     exponentials = noise.exponentials(
         noise.token_bits((keys[0].unsqueeze(1), keys[1].unsqueeze(1)), ids)
     )
@@ -120,14 +116,11 @@ def best_of_ranks(best: Tensor, chosen: Tensor, group: Collective | None) -> Ten
 
 
 def draw_leading(
-    logits: Tensor,
-    /,  # [R, V of this rank] fp32
+    logits: Tensor,  # [R, V of this rank] fp32
+    rows: RowSampling,
+    /,
     *,
     first_id: int,  # the token of the first column
-    filters: Tensor,  # [slots, 4] fp32: temperature, top_k, top_p, min_p
-    seeds: Tensor,  # [slots] int64
-    slots: Tensor,  # [R] int64, of each row
-    positions: Tensor,  # [R] int64
     otherwise: Tensor,  # [R] int64
     group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
 ) -> Tensor:  # [R] int64
@@ -147,17 +140,11 @@ def draw_leading(
             values[:, :CANDIDATES],
             group.all_gather(ids, dim=1).gather(1, order[:, :CANDIDATES]),
         )
-    temperature, top_k, top_p, min_p = filters[slots].unbind(1)
-    drawn = draw_from(
-        values,
-        ids,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        uniforms=noise.uniforms(seeds[slots], positions),
-    )
+    filters = rows.filters[rows.slots]
+    uniforms = noise.uniforms(rows.seeds[rows.slots], rows.positions)
+    drawn = draw_from(values, ids, filters=filters, uniforms=uniforms)
     drawn = drawn.where(values[:, 0].isfinite(), -1)
+    temperature, top_k = filters[:, 0], filters[:, 1]
     return drawn.where((temperature > 0) & (top_k >= 1) & (top_k <= CANDIDATES), otherwise)
 
 

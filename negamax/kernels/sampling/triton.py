@@ -24,7 +24,7 @@ from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_op
 from negamax.kernels.peers import Collective
 from negamax.kernels.sampling import noise, tiles
 from negamax.kernels.sampling import op as spec
-from negamax.kernels.sampling.op import DRAW_LEADING, PICK
+from negamax.kernels.sampling.op import DRAW_LEADING, PICK, RowSampling
 
 _INFINITY = tl.constexpr(float("inf"))
 _NO_ID = tl.constexpr(2**31 - 1)
@@ -152,12 +152,9 @@ def _row_argmax_kernel(
 
 def pick(
     logits: Tensor,  # [R, V of this rank] fp32, the last dimension contiguous
+    rows: RowSampling,
     *,
     first_id: int,
-    filters: Tensor,  # [slots, 4] fp32
-    seeds: Tensor,  # [slots] int64
-    slots: Tensor,  # [R] int64
-    positions: Tensor,  # [R] int64
     group: Collective | None = None,
 ) -> Tensor:  # [R] int64
     """Run `sampling.pick`; scaled logits and noise may differ in their last bits."""
@@ -165,17 +162,14 @@ def pick(
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
-    assert logits.stride(1) == 1 and all(
-        column.is_contiguous() for column in (filters, seeds, slots, positions)
-    )
+    assert logits.stride(1) == 1 and all(column.is_contiguous() for column in rows)
     sizes = tiles.tiles_for(logits.device)
     num_tiles = triton.cdiv(vocab, sizes.pick_block)
     scores = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=logits.device)
     options = launch_options(logits.device)
     _tile_argmax_kernel[(num_tiles, num_rows)](
-        logits, filters, seeds, slots, positions, scores, ids, logits.stride(0), vocab, first_id,
-        BLOCK_V=sizes.pick_block,
+        logits, *rows, scores, ids, logits.stride(0), vocab, first_id, BLOCK_V=sizes.pick_block,
         num_warps=4, **options,
     )  # fmt: skip
     peers = None if group is None or group.size == 1 else group.peers
@@ -389,12 +383,9 @@ def _draw_leading_kernel(
 
 def draw_leading(
     logits: Tensor,  # [R, V of this rank] fp32, the last dimension contiguous
+    rows: RowSampling,
     *,
     first_id: int,
-    filters: Tensor,  # [slots, 4] fp32: temperature, top_k, top_p, min_p
-    seeds: Tensor,  # [slots] int64
-    slots: Tensor,  # [R] int64
-    positions: Tensor,  # [R] int64
     otherwise: Tensor,  # [R] int64
     group: Collective | None = None,
 ) -> Tensor:  # [R] int64
@@ -406,20 +397,11 @@ def draw_leading(
         and group.size > 1
         and (peers is None or num_rows > peers.pick.rows or peers.pick.words < 2 * spec.CANDIDATES)
     ):
-        return spec.draw_leading(
-            logits,
-            first_id=first_id,
-            filters=filters,
-            seeds=seeds,
-            slots=slots,
-            positions=positions,
-            otherwise=otherwise,
-            group=group,
-        )
+        return spec.draw_leading(logits, rows, first_id=first_id, otherwise=otherwise, group=group)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
-    columns = (filters, seeds, slots, positions, otherwise)
+    columns = (*rows, otherwise)
     assert logits.stride(1) == 1 and all(column.is_contiguous() for column in columns)
     sizes, strip = tiles.tiles_for(logits.device), tiles.strip(vocab)
     strips = triton.cdiv(vocab, strip)
@@ -427,13 +409,12 @@ def draw_leading(
     chosen = torch.empty((num_rows, 3, spec.CANDIDATES), dtype=torch.int32, device=logits.device)
     shared = {"STRIP": strip, "COUNT": spec.CANDIDATES, **launch_options(logits.device)}
     _strip_max_kernel[(triton.cdiv(vocab, sizes.strip_block), num_rows)](
-        logits, filters, slots, largest, logits.stride(0), vocab, strips, BLOCK_V=sizes.strip_block,
-        num_warps=4, **shared,
+        logits, rows.filters, rows.slots, largest, logits.stride(0), vocab, strips,
+        BLOCK_V=sizes.strip_block, num_warps=4, **shared,
     )  # fmt: skip
     region = None if peers is None else peers.pick
     _draw_leading_kernel[(num_rows,)](
-        logits, largest, filters, seeds, slots, positions, otherwise, chosen, out, logits.stride(0),
-        vocab, strips, first_id,
+        logits, largest, *columns, chosen, out, logits.stride(0), vocab, strips, first_id,
         out if region is None else region.addresses,
         out if region is None else region.flags,
         0 if peers is None else peers.rank,
