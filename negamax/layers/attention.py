@@ -84,6 +84,7 @@ class PagedKind:
         self, metadata: AttentionMetadata, shape: PagedShape, heads: tuple[int, ...]
     ) -> GroupedQueryStep:
         """Compute angles and cache rows, and plan both kernels. `heads`: of each kind of cache."""
+        shape = replace(shape, dtype=self._dtype, quantize=self._quantize)
         cos, sin, slot_mapping = self._locate(
             metadata.token_tables,
             self._frequencies,
@@ -91,7 +92,7 @@ class PagedKind:
             block_size=shape.block_size,
         )
         decode, prefill = (
-            plan(queries, shape, dtype=self._dtype, quantize=self._quantize) if queries else None
+            plan(queries, shape) if queries else None
             for plan, queries in (
                 (self._plan_decode, metadata.decodes),
                 (self._plan_prefill, metadata.prefills),

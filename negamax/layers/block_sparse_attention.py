@@ -56,7 +56,7 @@ class BlockSparseKind(PagedKind):
         self._plan_merge = kernels[BLOCK_SPARSE_MERGE_SHARDS].prepare
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> BlockSparseStep:
-        shape = replace(self._shape, block_size=kv["k"].shape[2])
+        shape = replace(self._shape, block_size=kv["k"].shape[2], dtype=self._dtype)
         index_rows = None
         if shape.cache.ranks > 1:
             index_rows = self._own_rows(
@@ -68,10 +68,10 @@ class BlockSparseKind(PagedKind):
                 block_size=shape.block_size,
             )
         if shape.shard.ranks == 1:
-            select, merge = self._plan_select(metadata, shape, dtype=self._dtype), None
+            select, merge = self._plan_select(metadata, shape), None
         else:
-            select = self._plan_select_shard(metadata, shape, dtype=self._dtype)
-            merge = self._plan_merge(metadata, shape, dtype=self._dtype)
+            select = self._plan_select_shard(metadata, shape)
+            merge = self._plan_merge(metadata, shape)
         # caches of keys and values, and of index keys
         step = self.prepare_step(metadata, shape, (shape.kv_heads, 1))
         return BlockSparseStep(**vars(step), index_rows=index_rows, select=select, merge=merge)

@@ -79,10 +79,9 @@ class _Merged:
     def as_kernel(self, op: Op[Any, Any]) -> AnyKernel:
         return Kernel(op, self.part.provider, self.run, self.prepare)
 
-    def prepare(
-        self, queries: AttentionMetadata, shape: PagedShape, *, dtype: Any, quantize: bool = False
-    ) -> _Plan:
-        return _Plan(self.part.prepare(queries, shape, dtype=dtype), quantize)
+    def prepare(self, queries: AttentionMetadata, shape: PagedShape) -> _Plan:
+        own = replace(shape, quantize=False)
+        return _Plan(self.part.prepare(queries, own), shape.quantize)
 
     def run(self, q: Tensor, cache: KvCache, *rest: Any) -> Hidden:
         """q [T, heads of the group, head_dim] -> [T, own heads * head_dim]. `rest`: plan last."""

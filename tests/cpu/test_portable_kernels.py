@@ -56,8 +56,8 @@ def test_all_values_in_fp8_have_the_form_of_mi300() -> None:
     x = torch.ones(1, 256, dtype=BF16)
     norm = TABLE[ADD_RMS].prepare(x[0], 1e-6, quantize=True)
     queries = attention_metadata(torch.tensor([[0]]), [1], [1])
-    shape = PagedShape(kv_heads=1, group=2, block_size=16)
-    plan = TABLE[DECODE].prepare(queries, shape, dtype=BF16, quantize=True)
+    shape = PagedShape(kv_heads=1, group=2, block_size=16, quantize=True)
+    plan = TABLE[DECODE].prepare(queries, shape)
     cache = torch.ones(1, 1, 16, 128, dtype=BF16)
     for made in (
         TABLE[QUANTIZE].run(x),

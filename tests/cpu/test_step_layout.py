@@ -28,7 +28,7 @@ def test_tiles_counted_on_the_device_are_those_of_the_host(
     lengths = [cached + count for cached, count in sequences]
     tables = torch.zeros(len(sequences) + padding, 40, dtype=torch.int32)
     known = attention_metadata(tables, lengths, counts)
-    host = attention.plan_prefill(known, SHAPE, dtype=torch.bfloat16)
+    host = attention.plan_prefill(known, SHAPE)
     bounds = replace(known, host_seq_lens=tuple(end + 3 for end in lengths), is_exact=False)
     num_tokens = -(-sum(counts) // 128) * 128
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
@@ -41,7 +41,7 @@ def test_tiles_counted_on_the_device_are_those_of_the_host(
         host_seq_lens=(), host_query_lens=(),
     )  # fmt: skip
     for alike in (queries, bounds):
-        device = attention.plan_prefill(alike, SHAPE, dtype=torch.bfloat16)
+        device = attention.plan_prefill(alike, SHAPE)
         found = {tuple(tile) for tile in device.tiles.tolist() if tile[1] > 0}
         assert device.block_m == host.block_m
         assert found == {tuple(tile) for tile in host.tiles.tolist()}

@@ -71,10 +71,10 @@ def test_decode_splits_sequences_and_leaves_padding_zero(
     queries = queries_of(tables, lengths, [1] * len(lengths))
     q = torch.randn(len(lengths), heads, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     cache = KvCache(k_cache, v_cache, (0.5, 2.0))
-    want = spec.attend(q.float(), cache, spec.plan(queries, shape, dtype=q.dtype))
+    want = spec.attend(q.float(), cache, spec.plan(queries, shape))
     if captured:
         queries = replace(queries, host_seq_lens=(), host_query_lens=())
-    plan = kernels.plan_decode(queries, shape, dtype=q.dtype, quantize=True)
+    plan = kernels.plan_decode(queries, replace(shape, quantize=True))
     assert plan.split_kv == (kv_heads == 1)
     for _ in range(2):
         got = kernels.decode(q, cache, plan)
@@ -95,7 +95,7 @@ def test_keys_of_a_step_with_draft_tokens_are_read_after_they_are_written(
     alone = replace(queries, host_seq_lens=(), host_query_lens=())
     drafts = replace(alone, max_decode_run=2)
     for case, wanted in ((queries, False), (alone, True), (drafts, False)):
-        plan = kernels.plan_decode(case, shape, dtype=torch.bfloat16)
+        plan = kernels.plan_decode(case, shape)
         assert plan.split_kv and has_one_new_key(plan) == wanted
 
 
@@ -123,7 +123,7 @@ def test_draft_tokens_read_the_keys_of_their_sequence_once(
     want = spec.attend(q.float(), cache, queries)
     q[sum(counts) :] = torch.nan  # rows of padding are undefined
     captured = replace(queries, host_seq_lens=(), host_query_lens=())
-    plan = kernels.plan_decode(captured, shape, dtype=q.dtype, quantize=True)
+    plan = kernels.plan_decode(captured, replace(shape, quantize=True))
     assert plan.num_queries == num_queries and plan.split_kv == (kv_heads * group == 6)
     assert len(plan.sequences) == 8 * len(lengths) * max_run // num_queries
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_a_long_sequence_is_split_if_programs_would_idle() -> None:
     shape = PagedShape(kv_heads=1, group=6, block_size=32)
     for lengths, pieces in (([700, 70, 0], [4, 2, 1]), ([700], [3])):
         queries = queries_of(torch.zeros(4, 22), lengths, [1] * len(lengths))
-        plan = kernels.plan_decode(queries, shape, dtype=torch.bfloat16)
+        plan = kernels.plan_decode(queries, shape)
         assert plan.sequences.view(-1, 8)[:, 5].tolist() == pieces
 
 
@@ -150,7 +150,7 @@ def test_decode_plan_gives_every_tile_to_one_program(seed: int) -> None:
     lengths = [rng.choice((0, 1, 64, 65, rng.randrange(3000))) for _ in range(count)]
     shape = PagedShape(kv_heads=rng.choice((1, 2)), group=6, block_size=16)
     queries = attention_metadata(torch.zeros(count, 1, dtype=torch.int64), lengths, [1] * count)
-    plan = kernels.plan_decode(queries, shape, dtype=torch.bfloat16)
+    plan = kernels.plan_decode(queries, shape)
     sequences, records = plan.sequences.view(-1, 8).tolist(), plan.work.view(-1, 16).tolist()
     visits: dict[int, list[tuple[int, int, int]]] = {}  # of each sequence: program, first tile, end
     for program, (tile, stop, seq, _, *known) in enumerate(records):
@@ -178,8 +178,8 @@ def test_prefill_runs_several_sequences_on_their_prefixes(cache_dtype: torch.dty
     queries = queries_of(tables, lengths, counts)
     q = torch.randn(sum(counts), 2, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     cache = KvCache(k_cache, v_cache, (0.5, 2.0))
-    want = spec.attend(q.float(), cache, spec.plan(queries, shape, dtype=q.dtype))
-    plan = kernels.plan_prefill(queries, shape, dtype=q.dtype, quantize=True)
+    want = spec.attend(q.float(), cache, spec.plan(queries, shape))
+    plan = kernels.plan_prefill(queries, replace(shape, quantize=True))
     got = kernels.prefill(q, cache, plan)
     assert isinstance(got, QuantizedActivations)
     assert relative_error(got.hidden, want) < 5e-3
@@ -193,7 +193,7 @@ def test_no_sequences_need_no_work() -> None:
     cache = KvCache(k_cache, v_cache)
     decode, prefill = (kernels.plan_decode, kernels.decode), (kernels.plan_prefill, kernels.prefill)
     for prepare, run in (decode, prefill):
-        assert run(q, cache, prepare(queries, shape, dtype=q.dtype)).shape == (0, 256)
+        assert run(q, cache, prepare(queries, shape)).shape == (0, 256)
 
 
 @pytest.mark.parametrize("peers", [True, False])

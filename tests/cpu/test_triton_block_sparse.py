@@ -86,7 +86,7 @@ def chosen(
     queries: AttentionMetadata, index_q: torch.Tensor, cache: torch.Tensor, shape: SparseShape
 ) -> BlockSelection:
     """Select by the kernels, twice with one plan, as the layers of a step do."""
-    plan = kernels.plan_select(queries, shape, dtype=index_q.dtype)
+    plan = kernels.plan_select(queries, shape)
     first, second = (kernels.select(index_q, cache, plan) for _ in range(2))
     assert torch.equal(first.ids, second.ids)
     for own in (plan.decode, plan.rest):
@@ -118,7 +118,7 @@ def test_decodes_select_among_hundreds_of_blocks_and_leave_padding_empty(
     index_q = torch.randn(7, heads, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     index_q[4], index_q[5:] = torch.nan, 0
     queries = attention_metadata(tables, lengths, [1] * 7, num_decodes=7)
-    want = spec.select(index_q.float(), cache, spec.plan(queries, shape, dtype=index_q.dtype))
+    want = spec.select(index_q.float(), cache, spec.plan(queries, shape))
     queries.seq_lens[1] = 0  # padding
     got = chosen(captured(queries), index_q, cache, shape)
     for row in (0, 2, 3):
@@ -138,7 +138,7 @@ def test_draft_tokens_of_a_sequence_are_scored_together(how: str) -> None:
     cache, tables = paged(lengths, heads=1)
     index_q = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     together = attention_metadata(tables, lengths, counts)
-    want = spec.select(index_q.float(), cache, spec.plan(together, shape, dtype=index_q.dtype))
+    want = spec.select(index_q.float(), cache, spec.plan(together, shape))
     queries = together
     if apart:
         rows = [0, 0, 0, 0, 1, 1, 1, 2]
@@ -146,7 +146,7 @@ def test_draft_tokens_of_a_sequence_are_scored_together(how: str) -> None:
         queries = attention_metadata(tables, each, [1] * 8, indices=rows, num_decodes=8)
     if how == "captured":
         queries = replace(captured(queries), max_decode_run=4)
-    plan = kernels.plan_select(queries, shape, dtype=index_q.dtype)
+    plan = kernels.plan_select(queries, shape)
     own = plan.decode if apart else plan.rest
     assert isinstance(own, SelectDecodePlan)
     records = own.queries[:, :3].tolist()
@@ -167,10 +167,10 @@ def test_a_mixed_batch_selects_for_decodes_and_prefills(
     cache, tables = paged(lengths, heads=1)
     index_q = torch.randn(62, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     queries = attention_metadata(tables, lengths, counts, num_decodes=1)
-    want = spec.select(index_q.float(), cache, spec.plan(queries, SHAPE, dtype=index_q.dtype))
+    want = spec.select(index_q.float(), cache, spec.plan(queries, SHAPE))
     if is_captured:  # any mixed batch, including sequences of one query
         queries = captured(replace(queries, num_decodes=0))
-    plan = kernels.plan_select(queries, SHAPE, dtype=index_q.dtype)
+    plan = kernels.plan_select(queries, SHAPE)
     assert isinstance(plan.rest, SelectPrefillPlan)
     assert plan.rest.splits == 8
     got = chosen(queries, index_q, cache, SHAPE)
@@ -198,13 +198,13 @@ def test_ranks_with_shards_select_what_one_rank_selects_from_all_index_keys(
     if is_captured:
         metadata = captured(replace(metadata, num_actual_tokens=torch.tensor([num_tokens - 1])))
     threads, shape = Threads(2), replace(SHAPE, kv_heads=2)
-    plan = spec.plan(attention_metadata(tables, lengths, queries), shape, dtype=index_q.dtype)
+    plan = spec.plan(attention_metadata(tables, lengths, queries), shape)
     want = spec.select(index_q.float(), cache, plan).ids[:-1]
 
     def choose(rank: int) -> BlockSelection:
         own = replace(SHAPE, shard=IndexShard(rank, 2, 2, rank))
-        select = kernels.plan_select(metadata, own, dtype=index_q.dtype)
-        merge = kernels.plan_merge_shards(metadata, own, dtype=index_q.dtype)
+        select = kernels.plan_select(metadata, own)
+        merge = kernels.plan_merge_shards(metadata, own)
         keys = kernels.select_shard(index_q, cache[rank::2].contiguous(), select)
         return kernels.merge_shards(keys, merge, ThreadGroup(threads, rank, memory=None))
 
@@ -223,7 +223,7 @@ def test_ranks_exchange_the_keys_of_few_tokens_by_the_ll_protocol() -> None:
     _, tables = paged(lengths, heads=1)
     queries = attention_metadata(tables, lengths, [1] * 3, num_decodes=3)
     generator, ranks = torch.Generator().manual_seed(0), Ranks(2, rows=4, words=16)
-    plan = kernels.plan_merge_shards(queries, shape, dtype=torch.bfloat16)
+    plan = kernels.plan_merge_shards(queries, shape)
     for epoch in range(1, rounds + 1):
         scores = torch.randn(3, 4, 19, generator=generator)
         keys = torch.cat([
@@ -235,7 +235,7 @@ def test_ranks_exchange_the_keys_of_few_tokens_by_the_ll_protocol() -> None:
             payload = keys[0, row, 2:].flatten().view(torch.int32)
             ranks.arrive(1, sender=0, row=row, payload=payload)
         got = kernels.merge_shards(keys[1:], plan, Group(ranks, 1))
-        want = spec.merge_shards(keys, spec.plan(queries, shape, dtype=torch.bfloat16), None)
+        want = spec.merge_shards(keys, spec.plan(queries, shape), None)
         assert torch.equal(got.ids, want.ids) and torch.equal(got.pages, want.pages)
         assert ranks.epochs[1].tolist() == [epoch, 0, epoch, 0]
         sent = ranks.copies[0][epoch & 1, 2, 1, :12]
@@ -256,7 +256,7 @@ class Attended:
         index_q = torch.randn(sum(counts), 2, 32, generator=generator)
         num_decodes = len(counts) if max(counts) == 1 else 0
         self.queries = attention_metadata(tables, lengths, counts, num_decodes=num_decodes)
-        plan = spec.plan(self.queries, self.shape, dtype=self.q.dtype)
+        plan = spec.plan(self.queries, self.shape)
         self.choice = spec.select(index_q, index_cache, plan)
         self.want = spec.attend(self.q.float(), self.cache, self.choice, plan)
 
@@ -265,7 +265,7 @@ class Attended:
 def test_decodes_attend_to_their_pages_and_leave_padding_zero(dtype: torch.dtype) -> None:
     case = Attended([130, 17, 5, 200], [1] * 4, dtype)
     case.queries.seq_lens[2] = 0  # padding
-    sparse = kernels.plan_sparse_decode(captured(case.queries), case.shape, dtype=case.q.dtype)
+    sparse = kernels.plan_sparse_decode(captured(case.queries), case.shape)
     for _ in range(2):
         got = kernels.sparse_decode(case.q, case.cache, case.choice, sparse)
         assert not isinstance(got, QuantizedActivations)
@@ -283,7 +283,7 @@ def test_neighboring_queries_attend_to_the_union_of_their_blocks(
     """Each query attends to its own blocks only; a chunk on a prefix, a whole prompt, one query."""
     case = Attended([140, 60, 90], [37, 60, 1], dtype)
     queries = captured(case.queries) if is_captured else case.queries
-    own = kernels.plan_sparse_prefill(queries, case.shape, dtype=case.q.dtype)
+    own = kernels.plan_sparse_prefill(queries, case.shape)
     assert isinstance(own, SparsePrefillPlan)
     assert own.size == 16
     for _ in range(2):
@@ -296,7 +296,7 @@ def test_prompts_that_attend_to_all_tokens_are_dense_prefills() -> None:
     for length, kind in ((SHAPE.dense_tokens, PrefillPlan), (49, SparsePrefillPlan)):
         _, tables = paged([length, 5], heads=1)
         queries = attention_metadata(tables, [length, 5], [7, 5])
-        plan = kernels.plan_sparse_prefill(queries, SHAPE, dtype=torch.bfloat16)
+        plan = kernels.plan_sparse_prefill(queries, SHAPE)
         assert isinstance(plan, kind)
 
 
@@ -309,14 +309,14 @@ def test_results_carry_their_fp8_form(counts: tuple[int, int]) -> None:
     index_q = torch.randn(num_tokens, 2, 32, generator=generator)
     index_cache, tables = paged(lengths, heads=1)
     queries = attention_metadata(tables, lengths, counts, num_decodes=2 if counts[0] == 1 else 0)
-    choice = spec.select(index_q, index_cache, spec.plan(queries, shape, dtype=q.dtype))
+    choice = spec.select(index_q, index_cache, spec.plan(queries, shape))
     prepare, run = (
         (kernels.plan_sparse_decode, kernels.sparse_decode)
         if queries.num_decodes
         else (kernels.plan_sparse_prefill, kernels.sparse_prefill)
     )
     plain, quantized = (
-        run(q, KvCache(*caches), choice, prepare(queries, shape, dtype=q.dtype, quantize=quantize))
+        run(q, KvCache(*caches), choice, prepare(queries, replace(shape, quantize=quantize)))
         for quantize in (False, True)
     )
     assert isinstance(quantized, QuantizedActivations)

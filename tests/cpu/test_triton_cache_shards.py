@@ -66,7 +66,7 @@ def test_parts_merge_to_the_attention_to_all_blocks(
     if is_sparse:
         assert isinstance(shape, sparse.SparseShape)
         index_cache, index_q = paged(lengths, heads=1)[0], torch.randn(sum(counts), 1, 32)
-        plan = sparse.plan(queries, shape, dtype=q.dtype)
+        plan = sparse.plan(queries, shape)
         choice = [sparse.select(index_q, index_cache, plan)]
         want = sparse.attend(q.float(), KvCache(*caches, scales), *choice, plan)
     else:
@@ -75,14 +75,14 @@ def test_parts_merge_to_the_attention_to_all_blocks(
         (False, True): (kernels.plan_partial_decode, kernels.partial_decode),
         (False, False): (kernels.plan_partial_prefill, kernels.partial_prefill),
         (True, True): (kernels.plan_sparse_decode, kernels.partial_sparse_decode),
-        (True, False): (kernels.plan_partial_sparse_prefill, kernels.partial_sparse_prefill),
+        (True, False): (kernels.plan_chosen_prefill, kernels.partial_sparse_prefill),
     }
     prepare, run = of_op[is_sparse, is_decode]
     threads = Threads(RANKS)
 
     def attend(rank: int) -> list[Any]:
         own = replace(shape, cache=CacheShard(rank, RANKS))
-        found = prepare(captured(queries) if is_captured else queries, own, dtype=q.dtype)
+        found = prepare(captured(queries) if is_captured else queries, own)
         mine = [own_blocks(cache, rank) for cache in caches]
         group = ThreadGroup(threads, rank, memory=None)
         results = []

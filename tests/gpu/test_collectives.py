@@ -379,10 +379,8 @@ def selections(context: ParallelContext, device: torch.device) -> Findings:
         num_tokens = sum(queries)
         index_q = torch.randn(num_tokens, heads, 128, generator=generator, device=device).bfloat16()
         own_q = index_q[:, first : first + count].contiguous()
-        whole, part = (
-            kernels.plan_select(metadata, of, dtype=torch.bfloat16) for of in (shape, sharded)
-        )
-        merge = kernels.plan_merge_shards(metadata, sharded, dtype=torch.bfloat16)
+        whole, part = (kernels.plan_select(metadata, of) for of in (shape, sharded))
+        merge = kernels.plan_merge_shards(metadata, sharded)
 
         def of_all(own_q=own_q, cache=cache, plan=whole) -> Any:
             return kernels.select(own_q, cache, plan)

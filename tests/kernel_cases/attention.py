@@ -257,7 +257,7 @@ def plan_of(kernel: AnyKernel, case: Case) -> Any:
     t, n = case.tensors, case.numbers
     describe = partial(run_metadata, max_run=n["max_run"]) if "max_run" in n else attention_metadata
     queries = describe(t["block_tables"], n["lengths"], n["counts"])
-    return kernel.prepare(queries, n["shape"], dtype=t["q"].dtype)
+    return kernel.prepare(queries, replace(n["shape"], dtype=t["q"].dtype))
 
 
 def run_metadata(

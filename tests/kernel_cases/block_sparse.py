@@ -318,7 +318,7 @@ def plan_of(kernel: AnyKernel, case: Case, *, dtype: torch.dtype) -> Any:
     else:
         num_decodes = len(counts) if set(counts) == {1} else 0
         queries = attention_metadata(tables, lengths, counts, num_decodes=num_decodes)
-    return kernel.prepare(queries, n["shape"], dtype=dtype)
+    return kernel.prepare(queries, replace(n["shape"], dtype=dtype))
 
 
 def apply_select(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:

@@ -83,11 +83,9 @@ class DecodeBucket:
     mask: Tensor  # [S * kv_heads, 1, 1, N] of the cache's dtype, 0 or -inf
 
 
-def plan_decode(
-    queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
-) -> tuple[DecodeBucket, ...]:
+def plan_decode(queries: AttentionMetadata, shape: PagedShape) -> tuple[DecodeBucket, ...]:
     """One query per sequence, at position seq_len - 1."""
-    assert not quantize, "FP8 output is made on the GPU only"
+    assert not shape.quantize, "FP8 output is made on the GPU only"
     tables, seq_lens = queries.used_tables(shape.block_size).numpy(), queries.host_seq_lens
     members: dict[int, list[int]] = {}
     for row, length in enumerate(seq_lens):
@@ -106,7 +104,7 @@ def plan_decode(
             tables if every else tables[rows], lengths, num_keys=num_keys, shape=shape
         )
         hidden = np.repeat(np.arange(num_keys) >= lengths, shape.kv_heads, 0)[:, None, None, :]
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(
+        mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(
             torch.from_numpy(hidden), -torch.inf
         )
         buckets.append(DecodeBucket(None if every else torch.tensor(rows), blocks, mask))
@@ -168,18 +166,16 @@ class PrefillRun:
     tiles: tuple[PrefillTile, ...]
 
 
-def plan_prefill(
-    queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
-) -> tuple[PrefillRun, ...]:
+def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> tuple[PrefillRun, ...]:
     """A run of queries per sequence, each at the last positions of its sequence."""
-    assert not quantize, "FP8 output is made on the GPU only"
+    assert not shape.quantize, "FP8 output is made on the GPU only"
     tables, runs, first = queries.used_tables(shape.block_size).numpy(), [], 0
     for table, end, count in zip(
         tables, queries.host_seq_lens, queries.host_query_lens, strict=True
     ):
         num_keys = padded_keys(end, shape.block_size)
         blocks = gather_index(table[None], np.array([[end]]), num_keys=num_keys, shape=shape)
-        tiles = _plan_tiles(end - count, end, block_size=shape.block_size, dtype=dtype)
+        tiles = _plan_tiles(end - count, end, block_size=shape.block_size, dtype=shape.dtype)
         runs.append(PrefillRun(slice(first, first + count), blocks, tiles))
         first += count
     return tuple(runs)

@@ -160,6 +160,8 @@ class PagedShape:
     group: int  # query heads per KV head
     block_size: int
     cache: CacheShard = field(default=WHOLE_CACHE, kw_only=True)
+    dtype: torch.dtype = field(default=torch.bfloat16, kw_only=True)  # of queries
+    quantize: bool = field(default=False, kw_only=True)  # the result is in FP8, too; on GPUs only
 
 
 def attention_metadata(

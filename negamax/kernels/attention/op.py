@@ -142,11 +142,9 @@ def qk_norm_rope_write(
 # --- attention -----------------------------------------------------------------------------------
 
 
-def plan(
-    queries: AttentionMetadata, shape: PagedShape, /, *, dtype: torch.dtype, quantize: bool = False
-) -> Prepared:
-    """Return `queries` unchanged; `quantize` (FP8 output) is for GPU kernels only."""
-    assert not quantize, "the definition has no FP8 output"
+def plan(queries: AttentionMetadata, shape: PagedShape, /) -> Prepared:
+    """Return `queries` unchanged; FP8 output is for GPU kernels only."""
+    assert not shape.quantize, "the definition has no FP8 output"
     return queries
 
 

@@ -287,7 +287,7 @@ def has_one_new_key(plan: DecodePlan) -> bool:
 
 def decode(q: Tensor, cache: KvCache, plan: DecodePlan) -> Tensor | QuantizedActivations:
     """Attend with q [T, heads, head_dim] -> [T, heads * head_dim]."""
-    output = outputs(q, quantize=plan.quantize)
+    output = outputs(q, quantize=plan.shape.quantize)
     launch_decode(q, cache, plan, output)
     return result(*output)
 
@@ -326,7 +326,6 @@ def launch_decode(
         shape,
         block_m=block_m,
         block_n=DECODE.block_n,
-        quantize=plan.quantize,
         WARPS=launch.num_warps,
         PARTIAL_ROWS=partial_rows,
         QUERIES=plan.num_queries,

@@ -43,7 +43,6 @@ class DecodePlan:
 
     queries: AttentionMetadata
     shape: PagedShape
-    quantize: bool
     sequences: Tensor  # [S, SEQUENCE_WORDS] int32
     work: Tensor  # [programs, WORK_WORDS] int32
     programs: int  # per KV head
@@ -243,12 +242,7 @@ def plan_splits(
 
 
 def plan_decode(
-    queries: AttentionMetadata,
-    shape: PagedShape,
-    *,
-    dtype: torch.dtype,
-    quantize: bool = False,
-    reduce_later: bool = False,
+    queries: AttentionMetadata, shape: PagedShape, *, reduce_later: bool = False
 ) -> DecodePlan:
     """Plan one query per sequence, or runs of queries. Reads the lengths on the device only.
 
@@ -276,4 +270,4 @@ def plan_decode(
         min_splits=DECODE.min_splits if num_rows <= 16 else 1,
         reduce_later=reduce_later,
     )
-    return DecodePlan(queries, shape, quantize, *splits, reduce_later, runs, num_queries)
+    return DecodePlan(queries, shape, *splits, reduce_later, runs, num_queries)

@@ -44,22 +44,19 @@ class PrefillPlan:
 
     queries: AttentionMetadata
     shape: PagedShape
-    quantize: bool
     block_m: int  # queries of a tile at most
     # [tiles, 4] int32: first query among the T, queries, position of the first, sequence
     tiles: Tensor
 
 
-def plan_prefill(
-    queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
-) -> PrefillPlan:
+def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> PrefillPlan:
     """Plan a run of queries per sequence, each at the last positions of its sequence."""
     on_device = queries.is_captured or not queries.is_exact
     longest = max(queries.host_seq_lens, default=0)
     size = tiles_for(queries.seq_lens.device).prefill_block_m(
         queries.positions.shape[0] if on_device else longest
     )
-    return PrefillPlan(queries, shape, quantize, size, list_query_tiles(queries, size))
+    return PrefillPlan(queries, shape, size, list_query_tiles(queries, size))
 
 
 def list_query_tiles(queries: AttentionMetadata, size: int) -> Tensor:
@@ -195,7 +192,7 @@ def _prefill_kernel(
 
 def prefill(q: Tensor, cache: KvCache, plan: PrefillPlan) -> Tensor | QuantizedActivations:
     """Attend with q [T, heads, head_dim] -> [T, heads * head_dim]."""
-    output = outputs(q, quantize=plan.quantize)
+    output = outputs(q, quantize=plan.shape.quantize)
     launch_prefill(q, cache, plan, output)
     return result(*output)
 
@@ -217,7 +214,7 @@ def launch_prefill(
     tables = plan.queries.block_tables
     launch = tiles_for(q.device).prefill_launch(plan.block_m, cache.k.element_size())
     constants = attention_constants(
-        q, cache.k, plan.shape, block_m=plan.block_m, block_n=launch.block_n, quantize=plan.quantize
+        q, cache.k, plan.shape, block_m=plan.block_m, block_n=launch.block_n
     )
     _prefill_kernel[(heads, plan.tiles.shape[0])](
         q, cache.k, cache.v, tables, plan.queries.block_table_indices, plan.tiles, *output, lse,

@@ -48,7 +48,6 @@ def attention_constants(
     *,
     block_m: int,
     block_n: int,
-    quantize: bool,
     block_size: int | None = None,
     **decode: Any,
 ) -> AttentionConstants:
@@ -61,7 +60,7 @@ def attention_constants(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=triton.next_power_of_2(max(16, q.shape[-1])),
-        QUANTIZE=quantize,
+        QUANTIZE=shape.quantize,
         DOT=dot_dtype(q.dtype, cache.dtype),
         **decode,
     )

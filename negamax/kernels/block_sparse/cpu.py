@@ -80,9 +80,7 @@ class SelectShardPlan:
     shape: SparseShape
 
 
-def plan_select(
-    queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
-) -> PartialSelection:
+def plan_select(queries: AttentionMetadata, shape: SparseShape) -> PartialSelection:
     """Select blocks for all tokens that attend to all blocks they see."""
     positions = queries.positions.view(-1, 1, 1)
     blocks = torch.arange(shape.topk_blocks)
@@ -94,9 +92,7 @@ def plan_select(
     return PartialSelection(choice, tuple(_scored(queries, tables, shape)), shape)
 
 
-def plan_select_shard(
-    queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
-) -> SelectShardPlan:
+def plan_select_shard(queries: AttentionMetadata, shape: SparseShape) -> SelectShardPlan:
     """Restrict the scored tokens to the blocks of this rank's shard."""
     scored = _scored(queries, queries.used_tables(shape.block_size), shape)
     return SelectShardPlan(tuple(_own_blocks(tokens, shape) for tokens in scored), shape)
@@ -218,7 +214,7 @@ def products(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: i
 class PagedDecode:
     """Dense decode attention for sequences whose block tables change in each layer."""
 
-    plan: Callable[[Tensor, SparseShape, torch.dtype], Any]  # of lengths [rows] int64
+    plan: Callable[[Tensor, SparseShape], Any]  # of lengths [rows] int64
     # q [rows, group, head_dim], pages, block tables [rows, topk_blocks] int64, the plan
     # -> [rows, group * head_dim]
     run: Callable[[Tensor, KvCache, Tensor, Any], Tensor]
@@ -257,17 +253,11 @@ def attention_kernels(
 ) -> tuple[AnyKernel, AnyKernel]:
     """Make the kernels of decode and prefill that use `decode`."""
 
-    def plan_decode(
-        queries: AttentionMetadata,
-        shape: SparseShape,
-        *,
-        dtype: torch.dtype,
-        quantize: bool = False,
-    ) -> BlockSparseDecodePlan:
-        assert not quantize, "FP8 output is made on the GPU only"
+    def plan_decode(queries: AttentionMetadata, shape: SparseShape) -> BlockSparseDecodePlan:
+        assert not shape.quantize, "FP8 output is made on the GPU only"
         lengths = attended_tokens(torch.tensor(queries.host_seq_lens) - 1, shape)
         lengths = lengths.repeat_interleave(shape.kv_heads)
-        return BlockSparseDecodePlan(decode.plan(lengths, shape, dtype), shape)
+        return BlockSparseDecodePlan(decode.plan(lengths, shape), shape)
 
     def run_decode(
         q: Tensor, cache: KvCache, choice: BlockSelection, plan: BlockSparseDecodePlan
@@ -275,23 +265,17 @@ def attention_kernels(
         assert cache.is_unscaled(q.dtype), "scaled caches are read on the GPU only"
         return _attend_to_pages(decode, q, cache, choice.pages, plan.paged, shape=plan.shape)
 
-    def plan_prefill(
-        queries: AttentionMetadata,
-        shape: SparseShape,
-        *,
-        dtype: torch.dtype,
-        quantize: bool = False,
-    ) -> BlockSparsePrefillPlan:
-        assert not quantize, "FP8 output is made on the GPU only"
+    def plan_prefill(queries: AttentionMetadata, shape: SparseShape) -> BlockSparsePrefillPlan:
+        assert not shape.quantize, "FP8 output is made on the GPU only"
         positions = queries.positions
         is_dense = positions < shape.dense_tokens
         dense_rows, paged_rows = (rows.nonzero().flatten() for rows in (is_dense, ~is_dense))
         paged = None
         if len(paged_rows):
             lengths = attended_tokens(positions[paged_rows], shape)
-            paged = decode.plan(lengths.repeat_interleave(shape.kv_heads), shape, dtype)
+            paged = decode.plan(lengths.repeat_interleave(shape.kv_heads), shape)
         return BlockSparsePrefillPlan(
-            _plan_dense(queries, shape, dtype) if len(dense_rows) else None,
+            _plan_dense(queries, shape) if len(dense_rows) else None,
             dense_rows,
             paged,
             paged_rows,
@@ -320,9 +304,7 @@ def attention_kernels(
     )
 
 
-def _plan_dense(
-    queries: AttentionMetadata, shape: SparseShape, dtype: torch.dtype
-) -> tuple[dense.PrefillRun, ...]:
+def _plan_dense(queries: AttentionMetadata, shape: SparseShape) -> tuple[dense.PrefillRun, ...]:
     """Plan the tokens of each run that attend to all blocks they see."""
     runs = [
         (sequence, min(length, shape.dense_tokens), length - count)
@@ -339,21 +321,19 @@ def _plan_dense(
             [end - start for end, start in zip(ends, starts, strict=True)],
         ),
         shape,
-        dtype=dtype,
     )
 
 
 # --- decode over PyTorch's attention -------------------------------------------------------------
 
 
-def _plan_buckets(
-    lengths: Tensor, shape: SparseShape, dtype: torch.dtype
-) -> tuple[dense.DecodeBucket, ...]:
+def _plan_buckets(lengths: Tensor, shape: SparseShape) -> tuple[dense.DecodeBucket, ...]:
     """Buckets whose blocks are indices into block tables [rows, topk_blocks]."""
-    rows, pages = len(lengths), PagedShape(1, shape.group, shape.sparse_block_size)
+    rows = len(lengths)
+    pages = PagedShape(1, shape.group, shape.sparse_block_size, dtype=shape.dtype)
     places = torch.arange(rows * shape.topk_blocks).view(rows, -1)
     queries = attention_metadata(places, lengths.tolist(), [1] * rows, num_decodes=rows)
-    return dense.plan_decode(queries, pages, dtype=dtype)
+    return dense.plan_decode(queries, pages)
 
 
 def _decode_buckets(

@@ -139,11 +139,9 @@ class BlockSparsePlan:
             yield slice(end - count, end), table, length, positions
 
 
-def plan(
-    queries: AttentionMetadata, shape: SparseShape, /, *, dtype: torch.dtype, quantize: bool = False
-) -> Prepared:
-    """Wrap queries and sizes; `quantize` (FP8 output) is for GPU kernels only."""
-    assert not quantize, "the definition has no FP8 output"
+def plan(queries: AttentionMetadata, shape: SparseShape, /) -> Prepared:
+    """Wrap queries and sizes; FP8 output is for GPU kernels only."""
+    assert not shape.quantize, "the definition has no FP8 output"
     return BlockSparsePlan(queries, shape)
 
 

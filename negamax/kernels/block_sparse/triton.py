@@ -66,9 +66,7 @@ class SelectPlan:
     rest: SelectDecodePlan | SelectPrefillPlan | None
 
 
-def plan_select(
-    queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
-) -> SelectPlan:
+def plan_select(queries: AttentionMetadata, shape: SparseShape) -> SelectPlan:
     """Plan the selection; sequences with few queries, which verify drafts, are like decodes."""
     decodes, prefills, rest = queries.decodes, queries.prefills, None
     if prefills:

@@ -65,12 +65,7 @@ def _count_keys_kernel(
 
 
 def plan_sparse_decode(
-    queries: AttentionMetadata,
-    shape: SparseShape,
-    *,
-    dtype: torch.dtype,
-    quantize: bool = False,
-    reduce_later: bool = False,
+    queries: AttentionMetadata, shape: SparseShape, *, reduce_later: bool = False
 ) -> SparseDecodePlan:
     """Plan one query per sequence, or several. Reads the lengths on the device only."""
     num_tokens, device = queries.positions.shape[0], queries.positions.device
@@ -97,9 +92,7 @@ def plan_sparse_decode(
     )
     paged = plan_decode(
         each,
-        PagedShape(kv_heads=1, group=shape.group, block_size=shape.sparse_block_size),
-        dtype=dtype,
-        quantize=quantize,
+        PagedShape(1, shape.group, shape.sparse_block_size, quantize=shape.quantize),
         reduce_later=reduce_later,
     )
     dependent = tiles_for(device).decode_is_dependent(num_tokens, kv_heads=shape.kv_heads)

@@ -54,29 +54,26 @@ class SparsePrefillPlan:
 
     queries: AttentionMetadata
     shape: SparseShape
-    quantize: bool
     size: int  # limit of the queries of a tile
     tiles: Tensor  # [tiles, 4] int32, as `attention.triton_prefill.PrefillPlan.tiles`
     workspaces: dict[str, Tensor] = field(default_factory=dict)  # allocated for the first layer
 
 
 def plan_sparse_prefill(
-    queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
+    queries: AttentionMetadata, shape: SparseShape
 ) -> SparsePrefillPlan | PrefillPlan:
     """Plan a run of queries per sequence, each at the last positions of its sequence."""
     if not queries.is_captured and max(queries.host_seq_lens) <= shape.dense_tokens:
-        return plan_prefill(queries, shape, dtype=dtype, quantize=quantize)
-    return plan_chosen_prefill(queries, shape, quantize=quantize)
+        return plan_prefill(queries, shape)
+    return plan_chosen_prefill(queries, shape)
 
 
-def plan_chosen_prefill(
-    queries: AttentionMetadata, shape: SparseShape, *, quantize: bool = False
-) -> SparsePrefillPlan:
+def plan_chosen_prefill(queries: AttentionMetadata, shape: SparseShape) -> SparsePrefillPlan:
     """Plan attention by the selection of each query, even if it selects all blocks that it sees."""
     rows = tiles_for(queries.seq_lens.device).prefill_rows
     topk = triton.next_power_of_2(shape.topk_blocks)
     size = max(1, min(rows // shape.group, _UNION // topk, _MOST_QUERIES))
-    return SparsePrefillPlan(queries, shape, quantize, size, list_query_tiles(queries, size))
+    return SparsePrefillPlan(queries, shape, size, list_query_tiles(queries, size))
 
 
 @triton.jit
@@ -201,7 +198,7 @@ def sparse_prefill(
     """Run `block_sparse.prefill` by the pages of the selection."""
     if isinstance(plan, PrefillPlan):
         return prefill(q, cache, plan)
-    output = outputs(q, quantize=plan.quantize)
+    output = outputs(q, quantize=plan.shape.quantize)
     launch_sparse_prefill(q, cache, choice, plan, output)
     return result(*output)
 
@@ -242,7 +239,6 @@ def launch_sparse_prefill(
         shape,
         block_m=block_m,
         block_n=min(launch.block_n, shape.sparse_block_size),
-        quantize=plan.quantize,
         block_size=shape.sparse_block_size,
     )
     _sparse_prefill_kernel[grid](

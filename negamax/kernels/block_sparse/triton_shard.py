@@ -8,7 +8,6 @@ launch after an all-gather. Tokens that attend to all that they see are not exch
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,11 +37,9 @@ class MergePlan:
     constants: SelectionConstants
 
 
-def plan_merge_shards(
-    metadata: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
-) -> MergePlan:
+def plan_merge_shards(metadata: AttentionMetadata, shape: SparseShape) -> MergePlan:
     """Plan the selection for this rank's own heads."""
-    constants = selection_constants(shape, 1, dtype, dtype, rows=1)
+    constants = selection_constants(shape, 1, shape.dtype, shape.dtype, rows=1)
     return MergePlan(metadata, shape, constants._replace(HEADS=shape.kv_heads))
 
 

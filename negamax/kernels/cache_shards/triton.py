@@ -20,7 +20,7 @@ from negamax.kernels.attention.triton_decode import launch_decode
 from negamax.kernels.attention.triton_decode_plan import DecodePlan, plan_decode
 from negamax.kernels.attention.triton_own_blocks import OwnBlocks, plan_own_blocks
 from negamax.kernels.attention.triton_prefill import PrefillPlan, launch_prefill, plan_prefill
-from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
+from negamax.kernels.block_sparse.selection import BlockSelection
 from negamax.kernels.block_sparse.triton_decode import SparseDecodePlan, plan_sparse_decode
 from negamax.kernels.block_sparse.triton_prefill import (
     SparsePrefillPlan,
@@ -62,17 +62,12 @@ def _replace_tables(queries: AttentionMetadata, own: OwnBlocks) -> AttentionMeta
 
 
 def plan_partial_decode(
-    queries: AttentionMetadata,
-    shape: PagedShape,
-    *,
-    dtype: torch.dtype,
-    quantize: bool = False,
-    reduce_later: bool = False,
+    queries: AttentionMetadata, shape: PagedShape, *, reduce_later: bool = False
 ) -> DecodePlan:
     """Plan each query as a sequence of its own. Reads the lengths on the device only."""
     own = _list_own_blocks(queries, shape)
     local = replace(_replace_tables(queries, own), seq_lens=own.keys, decode_runs=None)
-    return plan_decode(local, shape, dtype=dtype, quantize=quantize, reduce_later=reduce_later)
+    return plan_decode(local, shape, reduce_later=reduce_later)
 
 
 def partial_decode(q: Tensor, cache: KvCache, plan: DecodePlan) -> PartialResults:
@@ -89,12 +84,10 @@ class PartialPrefillPlan:
     held: Tensor  # of `OwnBlocks`
 
 
-def plan_partial_prefill(
-    queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
-) -> PartialPrefillPlan:
+def plan_partial_prefill(queries: AttentionMetadata, shape: PagedShape) -> PartialPrefillPlan:
     """Plan a run of queries per sequence, each at the last positions of its sequence."""
     own = _list_own_blocks(queries, shape)
-    paged = plan_prefill(queries, shape, dtype=dtype, quantize=quantize)
+    paged = plan_prefill(queries, shape)
     return PartialPrefillPlan(replace(paged, queries=_replace_tables(queries, own)), own.held)
 
 
@@ -123,13 +116,6 @@ def partial_sparse_decode(
     return found
 
 
-def plan_partial_sparse_prefill(
-    queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
-) -> SparsePrefillPlan:
-    """Plan a run of queries per sequence, each at the last positions of its sequence."""
-    return plan_chosen_prefill(queries, shape, quantize=quantize)
-
-
 def partial_sparse_prefill(
     q: Tensor, cache: KvCache, choice: BlockSelection, plan: SparsePrefillPlan
 ) -> PartialResults:
@@ -155,6 +141,6 @@ KERNELS = (
         )
     ),
     triton_kernel(PARTIAL_PREFILL, partial_prefill, plan_partial_prefill),
-    triton_kernel(PARTIAL_SPARSE_PREFILL, partial_sparse_prefill, plan_partial_sparse_prefill),
+    triton_kernel(PARTIAL_SPARSE_PREFILL, partial_sparse_prefill, plan_chosen_prefill),
     triton_kernel(MERGE_PARTIALS, merge_partials),
 )

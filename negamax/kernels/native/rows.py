@@ -161,11 +161,9 @@ def _write_heads(
 # --- decode --------------------------------------------------------------------------------------
 
 
-def plan_decode(
-    queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
-) -> tuple[Tensor, Tensor]:
+def plan_decode(queries: AttentionMetadata, shape: PagedShape) -> tuple[Tensor, Tensor]:
     """Block tables [S, max_blocks] int64 and lengths [S] int64 of sequences with one query each."""
-    assert not quantize, "FP8 output is made on the GPU only"
+    assert not shape.quantize, "FP8 output is made on the GPU only"
     lengths = torch.tensor(queries.host_seq_lens, dtype=torch.int64)
     return queries.used_tables(shape.block_size), lengths
 
@@ -190,7 +188,7 @@ def _decode_pages(q: Tensor, cache: KvCache, tables: Tensor, lengths: Tensor) ->
     return decode(q, cache, (tables, lengths))
 
 
-def _plan_pages(lengths: Tensor, shape: SparseShape, dtype: torch.dtype) -> Tensor:
+def _plan_pages(lengths: Tensor, shape: SparseShape) -> Tensor:
     return lengths
 
 
