@@ -2,11 +2,13 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 VERSION = "v16"  # version of xgrammar's serialized grammars; others are not checked
+
+RuleT = TypeVar("RuleT", bound=Hashable)
 
 _LAST_CHARACTER = 0x10FFFF
 
@@ -51,7 +53,13 @@ def find_dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | 
         list(_read_alternatives(parts, rule[1], frozenset(stop_token_ids)))
         for rule in grammar["rules"]
     ]
-    can_end = _find_finite(rules)
+    finite = find_finite(
+        (owner, [each.rule for each in symbols if each.rule is not None and not each.is_optional])
+        for owner, alternatives in enumerate(rules)
+        for symbols in alternatives
+        if all(symbol.can_end for symbol in symbols)
+    )
+    can_end = [rule in finite for rule in range(len(rules))]
     root = grammar["root_rule_id"]
     if not can_end[root]:
         return "no output can follow the grammar to an end"
@@ -114,36 +122,27 @@ def _has_characters(items: list[int]) -> bool:
     return following <= _LAST_CHARACTER
 
 
-def _find_finite(rules: list[list[list[_Symbol]]]) -> list[bool]:
-    """Return which rules produce a finite text."""
-    can_end = [False] * len(rules)
-    # by rule: [owner, count] of each alternative
-    missing: dict[int, list[list[int]]] = defaultdict(list)
-    found: list[int] = []
-    for owner, alternatives in enumerate(rules):
-        for symbols in alternatives:
-            if not all(symbol.can_end for symbol in symbols):
-                continue
-            needed = [
-                symbol.rule
-                for symbol in symbols
-                if symbol.rule is not None and not symbol.is_optional
-            ]
-            count = [owner, len(needed)]
-            for rule in needed:
-                missing[rule].append(count)
-            if not needed:
-                found.append(owner)
+def find_finite(ways: Iterable[tuple[RuleT, Collection[RuleT]]]) -> set[RuleT]:
+    """Return the rules that produce a finite text; `ways`: rules, and the rules that each needs."""
+    finite: set[RuleT] = set()
+    found: list[RuleT] = []
+    users: dict[RuleT, list[tuple[RuleT, list[int]]]] = defaultdict(list)
+    for owner, needed in ways:
+        left = [len(needed)]
+        for rule in needed:
+            users[rule].append((owner, left))
+        if not needed:
+            found.append(owner)
     while found:
         rule = found.pop()
-        if can_end[rule]:
+        if rule in finite:
             continue
-        can_end[rule] = True
-        for count in missing[rule]:
-            count[1] -= 1
-            if count[1] == 0:
-                found.append(count[0])
-    return can_end
+        finite.add(rule)
+        for owner, left in users[rule]:
+            left[0] -= 1
+            if left[0] == 0:
+                found.append(owner)
+    return finite
 
 
 def _find_writing(rules: list[list[list[_Symbol]]], can_end: list[bool]) -> list[bool]:

@@ -5,12 +5,13 @@ Texts with limits hold escapes only where JSON needs them, so that their charact
 """
 
 import json
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from negamax.config.grammar import refuse_grammar
 from negamax.text.grammar.budget import RISKY_LEVELS
+from negamax.text.grammar.dead_ends import find_finite
 from negamax.text.grammar.json_schema import Schemas
 from negamax.text.grammar.languages import (
     LAST_CHARACTER,
@@ -82,7 +83,8 @@ class Rules:
 
     def write(self, root: str, *, common: str = "") -> str:
         """Return the grammar whose texts are those of `root`, without rules that cannot end."""
-        finite = self._find_finite()
+        rules = self._rules.items()
+        finite = find_finite((name, set(way.rules)) for name, ways in rules for way in ways)
         if root not in finite:
             refuse_grammar(
                 "no output can follow the JSON schema to an end; make references to itself "
@@ -101,29 +103,6 @@ class Rules:
             seen |= found
             waiting += [(rule, level + 1) for rule in sorted(found)]
         return "\n".join(lines) + common
-
-    def _find_finite(self) -> set[str]:
-        """Return the rules that produce a text."""
-        users: dict[str, list[tuple[str, list[int]]]] = defaultdict(list)
-        finite, found = set[str](), []
-        for name, alternatives in self._rules.items():
-            for way in alternatives:
-                needed = set(way.rules)
-                entry = (name, [len(needed)])
-                for rule in needed:
-                    users[rule].append(entry)
-                if not needed:
-                    found.append(name)
-        while found:
-            name = found.pop()
-            if name in finite:
-                continue
-            finite.add(name)
-            for owner, left in users[name]:
-                left[0] -= 1
-                if left[0] == 0:
-                    found.append(owner)
-        return finite
 
     def add_language(self, language: Language, *, after: str = "") -> str:
         """Return a rule of the texts of `language`, followed by `after`.
