@@ -104,6 +104,17 @@ def note_unknown(config: Mapping[str, Any], known: Set[str], *, notes: list[str]
         )
 
 
+def merge_fields(
+    config: Mapping[str, Any], nested: Mapping[str, Any], *, inner: str
+) -> dict[str, Any]:
+    """Add the fields of the object `inner` that are not null; refuse fields with two values."""
+    given = {name: value for name, value in nested.items() if value is not None}
+    for name, value in given.items():
+        if config.get(name) not in (None, value):
+            refuse(name, config[name], f"the value in {inner} ({value})")
+    return {**config, **given}
+
+
 def read_size(config: Mapping[str, Any], name: str) -> int:
     """Read an integer from 1 that has no default. Errors: `ConfigError`."""
     value = _require(config, name)
@@ -191,13 +202,12 @@ def _read_rope(
         if surplus := sorted(set(given) - _ROPE):
             allowed = "rope_type, rope_theta and partial_rotary_factor only"
             refuse(f"{name}.{surplus[0]}", given[surplus[0]], allowed)
-        for key in ("rope_theta", "partial_rotary_factor"):
-            found = _agree(parameters, given, name=key, inner=name)
-            parameters |= {} if found is None else {key: found}
+        found = {key: given.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+        parameters = merge_fields(parameters, found, inner=name)
 
-    theta = _agree(config, parameters, name="rope_theta")
+    merged = merge_fields(config, parameters, inner="rope_parameters")
+    theta, given_factor = merged.get("rope_theta"), merged.get("partial_rotary_factor")
     rope_theta = read_number(default_theta if theta is None else theta, name="rope_theta")
-    given_factor = _agree(config, parameters, name="partial_rotary_factor")
     factor = (
         None if given_factor is None else read_number(given_factor, name="partial_rotary_factor")
     )
@@ -215,17 +225,3 @@ def _read_rope(
             f"dimensions rotate"
         )
     return {"rope_theta": rope_theta, "rotary_dim": rotary_dim}
-
-
-def _agree(
-    config: Mapping[str, Any],
-    parameters: Mapping[str, Any],
-    *,
-    name: str,
-    inner: str = "rope_parameters",
-) -> object:
-    """Return field `name` of `config` or of `parameters` (field `inner`); refuse two values."""
-    outer, own = config.get(name), parameters.get(name)
-    if outer is not None and own is not None and outer != own:
-        refuse(name, outer, f"the value in {inner} ({own})")
-    return own if outer is None else outer

@@ -242,10 +242,7 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, Mapping):
         refuse("eagle_config", nested, "an object or null")
-    for name in nested.keys() & config.keys():
-        if config[name] != nested[name]:
-            refuse(name, config[name], f"the value in eagle_config ({nested[name]})")
-    flat = {**config, **nested}
+    flat = fields.merge_fields(config, nested, inner="eagle_config")
     heads = flat.get("num_attention_heads")
     if flat.get("num_key_value_heads") is None:
         flat["num_key_value_heads"] = heads

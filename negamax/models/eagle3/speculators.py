@@ -58,12 +58,10 @@ def flat(config: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:
         name: value for name, value in config.items() if name not in _IGNORED and value is not None
     }
     nested = {name: value for name, value in layer.items() if name not in _OF_VERIFIER}
-    for name in nested.keys() & own.keys():
-        if nested[name] != own[name]:
-            refuse(name, own[name], f"the value in {_LAYER} ({nested[name]})")
+    flat = fields.merge_fields(own, nested, inner=_LAYER)
     if not _DTYPES & own.keys():
-        own |= {name: layer[name] for name in _DTYPES & layer.keys()}
-    return {**nested, **own, "architectures": [architecture]}
+        flat |= {name: layer[name] for name in _DTYPES & layer.keys()}
+    return {**flat, "architectures": [architecture]}
 
 
 def use(config: Mapping[str, Any]) -> Use:
