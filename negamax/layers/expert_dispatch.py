@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -114,33 +113,14 @@ class TokenExchange:
         return [ids, *received]
 
 
-class ExpertDispatch(Protocol):
-    """Brings tokens to their experts. This rank holds slots first .. first + len(experts) - 1."""
-
-    first: int
-    experts: list[int]  # experts in this rank's slots at start, in order
-    table: tuple[int, ...]  # the expert in each slot of all ranks at start
-
-    def use_map(self, experts: ExpertMap) -> None:
-        """Look experts up in this map from the next call on."""
-
-    def dispatch(
-        self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
-    ) -> Dispatched:
-        """x [T, hidden], experts (-1: none) and weights [T, top_k] -> input of own experts."""
-
-    def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
-        """out [input rows, P, hidden], the outputs of this rank's experts -> [T, ...]."""
-
-
 class ReplicatedTokens:
     """Every rank of the expert group has all tokens and computes the selections in its own slots.
     Nothing is sent; the next norm sums over the group. Without a map, expert i is in slot i and no
-    kernel is launched.
+    kernel is launched. This rank holds slots first .. first + len(experts) - 1.
     """
 
     def __init__(self, table: Sequence[int], *, setup: LayerSetup) -> None:
-        self.table, context = tuple(table), setup.context
+        self.table, context = tuple(table), setup.context  # as it is at start, as are `experts`
         slots = context.layout.experts.experts(len(self.table))
         self.first, self._group = slots.start, context.expert_group
         self.experts = [self.table[slot] for slot in slots]
@@ -154,11 +134,13 @@ class ReplicatedTokens:
             self._map = ExpertMap(self.table, most_copies=most, device=device, counts=counts)
 
     def use_map(self, experts: ExpertMap) -> None:
+        """Look experts up in this map from the next call on."""
         self._map = experts
 
     def dispatch(
         self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
     ) -> Dispatched:
+        """x [T, hidden], experts (-1: none) and weights [T, top_k] -> input of own experts."""
         return Dispatched(x, self._slots_of(ids, tokens.positions), weights)
 
     def _slots_of(
@@ -174,6 +156,7 @@ class ReplicatedTokens:
         return self._place(ids, positions, slots, copies, counts)
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
+        """out [input rows, P, hidden], the outputs of this rank's experts -> [T, ...]."""
         return Partial(out, self._group)
 
 
@@ -221,7 +204,7 @@ class DistributedTokens(ReplicatedTokens):
         return Partial(summed, self._group)
 
 
-def expert_dispatch(table: Sequence[int], *, setup: LayerSetup) -> ExpertDispatch:
+def expert_dispatch(table: Sequence[int], *, setup: LayerSetup) -> ReplicatedTokens:
     """Return the dispatch for the ranks of `setup`. `table`: the expert in each slot. Ranks have
     equally many consecutive slots.
     """

@@ -26,28 +26,6 @@ from negamax.layers.weights import LayerSetup, WeightSlot, slots_by_name
 from negamax.parallel.collectives import Partial
 
 
-class Layer(Protocol):
-    """One layer of a decoder."""
-
-    slots: list[WeightSlot]
-    input_norm: RmsNorm
-
-    def finish_loading(self) -> None:
-        """Prepare the weights for their kernels."""
-
-    def __call__(
-        self,
-        hidden: Tensor | QuantizedActivations,
-        residual: Tensor,
-        metadata: AttentionMetadata,
-        kv: KvCaches,
-    ) -> Partial:
-        """Run the layer on hidden [T, hidden], the output of `input_norm`.
-
-        Adds all outputs but the last to `residual` [T, hidden] in place; returns the last.
-        """
-
-
 class AttentionBlock(Protocol):
     """The attention of a `DecoderLayer`."""
 
@@ -95,6 +73,7 @@ class DecoderLayer:
         self.slots = [slot for part in parts for slot in part.slots]
 
     def finish_loading(self) -> None:
+        """Prepare the weights for their kernels."""
         self.attention.finish_loading()
         self.mlp.finish_loading()
 
@@ -105,6 +84,10 @@ class DecoderLayer:
         metadata: AttentionMetadata,
         kv: KvCaches,
     ) -> Partial:
+        """Run the layer on hidden [T, hidden], the output of `input_norm`.
+
+        Adds the attention's output to `residual` [T, hidden] in place; returns the MLP's.
+        """
         x = self.attention(hidden, metadata, kv)
         if isinstance(self.mlp, SparseMoe):
             return self.mlp.run_after(self._post_norm, x, residual, metadata.step_tokens)
@@ -143,7 +126,7 @@ class Decoder:
     def __init__(
         self,
         spec: ModelSpec,
-        layers: Sequence[Layer],
+        layers: Sequence[DecoderLayer],
         kinds: Sequence[tuple[AttentionKind, int]],
         *,
         names: DecoderNames,

@@ -137,10 +137,12 @@ class ExpertWeights(Protocol):
 
     def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
         """Copy `tensors` of another expert of the same sizes into the place of this one."""
+        for own, tensor in zip(self.tensors(expert), tensors, strict=True):
+            own.copy_(tensor)
 
 
 @dataclass(frozen=True)
-class StackedExperts:
+class StackedExperts(ExpertWeights):
     """Plain weights of all experts, stacked."""
 
     gate_up: Tensor  # [experts, 2 * width, hidden], gate rows first
@@ -149,10 +151,6 @@ class StackedExperts:
 
     def tensors(self, expert: int) -> list[Tensor]:
         return [self.gate_up[expert], self.down[expert]]
-
-    def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
-        for own, tensor in zip(self.tensors(expert), tensors, strict=True):
-            own.copy_(tensor)
 
 
 def stack(

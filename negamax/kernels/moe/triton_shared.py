@@ -1,6 +1,5 @@
 """Parts of all ways through the experts: prepared weights, constants, packed GEMMs, scales."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ from negamax.kernels.activations import (
 )
 from negamax.kernels.launch.triton import e4m3_max
 from negamax.kernels.mlp.triton import swiglu
+from negamax.kernels.moe.op import ExpertWeights
 from negamax.kernels.weight_only.layout import PackedTensors, Packing, packed_rows
 from negamax.kernels.weight_only.triton import multiply
 
@@ -40,7 +40,7 @@ class ExpertConstants:
 
 
 @dataclass(frozen=True)
-class PreparedExperts:
+class PreparedExperts(ExpertWeights):
     """Stacked weights, in FP8 with scales per 128 x 128, in the model's dtype, or packed."""
 
     # [experts, 2 * width, hidden], gate rows first; packed: the tensors of a `PackedWeight`
@@ -64,11 +64,6 @@ class PreparedExperts:
         if own.FP8:
             held += [self.gate_up_scale, self.down_scale]
         return [tensor[expert] for tensor in held if isinstance(tensor, Tensor)]
-
-    def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
-        """Copy `tensors` over those of an expert (`ExpertWeights`)."""
-        for own, tensor in zip(self.tensors(expert), tensors, strict=True):
-            own.copy_(tensor)
 
 
 @triton.jit
