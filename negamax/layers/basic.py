@@ -14,6 +14,7 @@ from negamax.formats.floats import E4M3_GROUPS
 from negamax.formats.tensor_format import ActivationFormat
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.collectives.op import ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL
+from negamax.kernels.gemm.op import LinearOutput
 from negamax.kernels.norm.op import ADD_RMS
 from negamax.kernels.peers import Collective
 from negamax.layers.linear import ColumnParallel, ProjectionPart
@@ -132,7 +133,7 @@ class VocabHead:
 
     def local(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         """hidden [R, hidden] -> [R, rows of this rank] fp32, in `out` if given (GPU only)."""
-        return self._linear(hidden, out_dtype=torch.float32, out=out)
+        return self._linear(hidden, LinearOutput(torch.float32, out))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab] fp32 on every rank."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from negamax.formats.tensor_format import Axis
 from negamax.kernels.activations import QuantizedActivations
-from negamax.kernels.gemm.op import LINEAR
+from negamax.kernels.gemm.op import IN_PARTS, LIKE_INPUT, LINEAR, LinearOutput
 from negamax.kernels.op import Prepared
 from negamax.layers.weights import LayerSetup, MatrixWeight, choose_kernel
 from negamax.parallel.collectives import Partial
@@ -68,14 +68,10 @@ class ColumnParallel(_Linear):
             first += len(part.rows)
 
     def __call__(
-        self,
-        x: Tensor | QuantizedActivations,
-        *,
-        out_dtype: torch.dtype | None = None,
-        out: Tensor | None = None,
+        self, x: Tensor | QuantizedActivations, output: LinearOutput = LIKE_INPUT
     ) -> Tensor:
-        """x [T, in] -> [T, this rank's rows of all parts], in `out_dtype` or that of x."""
-        return self._run(x, self._weight, out_dtype=out_dtype, out=out)
+        """x [T, in] -> [T, this rank's rows of all parts]."""
+        return self._run(x, self._weight, output)
 
 
 class ColumnParallels:
@@ -118,5 +114,5 @@ class RowParallel(_Linear):
 
     def __call__(self, x: Tensor | QuantizedActivations, *, in_parts: bool = False) -> Partial:
         """x [T, own columns] -> [T, out]; with `in_parts` perhaps [T, P, out] parts."""
-        out = self._run(x, self._weight, out_dtype=None, out=None, in_parts=in_parts)
+        out = self._run(x, self._weight, IN_PARTS if in_parts else LIKE_INPUT)
         return Partial(out, self._group)

@@ -5,6 +5,7 @@ import triton_support  # noqa: F401  before the kernels
 from negamax.formats.floats import e4m3_blocks, plain
 from negamax.kernels.gemm import tiles
 from negamax.kernels.gemm import triton as kernels
+from negamax.kernels.gemm.op import LinearOutput
 from negamax.kernels.quantize import op as quantize_spec
 from negamax.kernels.quantize import triton as quantize
 from tests.kernel_cases import gemm as cases
@@ -47,16 +48,16 @@ def test_all_programs_of_small_m_run_at_once() -> None:
 def test_small_m_and_split_k_agree() -> None:
     """The same rows use the kernels for up to 8, up to 16 and more tokens."""
     x, prepared = fp8_linear(18, 896, 48)
-    every = kernels.linear(x, prepared, out_dtype=torch.float32)
+    every = kernels.linear(x, prepared, LinearOutput(torch.float32))
     for num_tokens in (2, 7, 13):
-        some = kernels.linear(x[:num_tokens], prepared, out_dtype=torch.float32)
+        some = kernels.linear(x[:num_tokens], prepared, LinearOutput(torch.float32))
         torch.testing.assert_close(some, every[:num_tokens], atol=1e-4, rtol=1e-4)
 
 
 def test_fp32_output_is_rounded_once() -> None:
     generator = torch.Generator().manual_seed(4)
     x, weight = torch.randn(67, 256, generator=generator).bfloat16().split((3, 64))
-    out = kernels.linear(x, kernels.prepare(plain(weight)), out_dtype=torch.float32)
+    out = kernels.linear(x, kernels.prepare(plain(weight)), LinearOutput(torch.float32))
     torch.testing.assert_close(out, x.float() @ weight.float().T, atol=1e-4, rtol=1e-5)
 
 

@@ -16,7 +16,7 @@ from negamax.formats.floats import E4M3_BLOCKS, E4M3_GROUPS, e4m3_blocks
 from negamax.formats.tensor_format import ActivationFormat, StoredWeight, TensorFormat
 from negamax.kernels import platform
 from negamax.kernels.gemm import tiles, triton_packed
-from negamax.kernels.gemm.op import LINEAR
+from negamax.kernels.gemm.op import IN_PARTS, LINEAR
 from negamax.kernels.gemm.triton_packed_gemv import gemv
 from negamax.kernels.launch import ptx
 from negamax.kernels.launch.tile import Tile
@@ -186,8 +186,8 @@ def test_returns_parts_for_the_caller_to_add(num_tokens: int, num_parts: int) ->
     prepared = triton_packed.prepare(_stored(cases.INT4, 8, 3584))
     x = torch.randn(num_tokens, 3584, generator=_generator()).to(torch.bfloat16)
     whole, out = triton_packed.linear(x, prepared), x.new_empty(num_tokens, 8)
-    parts = triton_packed.linear(x, prepared, in_parts=True)
-    assert triton_packed.linear(x, prepared, out=out, in_parts=True).equal(whole)
+    parts = triton_packed.linear(x, prepared, IN_PARTS)
+    assert triton_packed.linear(x, prepared, IN_PARTS._replace(out=out)).equal(whole)
     assert parts.shape == ((num_tokens, num_parts, 8) if num_parts > 1 else whole.shape)
     added = parts.float().view(num_tokens, num_parts, 8).sum(1)
     assert (added - whole.float()).norm() <= 6e-3 * whole.float().norm()

@@ -6,7 +6,7 @@ from torch import Tensor
 from negamax.formats.floats import E4M3_BLOCKS, E4M3_GROUP, E4M3_MAX, PLAIN, plain
 from negamax.formats.tensor_format import StoredWeight, TensorFormat
 from negamax.kernels.activations import Hidden
-from negamax.kernels.gemm.op import LINEAR
+from negamax.kernels.gemm.op import LINEAR, LinearOutput
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.quantize import op as quantize
 from tests.kernel_cases import weight_only
@@ -45,7 +45,7 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
             "weight": randn(outputs, inputs, dtype=dtype, generator=generator, scale=inputs**-0.5),
         }
         label = f"T={num_tokens} in={inputs} out={outputs}{' to fp32' if out_dtype else ''}"
-        cases.append(Case(label, tensors, {"out_dtype": out_dtype}))
+        cases.append(Case(label, tensors, {"dtype": out_dtype}))
     cases += [
         weight_only_case(dtype, generator, stored, *sizes)
         for number, stored in enumerate(weight_only.SMALL_FORMATS)
@@ -89,7 +89,7 @@ def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         for num_tokens in (1, 16, 63, 128):
             x = randn(num_tokens, 3072, dtype=dtype, generator=generator)
             tensors = {"x": x, "weight": weight}
-            cases.append(Case(f"{label} T={num_tokens}", tensors, {"out_dtype": torch.float32}))
+            cases.append(Case(f"{label} T={num_tokens}", tensors, {"dtype": torch.float32}))
     return cases + [
         fp8_case(dtype, generator, n, *sizes, label)
         for label, sizes in _M3_SHAPES.items()
@@ -162,13 +162,14 @@ def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     x: Hidden = case.tensors["x"]
     if kernel.activation is not None:
         x = quantize.quantize_activations(case.tensors["x"])
-    out = kernel.run(x, kernel.prepare(stored_weight(case, "weight")), **case.numbers)
+    weight = kernel.prepare(stored_weight(case, "weight"))
+    out = kernel.run(x, weight, LinearOutput(**case.numbers))
     return (out if out.dim() == 2 else out.sum(1, dtype=torch.float32).to(out.dtype),)
 
 
 def cost(case: Case) -> Cost:
     x, rows = case.tensors["x"], len(stored_weight(case, "weight").values)
-    out_dtype = case.numbers.get("out_dtype") or x.dtype
+    out_dtype = case.numbers.get("dtype") or x.dtype
     return Cost(
         num_bytes=num_bytes(*case.tensors.values()) + x.shape[0] * rows * out_dtype.itemsize,
         flops=2 * x.numel() * rows,

@@ -28,7 +28,7 @@ from torch import Tensor
 from negamax.formats.floats import plain
 from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import Hidden, unquantized
-from negamax.kernels.gemm.op import LINEAR, copy_into, keep
+from negamax.kernels.gemm.op import LIKE_INPUT, LINEAR, LinearOutput, copy_into, keep
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
 
@@ -47,14 +47,7 @@ def pack(weight: StoredWeight) -> Tensor:
     return packed
 
 
-def linear(
-    x: Hidden,
-    weight: Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    in_parts: bool = False,
-) -> Tensor:
+def linear(x: Hidden, weight: Tensor, output: LinearOutput = LIKE_INPUT) -> Tensor:
     """Multiply x [T, in] with a weight from `pack` to [T, out], as `LINEAR` defines."""
     x = unquantized(x)
     if x.shape[0] <= _UNPADDED_ROWS:
@@ -62,7 +55,7 @@ def linear(
     else:
         tiles = [_padded_product(tile, weight) for tile in x.split(TILE_ROWS)]
         product = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-    return copy_into(out, product if out_dtype is None else product.to(out_dtype))
+    return copy_into(output.out, product if output.dtype is None else product.to(output.dtype))
 
 
 def padded_rows(num_rows: int) -> int:
@@ -95,20 +88,13 @@ def _runs(dtype: torch.dtype) -> bool:
     return bool((y == 16).all())
 
 
-def blas_linear(
-    x: Hidden,
-    weight: Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    in_parts: bool = False,
-) -> Tensor:
+def blas_linear(x: Hidden, weight: Tensor, output: LinearOutput = LIKE_INPUT) -> Tensor:
     """Multiply x [T, in] fp32 with weight [out, in] fp32, as `LINEAR` defines."""
     x = unquantized(x)
     num_rows = x.shape[0]
     if num_rows < _SAFE_ROWS and num_rows % SAFE_ROWS_MULTIPLE != 0:
         x = F.pad(x, (0, 0, 0, -num_rows % SAFE_ROWS_MULTIPLE))
-    return copy_into(out, F.linear(x, weight)[:num_rows].to(out_dtype or x.dtype))
+    return copy_into(output.out, F.linear(x, weight)[:num_rows].to(output.dtype or x.dtype))
 
 
 ONEDNN: tuple[AnyKernel, ...] = tuple(

@@ -1,5 +1,7 @@
 """The linear layer y = x W^T, with W stored [out, in] in any format."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,25 +13,24 @@ from negamax.kernels.op import Prepared, op, rounding_tolerance
 from negamax.kernels.quantize.stored import dequantize
 
 
-def linear(
-    x: Hidden,
-    weight: Prepared,
-    /,
-    *,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    in_parts: bool = False,
-) -> Tensor:
-    """Multiply x [T, in] with weight [out, in] to [T, out] in `out_dtype` (None: that of x).
+class LinearOutput(NamedTuple):
+    """How a kernel returns a product."""
 
-    The result is written to `out` if given. FP8 activations are read in their plain form. With
-    `in_parts` kernels may return partial sums [T, P, out], each rounded.
-    """
+    dtype: torch.dtype | None = None  # None: that of x
+    out: Tensor | None = None  # where it is written, if given
+    in_parts: bool = False  # it may be partial sums [T, P, out], each rounded
+
+
+LIKE_INPUT, IN_PARTS = LinearOutput(), LinearOutput(in_parts=True)
+
+
+def linear(x: Hidden, weight: Prepared, output: LinearOutput = LIKE_INPUT, /) -> Tensor:
+    """Multiply x [T, in] with weight [out, in] to [T, out]. FP8 is read in its plain form."""
     values = unquantized(x)
-    dtype = out_dtype or values.dtype
+    dtype = output.dtype or values.dtype
     if weight.dtype != values.dtype:
         values, weight = values.float(), weight.float()
-    return copy_into(out, F.linear(values, weight).to(dtype))
+    return copy_into(output.out, F.linear(values, weight).to(dtype))
 
 
 def copy_into(out: Tensor | None, result: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels import platform
 from negamax.kernels.activations import GROUP, QuantizedActivations, model_dtype, unquantized
 from negamax.kernels.gemm import cublas, tiles, triton_packed, triton_w8a8
-from negamax.kernels.gemm.op import LINEAR
+from negamax.kernels.gemm.op import LIKE_INPUT, LINEAR, LinearOutput
 from negamax.kernels.gemm.triton_shared import locate_tile, store_split
 from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
 from negamax.kernels.launch.tile import Tile
@@ -334,15 +334,10 @@ def prepare(weight: StoredWeight) -> PreparedLinear:
 
 
 def linear(
-    x: Tensor | QuantizedActivations,
-    prepared: PreparedLinear,
-    *,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    in_parts: bool = False,
+    x: Tensor | QuantizedActivations, prepared: PreparedLinear, output: LinearOutput = LIKE_INPUT
 ) -> Tensor:
     """Multiply x [M, K] -> x W^T [M, N], rounded once; `out` is contiguous, for 16-bit weights."""
-    dtype = out_dtype or model_dtype(x)
+    dtype, out = output.dtype or model_dtype(x), output.out
     M = (x.q if isinstance(x, QuantizedActivations) else x).shape[0]
     if M == 0:
         return prepared.weight.new_empty((0, prepared.weight.shape[0]), dtype=dtype)

@@ -17,7 +17,7 @@ from negamax.formats.readable import reads_packed
 from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import Hidden, unquantized
 from negamax.kernels.gemm import tiles
-from negamax.kernels.gemm.op import LINEAR
+from negamax.kernels.gemm.op import LIKE_INPUT, LINEAR, LinearOutput
 from negamax.kernels.gemm.triton_packed_gemv import gemv
 from negamax.kernels.gemm.triton_shared import locate_tile, store_split
 from negamax.kernels.launch.triton import launch_options, triton_kernel, wait_then_launch_dependents
@@ -77,23 +77,16 @@ def prepare(weight: StoredWeight) -> PreparedPackedLinear:
     return PreparedPackedLinear(pack(weight), arrivals)
 
 
-def linear(
-    x: Hidden,
-    prepared: PreparedPackedLinear,
-    *,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    in_parts: bool = False,
-) -> Tensor:
+def linear(x: Hidden, prepared: PreparedPackedLinear, output: LinearOutput = LIKE_INPUT) -> Tensor:
     """Multiply x [M, K] -> [M, N], rounded once; `in_parts`, few tokens: parts [M, P, N]."""
     x, weight = unquantized(x).contiguous(), prepared.weight
     packing: Packing = weight.packing
-    M, N = x.shape[0], weight.num_rows
+    (dtype, out, in_parts), M, N = output, x.shape[0], weight.num_rows
     sizes = tiles.tiles_for(x.device)
     few = sizes.packed_gemv(M=M, N=N, packing=packing, in_parts=in_parts and out is None)
     if out is None:
         shape = (M, few.split_k, N) if few and few.split_k > 1 else (M, N)
-        out = x.new_empty(shape, dtype=out_dtype or x.dtype)
+        out = x.new_empty(shape, dtype=dtype or x.dtype)
     if M == 0:
         return out
     if few:

@@ -8,7 +8,6 @@ layout. Tile sizes: `tiles.py`; those of FP8 blocks, others were not tried.
 
 from functools import partial
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +18,7 @@ from negamax.formats.platform import Feature
 from negamax.formats.readable import reads_w8a8
 from negamax.kernels.activations import Hidden, unquantized
 from negamax.kernels.gemm import tiles, triton_packed
-from negamax.kernels.gemm.op import LINEAR
+from negamax.kernels.gemm.op import LIKE_INPUT, LINEAR, LinearOutput
 from negamax.kernels.gemm.triton_packed import PreparedPackedLinear
 from negamax.kernels.gemm.triton_shared import locate_tile
 from negamax.kernels.launch.triton import launch_options, triton_kernel, wait_then_launch_dependents
@@ -61,21 +60,15 @@ def _w8a8_linear_kernel(
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def linear(
-    x: Hidden,
-    prepared: PreparedPackedLinear,
-    *,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    in_parts: bool = False,
-) -> Tensor:
+def linear(x: Hidden, prepared: PreparedPackedLinear, output: LinearOutput = LIKE_INPUT) -> Tensor:
     """Multiply x [M, K] -> [M, N]; x is rounded first with more than tiles.SPLIT_K_MAX_M tokens."""
     x, weight = unquantized(x).contiguous(), prepared.weight
     M, N = x.shape[0], weight.num_rows
     if M <= tiles.SPLIT_K_MAX_M:
-        return triton_packed.linear(x, prepared, out_dtype=out_dtype, out=out, in_parts=in_parts)
+        return triton_packed.linear(x, prepared, output)
+    out = output.out
     if out is None:
-        out = x.new_empty((M, N), dtype=out_dtype or x.dtype)
+        out = x.new_empty((M, N), dtype=output.dtype or x.dtype)
     q, scale = round_activations(x, weight.packing)
     w = weight.qweight.view(rounded_dtype(weight.packing))
     tile = tiles.tiles_for(x.device).w8a8(M=M, N=N)

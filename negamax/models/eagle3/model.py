@@ -22,6 +22,7 @@ from negamax.kernels.activations import SILU, concatenate
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.op import DECODE, PREFILL, ROPE_WRITE
 from negamax.kernels.drafts.op import EMBED_NORMS
+from negamax.kernels.gemm.op import LinearOutput
 from negamax.kernels.kvcache.op import KvCache, TokenPlaces
 from negamax.kernels.rotary import signed_frequencies
 from negamax.kernels.steps.op import EMBED_TOKENS
@@ -361,7 +362,7 @@ class Eagle3Draft:
         if self._head is None:
             assert self._target is not None
             return self._target.local_logits(hidden)
-        return self._head(hidden, out_dtype=torch.float32)
+        return self._head(hidden, LinearOutput(torch.float32))
 
     def scatter_logits(self, logits: Tensor) -> Tensor:
         """Scatter `local_logits` to the target's ids, [R, vocab] fp32, minus infinity elsewhere."""
