@@ -13,10 +13,11 @@ from negamax.formats.platform import CPU
 from negamax.formats.tensor_format import TensorFormat
 from negamax.kernels.activations import SwiGlu
 from negamax.kernels.launch.tile import Tile
-from negamax.kernels.moe import tiles, triton_norm_route
+from negamax.kernels.moe import tiles
 from negamax.kernels.moe import triton as kernels
 from negamax.kernels.moe import triton_prefill as prefill
 from negamax.kernels.moe.op import EXPERTS
+from negamax.kernels.norm.op import NormWeight
 from negamax.kernels.norm.triton import add_rms
 from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.quantize.triton import quantize
@@ -64,20 +65,20 @@ def test_norm_and_router_in_one_launch_round_as_in_two(gemma: bool) -> None:
     generator = torch.Generator().manual_seed(6)
     hidden, weight = 1160, torch.randn(1160, generator=generator).bfloat16()
     gate = torch.randn(4, hidden, generator=generator), torch.randn(4, generator=generator)
-    prepared = triton_norm_route.prepare(weight, 1e-6, *gate, gemma=gemma)
-    router = kernels.prepare_gate(*gate)
+    norm = NormWeight(weight, 1e-6, gemma=gemma)
+    joined, router = kernels.prepare_gate(*gate), kernels.prepare_gate(*gate)
     for num_tokens in (1, 2, 5, 2):
         x = torch.randn(num_tokens, hidden, generator=generator).bfloat16()
         residual = torch.randn(num_tokens, hidden, generator=generator).bfloat16()
         added = residual.clone()
-        normed, *choices = triton_norm_route.norm_route(x, residual, *prepared, top_k=2)
-        expected = add_rms(x, added, prepared[0])
+        normed, *choices = kernels.norm_route(x, residual, norm, joined, top_k=2)
+        expected = add_rms(x, added, norm)
         assert torch.equal(residual, added)
         assert (normed != expected).float().mean() < 0.02  # last bit of the sum of squares
         ids, weights = kernels.route(normed, router, top_k=2)
         assert torch.equal(choices[0], ids)
         torch.testing.assert_close(choices[1], weights, rtol=1e-5, atol=1e-6)
-    assert prepared[1].flag.tolist() == [3] and router.flag.tolist() == [3]
+    assert joined.flag.tolist() == [3] and router.flag.tolist() == [3]
 
 
 def test_pieces_of_the_gate_add_up_to_it_exactly() -> None:

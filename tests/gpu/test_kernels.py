@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from negamax.formats.floats import PLAIN
-from negamax.kernels.moe import triton_norm_route
+from negamax.kernels.moe.triton_norm_route import norm_route
+from negamax.kernels.moe.triton_route import prepare_gate
+from negamax.kernels.norm.op import NormWeight
 from negamax.kernels.op import Kernel, Op
 from negamax.kernels.registry import gpu_kernels
 from tests.kernel_cases import CASES
@@ -204,13 +206,12 @@ def test_a_router_never_takes_the_words_of_the_call_before(
     hidden: int, experts: int, top_k: int, of_m3: bool, calls: tuple[int, ...]
 ) -> None:
     generator = torch.Generator(device="cuda").manual_seed(0)
-    numbers = {"gemma": True, "scaling": 2.0, "shared": True} if of_m3 else {}
-    norm, router = triton_norm_route.prepare(
-        randn(hidden, dtype=torch.bfloat16, generator=generator, scale=0.2),
-        1e-6,
+    weight = randn(hidden, dtype=torch.bfloat16, generator=generator, scale=0.2)
+    norm = NormWeight(weight, 1e-6, gemma=of_m3)
+    router = prepare_gate(
         randn(experts, hidden, dtype=torch.float32, generator=generator, scale=hidden**-0.5),
         randn(experts, dtype=torch.float32, generator=generator),
-        **numbers,
+        **({"scaling": 2.0, "shared": True} if of_m3 else {}),
     )
     x = {M: randn(M, hidden, dtype=torch.bfloat16, generator=generator) for M in calls}
     residual = {M: randn(M, hidden, dtype=torch.bfloat16, generator=generator) for M in calls}
@@ -221,7 +222,7 @@ def test_a_router_never_takes_the_words_of_the_call_before(
         for M, own in zip(order, residuals, strict=True):
             own.copy_(residual[M])
         return [
-            triton_norm_route.norm_route(x[M], own, norm, router, top_k=top_k)[1:]
+            norm_route(x[M], own, norm, router, top_k=top_k)[1:]
             for M, own in zip(order, residuals, strict=True)
         ]
 

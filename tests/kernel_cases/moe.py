@@ -10,6 +10,7 @@ from negamax.formats.floats import E4M3_BLOCKS, mxfp8
 from negamax.formats.tensor_format import TensorFormat
 from negamax.kernels.activations import SILU, SwiGlu
 from negamax.kernels.moe.op import EXPERTS, NORM_ROUTE, PLACE, ROUTE, SelectedExperts
+from negamax.kernels.norm.op import NormWeight
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.quantize import op as quantize
 from tests.kernel_cases import norm, weight_only
@@ -347,10 +348,10 @@ def apply_norm_route(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     t, numbers = case.tensors, case.numbers
     residual = t["residual"].clone()
     router = {name: numbers[name] for name in ("scaling", "shared") if name in numbers}
-    options = {"quantize": norm.quantizes(kernel, case), "gemma": numbers["gemma"], **router}
-    prepared = kernel.prepare(t["weight"], numbers["eps"], t["gate"], t["bias"], **options)
+    weight = NormWeight(t["weight"], numbers["eps"], norm.quantizes(kernel, case), numbers["gemma"])
+    prepared = kernel.prepare(t["gate"], t["bias"], **router)
     out, ids, weights = kernel.run(
-        t["x"], residual, *prepared, top_k=numbers["top_k"], active=t["active"]
+        t["x"], residual, weight, prepared, top_k=numbers["top_k"], active=t["active"]
     )
     return (*norm.case_outputs(out, case), residual, *_by_number(ids, weights))
 

@@ -20,7 +20,6 @@ from negamax.formats.floats import PLAIN
 from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
 from negamax.kernels.norm.op import WIDE_ERROR, add_rms
-from negamax.kernels.norm.op import prepare as prepare_norm
 from negamax.kernels.op import Prepared, op, rounding_tolerance
 from negamax.kernels.quantize.stored import dequantize
 
@@ -72,23 +71,6 @@ def complete(
     return ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
 
 
-def prepare_norm_route(
-    weight: Tensor,
-    eps: float,
-    gate: Tensor,
-    bias: Tensor,
-    /,
-    *,
-    quantize: bool = False,
-    gemma: bool = False,
-    scaling: float = 1.0,
-    shared: bool = False,
-) -> tuple[Prepared, Prepared]:
-    """Prepare the norm and the router as their own ops do."""
-    norm = prepare_norm(weight, eps, quantize=quantize, gemma=gemma)
-    return norm, Router(gate, bias, scaling=scaling, shared=shared)
-
-
 def norm_route(
     x: Tensor,
     residual: Tensor,
@@ -99,7 +81,9 @@ def norm_route(
     top_k: int,
     active: Tensor | None = None,
 ) -> tuple[Hidden, Tensor, Tensor]:
-    """Run `add_rms`, then `route`; return the normed states, ids and weights."""
+    """Run `add_rms`, then `route`, each with its own preparation; return the normed states, ids
+    and weights.
+    """
     normed = add_rms(x, residual, norm)
     return normed, *route(normed, router, top_k=top_k, active=active)
 
@@ -198,7 +182,7 @@ ROUTE = op(
 NORM_ROUTE = op(
     "moe.norm_route",
     norm_route,
-    prepare_norm_route,
+    prepare_router,
     summary="the norm before the experts, and the router",
     sequence=("norm.add_rms", "moe.route"),
     tolerance=rounding_tolerance(scale=2.0, reason="as norm.add_rms"),

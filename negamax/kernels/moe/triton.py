@@ -36,9 +36,10 @@ from negamax.formats.readable import reads_e4m3_blocks, reads_packed, reads_w8a8
 from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import GROUP, SILU, QuantizedActivations, SwiGlu, unquantized
 from negamax.kernels.launch.triton import triton_kernel
-from negamax.kernels.moe import tiles, triton_norm_route
+from negamax.kernels.moe import tiles
 from negamax.kernels.moe.op import EXPERTS, NORM_ROUTE, PLACE, ROUTE, SelectedExperts
 from negamax.kernels.moe.triton_gemv import experts_gemv
+from negamax.kernels.moe.triton_norm_route import norm_route
 from negamax.kernels.moe.triton_place import place
 from negamax.kernels.moe.triton_prefill import experts_large_m
 from negamax.kernels.moe.triton_route import prepare_gate, route
@@ -123,16 +124,9 @@ KERNELS = (
     triton_kernel(
         ROUTE, route, partial(prepare_gate, spin_wait=False), provider="triton_last_arrival"
     ),
+    triton_kernel(NORM_ROUTE, norm_route, prepare_gate, requires={Feature.SPIN_WAIT}),
     triton_kernel(
-        NORM_ROUTE,
-        triton_norm_route.norm_route,
-        triton_norm_route.prepare,
-        requires={Feature.SPIN_WAIT},
-    ),
-    triton_kernel(
-        NORM_ROUTE,
-        triton_norm_route.norm_route,
-        partial(triton_norm_route.prepare, spin_wait=False),
+        NORM_ROUTE, norm_route, partial(prepare_gate, spin_wait=False),
         provider="triton_two_launches",
     ),
     triton_kernel(PLACE, place),

@@ -11,8 +11,6 @@ residual, after the logits of all programs have arrived.
 Rows, also those of the gate, are words of two columns (`launch/triton_words.py`).
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,7 +29,6 @@ from negamax.kernels.moe.triton_route import (
     empty_choices,
     group_experts,
     load_gate,
-    prepare_gate,
     route,
     store_logits,
 )
@@ -187,23 +184,6 @@ def _norm_route_kernel(
                       NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
         if m == M - 1:
             tl.store(flag_ptr, flag)  # all programs have read the flag: their logits have arrived
-
-
-def prepare(
-    weight: Tensor,
-    eps: float,
-    gate: Tensor,
-    bias: Tensor,
-    *,
-    quantize: bool = False,
-    gemma: bool = False,
-    **router: Any,
-) -> tuple[NormWeight, PreparedGate]:
-    """Prepare the norm and the router as `norm.add_rms` and `moe.route` do."""
-    return (
-        norms.prepare(weight, eps, quantize=quantize, gemma=gemma),
-        prepare_gate(gate, bias, **router),
-    )
 
 
 def norm_route(
