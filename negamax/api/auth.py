@@ -94,7 +94,7 @@ class AuthMiddleware:
         if path in OPEN_PATHS:
             return
         self._access.identify(scope)
-        SENDER.set(scope["state"]["tenant"])
+        SENDER.set(scope["state"]["tenant"] if scope["state"]["shares_queue"] else "")
         if scope["method"] in _SAFE_METHODS:
             return
         self._access.check_site(scope)

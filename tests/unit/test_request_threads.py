@@ -28,3 +28,12 @@ def test_senders_take_turns_and_large_work_leaves_a_thread_for_small() -> None:
     for work in (first, *large):
         work.result(SECONDS)
     assert order == ["a small", "b1", "a smaller", "a1", "a2"]
+
+
+def test_a_sender_leaves_a_thread_for_large_work_of_others() -> None:
+    threads, may_end = RequestThreads(num_threads=3, num_large=2), threading.Event()
+    wait = partial(may_end.wait, SECONDS)
+    held = [threads.submit(wait, "a", num_bytes=2**22) for _ in range(2)]
+    assert threads.submit(dict, "b", num_bytes=2**22).result(SECONDS) == {}
+    may_end.set()
+    assert all(one.result(SECONDS) for one in held)

@@ -11,9 +11,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-SENDER = ContextVar("sender", default="")  # the tenant whose request the current task handles
-# each takes turns with the event loop in holding Python's lock, or waits for another process
-_NUM_THREADS = max(4, min(16, os.cpu_count() or 1))
+# the tenant whose request the current task handles; "" where there is only one
+SENDER = ContextVar("sender", default="")
+# each takes turns with the event loop in holding Python's lock, or waits for a child of `Confined`
+_NUM_THREADS = max(4, min(8, os.cpu_count() or 1))
 _NUM_LARGE = _NUM_THREADS // 2  # of these threads, for large work
 _LARGE_BYTES = 128 * 1024
 INLINE_BYTES = 8192  # larger work is done in a thread
@@ -37,6 +38,7 @@ class _Turns:
     seconds: float = 0.0
     latest: float = 0.0  # the seconds of the part of it that began last
     num_waiting: int = 0
+    num_running_large: int = 0
 
     def begin_waiting(self, least_seconds: float) -> None:
         if not self.num_waiting:
@@ -51,20 +53,23 @@ class _Queue:
     sender: _Turns
     size: _Turns
     is_large: bool
+    most_running: int  # of the sender's large work
     waiting: deque[tuple[Future[Any], Callable[[], Any]]] = field(default_factory=deque)
 
 
 class RequestThreads:
     """Runs work in threads. Next is the sender, and of its sizes the one, that took the least time.
 
-    Large work leaves threads for small work. Threads may share it.
+    Large work leaves threads for small work, and that of a named sender one for large work of
+    others. Threads may share it.
     """
 
     def __init__(self, *, num_threads: int = _NUM_THREADS, num_large: int = _NUM_LARGE) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="request")
         self._lock = threading.Lock()
         self._num_free = num_threads
-        self._num_free_large = num_large
+        self._num_large = num_large
+        self._num_running_large = 0
         self._all = _Turns()
         self._senders: dict[str, _Turns] = {}  # as many as there are keys
         self._queues: dict[tuple[str, int], _Queue] = {}
@@ -75,9 +80,10 @@ class RequestThreads:
         future: Future[T] = Future()
         is_large = num_bytes > _LARGE_BYTES
         size = num_bytes.bit_length() if is_large else 0
+        most = max(1, self._num_large - bool(sender))
         with self._lock:
             turns = self._senders.setdefault(sender, _Turns())
-            queue = self._queues.setdefault((sender, size), _Queue(turns, _Turns(), is_large))
+            queue = self._queues.setdefault((sender, size), _Queue(turns, _Turns(), is_large, most))
             turns.begin_waiting(self._all.latest)
             queue.size.begin_waiting(turns.latest)
             if not queue.waiting:
@@ -89,7 +95,7 @@ class RequestThreads:
     def _begin(self) -> None:
         """Begin with what waits and finds a free thread. The caller holds the lock."""
         while self._num_free:
-            ready = [queue for queue in self._waiting if self._num_free_large or not queue.is_large]
+            ready = [queue for queue in self._waiting if self._may_begin(queue)]
             if not ready:
                 return
             queue = min(ready, key=lambda queue: (queue.sender.seconds, queue.size.seconds))
@@ -99,10 +105,21 @@ class RequestThreads:
             sender.num_waiting -= 1
             size.num_waiting -= 1
             self._num_free -= 1
-            self._num_free_large -= queue.is_large
+            self._count_large(queue, 1)
             self._threads.submit(self._run, queue, *queue.waiting.popleft())
             if not queue.waiting:
                 self._waiting.remove(queue)
+
+    def _may_begin(self, queue: _Queue) -> bool:
+        return not queue.is_large or (
+            self._num_running_large < self._num_large
+            and queue.sender.num_running_large < queue.most_running
+        )
+
+    def _count_large(self, queue: _Queue, change: int) -> None:
+        if queue.is_large:
+            self._num_running_large += change
+            queue.sender.num_running_large += change
 
     def _run(self, queue: _Queue, future: "Future[Any]", work: Callable[[], Any]) -> None:
         start = time.monotonic()
@@ -120,7 +137,7 @@ class RequestThreads:
             queue.sender.seconds += seconds
             queue.size.seconds += seconds
             self._num_free += 1
-            self._num_free_large += queue.is_large
+            self._count_large(queue, -1)
             self._begin()
 
 
