@@ -187,8 +187,7 @@ class ChatTemplate:
         if self._confined is None:
             text = self.render_values(messages, given)
         else:
-            found: bytes = self._confined.call("render", messages, given)
-            text = found.decode("utf-8", "surrogatepass")
+            text = self._confined.call(messages, given).decode("utf-8", "surrogatepass")
         return text if escaper is not None else valid_unicode(text)
 
     def render_values(

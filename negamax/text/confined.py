@@ -13,11 +13,11 @@ from multiprocessing.reduction import send_handle
 from typing import Any
 
 from negamax.base import env
-from negamax.base.errors import CheckpointError, InvalidRequestError
+from negamax.base.errors import CheckpointError, InvalidRequestError, NegamaxError
 from negamax.base.supervision import Supervised
 
 LOAD_SECONDS, LOAD_BYTES = 10.0, 2 << 30
-JSON, BYTES, ERROR = b"j", b"b", b"e"  # kinds of answers, in the first byte
+ANSWER, ERROR = b"a", b"e"  # first bytes
 _SLOWEST = 20.0  # elapsed seconds per second of processor time
 _MOST_MEMORY = min(4 << 30, env.main_memory() // 4)
 
@@ -30,18 +30,23 @@ def compute_limits(num_bytes: int) -> tuple[float, int, int]:
     return 1.0 + 8.0 * num_bytes / 2**20, memory, (16 << 20) + 16 * num_bytes
 
 
-def pack(*values: object) -> bytes:
-    """Return JSON values in ASCII: escaped texts hold lone surrogates."""
-    return json.dumps(values).encode()
+def pack_error(error: NegamaxError) -> bytes:
+    fields = {"message": error.message, "hint": error.hint, "param": error.param}
+    return ERROR + json.dumps(fields).encode()
 
 
-def _ask(connection: Connection, job: bytes, *, seconds: float, most: int) -> tuple[bytes, bytes]:
-    """Return kind and content of the answer. Errors: `OSError`, `EOFError`."""
+def _ask(connection: Connection, job: bytes, *, seconds: float, most: int) -> bytes:
+    """Return the answer or the error as bytes. Errors: `OSError`, `EOFError`."""
     connection.send_bytes(job)
     if not connection.poll(_SLOWEST * seconds):
         raise EOFError
-    answer = connection.recv_bytes(most)
-    return answer[:1], answer[1:]
+    return connection.recv_bytes(most)
+
+
+def _unpack(answer: bytes, failure: type[NegamaxError]) -> bytes:
+    if answer.startswith(ERROR):
+        raise failure(**json.loads(answer[1:]))
+    return answer[1:]
 
 
 class Confined:
@@ -49,11 +54,11 @@ class Confined:
 
     def __init__(self, kind: str, *setup: Any, origin: str) -> None:
         """`kind`, `setup`: as of `confined_process.load`; `origin` names it in messages."""
-        self._setup = pack(kind, *setup)
+        self._setup = json.dumps([kind, *setup]).encode()
         self._kind, self._origin = kind, origin
         self._lock = threading.Lock()
-        self._source: Connection | None = None  # to the process that forks
         self._process: Supervised | None = None
+        self._source: Connection  # to the process, which forks
         self._facts: Any = None
         self._idle: list[Connection] = []  # one for each of the server's threads at most
 
@@ -63,20 +68,20 @@ class Confined:
             self._load()
             return self._facts
 
-    def call(self, function: str, *arguments: object) -> Any:
-        """Call `function` with JSON values; return a JSON value or bytes.
+    def call(self, *arguments: object) -> bytes:
+        """Call its function with JSON values.
 
         Errors: `InvalidRequestError` from the function and for a call that used up its limits,
         `CheckpointError` as of `load`.
         """
         try:
-            job = pack(function, *arguments)
+            job = json.dumps(arguments).encode()  # in ASCII: escaped texts hold lone surrogates
         except (TypeError, ValueError) as error:
             raise InvalidRequestError(f"only JSON values can be rendered: {error}") from None
         seconds, memory, most = compute_limits(len(job))
         try:
             child = self._take()
-            kind, data = _ask(child, job, seconds=seconds, most=most)
+            answer = _ask(child, job, seconds=seconds, most=most)
             self._idle.append(child)
         except (OSError, EOFError) as error:
             raise InvalidRequestError(
@@ -85,46 +90,42 @@ class Confined:
                 hint="shorten or reword the request",
                 code="template_limit",
             ) from error
-        if kind == ERROR:
-            message, hint, param = json.loads(data)
-            raise InvalidRequestError(message, hint=hint, param=param)
-        return data if kind == BYTES else json.loads(data)
+        return _unpack(answer, InvalidRequestError)
 
     def _take(self) -> Connection:
         """Return the connection to an idle or a new child. Errors: `OSError`, `CheckpointError`."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-            source, process = self._load()
+            pid = self._load()
             child, theirs = Pipe()
-            try:
-                send_handle(source, theirs.fileno(), process.pid)
-            except OSError:  # the process has ended; the next call starts another
-                self._source = None
-                raise
-            finally:
-                theirs.close()
+            with theirs:
+                try:
+                    send_handle(self._source, theirs.fileno(), pid)
+                except OSError:  # the process has ended; the next call starts another
+                    self._process = None
+                    raise
             return child
 
-    def _load(self) -> tuple[Connection, Supervised]:
-        if self._source is not None and self._process is not None:
-            return self._source, self._process
-        source, theirs = Pipe()
-        fd = theirs.fileno()
-        process = Supervised(
-            "negamax.text.confined_process", str(fd), pass_fds=(fd,), has_secrets=False
-        )
-        theirs.close()
-        try:
-            kind, data = _ask(source, self._setup, seconds=LOAD_SECONDS, most=LOAD_BYTES)
-        except (OSError, EOFError):
-            limits = f"{LOAD_SECONDS:.0f} s and {LOAD_BYTES >> 20} MiB"
-            found = f"{self._origin} cannot be loaded in {limits}"
-            kind, data = ERROR, pack(found, "give another one", None)
-        if kind == ERROR:
-            process.kill()
-            process.reap()
-            message, hint, _ = json.loads(data)
-            raise CheckpointError(message, hint=hint)
-        self._source, self._process, self._facts = source, process, json.loads(data)
-        return source, process
+    def _load(self) -> int:
+        """Start the process unless it runs. Return its id."""
+        if self._process is None:
+            self._source, theirs = Pipe()
+            with theirs:
+                fd = theirs.fileno()
+                process = Supervised("negamax.text.confined_process", str(fd), pass_fds=(fd,))
+            try:
+                found = _ask(self._source, self._setup, seconds=LOAD_SECONDS, most=LOAD_BYTES)
+                self._facts = json.loads(_unpack(found, CheckpointError))
+            except (OSError, EOFError, CheckpointError) as error:
+                process.kill()
+                process.reap()
+                if isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(
+                    f"{self._origin} cannot be loaded in {LOAD_SECONDS:.0f} s and "
+                    f"{LOAD_BYTES >> 20} MiB",
+                    hint="give another one",
+                ) from error
+            self._process = process
+        return self._process.pid

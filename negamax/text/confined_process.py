@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -22,28 +22,22 @@ from negamax.base.errors import NegamaxError
 from negamax.base.supervision import exit_now
 from negamax.text import confined
 from negamax.text.chat_template import ChatTemplate
-from negamax.text.confined import pack
-from negamax.text.tokenizer import Tokenizer, TooManyTokensError
-
-Functions = Mapping[str, Callable[..., bytes | int]]
+from negamax.text.tokenizer import Tokenizer
 
 
-def load(kind: str, *setup: Any) -> tuple[object, Functions]:
-    """Return the facts and the functions of a "chat template" (source, variables, name) or a
+def load(kind: str, *setup: Any) -> tuple[object, Callable[..., bytes]]:
+    """Return the facts and the function of a "chat template" (source, variables, name) or a
     "tokenizer" (folder). Errors: `CheckpointError`.
     """
     if kind == "tokenizer":
         tokenizer = Tokenizer.from_folder(Path(setup[0]), is_trusted=True)
 
-        def encode(parts: list[str], max_tokens: int | None) -> bytes | int:
-            """Return the counts and then the ids of the parts, or how many are too many."""
-            try:
-                found = tokenizer.encode_parts(parts, max_tokens=max_tokens)
-            except TooManyTokensError as error:
-                return error.count
+        def encode(parts: list[str]) -> bytes:
+            """Return the counts and then the ids of the parts."""
+            found = tokenizer.encode_parts(parts)
             return b"".join(ids.tobytes() for ids in (array("I", map(len, found)), *found))
 
-        return None, {"encode": encode}
+        return None, encode
     source, variables, origin = setup
     template = ChatTemplate(source, variables=variables, origin=origin)
 
@@ -51,7 +45,7 @@ def load(kind: str, *setup: Any) -> tuple[object, Functions]:
         return template.render_values(*arguments).encode("utf-8", "surrogatepass")
 
     facts = [sorted(template.variables), template.has_root_role, template.shows_earlier_thinking]
-    return facts, {"render": render}
+    return facts, render
 
 
 def main(fd: int) -> None:
@@ -62,47 +56,39 @@ def main(fd: int) -> None:
     setup = json.loads(control.recv_bytes())
     _limit(confined.LOAD_SECONDS, confined.LOAD_BYTES)
     try:
-        facts, functions = load(*setup)
+        facts, function = load(*setup)
     except NegamaxError as error:
-        control.send_bytes(confined.ERROR + pack(error.message, error.hint, error.param))
+        control.send_bytes(confined.pack_error(error))
         return
     signal.setitimer(signal.ITIMER_PROF, 0)
-    control.send_bytes(confined.JSON + json.dumps(facts).encode())
+    control.send_bytes(confined.ANSWER + json.dumps(facts).encode())
     with suppress(EOFError):
         while True:
             handle = recv_handle(control)
             if os.fork() == 0:
                 control.close()
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print where they failed
-                serve(Connection(handle), functions)
+                serve(Connection(handle), function)
             os.close(handle)
 
 
-def serve(connection: Connection, functions: Functions) -> None:
+def serve(connection: Connection, function: Callable[..., bytes]) -> None:
     """Answer calls until the parent closes the connection; any failure ends this process."""
     try:
         while True:
             job = connection.recv_bytes()
             seconds, memory, most = confined.compute_limits(len(job))
             _limit(seconds, memory)
-            answer = _answer(functions, *json.loads(job))
+            try:
+                answer = confined.ANSWER + function(*json.loads(job))
+            except NegamaxError as error:
+                answer = confined.pack_error(error)
             if len(answer) > most:
                 break
             connection.send_bytes(answer)
     except BaseException:  # of Rust's panics, too
         pass
     exit_now(1)
-
-
-def _answer(functions: Functions, function: str, *arguments: Any) -> bytes:
-    try:
-        found = functions[function](*arguments)
-    except NegamaxError as error:
-        return confined.ERROR + pack(error.message, error.hint, error.param)
-    except RecursionError:
-        found = pack("the messages or tools are nested too deeply", None, "messages")
-        return confined.ERROR + found
-    return confined.BYTES + found if isinstance(found, bytes) else b"%s%d" % (confined.JSON, found)
 
 
 def _limit(seconds: float, num_bytes: int) -> None:

@@ -148,10 +148,8 @@ class Tokenizer:
     ) -> list[array[int]]:
         """Encode parts of an escaped prompt, with `max_tokens` in all. Errors: as of `encode`."""
         if self._confined is not None and parts:
-            found = self._confined.call("encode", parts, max_tokens)
-            if isinstance(found, int):
-                raise TooManyTokensError(found)
-            numbers = array("I", found)
+            numbers = array("I", self._confined.call(parts))
+            _check_count(len(numbers) - len(parts), max_tokens)
             ends = list(itertools.accumulate(numbers[: len(parts)], initial=len(parts)))
             return [numbers[start:end] for start, end in itertools.pairwise(ends)]
         encoded: list[array[int]] = []

@@ -79,10 +79,8 @@ def test_other_requests_go_on_beside_a_hostile_one(hostile: ChatTemplate, tmp_pa
 def test_confined_templates_render_as_others_do(tmp_path: Path) -> None:
     source = "{{ x | tojson }}{{ messages[0].content }}{{ raise_exception('no') if no }}"
     template, messages = in_process(source, tmp_path), [user("é\udfff")]
-    variables = {"x": [1, None, "\ud800"]}
-    assert template.render(messages, **variables) == ChatTemplate(source).render(
-        messages, **variables
-    )
+    x = [1, None, "\ud800"]
+    assert template.render(messages, x=x) == ChatTemplate(source).render(messages, x=x)
     assert template.reads("x") and not template.has_root_role
     with pytest.raises(InvalidRequestError, match="refuses these messages: no"):
         template.render(messages, x=1, no=True)
