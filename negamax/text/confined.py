@@ -27,7 +27,7 @@ def compute_limits(num_bytes: int) -> tuple[float, int, int]:
     of the answer. Dense texts take 2 s per MiB to tokenize, and 430 bytes per byte.
     """
     memory = min((512 << 20) + 512 * num_bytes, _MOST_MEMORY)
-    return 1.0 + 8.0 * num_bytes / 2**20, memory, (16 << 20) + 16 * num_bytes
+    return 0.3 + 8.0 * num_bytes / 2**20, memory, (16 << 20) + 16 * num_bytes
 
 
 def pack_error(error: NegamaxError) -> bytes:
@@ -85,7 +85,7 @@ class Confined:
             self._idle.append(child)
         except (OSError, EOFError) as error:
             raise InvalidRequestError(
-                f"the {self._kind} failed on this request, or used more than {seconds:.0f} s of "
+                f"the {self._kind} failed on this request, or used more than {seconds:.1f} s of "
                 f"processor time or {memory >> 20} MiB",
                 hint="shorten or reword the request",
                 code="template_limit",

@@ -4,6 +4,7 @@ It loads a template or a tokenizer and forks children, which share its memory. I
 ends with its parent.
 """
 
+import gc
 import json
 import os
 import resource
@@ -61,6 +62,7 @@ def main(fd: int) -> None:
         control.send_bytes(confined.pack_error(error))
         return
     signal.setitimer(signal.ITIMER_PROF, 0)
+    gc.freeze()  # else a collection in a child copies all pages
     control.send_bytes(confined.ANSWER + json.dumps(facts).encode())
     with suppress(EOFError):
         while True:
