@@ -22,6 +22,7 @@ from negamax.base.errors import ResourceError
 from negamax.options.nodes import KEY_VARIABLE
 
 _TCP = "tcp://"
+FRAME_BYTES = 16 * 2**20  # most of a frame without log-probabilities
 _HANDSHAKE_MS = 5000  # for a new connection to prove the key
 _MOST_STRANGERS = 64  # connections beyond those that the nodes need
 
@@ -36,7 +37,7 @@ def tcp_endpoint(address: str, port: int) -> str:
     return f"{_TCP}[{address}]:{port}" if ":" in address else f"{_TCP}{address}:{port}"
 
 
-def bind(socket: zmq.Socket[bytes], endpoint: str, *, most_bytes: int) -> None:
+def bind(socket: zmq.Socket[bytes], endpoint: str, *, most_bytes: int = FRAME_BYTES) -> None:
     """Listen at `endpoint`, encrypted and with frames of at most `most_bytes` if it is a TCP
     endpoint. Errors: `ResourceError`.
     """

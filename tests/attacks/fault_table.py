@@ -319,14 +319,16 @@ def all_settled(clients: list[Client], since: float) -> Callable[[], bool]:
     )
 
 
-def text_of(cell: Cell, part: str, *, fault: str, restart: float) -> tuple[str, bool]:
+def text_of(
+    cell: Cell, part: str, *, fault: str, restart: float, has_nodes: bool
+) -> tuple[str, bool]:
     is_front = part in ("server process", "leader")
     # Other server processes, grammar processes and replicas keep answering.
     is_replica = replica_of(part) is not None
     has_others = is_front or is_replica or part == "grammar process"
     is_harmless = fault == GAP  # clients go on, and /readyz stays green
-    is_node = part.startswith("node")
-    reported_limit, red_limit = (NODE_LIMIT, NODE_LIMIT) if is_node else (REPORTED_LIMIT, RED_LIMIT)
+    reported_limit = NODE_LIMIT if has_nodes else REPORTED_LIMIT
+    red_limit = NODE_LIMIT if part.startswith("node") else RED_LIMIT
     parts = [
         ("goes on", True) if cell.goes_on else _number(cell.reported, reported_limit),
         _number(cell.red, red_limit, optional=has_others or is_harmless),
@@ -382,7 +384,9 @@ def row(setup: str, part: str, *, fault: str, limit: float) -> tuple[list[str], 
                 restart = start_seconds + REPORTED_LIMIT
                 if is_alone and fault == "killed" and server.process.poll() is not None:
                     cell.again = 0.0  # an external supervisor restarts the server
-                text, is_good = text_of(cell, part, fault=fault, restart=restart)
+                text, is_good = text_of(
+                    cell, part, fault=fault, restart=restart, has_nodes=node is not None
+                )
         except IndexError as error:  # the part does not exist
             text, is_good = f"**{type(error).__name__}**", False
         cells.append(text)

@@ -26,12 +26,11 @@ from negamax.worker.config import (
     WorkerConfig,
     WorkerReady,
 )
-from negamax.worker.node_sockets import bind
+from negamax.worker.node_sockets import FRAME_BYTES, bind
 from negamax.worker.rank_process import BITMASK, DEBUG_COMMAND, PLAN, RESULT, RankFailed, RankReport
 
 logger = get_logger(__name__)
 
-_FRAME_BYTES = 16 * 2**20  # most of a rank's frame, without log-probabilities
 _LOGPROB_BYTES = 64  # of one log-probability in a result
 SHUTDOWN_SECONDS = 5.0  # for ranks that were asked to end
 CONNECT_SECONDS = 60.0  # for a started rank to reach the executor
@@ -254,7 +253,7 @@ class MultiProcessExecutor:
         self._machines: list[RankHost] = [local] if others is None else [local, others]
         try:
             result_bytes = config.max_num_batched_tokens * (2 + config.max_logprobs)
-            result_bytes = _FRAME_BYTES + _LOGPROB_BYTES * result_bytes
+            result_bytes = FRAME_BYTES + _LOGPROB_BYTES * result_bytes
             for endpoint in addresses.results:
                 self._result_sockets.append(self._context.socket(zmq.PULL))
                 if others is not None:
@@ -267,7 +266,7 @@ class MultiProcessExecutor:
                 socket.sndhwm = 0
                 if others is not None:
                     others.limit_connections(socket)
-                bind(socket, endpoint, most_bytes=_FRAME_BYTES)
+                bind(socket, endpoint)
                 self._sockets.append(socket)
             for machine in self._machines:
                 machine.start()

@@ -56,7 +56,8 @@ class RayLauncher:
     def __init__(self, options: EngineOptions) -> None:
         """Wait until Ray has room and hide other GPUs. Errors: `ConfigError`, `ResourceError`."""
         check_installed(options)
-        env.set_default(KEY_VARIABLE, secrets.token_hex(32))  # sent to the agents
+        if env.get(KEY_VARIABLE) is None:
+            env.set_variable(KEY_VARIABLE, secrets.token_hex(32))  # sent to the agents
         reader, writer = os.pipe()
         self._messages = os.fdopen(reader, "rb", 0)  # unbuffered, for `select`
         self._driver = Supervised(DRIVER_MODULE, str(writer), own_group=True, pass_fds=[writer])
