@@ -5,10 +5,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from grammar_support import PERSON, kill, reasoning, regex, says, schema, seeded
 
 from negamax import LLM, SamplingParams
+from negamax.base import env
 from negamax.base.errors import EngineError, InvalidRequestError, ResourceError
 from negamax.config.grammar import Grammar
 from negamax.engine.grammar import manager as constraints
@@ -137,8 +139,10 @@ def ebnf(text: str) -> Grammar:
     return Grammar(kind="ebnf", text=text)
 
 
-def run_beside(engine: LLM, grammars: list[Grammar]) -> list[SequenceUpdate]:
-    """Return the last updates of requests whose grammars delay no other output and process."""
+def run_beside(engine: LLM, grammars: list[Grammar]) -> tuple[list[SequenceUpdate], bool]:
+    """Run requests beside others, whose process stays. Return their last updates, and whether the
+    others ended before them.
+    """
     assert says(engine, "a")
     first = engine._loop._grammars._client
     assert first is not None
@@ -153,11 +157,11 @@ def run_beside(engine: LLM, grammars: list[Grammar]) -> list[SequenceUpdate]:
             last[update.request_id] = update
             order += [update.request_id] if update.finish_reason else []
     names = [request.request_id for request in requests]
-    assert set(order[:2]) == set(names[:2]) and last[names[0]].finish_reason == "stop"
+    assert last[names[0]].finish_reason == "stop"
     assert engine._loop._grammars._client is first and first.is_alive
     assert not engine._loop._grammars._workers
     free_all(engine)
-    return [last[name] for name in names[2:]]
+    return [last[name] for name in names[2:]], set(order[:2]) == set(names[:2])
 
 
 def test_slow_grammars_end_alone_and_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,9 +169,10 @@ def test_slow_grammars_end_alone_and_are_remembered(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(constraints, "MASK_SECONDS", 2.0)
     with LLM("nano", num_threads=1, max_model_len=512) as engine:
         slow = [ebnf(text) for text in (COUNTED, LISTED, CHAINED)]
-        for _ in range(2):
-            for update in run_beside(engine, slow * 3):
-                assert update.is_refusal and "2 s" in (update.error or "")
+        for is_known in (False, True):  # then they are refused at once
+            updates, ends_later = run_beside(engine, slow * 3)
+            assert all(end.is_refusal and "2 s" in (end.error or "") for end in updates)
+            assert ends_later != is_known
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
@@ -186,6 +191,23 @@ def test_a_grammar_that_ends_its_worker_is_not_tried_again(llm: LLM, number: int
     with pytest.raises(InvalidRequestError, match="ended"):
         llm.generate("x", seeded(1, grammar=grammar))
     assert not manager._workers and time.monotonic() - started < 1.0
+    free_all(llm)
+
+
+def test_tenants_take_turns_for_workers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "usable_cores", lambda: 1)  # two workers
+    texts = [*(COUNTED.replace("300", str(number)) for number in (200, 201, 200)), 'root ::= "a"']
+    params = [seeded(1, grammar=ebnf(text)) for text in texts]
+    first = admitted(llm, ["x"] * 4, params)
+    requests = [msgspec.structs.replace(one, tenant="ab"[one is first[3]]) for one in first]
+    updates = drive(llm, requests, num_steps=0)
+    while not updates[requests[3].request_id]:
+        for update in llm._loop.step():
+            updates[update.request_id].append(update)
+    manager = llm._loop._grammars
+    assert [rule.request.request_id for rule in manager._risky] == [requests[1].request_id]
+    assert len({rule.client for rule in manager._rules.values()} - {None}) == 2
+    llm._loop.abort([request.request_id for request in requests])
     free_all(llm)
 
 

@@ -37,9 +37,8 @@ GRACE_SECONDS = 0.008  # longest wait of a step with other rows for a mask
 ALONE_SECONDS = 0.05  # longest wait of a step with grammar rows only; new requests wait, too
 MAX_THREADS = 8
 MAX_ATTEMPTS = 2  # attempts to open a grammar whose process dies meanwhile
-MAX_WORKERS = 16
+MAX_WORKERS = 32
 MAX_IDLE_WORKERS = 2
-WORKER_SECONDS = 60.0  # longest wait for a worker
 KEEP_SECONDS = 5.0  # a worker whose grammar takes longer ends with its outputs
 MAX_REMEMBERED = 1024  # grammars that took too long or ended a worker
 REMEMBERED_SECONDS = 600.0
@@ -191,10 +190,6 @@ class GrammarManager:
         """Return the requests that are ready or refused, by the messages of `take_lost`."""
         if not self._opening:
             return []
-        for rule in [*self._risky]:
-            if time.monotonic() - rule.asked > WORKER_SECONDS:
-                rule.error, rule.is_lost = "all grammar workers are busy; try again later", True
-                self._risky.remove(rule)
         done: list[RequestGrammar] = []
         waiting: list[RequestGrammar] = []
         for rule in self._opening:
@@ -401,13 +396,20 @@ class GrammarManager:
         rule.error = f"the grammar process cannot be started: {error}"
 
     def _assign_workers(self) -> None:
-        """Give risky grammars to workers, in turns between tenants."""
+        """Give risky grammars to workers, in turns between tenants. The last one is for a tenant
+        that has none.
+        """
         while self._risky:
             used = {(r.client, r.request.tenant) for r in self._rules.values() if r.client}
             held = Counter(tenant for client, tenant in used if client is not self._client)
             rule = min(self._risky, key=lambda one: held[one.request.tenant])
-            worker = next((w for w in self._workers if w.spec == rule.spec), None)
-            is_full = len(self._workers) >= min(MAX_WORKERS, 2 * env.usable_cores())
+            worker = None
+            for known in self._workers:
+                same = (one for one in self._risky if one.spec == known.spec)
+                if (found := next(same, None)) is not None:
+                    rule, worker = found, known
+            limit = min(MAX_WORKERS, 2 * env.usable_cores()) - (held[rule.request.tenant] > 0)
+            is_full = len(self._workers) >= limit
             if worker is None and is_full and not self._end_idle():
                 return
             self._risky.remove(rule)

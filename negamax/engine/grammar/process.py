@@ -354,14 +354,9 @@ def _serve(fork: wire.Fork, setup: wire.Setup, compiler: GrammarCompiler | None)
     """Serve the engine in a forked process; standard input ends with the engine."""
     os.write(sys.stdin.fileno(), str(os.getpid()).encode())
     exit_with_parent()
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    share = int(env.main_memory() * MEMORY_SHARE)
     if fork.is_worker:
         os.nice(WORKER_NICENESS)
-        share = min(share, WORKER_BYTES)
-    resource.setrlimit(
-        resource.RLIMIT_DATA, (share if most == resource.RLIM_INFINITY else min(share, most), most)
-    )
+        _limit_memory(WORKER_BYTES)
     with zmq.Context() as context, context.socket(zmq.PAIR) as answers:
         answers.linger = 0
         answers.bind(fork.address)
@@ -369,9 +364,17 @@ def _serve(fork: wire.Fork, setup: wire.Setup, compiler: GrammarCompiler | None)
     exit_now(0)  # a busy compiler thread would delay an orderly end
 
 
+def _limit_memory(num_bytes: int) -> None:
+    """Limit this process and those that it forks, in addition to earlier limits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = num_bytes if soft == resource.RLIM_INFINITY else min(num_bytes, soft)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
 def main(number: str) -> int:
     """Fork a process per request at the open file `number` until it ends."""
     exit_with_parent()
+    _limit_memory(int(env.main_memory() * MEMORY_SHARE))
     log.setup_as_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system collects exit codes
     # other threads of this process hold no locks: they wait for the parent, or for work
