@@ -19,6 +19,7 @@ from negamax.config.grammar import Grammar, Reasoning
 from negamax.models.minimax_m2.chat import MINIMAX_M2, M2Calls
 from negamax.models.minimax_m3.chat import MINIMAX_M3, M3Calls
 from negamax.models.registry import CALL_STYLES, TOKEN_TAGS
+from negamax.text.grammar.dead_ends import find_dead_end
 from negamax.text.grammar.matcher import GrammarCompiler, GrammarMatcher, Mask
 from negamax.text.grammar.structural_tag import structural_tag
 from negamax.text.grammar.tool_calls import CallStyle, tool_grammar
@@ -175,6 +176,12 @@ def test_refuses_grammars_in_which_outputs_get_stuck(grammar: Grammar) -> None:
     for before in (None, reasoning("open"), reasoning("optional")):
         with pytest.raises(InvalidRequestError, match=r"end|holds no schema"):
             matcher(grammar, before)
+
+
+def test_an_unknown_version_of_grammars_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert find_dead_end('{"__VERSION__": "v99"}', stop_token_ids=()) is None
+    assert [record.message.count("v99") for record in caplog.records] == [1]
 
 
 @pytest.mark.parametrize(

@@ -249,8 +249,8 @@ def test_caches_in_fp8_give_what_transformers_does_with_rounded_ones(
     keep, keep_index = DynamicLayer.update, MiniMaxM3VLSparseCacheLayer.update_index
     fp8 = torch.float8_e4m3fn
 
-    def rounded(layer: Any, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
-        return keep(layer, k.to(fp8).float(), v.to(fp8).float(), *rest)
+    def rounded(layer: Any, k: torch.Tensor, v: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        return keep(layer, k.to(fp8).float(), v.to(fp8).float(), *rest, **named)
 
     def rounded_index(layer: Any, keys: torch.Tensor) -> torch.Tensor:
         return keep_index(layer, keys.to(fp8).float())

@@ -4,9 +4,15 @@ import json
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from enum import IntEnum
+from functools import cache
 from typing import NamedTuple, TypeVar
 
-VERSION = "v16"  # version of xgrammar's serialized grammars; others are not checked
+from negamax.base.log import get_logger
+
+logger = get_logger(__name__)
+
+# of xgrammar's serialized grammars: 0.2.8 and 0.2.9, which differ in fields that are not read here
+VERSIONS = ("v16", "v18")
 
 RuleT = TypeVar("RuleT", bound=Hashable)
 
@@ -45,7 +51,8 @@ def find_dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | 
     size of the grammar.
     """
     grammar = json.loads(serialized)
-    if grammar["__VERSION__"] != VERSION:
+    if grammar["__VERSION__"] not in VERSIONS:
+        _warn_of_version(grammar["__VERSION__"])
         return None
     starts, data = grammar["grammar_expr_indptr"], grammar["grammar_expr_data"]
     parts = [data[start:end] for start, end in zip(starts, [*starts[1:], len(data)], strict=True)]
@@ -67,6 +74,16 @@ def find_dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | 
     if stuck is None:
         return None
     return f"an output may begin what it cannot end (rule {grammar['rules'][stuck][0]!r})"
+
+
+@cache
+def _warn_of_version(version: str) -> None:
+    logger.warning(
+        "grammars without an end are not refused: xgrammar writes version %s of grammars, and "
+        "Negamax reads %s; install xgrammar 0.2.9",
+        version,
+        " and ".join(VERSIONS),
+    )
 
 
 def _read_alternatives(
