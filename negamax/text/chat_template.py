@@ -26,6 +26,7 @@ from negamax.text.tokenizer import token_text
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt"})
 
 _NOT_ASCII = re.compile(rf"[^\x00-\x7f{ESCAPE}]+")
+_MESSAGE_CHARS = 2000  # of a template's error
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -77,7 +78,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(
-                f"{origin} has a syntax error in line {error.lineno}: {error.message}",
+                f"{origin} has a syntax error in line {error.lineno}: {_shorten(error.message)}",
                 hint="correct the template, or give another one with --chat-template",
             ) from error
 
@@ -203,7 +204,7 @@ class ChatTemplate:
         # the checkpoint's code on the client's values: any failure answers this request
         except Exception as error:
             raise InvalidRequestError(
-                f"the chat template cannot render these messages: {unescape(str(error))}",
+                f"the chat template cannot render these messages: {_shorten(error)}",
                 hint="check roles, contents and chat_template_kwargs",
                 param="messages",
             ) from error
@@ -246,5 +247,9 @@ def _to_json(
 
 def _raise_exception(message: str) -> NoReturn:
     raise InvalidRequestError(
-        f"the chat template refuses these messages: {unescape(str(message))}", param="messages"
+        f"the chat template refuses these messages: {_shorten(message)}", param="messages"
     )
+
+
+def _shorten(message: object) -> str:
+    return unescape(str(message)[:_MESSAGE_CHARS])

@@ -77,12 +77,14 @@ def test_other_requests_go_on_beside_a_hostile_one(hostile: ChatTemplate, tmp_pa
 
 
 def test_confined_templates_render_as_others_do(tmp_path: Path) -> None:
-    source = "{{ x | tojson }}{{ messages[0].content }}{{ raise_exception('no') if no }}"
+    source = (
+        "{{ x | tojson }}{{ messages[0].content }}{{ raise_exception('n' ~ 'o' * 9999) if no }}"
+    )
     template, messages = in_process(source, tmp_path), [user("é\udfff")]
     x = [1, None, "\ud800"]
     assert template.render(messages, x=x) == ChatTemplate(source).render(messages, x=x)
     assert template.reads("x") and not template.has_root_role
-    with pytest.raises(InvalidRequestError, match="refuses these messages: no"):
+    with pytest.raises(InvalidRequestError, match=r"refuses these messages: no{1999}$"):
         template.render(messages, x=1, no=True)
     with pytest.raises(InvalidRequestError, match="only JSON values"):
         template.render(messages, x=object())
