@@ -21,8 +21,9 @@ from negamax.kernels.op import Op
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rotary import half_split
 from negamax.layers.context_exchange import KeyExchange, key_exchange
+from negamax.layers.heads import AttentionSizes
 from negamax.layers.kv_scales import KvScales
-from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
+from negamax.layers.linear import ColumnParallel
 from negamax.layers.names import AttentionNames
 from negamax.layers.qk_norm import FullWidthNorm, PerHeadNorm
 from negamax.layers.weights import LayerSetup
@@ -140,45 +141,28 @@ class Attention:
     def __init__(
         self,
         names: AttentionNames,
+        sizes: AttentionSizes,
         *,
-        hidden_size: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        eps: float,
         norm_per_head: bool = False,
         gemma_norm: bool = False,
         setup: LayerSetup,
     ) -> None:
         view, kernels = setup.context.layout.attention, setup.kernels
-        q_rows = head_rows(view.cache_heads(heads), head_dim)
-        kv_rows = head_rows(view.kv_heads(kv_heads), head_dim)
-        q_total, kv_total = heads * head_dim, kv_heads * head_dim
+        queried, own_kv = view.cache_heads(sizes.heads), view.kv_heads(sizes.kv_heads)
         group = setup.context.attention_group
         self._group = group if group.size > 1 else None
         self._decode, self._prefill = (kernels[DECODE].run, kernels[PREFILL].run)
-        qkv = (
-            ProjectionPart(names.q, q_total, q_rows),
-            ProjectionPart(names.k, kv_total, kv_rows),
-            ProjectionPart(names.v, kv_total, kv_rows),
-        )
-        self._qkv = ColumnParallel(qkv, hidden_size, setup=setup)
-        columns = head_rows(view.heads(heads), head_dim)
-        self._out = RowParallel(names.out, (hidden_size, q_total), columns=columns, setup=setup)
+        qkv = sizes.qkv(names.qkv, queried, own_kv)
+        self._qkv = ColumnParallel(qkv, sizes.hidden_size, setup=setup)
+        self._out = sizes.out(names.out, setup)
         self.activation = self._qkv.activation  # forms of the input besides plain activations
         # one scale covers a head
         given = self._out.activation
-        self.gives_quantized = given is not None and given.group == head_dim
-        self._heads, self._kv_heads = len(q_rows) // head_dim, len(kv_rows) // head_dim
+        self.gives_quantized = given is not None and given.group == sizes.head_dim
+        self._heads, self._kv_heads = len(queried), len(own_kv)
         norm = PerHeadNorm if norm_per_head else FullWidthNorm
         self._qk_norm: FullWidthNorm | PerHeadNorm = norm(
-            names,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            eps=eps,
-            gemma=gemma_norm,
-            setup=setup,
+            names, sizes, gemma=gemma_norm, setup=setup
         )
         self._fused = kernels.fusion(self._qk_norm.op, "rope.half_split", "kvcache.write")
         self.kv_scales = KvScales(names)
@@ -225,8 +209,3 @@ class Attention:
         if step.prefill is not None:
             parts.append(self._prefill(q[num_decodes:], cache, step.prefill))
         return concatenate(parts)
-
-
-def head_rows(heads: range, head_dim: int) -> range:
-    """Return the rows of a projection that belong to `heads`."""
-    return range(heads.start * head_dim, heads.stop * head_dim)

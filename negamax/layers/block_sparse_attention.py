@@ -25,9 +25,10 @@ from negamax.kernels.block_sparse.selection import BlockSelection, IndexShard, S
 from negamax.kernels.cache_shards.op import OWN_ROWS
 from negamax.kernels.kvcache.op import TokenPlaces
 from negamax.kernels.registry import KernelTable
-from negamax.layers.attention import GroupedQueryStep, KvCaches, PagedKind, head_rows
+from negamax.layers.attention import GroupedQueryStep, KvCaches, PagedKind
+from negamax.layers.heads import AttentionSizes
 from negamax.layers.kv_scales import KvScales
-from negamax.layers.linear import ColumnParallels, ProjectionPart, RowParallel
+from negamax.layers.linear import ColumnParallels, ProjectionPart
 from negamax.layers.names import AttentionNames, IndexerNames
 from negamax.layers.weights import LayerSetup, WeightSlot
 from negamax.parallel.collectives import Partial
@@ -88,40 +89,32 @@ class BlockSparseAttention:
         self,
         names: AttentionNames,
         index: IndexerNames,
+        sizes: AttentionSizes,
         *,
-        hidden_size: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
         index_dim: int,
         shard: IndexShard,
-        eps: float,
         gemma_norm: bool,
         setup: LayerSetup,
     ) -> None:
         view, kernels = setup.context.layout.attention, setup.kernels
-        queried, own_kv = view.cache_heads(heads), view.kv_heads(kv_heads)
-        q_rows, kv_rows = head_rows(queried, head_dim), head_rows(own_kv, head_dim)
-        q_total, kv_total = heads * head_dim, kv_heads * head_dim
+        queried, own_kv = view.cache_heads(sizes.heads), view.kv_heads(sizes.kv_heads)
         index_heads = range(shard.heads) if shard.heads else own_kv
+        index_rows = range(index_heads.start * index_dim, index_heads.stop * index_dim)
         self._group = setup.context.attention_group
         self._projection = ColumnParallels(
             (
-                ProjectionPart(names.q, q_total, q_rows),
-                ProjectionPart(names.k, kv_total, kv_rows),
-                ProjectionPart(names.v, kv_total, kv_rows),
-                ProjectionPart(index.q, kv_heads * index_dim, head_rows(index_heads, index_dim)),
+                *sizes.qkv(names.qkv, queried, own_kv),
+                ProjectionPart(index.q, sizes.kv_heads * index_dim, index_rows),
                 ProjectionPart(index.k, index_dim, range(index_dim)),
             ),
-            hidden_size,
+            sizes.hidden_size,
             setup=setup,
         )
-        columns = head_rows(view.heads(heads), head_dim)
-        self._out = RowParallel(names.out, (hidden_size, q_total), columns=columns, setup=setup)
+        self._out = sizes.out(names.out, setup)
         self.activation = self._projection.activation
         # one scale covers a head
         given = self._out.activation
-        self.gives_quantized = given is not None and given.group == head_dim
+        self.gives_quantized = given is not None and given.group == sizes.head_dim
         self._select = kernels[BLOCK_SPARSE_SELECT].run
         self._select_shard = kernels[BLOCK_SPARSE_SELECT_SHARD].run
         self._merge_shards = kernels[BLOCK_SPARSE_MERGE_SHARDS].run
@@ -131,12 +124,11 @@ class BlockSparseAttention:
         self._write, self._gemma = write.run, gemma_norm
         self._norm_weights = [
             torch.empty(2, width, dtype=torch.float32, device=setup.weights.device)
-            for width in (head_dim, index_dim)
+            for width in (sizes.head_dim, index_dim)
         ]
         own_norm, index_norm = self._norm_weights
-        self._norm = write.prepare(
-            own_norm, index_norm, heads=len(queried), kv_heads=len(own_kv), eps=eps, shard=shard
-        )
+        counts = len(queried), len(own_kv)
+        self._norm = write.prepare(own_norm, index_norm, *counts, sizes.eps, shard)
         norms = (names.q_norm, names.k_norm), (index.q_norm, index.k_norm)
         self.kv_scales = KvScales(names)
         self.slots = [

@@ -25,6 +25,10 @@ class AttentionNames:
     k_scale: str
     v_scale: str
 
+    @property
+    def qkv(self) -> tuple[str, str, str]:
+        return self.q, self.k, self.v
+
 
 @dataclass(frozen=True)
 class MlpNames:

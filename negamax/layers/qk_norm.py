@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.attention import op as spec
+from negamax.layers.heads import AttentionSizes
 from negamax.layers.names import AttentionNames
 from negamax.layers.weights import LayerSetup, WeightSlot
 
@@ -14,30 +15,21 @@ class FullWidthNorm:
     op = "attention.qk_norm"
 
     def __init__(
-        self,
-        names: AttentionNames,
-        *,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        eps: float,
-        gemma: bool,
-        setup: LayerSetup,
+        self, names: AttentionNames, sizes: AttentionSizes, *, gemma: bool, setup: LayerSetup
     ) -> None:
         assert not gemma, "only norms of single heads are stored less 1"
         view, self._group = setup.context.layout.attention, setup.context.attention_group
-        q, kv = (
-            range(part.start * head_dim, part.stop * head_dim)
-            for part in (view.cache_heads(heads), view.kv_heads(kv_heads))
-        )
+        heads, kv_heads = view.cache_heads(sizes.heads), view.kv_heads(sizes.kv_heads)
+        q, kv = sizes.rows(heads), sizes.rows(kv_heads)
         weight = torch.empty(len(q) + len(kv), dtype=torch.float32, device=setup.weights.device)
         q_weight, k_weight = weight.split([len(q), len(kv)])
         self.norm = spec.prepare_qk_norm(
-            weight, heads=len(q) // head_dim, kv_heads=len(kv) // head_dim, eps=eps, ranks=view.size
+            weight, heads=len(heads), kv_heads=len(kv_heads), eps=sizes.eps, ranks=view.size
         )
+        q_total, k_total = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
         self.slots = [
-            WeightSlot(names.q_norm, (heads * head_dim,), target=q_weight, region=(q,)),
-            WeightSlot(names.k_norm, (kv_heads * head_dim,), target=k_weight, region=(kv,)),
+            WeightSlot(names.q_norm, (q_total,), target=q_weight, region=(q,)),
+            WeightSlot(names.k_norm, (k_total,), target=k_weight, region=(kv,)),
         ]
 
     def finish_loading(self) -> None:
@@ -54,22 +46,14 @@ class PerHeadNorm:
     op = "attention.head_norm"
 
     def __init__(
-        self,
-        names: AttentionNames,
-        *,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        eps: float,
-        gemma: bool,
-        setup: LayerSetup,
+        self, names: AttentionNames, sizes: AttentionSizes, *, gemma: bool, setup: LayerSetup
     ) -> None:
-        view = setup.context.layout.attention
-        own = len(view.cache_heads(heads)), len(view.kv_heads(kv_heads))
-        weight = torch.empty(2, head_dim, dtype=torch.float32, device=setup.weights.device)
-        self.norm, self._gemma = spec.HeadNorm(weight, *own, eps), gemma
+        view, width = setup.context.layout.attention, sizes.head_dim
+        own = len(view.cache_heads(sizes.heads)), len(view.kv_heads(sizes.kv_heads))
+        weight = torch.empty(2, width, dtype=torch.float32, device=setup.weights.device)
+        self.norm, self._gemma = spec.HeadNorm(weight, *own, sizes.eps), gemma
         self.slots = [
-            WeightSlot(name, (head_dim,), target=target)
+            WeightSlot(name, (width,), target=target)
             for name, target in zip((names.q_norm, names.k_norm), weight, strict=True)
         ]
 

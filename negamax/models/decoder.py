@@ -19,6 +19,7 @@ from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.steps.op import EMBED_TOKENS
 from negamax.layers.attention import AttentionKind, KvCaches, prepare_attention
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
+from negamax.layers.heads import AttentionSizes
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
 from negamax.layers.names import DecoderNames
@@ -94,15 +95,11 @@ class DecoderLayer:
         return self.mlp(self._post_norm(x, residual))
 
 
-def attention_sizes(spec: ModelSpec) -> dict[str, Any]:
-    """Return the sizes of `spec` as arguments of an attention."""
-    return {
-        "hidden_size": spec.hidden_size,
-        "heads": spec.num_heads,
-        "kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "eps": spec.rms_norm_eps,
-    }
+def attention_sizes(spec: ModelSpec) -> AttentionSizes:
+    """Return the sizes of the model's attention."""
+    return AttentionSizes(
+        spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rms_norm_eps
+    )
 
 
 def moe_sizes(spec: MoeSpec) -> dict[str, Any]:

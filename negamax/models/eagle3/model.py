@@ -26,18 +26,12 @@ from negamax.kernels.gemm.op import LinearOutput
 from negamax.kernels.kvcache.op import KvCache, TokenPlaces
 from negamax.kernels.rotary import signed_frequencies
 from negamax.kernels.steps.op import EMBED_TOKENS
-from negamax.layers.attention import (
-    GroupedQueryKind,
-    GroupedQueryStep,
-    KvCaches,
-    head_rows,
-    prepare_attention,
-)
+from negamax.layers.attention import GroupedQueryKind, GroupedQueryStep, KvCaches, prepare_attention
 from negamax.layers.basic import RmsNorm, VocabEmbedding
 from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
 from negamax.layers.mlp import Mlp
 from negamax.layers.weights import LayerSetup, StoredPart, WeightSlot, slots_by_name
-from negamax.models.decoder import Decoder
+from negamax.models.decoder import Decoder, attention_sizes
 from negamax.models.eagle3 import names
 from negamax.models.eagle3.config import Eagle3Spec
 from negamax.parallel.collectives import Partial, SingleRank
@@ -85,18 +79,13 @@ class _Attention:
 
     def __init__(self, spec: Eagle3Spec, layer: int, setup: LayerSetup) -> None:
         view, kernels = setup.context.layout.attention, setup.kernels
-        q_rows = head_rows(view.heads(spec.num_heads), spec.head_dim)
-        kv_rows = head_rows(view.kv_heads(spec.num_kv_heads), spec.head_dim)
-        q_total, kv_total = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        q, k, v, out = (f"{names.projection(layer, part)}.weight" for part in "qkvo")
-        parts = (
-            ProjectionPart(q, q_total, q_rows),
-            ProjectionPart(k, kv_total, kv_rows),
-            ProjectionPart(v, kv_total, kv_rows),
-        )
+        heads, kv_heads = view.heads(spec.num_heads), view.kv_heads(spec.num_kv_heads)
+        *qkv, out = (f"{names.projection(layer, part)}.weight" for part in "qkvo")
+        sizes = attention_sizes(spec)
+        parts = sizes.qkv(qkv, heads, kv_heads)
         inputs = spec.hidden_size if layer else 2 * spec.hidden_size
         self._qkv = ColumnParallel(parts, inputs, setup=setup)
-        self._out = RowParallel(out, (spec.hidden_size, q_total), columns=q_rows, setup=setup)
+        self._out = sizes.out(out, setup)
         self._rope_write = kernels[ROPE_WRITE].run
         self._decode, self._prefill = kernels[DECODE].run, kernels[PREFILL].run
         self._biases = None

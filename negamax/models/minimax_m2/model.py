@@ -31,7 +31,7 @@ def build(spec: MiniMaxM2Spec, setup: LayerSetup) -> Decoder:
 
 
 def _build_layer(spec: MiniMaxM2Spec, layer: int, setup: LayerSetup) -> DecoderLayer:
-    attention = Attention(names.attention(layer), **attention_sizes(spec), setup=setup)
+    attention = Attention(names.attention(layer), attention_sizes(spec), setup=setup)
     moe = SparseMoe(names.moe(layer), layer=layer, **moe_sizes(spec), setup=setup)
     norms, eps = names.norms(layer), spec.rms_norm_eps
     return DecoderLayer(attention, moe, spec.hidden_size, norms=norms, eps=eps, setup=setup)

@@ -44,13 +44,13 @@ def _build_layer(spec: MiniMaxM3Spec, layer: int, setup: LayerSetup) -> DecoderL
 def _build_attention(
     spec: MiniMaxM3Spec, layer: int, setup: LayerSetup
 ) -> Attention | BlockSparseAttention:
-    own = {**attention_sizes(spec), "gemma_norm": True, "setup": setup}
-    attention = minimax_names.attention(layer)
+    own: dict[str, Any] = {"gemma_norm": True, "setup": setup}
+    attention, sizes = minimax_names.attention(layer), attention_sizes(spec)
     if spec.sparse is None or not spec.sparse.layers[layer]:
-        return Attention(attention, norm_per_head=True, **own)
+        return Attention(attention, sizes, norm_per_head=True, **own)
     index_dim, shard = spec.sparse.index_dim, _shard_index(spec, setup.context.layout)
     return BlockSparseAttention(
-        attention, names.indexer(layer), index_dim=index_dim, shard=shard, **own
+        attention, names.indexer(layer), sizes, index_dim=index_dim, shard=shard, **own
     )
 
 

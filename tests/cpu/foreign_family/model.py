@@ -11,7 +11,7 @@ from negamax.kernels.attention.op import split_heads
 from negamax.kernels.kvcache.op import KvCache, cache_rows, store, write
 from negamax.kernels.rotary import half_split, signed_frequencies
 from negamax.layers.attention import Attention, GroupedQueryKind, KvCaches
-from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
+from negamax.layers.linear import ColumnParallel, ProjectionPart
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
 from negamax.layers.qk_norm import PerHeadNorm
@@ -24,24 +24,16 @@ class SelectedAttention:
     """Attention of each query to the `index_top_k` keys with the highest index scores."""
 
     def __init__(self, spec: ForeignSpec, setup: LayerSetup) -> None:
-        own, view, dim = names.attention(1), setup.context.layout.attention, spec.head_dim
+        own, view, sizes = names.attention(1), setup.context.layout.attention, attention_sizes(spec)
         heads, kv_heads = view.heads(spec.num_heads), view.kv_heads(spec.num_kv_heads)
         self._heads, self._kv_heads, self._top_k = len(heads), len(kv_heads), spec.index_top_k
-        rows, kv_rows = (range(h.start * dim, h.stop * dim) for h in (heads, kv_heads))
-        q_total, kv_total = spec.num_heads * dim, spec.num_kv_heads * dim
-        parts = (
-            ProjectionPart(own.q, q_total, rows),
-            ProjectionPart(own.k, kv_total, kv_rows),
-            ProjectionPart(own.v, kv_total, kv_rows),
-        )
+        parts = sizes.qkv(own.qkv, heads, kv_heads)
         self._qkv = ColumnParallel(parts, spec.hidden_size, setup=setup)
         width = spec.index_width
         index = [ProjectionPart(name, width, range(width)) for name in names.INDEX]
         self._index = ColumnParallel(index, spec.hidden_size, setup=setup)
-        self._out = RowParallel(own.out, (spec.hidden_size, q_total), columns=rows, setup=setup)
-        sizes = attention_sizes(spec)
-        del sizes["hidden_size"]
-        self._qk_norm = PerHeadNorm(own, gemma=False, **sizes, setup=setup)
+        self._out = sizes.out(own.out, setup)
+        self._qk_norm = PerHeadNorm(own, sizes, gemma=False, setup=setup)
         self.activation, self.gives_quantized = None, False
         parts = (self._qkv, self._index, self._out, self._qk_norm)
         self.slots = [slot for part in parts for slot in part.slots]
@@ -128,7 +120,7 @@ def build(spec: ForeignSpec, setup: LayerSetup) -> Decoder:
         kernels=setup.kernels,
     )
     sizes = attention_sizes(spec)
-    attention = Attention(names.attention(0), norm_per_head=True, **sizes, setup=setup)
+    attention = Attention(names.attention(0), sizes, norm_per_head=True, setup=setup)
     hidden = spec.hidden_size
     mlp = Mlp(names.MLP, hidden_size=hidden, width=spec.mlp_width, activation=SILU, setup=setup)
     moe = SparseMoe(names.MOE, layer=1, **moe_sizes(spec), setup=setup)
