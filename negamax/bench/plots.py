@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from negamax.base.errors import ConfigError
 from negamax.bench import serve_report
 from negamax.bench.serve import Measurement
@@ -133,7 +135,7 @@ def _histogram(axes: Any, seconds: Sequence[float], *, title: str) -> None:
     share.step([ordered[0], *ordered], shares, **_STEPS)
     share.set(ylim=(0, 1.02), ylabel="share at or below")
     for percent, style in ((50, "--"), (99, ":")):
-        value = serve_report.percentile(ordered, percent)
+        value = float(np.percentile(ordered, percent))
         label = f"p{percent} {value:,.1f} ms"
         share.axvline(value, color="tab:red", linestyle=style, linewidth=1, label=label)
     share.legend(loc="upper left", fontsize="small")

@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+
 from negamax import __version__
 from negamax.base import env
 from negamax.bench.serve import Measurement
@@ -51,27 +53,13 @@ WORKLOAD_PREFIXES = (
 )  # fmt: skip
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The percentile of `ordered` (ascending, not empty), with linear interpolation."""
-    place = (len(ordered) - 1) * percent / 100.0
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
 def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
     """Mean, median, standard deviation (population), percentiles, maximum; empty without values."""
     if not values:
         return {}
-    ordered = sorted(values)
-    mean = math.fsum(ordered) / len(ordered)
-    found = {
-        "mean": mean,
-        "median": percentile(ordered, 50),
-        "std": math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / len(ordered)),
-    }
-    found |= {f"p{percent:g}": percentile(ordered, percent) for percent in percentiles}
-    return found | {"max": ordered[-1]}
+    found = {"mean": np.mean(values), "median": np.median(values), "std": np.std(values)}
+    found |= {f"p{percent:g}": np.percentile(values, percent) for percent in percentiles}
+    return {name: float(value) for name, value in found.items()} | {"max": max(values)}
 
 
 # One request, in seconds
