@@ -36,7 +36,6 @@ from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import resolve
 from negamax.models.build import build_empty_slots, build_model
 from negamax.models.registry import bundled_spec, import_names
-from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
@@ -167,12 +166,11 @@ def load_seconds(
     """Seconds of the check and of the reading, bytes read, host memory beyond the parameters."""
     kernels = resolve(platform=platform_of(device), dtype=torch.bfloat16)
     began = time.perf_counter()
-    slots = build_empty_slots(spec, layout, dtype=torch.bfloat16, kernels=kernels)
+    slots = build_empty_slots(spec, layout, kernels=kernels)
     plan = plan_load(slots, spec, folder, layout)
     checked = time.perf_counter() - began
-    one = SingleRank()
-    context = ParallelContext(layout, attention_group=one, expert_group=one, world=one)
-    model = build_model(spec, context=context, dtype=torch.bfloat16, device=device, kernels=kernels)
+    context = ParallelContext(layout)
+    model = build_model(spec, context=context, device=device, kernels=kernels)
     if device.type == "cpu":  # pages that the kernel has not given yet would be counted
         for slot in model.weight_slots().values():
             if slot.target is not None:

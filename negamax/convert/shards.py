@@ -107,9 +107,7 @@ def make_shards(
     for rank in range(tp):
         layout = ParallelLayout(rank=rank, tp=tp, ep=ep)
         check_split(layout, spec)
-        slots = build_empty_slots(
-            spec, layout, dtype=torch.bfloat16, kernels=kernels, keep_quantized=False
-        )
+        slots = build_empty_slots(spec, layout, kernels=kernels, keep_quantized=False)
         regions = {name: slot.region for name, slot in slots.items() if slot.needed}
         shards.append(Shard(layout, regions))
     return shards

@@ -9,7 +9,6 @@ from negamax.kernels.registry import KernelTable
 from negamax.layers.weights import LayerSetup, WeightSlot
 from negamax.models.decoder import Decoder
 from negamax.models.registry import find_family
-from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
@@ -20,7 +19,6 @@ def build_model(
     spec: ModelSpec,
     *,
     context: ParallelContext,
-    dtype: torch.dtype,
     device: torch.device,
     kernels: KernelTable,
     keep_quantized: bool = True,
@@ -32,25 +30,17 @@ def build_model(
     cannot split.
     """
     family = find_family(spec.architecture)
-    weights = WeightFormat(dtype, device, detect(spec.quantization), keep_quantized)
+    weights = WeightFormat(kernels.dtype, device, detect(spec.quantization), keep_quantized)
     code = import_module(f"{family.package}.model")
     model: Decoder = code.build(spec, LayerSetup(context, weights, kernels))
     return model
 
 
 def build_empty_slots(
-    spec: ModelSpec,
-    layout: ParallelLayout,
-    *,
-    dtype: torch.dtype,
-    kernels: KernelTable,
-    keep_quantized: bool = True,
+    spec: ModelSpec, layout: ParallelLayout, *, kernels: KernelTable, keep_quantized: bool = True
 ) -> dict[str, WeightSlot]:
     """Return the slots on rank `layout`, without memory, to plan the load. Errors: as above."""
-    one = SingleRank()
-    context = ParallelContext(layout, attention_group=one, expert_group=one, world=one)
-    device = torch.device("meta")
     return build_model(
-        spec, context=context, dtype=dtype, device=device, kernels=kernels,
+        spec, context=ParallelContext(layout), device=torch.device("meta"), kernels=kernels,
         keep_quantized=keep_quantized,
     ).weight_slots()  # fmt: skip

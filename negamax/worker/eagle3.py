@@ -121,7 +121,7 @@ class Eagle3Proposer(Proposer):
             )  # fmt: skip
             if place + 1 < num_tokens:
                 metadata = self._single_tokens(slots, positions, seq_lens, requests)
-                recurrent = Partial(recurrent, _ALONE)
+                recurrent = Partial(recurrent, SingleRank())
                 hidden, recurrent = model.forward(recurrent, token_ids, metadata, kv)
         return drafts
 
@@ -163,15 +163,12 @@ class Eagle3Proposer(Proposer):
         )
 
 
-_ALONE = SingleRank()
-
-
 def build_empty_slots(
     spec: Eagle3Spec, layout: ParallelLayout, *, kernels: KernelTable
 ) -> dict[str, WeightSlot]:
     """Return the weight slots of a draft on the rank `layout`, without memory."""
-    context = ParallelContext(layout, attention_group=_ALONE, expert_group=_ALONE, world=_ALONE)
-    return _build(spec, context, device=torch.device("meta"), kernels=kernels).weight_slots()
+    context, device = ParallelContext(layout), torch.device("meta")
+    return _build(spec, context, device=device, kernels=kernels).weight_slots()
 
 
 def _build(

@@ -28,7 +28,7 @@ def plan_loading(
     """Plan how the checkpoint's files fill the model; None without files."""
     if config.folder is None:
         return None
-    slots = build_empty_slots(config.spec, config.layout, dtype=kernels.dtype, kernels=kernels)
+    slots = build_empty_slots(config.spec, config.layout, kernels=kernels)
     with _progress("checking files", config) as progress:
         folder = Path(config.folder)
         plan = plan_load(slots, config.spec, folder, config.layout, progress=progress)

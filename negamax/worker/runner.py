@@ -59,9 +59,7 @@ class ModelRunner:
         self.proposer = load_proposer(config, kernels=kernels)
         num_draft_tokens = self.proposer.num_draft_tokens if self.proposer else 0
         self.context = context = open_context(config, device, num_draft_tokens)
-        self.model = build_model(
-            config.spec, context=context, dtype=dtype, device=device, kernels=kernels
-        )
+        self.model = build_model(config.spec, context=context, device=device, kernels=kernels)
         with torch.inference_mode():
             load_summary = load_model(self.model, config, load_plan, device=device)
             if self.proposer is not None:

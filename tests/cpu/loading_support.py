@@ -18,7 +18,6 @@ from negamax.convert.targets import find_target
 from negamax.layers.weights import WeightSlot
 from negamax.models.decoder import Decoder
 from negamax.models.registry import read_spec
-from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 
@@ -36,9 +35,7 @@ def build_rank(
     **options: Any,
 ) -> tuple[Decoder, dict[str, Tensor]]:
     """Build one rank's model for loading; return it and the tensors of its slots."""
-    one = SingleRank()
-    context = ParallelContext(layout, attention_group=one, expert_group=one, world=one)
-    model = build(spec, context=context, loaded=False, **options)
+    model = build(spec, context=ParallelContext(layout), loaded=False, **options)
     return model, {name: vars(slot)["_target"] for name, slot in model.weight_slots().items()}
 
 

@@ -77,8 +77,7 @@ def build(
     }
     kernels = replace(kernels, candidates={**kernels.candidates, **chosen})
     context = context or ParallelContext.single()
-    place = {"dtype": dtype, "device": torch.device("cpu")}
-    model = build_model(spec, context=context, kernels=kernels, **place)
+    model = build_model(spec, context=context, device=torch.device("cpu"), kernels=kernels)
     if loaded:
         assert weights is not None
         for name, slot in model.weight_slots().items():

@@ -72,8 +72,7 @@ def _written(name: str) -> Checkpoint:
         scale = scales[0] if scales else stored.values.name
         slots = tuple(
             build_empty_slots(
-                spec, ParallelLayout(), dtype=torch.float32,
-                kernels=resolve(platform=platform, dtype=torch.float32),
+                spec, ParallelLayout(), kernels=resolve(platform=platform, dtype=torch.float32)
             )
             for platform in (CPU, nvidia((9, 0), name="NVIDIA H200", shared_memory=233472))
         )  # fmt: skip

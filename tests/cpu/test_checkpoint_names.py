@@ -220,7 +220,7 @@ def test_fused_side_tensors_load(tmp_path: Path, name: str, stacked: bool) -> No
     spec = read_spec(json.loads((one / "config.json").read_text()), one)
     h200 = nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)
     kernels = resolve(platform=h200, dtype=torch.bfloat16)
-    held = build_empty_slots(spec, ParallelLayout(), dtype=torch.bfloat16, kernels=kernels)
+    held = build_empty_slots(spec, ParallelLayout(), kernels=kernels)
     moves = [plan_load(held, spec, folder).needed for folder in (one, two)]
     assert len(moves[0]) == len(moves[1])
     assert sum(move.num_bytes for move in moves[0]) == sum(move.num_bytes for move in moves[1])

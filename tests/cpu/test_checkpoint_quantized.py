@@ -36,7 +36,6 @@ from negamax.layers.weights import MatrixWeight, slots_by_name
 from negamax.models.build import build_empty_slots, build_model
 from negamax.models.decoder import Decoder
 from negamax.models.registry import bundled_spec
-from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization import online
@@ -72,10 +71,8 @@ KEEPING = _keeping_kernels()
 
 def on_h200(spec: ModelSpec, layout: ParallelLayout = ONE) -> Decoder:
     platform = nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)
-    kernels, one = resolve(platform=platform, dtype=torch.bfloat16), SingleRank()
-    context = ParallelContext(layout, attention_group=one, expert_group=one, world=one)
-    device = torch.device("meta")
-    return build_model(spec, context=context, dtype=torch.bfloat16, device=device, kernels=kernels)
+    kernels, context = resolve(platform=platform, dtype=torch.bfloat16), ParallelContext(layout)
+    return build_model(spec, context=context, device=torch.device("meta"), kernels=kernels)
 
 
 def ranks(tp: int, ep: int = 1) -> list[ParallelLayout]:
@@ -127,10 +124,7 @@ def test_rank_reads_the_bytes_of_its_slices_only(tmp_path: Path, ep: int) -> Non
 def test_ranks_tile_the_blocks_of_minimax_m2(tp: int, ep: int) -> None:
     """At published sizes, the ranks' regions tile all quantized tensors."""
     spec = replace(bundled_spec("minimax-m2"), num_layers=1, num_experts=16)
-    slots = [
-        build_empty_slots(spec, layout, dtype=torch.float32, kernels=KEEPING)
-        for layout in ranks(tp, ep)
-    ]
+    slots = [build_empty_slots(spec, layout, kernels=KEEPING) for layout in ranks(tp, ep)]
     quantized = [name for name in slots[0] if name.endswith(QUANTIZED)]
     assert len(quantized) == 4 + 3 * 16
     for name in quantized:

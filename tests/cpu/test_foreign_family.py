@@ -55,9 +55,8 @@ def folder(tensors: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory)
 
 def new_model(spec: ForeignSpec, *, ranks: int = 1) -> Decoder:
     context = replace(ParallelContext.single(), layout=ParallelLayout(tp=ranks))
-    place = {"dtype": torch.float32, "device": torch.device("cpu")}
     kernels = resolve(platform=CPU, dtype=torch.float32)
-    return build_model(spec, context=context, kernels=kernels, **place)
+    return build_model(spec, context=context, device=torch.device("cpu"), kernels=kernels)
 
 
 # --- the same in plain PyTorch, over a whole sequence at once ------------------------------------

@@ -572,7 +572,7 @@ def check(
 ) -> None:
     published, spec = PUBLISHED[name], spec_of(name, folder, layers=layers)
     kernels = resolve(platform=platform, dtype=DTYPE)
-    slots = build_empty_slots(spec, layout, dtype=DTYPE, kernels=kernels)
+    slots = build_empty_slots(spec, layout, kernels=kernels)
     plan = plan_load(slots, spec, folder)
     num_skipped = sum(map(len, plan.skipped.values()))
     assert num_skipped == published.num_skipped

@@ -61,7 +61,7 @@ def gpu_model(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Decoder:
     model = build_model(
-        spec, context=context or ParallelContext.single(), dtype=dtype, device=torch.device("cpu"),
+        spec, context=context or ParallelContext.single(), device=torch.device("cpu"),
         kernels=kernel_table(dtype), keep_quantized=keep_quantized,
     )  # fmt: skip
     for name, slot in model.weight_slots().items():

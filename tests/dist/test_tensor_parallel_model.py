@@ -165,9 +165,9 @@ def test_refuses_sizes_that_do_not_split() -> None:
     def refused(layout: ParallelLayout, **sizes: int) -> str:
         spec = read_spec(tiny_config(0, **SIZES | {"num_key_value_heads": 2} | sizes))
         context = replace(ParallelContext.single(), layout=layout)
-        dtype, device = torch.float32, torch.device("cpu")
+        device = torch.device("cpu")
         with pytest.raises(ConfigError) as caught:
-            build_model(spec, context=context, dtype=dtype, device=device, kernels=kernels)
+            build_model(spec, context=context, device=device, kernels=kernels)
         return str(caught.value)
 
     three = ParallelLayout(tp=3)

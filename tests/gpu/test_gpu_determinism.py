@@ -60,10 +60,8 @@ def m3(quantization: str) -> ModelSpec:
 
 
 def synthetic(spec: ModelSpec, kernels: KernelTable, device: torch.device) -> Decoder:
-    model = build_model(
-        spec, context=ParallelContext.single(), dtype=kernels.dtype, device=device,
-        kernels=kernels, keep_quantized=True,
-    )  # fmt: skip
+    context = ParallelContext.single()
+    model = build_model(spec, context=context, device=device, kernels=kernels)
     fill_synthetic(model.weight_slots(), spec, 0, device=device)
     model.finish_loading()
     return model

@@ -206,7 +206,7 @@ def load(
 ) -> Rank:
     spec = read_spec(json.loads((folder / "config.json").read_text()), folder)
     context = replace(ParallelContext.single(), layout=layout)
-    model = build_model(spec, context=context, dtype=kernels.dtype, device=device, kernels=kernels)
+    model = build_model(spec, context=context, device=device, kernels=kernels)
     held = held_as(model, EXPERTS, EXPERT, kernels), held_as(model, LINEAR, PROJECTION, kernels)
     load_weights(model.weight_slots(), spec, folder)
     model.finish_loading()

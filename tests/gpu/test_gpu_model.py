@@ -36,8 +36,8 @@ BOUNDS = {"stored FP8": 0.05, "bf16": 0.015}  # measured: 0.020, 0.007
 
 def build(kernels: KernelTable, *, keep_quantized: bool, device: torch.device) -> Decoder:
     return build_model(
-        SPEC, context=ParallelContext.single(), dtype=kernels.dtype, device=device,
-        kernels=kernels, keep_quantized=keep_quantized,
+        SPEC, context=ParallelContext.single(), device=device, kernels=kernels,
+        keep_quantized=keep_quantized,
     )  # fmt: skip
 
 
