@@ -110,7 +110,7 @@ class Span:
         """Compute the span of `region` of `entry`: one range per dimension, None: all."""
         region, shape = entry.translate(region), entry.held
         dtype = getattr(torch, _TORCH_NAMES[entry.dtype])
-        if region is None or not entry.num_bytes or all(map(_is_all, region, shape)):
+        if region is None or not entry.num_bytes or tuple(map(len, region)) == shape:
             return Span(entry.file, entry.offset, entry.num_bytes, dtype, shape, ())
         # Dimensions before this one have one index each.
         cut = next((n for n, part in enumerate(region) if len(part) != 1), len(shape) - 1)
@@ -138,10 +138,6 @@ class Span:
             data = data.clone()
         whole = data.view(self.dtype).view(self.shape)
         return whole[self.part] if self.part else whole
-
-
-def _is_all(part: range, size: int) -> bool:
-    return len(part) == size
 
 
 class CheckpointReader(AbstractContextManager["CheckpointReader"]):

@@ -43,11 +43,6 @@ _OFFSETS = StoredTensor(names.D2T, Role.PERMUTATION, ("int64", "int32"), (Dim(Ax
 _MARKS = StoredTensor(names.T2D, Role.PERMUTATION, ("bool",), (Dim(Axis.ROWS),))
 
 
-def _replicate(x: Tensor) -> Partial:
-    """Wrap a tensor that every rank has in full."""
-    return Partial(x, _ALONE)
-
-
 class _Biases:
     """Biases of the projections of an attention."""
 
@@ -362,7 +357,7 @@ class Eagle3Draft:
 
 def _run_norm(norm: RmsNorm, x: Tensor) -> Tensor:
     """x [T, width] -> its norm."""
-    normed = norm(_replicate(x), torch.zeros_like(x))
+    normed = norm(Partial(x, _ALONE), torch.zeros_like(x))  # every rank has x in full
     assert isinstance(normed, Tensor)
     return normed
 
