@@ -10,7 +10,6 @@ ranks, the plan states whether they are sharded (all or none are) and the most t
 """
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch.nn.functional as F
@@ -24,19 +23,6 @@ from negamax.worker.device import upload
 from negamax.worker.request_state import RequestState
 
 
-class TokenShard(Protocol):
-    """A rank's shard of the tokens of a step."""
-
-    def build(self) -> tuple[Tensor, AttentionMetadata]:
-        """Return token ids [N] of the shard and their metadata; see `batch.build`."""
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """rows [N, ...] of the shard -> [T, ...] of all tokens, in their order."""
-
-    def describe_all(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """Return the metadata of all tokens of the step; `metadata`: of the shard."""
-
-
 @dataclass(frozen=True)
 class AllTokens:
     """Every token of the step; one padding token if it has none."""
@@ -47,6 +33,7 @@ class AllTokens:
     is_share: bool = False  # whether other data-parallel ranks have shards
 
     def build(self) -> tuple[Tensor, AttentionMetadata]:
+        """Return token ids [N] of the shard and their metadata; see `batch.build`."""
         if not self.layout.num_tokens:
             assert self.most_tokens is not None, "a step of one rank has tokens"
             return build_padding(
@@ -55,13 +42,17 @@ class AllTokens:
         return build(self.layout, self.requests, most_tokens=self.most_tokens)
 
     def gather(self, rows: Tensor) -> Tensor:
+        """rows [N, ...] of the shard -> [T, ...] of all tokens, in their order."""
         return rows
 
     def describe_all(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Return the metadata of all tokens of the step; `metadata`: of the shard."""
         return metadata
 
 
 class ShardedRuns:
+    """A part of the tokens of a step, with the methods of `AllTokens`."""
+
     def __init__(
         self,
         layout: BatchLayout,
@@ -107,6 +98,9 @@ class ShardedRuns:
 
     def describe_all(self, metadata: AttentionMetadata) -> AttentionMetadata:
         return build(self._layout, self._requests)[1]
+
+
+TokenShard = AllTokens | ShardedRuns
 
 
 @dataclass(frozen=True)
