@@ -9,12 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations, concatenate
-from negamax.kernels.attention.metadata import (
-    WHOLE_CACHE,
-    AttentionMetadata,
-    CacheShard,
-    PagedShape,
-)
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.op import DECODE, PREFILL, split_heads
 from negamax.kernels.kvcache.op import LOCATE, KvCache, TokenPlaces, write
 from negamax.kernels.op import Op
@@ -67,25 +62,19 @@ class GroupedQueryStep:
 class PagedKind:
     """Attention with rotary embeddings over a paged cache, in a decode and a prefill kernel."""
 
-    def __init__(
-        self,
-        decode: Op[Any, Any],
-        prefill: Op[Any, Any],
-        *,
-        frequencies: Tensor,
-        quantize: bool,
-        kernels: KernelTable,
-    ) -> None:
-        """`quantize`: output projections take FP8 activations."""
+    ops: tuple[Op[Any, Any], Op[Any, Any]]
+
+    def __init__(self, shape: PagedShape, *, frequencies: Tensor, kernels: KernelTable) -> None:
+        """The caches and `kernels` determine the block size and the dtype of `shape`."""
+        self._shape = replace(shape, dtype=kernels.dtype)
         self._frequencies, self._locate = frequencies, kernels[LOCATE].run
-        self._dtype, self._quantize = kernels.dtype, quantize
-        self._plan_decode, self._plan_prefill = kernels[decode].prepare, kernels[prefill].prepare
+        self._plan_decode, self._plan_prefill = (kernels[op].prepare for op in self.ops)
 
     def prepare_step(
-        self, metadata: AttentionMetadata, shape: PagedShape, heads: tuple[int, ...]
+        self, metadata: AttentionMetadata, kv: KvCaches, heads: tuple[int, ...]
     ) -> GroupedQueryStep:
         """Compute angles and cache rows, and plan both kernels. `heads`: of each kind of cache."""
-        shape = replace(shape, dtype=self._dtype, quantize=self._quantize)
+        shape = replace(self._shape, block_size=kv["k"].shape[2])
         cos, sin, slot_mapping = self._locate(
             metadata.token_tables,
             self._frequencies,
@@ -107,27 +96,10 @@ class GroupedQueryKind(PagedKind):
     """Grouped-query attention over all earlier tokens."""
 
     name = "grouped query"
-
-    def __init__(
-        self,
-        *,
-        kv_heads: int,
-        group: int,
-        frequencies: Tensor,
-        quantize: bool,
-        kernels: KernelTable,
-        cache: CacheShard = WHOLE_CACHE,
-    ) -> None:
-        """`group`: query heads per KV head."""
-        super().__init__(
-            DECODE, PREFILL, frequencies=frequencies, quantize=quantize, kernels=kernels
-        )
-        self._kv_heads, self._group, self._cache = kv_heads, group, cache
+    ops = DECODE, PREFILL
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> GroupedQueryStep:
-        size = kv["k"].shape[2]
-        shape = PagedShape(self._kv_heads, self._group, block_size=size, cache=self._cache)
-        return self.prepare_step(metadata, shape, (shape.kv_heads,))
+        return self.prepare_step(metadata, kv, (self._shape.kv_heads,))
 
 
 class Attention:

@@ -45,19 +45,18 @@ class BlockSparseKind(PagedKind):
     """Block-sparse attention."""
 
     name = "block sparse"
+    ops = BLOCK_SPARSE_DECODE, BLOCK_SPARSE_PREFILL
 
-    def __init__(
-        self, shape: SparseShape, *, frequencies: Tensor, quantize: bool, kernels: KernelTable
-    ) -> None:
-        ops = BLOCK_SPARSE_DECODE, BLOCK_SPARSE_PREFILL
-        super().__init__(*ops, frequencies=frequencies, quantize=quantize, kernels=kernels)
-        self._shape, self._own_rows = shape, kernels[OWN_ROWS].run
+    def __init__(self, shape: SparseShape, *, frequencies: Tensor, kernels: KernelTable) -> None:
+        super().__init__(shape, frequencies=frequencies, kernels=kernels)
+        self._shape: SparseShape
+        self._own_rows = kernels[OWN_ROWS].run
         self._plan_select = kernels[BLOCK_SPARSE_SELECT].prepare
         self._plan_select_shard = kernels[BLOCK_SPARSE_SELECT_SHARD].prepare
         self._plan_merge = kernels[BLOCK_SPARSE_MERGE_SHARDS].prepare
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> BlockSparseStep:
-        shape = replace(self._shape, block_size=kv["k"].shape[2], dtype=self._dtype)
+        shape = replace(self._shape, block_size=kv["k"].shape[2], quantize=False)
         index_rows = None
         if shape.cache.ranks > 1:
             index_rows = self._own_rows(
@@ -74,7 +73,7 @@ class BlockSparseKind(PagedKind):
             select = self._plan_select_shard(metadata, shape)
             merge = self._plan_merge(metadata, shape)
         # caches of keys and values, and of index keys
-        step = self.prepare_step(metadata, shape, (shape.kv_heads, 1))
+        step = self.prepare_step(metadata, kv, (shape.kv_heads, 1))
         return BlockSparseStep(**vars(step), index_rows=index_rows, select=select, merge=merge)
 
 

@@ -15,16 +15,18 @@ from negamax.base.progress import ShowProgress
 from negamax.config.model_spec import ModelSpec, MoeSpec
 from negamax.formats.tensor_format import ActivationFormat
 from negamax.kernels.activations import QuantizedActivations
-from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.steps.op import EMBED_TOKENS
 from negamax.layers.attention import AttentionKind, KvCaches, prepare_attention
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
+from negamax.layers.cache_shards import cache_shard
 from negamax.layers.heads import AttentionSizes
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
 from negamax.layers.names import DecoderNames
 from negamax.layers.weights import LayerSetup, WeightSlot, slots_by_name
 from negamax.parallel.collectives import Partial
+from negamax.parallel.layout import AttentionView
 
 
 class AttentionBlock(Protocol):
@@ -99,6 +101,18 @@ def attention_sizes(spec: ModelSpec) -> AttentionSizes:
     """Return the sizes of the model's attention."""
     return AttentionSizes(
         spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rms_norm_eps
+    )
+
+
+def paged_shape(spec: ModelSpec, layers: Sequence[DecoderLayer], view: AttentionView) -> PagedShape:
+    """Return the shape of the model's attention kernels, for `PagedKind`."""
+    kv_heads = len(view.kv_heads(spec.num_kv_heads))
+    return PagedShape(
+        kv_heads,
+        len(view.cache_heads(spec.num_heads)) // kv_heads,
+        block_size=0,
+        cache=cache_shard(view),
+        quantize=all(layer.attention.gives_quantized for layer in layers),
     )
 
 

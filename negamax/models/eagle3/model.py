@@ -19,7 +19,7 @@ from negamax.base.errors import CheckpointError
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.tensor_format import Axis, Dim, Role, StoredTensor
 from negamax.kernels.activations import SILU, concatenate
-from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.op import DECODE, PREFILL, ROPE_WRITE
 from negamax.kernels.drafts.op import EMBED_NORMS
 from negamax.kernels.gemm.op import LinearOutput
@@ -222,10 +222,8 @@ class Eagle3Draft:
         view = layout.attention
         kv_heads = len(view.kv_heads(spec.num_kv_heads))
         self._kind = GroupedQueryKind(
-            kv_heads=kv_heads,
-            group=len(view.heads(spec.num_heads)) // kv_heads,
+            PagedShape(kv_heads, len(view.heads(spec.num_heads)) // kv_heads, block_size=0),
             frequencies=signed_frequencies(spec.head_dim, spec.rope_theta).to(weights.device),
-            quantize=False,
             kernels=setup.kernels,
         )
         self._slots = slots_by_name(slots)

@@ -4,28 +4,22 @@ from dataclasses import replace
 
 from negamax.kernels.rotary import signed_frequencies
 from negamax.layers.attention import Attention, GroupedQueryKind
-from negamax.layers.cache_shards import cache_kernels, cache_shard
+from negamax.layers.cache_shards import cache_kernels
 from negamax.layers.moe import SparseMoe
 from negamax.layers.weights import LayerSetup
 from negamax.models import minimax_names as names
-from negamax.models.decoder import Decoder, DecoderLayer, attention_sizes, moe_sizes
+from negamax.models.decoder import Decoder, DecoderLayer, attention_sizes, moe_sizes, paged_shape
 from negamax.models.minimax_m2.config import MiniMaxM2Spec
 
 
 def build(spec: MiniMaxM2Spec, setup: LayerSetup) -> Decoder:
     """Build this rank's part of the model, without weights."""
     setup = replace(setup, kernels=cache_kernels(setup.kernels, setup.context))
-    layout, view = setup.context.layout, setup.context.layout.attention
-    kv_heads = len(view.kv_heads(spec.num_kv_heads))
+    layout = setup.context.layout
     layers = [_build_layer(spec, layer, setup) for layer in layout.layers(spec.num_layers)]
-    kind = GroupedQueryKind(
-        kv_heads=kv_heads,
-        group=len(view.cache_heads(spec.num_heads)) // kv_heads,
-        frequencies=signed_frequencies(spec.rotary_dim, spec.rope_theta).to(setup.weights.device),
-        quantize=all(layer.attention.gives_quantized for layer in layers),
-        kernels=setup.kernels,
-        cache=cache_shard(view),
-    )
+    shape = paged_shape(spec, layers, layout.attention)
+    frequencies = signed_frequencies(spec.rotary_dim, spec.rope_theta).to(setup.weights.device)
+    kind = GroupedQueryKind(shape, frequencies=frequencies, kernels=setup.kernels)
     eps = spec.rms_norm_eps
     return Decoder(spec, layers, [(kind, 0)], names=names.DECODER, eps=eps, setup=setup)
 

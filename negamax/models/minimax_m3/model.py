@@ -8,12 +8,12 @@ from negamax.kernels.block_sparse.selection import IndexShard, SparseShape
 from negamax.kernels.rotary import signed_frequencies
 from negamax.layers.attention import Attention, AttentionKind, GroupedQueryKind
 from negamax.layers.block_sparse_attention import BlockSparseAttention, BlockSparseKind
-from negamax.layers.cache_shards import cache_kernels, cache_shard
+from negamax.layers.cache_shards import cache_kernels
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
 from negamax.layers.weights import LayerSetup
 from negamax.models import minimax_names
-from negamax.models.decoder import Decoder, DecoderLayer, attention_sizes, moe_sizes
+from negamax.models.decoder import Decoder, DecoderLayer, attention_sizes, moe_sizes, paged_shape
 from negamax.models.minimax_m3 import names
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
 from negamax.parallel.layout import ParallelLayout
@@ -82,23 +82,24 @@ def _build_kinds(
     spec: MiniMaxM3Spec, layers: list[DecoderLayer], setup: LayerSetup
 ) -> list[tuple[AttentionKind, int]]:
     """Return the attention kinds of `layers`, each with the first layer of its kind."""
-    layout, view = setup.context.layout, setup.context.layout.attention
-    kv_heads = len(view.kv_heads(spec.num_kv_heads))
-    group, cache = len(view.cache_heads(spec.num_heads)) // kv_heads, cache_shard(view)
-    frequencies = signed_frequencies(spec.rotary_dim, spec.rope_theta)
+    layout, frequencies = setup.context.layout, signed_frequencies(spec.rotary_dim, spec.rope_theta)
+    shape = paged_shape(spec, layers, layout.attention)
     common: dict[str, Any] = {
         "frequencies": frequencies.to(setup.weights.device),
-        "quantize": all(layer.attention.gives_quantized for layer in layers),
         "kernels": setup.kernels,
     }
     sparse, kinds = spec.sparse, list[tuple[AttentionKind, int]]()
     at = [isinstance(layer.attention, BlockSparseAttention) for layer in layers]
     if False in at:
-        kind = GroupedQueryKind(kv_heads=kv_heads, group=group, cache=cache, **common)
-        kinds.append((kind, at.index(False)))
+        kinds.append((GroupedQueryKind(shape, **common), at.index(False)))
     if sparse is not None and True in at:
-        sizes = (sparse.block_size, sparse.block_size, sparse.topk_blocks, sparse.init_blocks)
-        shard = _shard_index(spec, layout)
-        shape = SparseShape(kv_heads, group, *sizes, sparse.local_blocks, shard=shard, cache=cache)
-        kinds.append((BlockSparseKind(shape, **common), at.index(True)))
+        own = SparseShape(
+            **vars(shape),
+            sparse_block_size=sparse.block_size,
+            topk_blocks=sparse.topk_blocks,
+            init_blocks=sparse.init_blocks,
+            local_blocks=sparse.local_blocks,
+            shard=_shard_index(spec, layout),
+        )
+        kinds.append((BlockSparseKind(own, **common), at.index(True)))
     return kinds

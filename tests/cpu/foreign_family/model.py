@@ -6,7 +6,7 @@ from torch import Tensor
 from foreign_family import names
 from foreign_family.config import ForeignSpec
 from negamax.kernels.activations import SILU, QuantizedActivations
-from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.op import split_heads
 from negamax.kernels.kvcache.op import KvCache, cache_rows, store, write
 from negamax.kernels.rotary import half_split, signed_frequencies
@@ -112,13 +112,9 @@ def attended(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
 def build(spec: ForeignSpec, setup: LayerSetup) -> Decoder:
     view = setup.context.layout.attention
     kv_heads = len(view.kv_heads(spec.num_kv_heads))
-    full = GroupedQueryKind(
-        kv_heads=kv_heads,
-        group=len(view.heads(spec.num_heads)) // kv_heads,
-        frequencies=signed_frequencies(spec.rotary_dim, spec.rope_theta).to(setup.weights.device),
-        quantize=False,
-        kernels=setup.kernels,
-    )
+    shape = PagedShape(kv_heads, len(view.heads(spec.num_heads)) // kv_heads, block_size=0)
+    frequencies = signed_frequencies(spec.rotary_dim, spec.rope_theta).to(setup.weights.device)
+    full = GroupedQueryKind(shape, frequencies=frequencies, kernels=setup.kernels)
     sizes = attention_sizes(spec)
     attention = Attention(names.attention(0), sizes, norm_per_head=True, setup=setup)
     hidden = spec.hidden_size
