@@ -617,6 +617,5 @@ def test_published_layouts_have_the_known_tensor_counts() -> None:
 def test_published_checkpoints_fit_at_full_size(tmp_path: Path, name: str) -> None:
     layers = PUBLISHED[name].layers
     PUBLISHED[name].write(tmp_path, layers)
-    for layout in SPLITS.values():
-        for platform in (CPU, H200):
-            check(name, tmp_path, platform, layout, layers=layers)
+    for platform, layout in (H200, SPLITS["tp4"]), (CPU, SPLITS["tp16 ep2"]):
+        check(name, tmp_path, platform, layout, layers=layers)
