@@ -190,8 +190,8 @@ def main() -> None:
     parser.add_argument(
         "runs",
         nargs="+",
-        metavar="ARCH[/N][@FOLDER]",
-        help=f"every N-th case, others for each, with the Triton in FOLDER; {sorted(PLATFORMS)}",
+        metavar="ARCH[/N[+K]][@FOLDER]",
+        help=f"every N-th case from the K-th, with the Triton in FOLDER; {sorted(PLATFORMS)}",
     )
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     options = parser.parse_args()
@@ -204,13 +204,13 @@ def main() -> None:
         ]
     del sys.modules["triton"]
     failed = []
-    for first, run in enumerate(options.runs):
+    for run in options.runs:
         target, _, folder = run.partition("@")
-        arch, _, every = target.partition("/")
-        step = int(every or 1)
+        arch, _, part = target.partition("/")
+        every, _, start = part.partition("+")
         process = multiprocessing.get_context("fork").Process(
             target=compile_for,
-            args=(PLATFORMS[arch], cases[5 * first % step :: step]),
+            args=(PLATFORMS[arch], cases[int(start or 0) :: int(every or 1)]),
             kwargs={"folder": folder, "quiet": options.quiet},
         )
         process.start()

@@ -17,9 +17,13 @@ MAKEFILE = Path(__file__).parents[2] / "Makefile"
 OTHERS = re.findall(r"^(?:OLDEST|NEWEST)_TRITON \?= (.+)", MAKEFILE.read_text(), re.MULTILINE)
 # shared memory of a multiprocessor that one program may use
 SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}
-SAMPLE = {"gfx942": 600, "sm_90": 600}  # every n-th case
-SAMPLE_OF_OTHERS = "sm_90/205"  # a GEMM, experts, and a norm or a part of attention
-SWEEP = {"sm_80": 4, "sm_89": 4, "sm_90": 1, "sm_100": 4, "gfx942": 1, "gfx950": 4}
+SAMPLE = ("gfx942/600", "sm_90/600+5")  # every n-th case from the k-th
+# for each of OTHERS: a GEMM, experts, and a norm or a part of attention
+SAMPLE_OF_OTHERS = ("sm_90/205+10", "sm_90/205+15")
+SWEEP = (  # parts of like lengths, so that workers end together
+    *("sm_90/4", "sm_90/4+1", "sm_90/4+2", "sm_90/4+3", "gfx942/4+1", "gfx942/4+3"),
+    *("sm_80/8", "sm_89/8+2", "sm_100/8+4", "gfx950/8+6"),
+)
 
 
 def compiled(*runs: str) -> list[dict[str, Any]]:
@@ -30,7 +34,7 @@ def compiled(*runs: str) -> list[dict[str, Any]]:
         env={**os.environ, "TRITON_DEFAULT_FP_FUSION": "0"},
         capture_output=True,
         text=True,
-        timeout=1800,
+        timeout=3600,
     )
     assert done.returncode == 0 or '"error"' in done.stdout, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -63,13 +67,14 @@ def folder_of(version: str) -> Path:
 def sample() -> list[dict[str, Any]]:
     folders = [folder for folder in map(folder_of, OTHERS) if folder.exists()]
     return compiled(
-        *(f"{arch}/{step}" for arch, step in SAMPLE.items()),
-        *(f"{SAMPLE_OF_OTHERS}@{folder}" for folder in folders),
+        *SAMPLE,
+        *(f"{run}@{folder}" for run, folder in zip(SAMPLE_OF_OTHERS, folders, strict=False)),
     )
 
 
-@pytest.mark.parametrize("arch", SAMPLE)
-def test_a_sample_compiles(arch: str, sample: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("run", SAMPLE)
+def test_a_sample_compiles(run: str, sample: list[dict[str, Any]]) -> None:
+    arch = run.partition("/")[0]
     check(arch, [entry for entry in sample if entry["arch"] == arch])
 
 
@@ -83,10 +88,10 @@ def test_the_oldest_and_the_newest_triton_compile(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("arch", SWEEP)
+@pytest.mark.parametrize("run", SWEEP)
 @pytest.mark.timeout(3600)  # of two cores with other work
-def test_a_sweep_compiles(arch: str) -> None:
-    check(arch, compiled(f"{arch}/{SWEEP[arch]}"))
+def test_a_sweep_compiles(run: str) -> None:
+    check(run.partition("/")[0], compiled(run))
 
 
 @pytest.mark.parametrize(
