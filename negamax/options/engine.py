@@ -324,7 +324,10 @@ class EngineOptions:
     )
 
     nnodes: int = option(
-        1, "Spread the ranks over this many machines; run the same command on each.", panel=NODES
+        1,
+        "Spread the ranks over this many machines; run the same command on each, with "
+        "NEGAMAX_NODE_KEY set alike.",
+        panel=NODES,
     )
     node_rank: int = option(0, "Set the number of this machine; 0 has the API.")
     master_addr: str | None = option(None, "Set the address of node 0.")
