@@ -103,6 +103,7 @@ class Client:
 class Cell:
     """Effect of a fault, in seconds since it; None: not within the limit."""
 
+    limit: float  # of `reported`
     reported: float | None = None
     goes_on: bool = False  # every client went on
     harms_bystanders: bool = False
@@ -286,7 +287,7 @@ async def measure(
         body = body_for("decode", constrained=is_constrained, nonce=1, replica=replica_of(part))
         clients[-1].task = asyncio.create_task(clients[-1].run(server, body))
     red = asyncio.create_task(first_red(server, since, STOPPED_SECONDS if undo else limit))
-    cell = Cell()
+    cell = Cell(REPORTED_LIMIT if node is None else NODE_LIMIT)
     back = since
     if undo is not None:
         settled = all_settled(clients, since)
@@ -319,18 +320,15 @@ def all_settled(clients: list[Client], since: float) -> Callable[[], bool]:
     )
 
 
-def text_of(
-    cell: Cell, part: str, *, fault: str, restart: float, has_nodes: bool
-) -> tuple[str, bool]:
+def text_of(cell: Cell, part: str, *, fault: str, restart: float) -> tuple[str, bool]:
     is_front = part in ("server process", "leader")
     # Other server processes, grammar processes and replicas keep answering.
     is_replica = replica_of(part) is not None
     has_others = is_front or is_replica or part == "grammar process"
     is_harmless = fault == GAP  # clients go on, and /readyz stays green
-    reported_limit = NODE_LIMIT if has_nodes else REPORTED_LIMIT
     red_limit = NODE_LIMIT if part.startswith("node") else RED_LIMIT
     parts = [
-        ("goes on", True) if cell.goes_on else _number(cell.reported, reported_limit),
+        ("goes on", True) if cell.goes_on else _number(cell.reported, cell.limit),
         _number(cell.red, red_limit, optional=has_others or is_harmless),
         _number(cell.again, restart),
     ]
@@ -384,9 +382,7 @@ def row(setup: str, part: str, *, fault: str, limit: float) -> tuple[list[str], 
                 restart = start_seconds + REPORTED_LIMIT
                 if is_alone and fault == "killed" and server.process.poll() is not None:
                     cell.again = 0.0  # an external supervisor restarts the server
-                text, is_good = text_of(
-                    cell, part, fault=fault, restart=restart, has_nodes=node is not None
-                )
+                text, is_good = text_of(cell, part, fault=fault, restart=restart)
         except IndexError as error:  # the part does not exist
             text, is_good = f"**{type(error).__name__}**", False
         cells.append(text)

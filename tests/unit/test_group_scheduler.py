@@ -91,17 +91,12 @@ def test_a_rank_without_room_leaves_requests_to_the_others_and_to_the_queue() ->
 @pytest.mark.parametrize("size", [1, 4])
 def test_tenants_share_the_rows_of_all_ranks(size: int) -> None:
     scheduler = group(2, max_num_seqs=size)
-    for number in range(12):
-        scheduler.add(request(f"{number}", [3] * 8, tenant="many", max_tokens=40))
-    step(scheduler)
-    step(scheduler)
-    for number in range(6):
-        scheduler.add(request(f"few {number}", [4] * 8, tenant="few", max_tokens=40))
-    for _ in range(8):
-        step(scheduler)
+    for tenant in ("many", "few"):
+        for number in range(12):
+            scheduler.add(request(f"{tenant} {number}", [3] * 8, tenant=tenant, max_tokens=40))
+        for _ in range(8):
+            step(scheduler)
     assert scheduler._requests.num_rows == {"many": size, "few": size}
-    while scheduler.has_unfinished:
-        step(scheduler)
 
 
 def test_all_data_parallel_ranks_shard_a_step_or_none_does() -> None:
