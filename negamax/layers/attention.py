@@ -120,7 +120,7 @@ class Attention:
         setup: LayerSetup,
     ) -> None:
         view, kernels = setup.context.layout.attention, setup.kernels
-        queried, own_kv = view.cache_heads(sizes.heads), view.kv_heads(sizes.kv_heads)
+        own_kv, queried = view.kv_heads(sizes.kv_heads), view.cache_heads(sizes.heads)
         group = setup.context.attention_group
         self._group = group if group.size > 1 else None
         self._decode, self._prefill = (kernels[DECODE].run, kernels[PREFILL].run)

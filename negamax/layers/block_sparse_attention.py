@@ -96,7 +96,7 @@ class BlockSparseAttention:
         setup: LayerSetup,
     ) -> None:
         view, kernels = setup.context.layout.attention, setup.kernels
-        queried, own_kv = view.cache_heads(sizes.heads), view.kv_heads(sizes.kv_heads)
+        own_kv, queried = view.kv_heads(sizes.kv_heads), view.cache_heads(sizes.heads)
         index_heads = range(shard.heads) if shard.heads else own_kv
         index_rows = range(index_heads.start * index_dim, index_heads.stop * index_dim)
         self._group = setup.context.attention_group
