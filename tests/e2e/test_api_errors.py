@@ -22,6 +22,7 @@ from tests.e2e.conftest import MODEL, Server
 from tests.tables import read_table
 
 UNASKED = {"role": "tool", "tool_call_id": "x", "content": "y"}
+LONG = [{"role": "user", "content": "night " * 2500}]
 NOTHING_TO_CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
 
 
@@ -50,6 +51,7 @@ NOTHING_TO_CONTINUE = {"continue_final_message": True, "add_generation_prompt": 
         (NOTHING_TO_CONTINUE, "continue_final_message"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"n": 128, "prompt_logprobs": 20, "messages": LONG}, "prompt_logprobs"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -63,7 +65,12 @@ def test_bad_field_is_named_in_a_400(
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"), read_table("api_errors.bad_completion_names_its_field"), ids=str
+    ("fields", "param"),
+    [
+        *read_table("api_errors.bad_completion_names_its_field"),
+        ({"prompt": "x" * 40_000, "n": 128, "echo": True}, "echo"),
+    ],
+    ids=lambda value: str(value)[:200],
 )
 def test_bad_completion_names_its_field(
     http: httpx.Client, fields: dict[str, Any], param: str

@@ -32,7 +32,7 @@ from negamax.engine.client.output import RequestOutput
 from negamax.text.parser.events import ParserEvent
 from negamax.text.parser.packets import PacedPackets
 
-_BYTES_PER_LOGPROB = 64  # about, as JSON
+_BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 4, 64  # about, as JSON
 Ping = tuple[bytes, float]  # an event, and the seconds of silence after which it is sent
 _KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it
 
@@ -67,7 +67,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         self.source = source
         self.choices = choices
         self.created = int(time.time())
-        self.logprob_bytes = 0  # of a whole answer; many are converted and encoded in a thread
+        self.num_bytes = 0  # about, of a whole answer; a large one is built in a thread
         self._of_prompt: dict[int, list[ChoiceT]] = {}
         for choice in choices:
             self._of_prompt.setdefault(choice.prompt_index, []).append(choice)
@@ -83,6 +83,13 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
     @abstractmethod
     def response(self) -> ResponseT:
         """Build the whole response from all that was taken."""
+
+    def count_bytes(self, choice: ChoiceT, output: RequestOutput) -> int:
+        """Return about the size of what an output adds to the answer."""
+        logprobs = (output.logprobs or (), output.prompt_logprobs or ())
+        return _BYTES_PER_TOKEN * len(output.token_ids) + sum(
+            _BYTES_PER_LOGPROB * len(each) * (1 + len(each[0].top_ids)) for each in logprobs if each
+        )
 
     def start(self) -> bytes:
         return b""
@@ -135,8 +142,8 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
             if self.keeps_parts:
                 take_all()
             raise
-        self.logprob_bytes = sum(_count_logprob_bytes(output) for _, output, _ in taken)
-        return await run_off_loop(build, num_bytes=self.logprob_bytes)
+        self.num_bytes = sum(self.count_bytes(choice, output) for choice, output, _ in taken)
+        return await run_off_loop(build, num_bytes=self.num_bytes)
 
     async def stream(self, write: Write) -> None:
         """Write the response as events. An error after the start is an event too."""
@@ -144,7 +151,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
         def send(choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> None:
             build = partial(self.chunk, choice, output, events)
-            chunks.add(build, num_bytes=_count_logprob_bytes(output))
+            chunks.add(build, num_bytes=self.count_bytes(choice, output))
 
         if start := self.start():
             write(start)
@@ -180,7 +187,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 class _Chunks:
     """Writes the chunks of a stream in order. Single writer: the stream's handler.
 
-    A chunk with many logprobs is built in a thread, and the chunks after it wait.
+    A large chunk is built in a thread, and the chunks after it wait.
     """
 
     def __init__(self, write: Write) -> None:
@@ -189,7 +196,7 @@ class _Chunks:
         self._task: asyncio.Task[None] | None = None
 
     def add(self, build: Callable[[], bytes], *, num_bytes: int) -> None:
-        """Write what `build` returns of logprobs of `num_bytes`, unless that is nothing."""
+        """Write what `build` returns, about `num_bytes`, unless that is nothing."""
         if self._waiting or num_bytes > INLINE_BYTES:
             self._waiting.append((build, num_bytes))
             if len(self._waiting) == 1:
@@ -243,21 +250,13 @@ async def respond(
     if not request.params.stream:
         answer = await run_while_connected(request.http.receive, writer.whole())
         return await run_off_loop(
-            lambda: build_json_response(answer, headers=headers), num_bytes=writer.logprob_bytes
+            lambda: build_json_response(answer, headers=headers), num_bytes=writer.num_bytes
         )
     seconds = context.options.sse_keep_alive_interval
     event, seconds = ping or (_KEEP_ALIVE if seconds else b"", seconds)
     stream = EventStream(writer.stream, source=writer.source, ping=event, ping_seconds=seconds)
     stream.headers.update(headers or {})
     return stream
-
-
-def _count_logprob_bytes(output: RequestOutput) -> int:
-    """Return about the size of an output's logprobs as JSON."""
-    lists = (output.logprobs or (), output.prompt_logprobs or ())
-    return sum(
-        _BYTES_PER_LOGPROB * len(each) * (1 + len(each[0].top_ids)) for each in lists if each
-    )
 
 
 def drop_tokens(output: RequestOutput) -> RequestOutput:

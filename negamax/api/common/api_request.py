@@ -13,7 +13,7 @@ from negamax.api.access import get_owner, get_salt
 from negamax.api.common.context import ApiContext
 from negamax.api.http.request_body import read_request
 from negamax.api.recorder import RequestRecord
-from negamax.api.schemas.request_model import RequestModel, RequestT, describe
+from negamax.api.schemas.request_model import RequestModel, RequestT, describe, refuse
 from negamax.api.schemas.sampled_request import EngineRequest
 from negamax.base.errors import InvalidRequestError
 from negamax.engine.client.open_request import OpenRequest
@@ -21,6 +21,7 @@ from negamax.engine.client.output import TextReader
 from negamax.scheduler.request import SamplingParams
 
 DATA_PARALLEL_RANK_HEADER = "X-data-parallel-rank"  # as vLLM and SGLang name it
+MAX_PROMPT_LOGPROBS = 2**22  # of one answer
 _WHOLE_INTERVAL = 32  # tokens between two reads of an answer that is not streamed
 _NUMBER = re.compile("[0-9]{1,9}")
 
@@ -52,6 +53,21 @@ def check_sampling(context: ApiContext, sampling: SamplingParams) -> None:
     """Refuse parameters out of range before any work is done for them."""
     info = context.engine.info
     sampling.check(max_logprobs=info.max_logprobs, vocab_size=info.vocab_size)
+
+
+def check_prompt_logprobs(prompts: Iterable[tuple[SamplingParams, int]]) -> None:
+    """Refuse more logprobs of prompts than an answer may have; `prompts`: with their tokens."""
+    count = sum(
+        sampling.n * num_tokens * (1 + sampling.prompt_logprobs)
+        for sampling, num_tokens in prompts
+        if sampling.prompt_logprobs is not None
+    )
+    if count > MAX_PROMPT_LOGPROBS:
+        refuse(
+            "prompt_logprobs",
+            f"all prompts and choices together have {count} entries; allowed: "
+            f"{MAX_PROMPT_LOGPROBS}",
+        )
 
 
 def generate(

@@ -11,7 +11,13 @@ from msgspec.structs import replace
 
 from negamax.api.access import get_owner
 from negamax.api.common.answer import AnswerSource, AnswerWriter, Choice, ResponseT, start_source
-from negamax.api.common.api_request import ApiRequest, check_sampling, generate, get_cache_salt
+from negamax.api.common.api_request import (
+    ApiRequest,
+    check_prompt_logprobs,
+    check_sampling,
+    generate,
+    get_cache_salt,
+)
 from negamax.api.common.blocks import Block, BlockEvent, BlockWriter
 from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
 from negamax.api.common.context import ApiContext
@@ -99,6 +105,7 @@ async def start_turn(
         num_bytes=request.num_bytes,
     )
     prompt = await build_prompt(context, request, turn)
+    check_prompt_logprobs([(turn.sampling, len(prompt.token_ids))])
     sampling = constrain(
         turn.sampling,
         chat_format,
@@ -158,6 +165,9 @@ async def start_prompts(
         check_sampling(context, prompt.sampling)
     token_ids = await context.prompts.plain(
         [prompt.prompt for prompt in prompts], cache_salt=get_cache_salt(request)
+    )
+    check_prompt_logprobs(
+        (prompt.sampling, len(ids)) for prompt, ids in zip(prompts, token_ids, strict=True)
     )
     grammars = await run_off_loop(
         lambda: [_complete_form(context, prompt.form()) for prompt in prompts],

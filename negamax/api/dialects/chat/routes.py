@@ -70,7 +70,7 @@ def make_chat_router(context: ApiContext) -> APIRouter:
             prompt=prompt.text,
             token_ids=prompt.token_ids,
         )
-        return build_json_response(answer)
+        return await run_off_loop(lambda: build_json_response(answer), num_bytes=request.num_bytes)
 
     return router
 

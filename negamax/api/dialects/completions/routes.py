@@ -16,12 +16,17 @@ from negamax.api.common.context import ApiContext
 from negamax.api.common.logprobs import TextLogprobWriter, convert_prompt_logprobs
 from negamax.api.common.turn import PlainPrompt, start_prompts
 from negamax.api.dialects.completions.schema import CompletionRequest, TextAnswer, TextChoice
+from negamax.api.http.request_body import compute_max_chars
 from negamax.api.http.sse import encode_event
 from negamax.api.openapi import describe_body
 from negamax.api.schemas.answers import PromptLogprobs
+from negamax.api.schemas.request_model import refuse
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParserEvent
+
+_CHARS_PER_TOKEN = 4
+_BYTES_PER_PROMPT_TOKEN = 8  # of its text and id
 
 
 def make_completions_router(context: ApiContext) -> APIRouter:
@@ -35,6 +40,7 @@ def make_completions_router(context: ApiContext) -> APIRouter:
         params = request.params
         model = context.model_name(params.model)
         sampling = _build_sampling(params)
+        _check_echo(params, max_chars=compute_max_chars(context.engine.info.max_model_len))
         answer_id = params.answer_id("cmpl")
         engine_id = f"{answer_id}-{secrets.token_hex(4)}"
         prompts = [
@@ -68,6 +74,16 @@ def make_completions_router(context: ApiContext) -> APIRouter:
         return await respond(context, request, writer)
 
     return router
+
+
+def _check_echo(params: CompletionRequest, *, max_chars: int) -> None:
+    """Refuse prompts that all choices together would repeat too often."""
+    if params.echo:
+        sizes = (
+            len(one) * (1 if isinstance(one, str) else _CHARS_PER_TOKEN) for one in params.prompt
+        )
+        if (count := params.n * sum(sizes)) > max_chars:
+            refuse("echo", f"{params.n} choices repeat {count} characters; allowed: {max_chars}")
 
 
 def _build_sampling(params: CompletionRequest) -> SamplingParams:
@@ -109,6 +125,14 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
         super().__init__(context, params, source, choices, answer_id=answer_id, model=model)
         self._params = params
         self._prompts = prompts
+        self._echoes: dict[int, str] = {}  # by prompt
+
+    def count_bytes(self, choice: _TextChoice, output: RequestOutput) -> int:
+        shows_prompt = self._params.echo or self._params.return_token_ids
+        is_first = output.num_output_tokens == len(output.token_ids)
+        has_prompt = shows_prompt and (is_first or output.finish_reason is not None)
+        num_tokens = len(self._prompts[choice.prompt_index]) if has_prompt else 0
+        return super().count_bytes(choice, output) + _BYTES_PER_PROMPT_TOKEN * num_tokens
 
     def take(self, choice: _TextChoice, output: RequestOutput, events: list[ParserEvent]) -> None:
         if not choice.echoed:
@@ -146,7 +170,10 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
         given = self._params.prompt[choice.prompt_index]
         if isinstance(given, str):
             return given
-        return self._tokenizer.decode(prompt, skip_special_tokens=False)
+        if choice.prompt_index not in self._echoes:
+            text = self._tokenizer.decode(prompt, skip_special_tokens=False)
+            self._echoes[choice.prompt_index] = text
+        return self._echoes[choice.prompt_index]
 
     def _choice(self, choice: _TextChoice, *, last: bool) -> TextChoice:
         text, choice.text = "".join(choice.text), []
