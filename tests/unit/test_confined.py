@@ -1,5 +1,4 @@
 import asyncio
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,19 @@ from negamax.models.chat_format import ChatFormat
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-NESTED = "{% set n = namespace(x=X) %}{% for _ in range(99) %}{% set n.x = NEXT %}{% endfor %}"
-TREE = NESTED.replace("X) %", "[1]) %").replace("NEXT", "[n.x, n.x]")
+GROW = "{%% set n = namespace(x=%s) %%}{%% for _ in range(99) %%}{%% set n.x = %s %%}{%% endfor %%}"
 # what a template does for messages "go"
 TEMPLATES = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "calls": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{m(40)}}",
-    "shared lists": TREE + "{{ n.x | string | length }}",
-    "comparison": TREE + "{% set a = n.x %}" + TREE + "{{ a == n.x }}",
+    "shared lists": GROW % ("[1]", "[n.x, n.x]") + "{{ n.x | string | length }}",
     "product": "{{ messages[0].content * 10**10 }}",
     "large answer": "{{ messages[0].content * 10**8 }}",
     "padding": "{{ messages[0].content | center(10**10) }}",
-    "method": "{{ messages[0].content.ljust(10**10) }}",
     "format": "{{ '%*d' | format(10**9 * one, 1) }}",
     "replacement": "{% set x = 'x' * 10**6 %}{{ x.replace('', x) }}",
-    "integer": NESTED.replace("X) %", "3) %").replace("NEXT", "n.x * n.x"),
-    "text": NESTED.replace("X) %", "'x') %").replace("NEXT", "n.x ~ n.x"),
+    "integer": GROW % ("3", "n.x * n.x"),
+    "text": GROW % ("'x'", "n.x ~ n.x"),
 }
 
 
@@ -58,9 +54,8 @@ def test_hostile_templates_fail_one_request(hostile: ChatTemplate, case: str) ->
 
 
 def test_other_requests_go_on_beside_a_hostile_one(hostile: ChatTemplate, tmp_path: Path) -> None:
-    chat_format = dataclasses.replace(ChatFormat.of_model("minimax_m2"), template=hostile)
-    tokenizer = write_tokenizer(tmp_path)
-    builder = PromptBuilder(tokenizer, chat_format, max_model_len=1000)
+    chat_format = ChatFormat.of_model("minimax_m2", template=hostile)
+    builder = PromptBuilder(write_tokenizer(tmp_path), chat_format, max_model_len=1000)
 
     async def ask(text: str) -> str:
         conversation = Conversation(messages=[user(text)], template_kwargs={"case": "loops"})
@@ -96,16 +91,12 @@ def write_tokenizer(folder: Path, **changes: Any) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-def split(pattern: str) -> dict[str, Any]:
-    kind = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"pre_tokenizer": kind}
-
-
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 GROWTH = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
-HOSTILE_TOKENIZERS = {
+HOSTILE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "normalizer": {"normalizer": {"type": "Sequence", "normalizers": [GROWTH] * 6}},
-    "exponential pattern": split(r"(a+)+b"),
-    "quadratic pattern": split(r"(?:a|b)*(?<=z)"),
+    "exponential pattern": {"pre_tokenizer": SPLIT | {"pattern": {"Regex": r"(a+)+b"}}},
+    "quadratic pattern": {"pre_tokenizer": SPLIT | {"pattern": {"Regex": r"(?:a|b)*(?<=z)"}}},
 }
 
 
@@ -121,9 +112,8 @@ def test_confined_tokenizers_encode_as_others_do(tmp_path: Path) -> None:
     tokenizer, own = write_tokenizer(tmp_path), Tokenizer.from_folder(tmp_path, is_trusted=True)
     texts = ["", "hi<think>[e~[", "[\udffee~[ é 🙂", "\ud800"]
     assert tokenizer.encode_parts(texts) == own.encode_parts(texts)
-    assert tokenizer.encode(texts[-1]) == own.encode(texts[-1])
     with pytest.raises(TooManyTokensError):
-        tokenizer.encode_parts(["a b c", "d e f"], max_tokens=4)
+        tokenizer.encode_parts(texts, max_tokens=4)
 
 
 @pytest.mark.parametrize(("count", "size"), [(5000, 6), (1, 70_000)])
