@@ -34,7 +34,7 @@ class Writer(AnswerWriter[Choice, Texts]):
     def __init__(self, *outputs: tuple[int, RequestOutput], choices: list[Choice]) -> None:
         super().__init__("answer-1", Outputs(*outputs), choices)  # type: ignore[arg-type]
         self.texts = ["" for _ in choices]
-        self.threads: list[str] = []
+        self.threads: list[str] = []  # that took outputs
 
     def take(self, choice: Choice, output: RequestOutput, events: list[ParserEvent]) -> None:
         self.threads.append(threading.current_thread().name)

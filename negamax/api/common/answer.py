@@ -156,14 +156,13 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         if start := self.start():
             write(start)
         try:
-            await self._run(send, is_paced=self.is_paced)
-            await chunks.finish()
+            try:
+                await self._run(send, is_paced=self.is_paced)
+            finally:
+                await chunks.finish()
             end = self.end()
         except Exception as error:
-            await chunks.settle()
             end = self.failure(error)
-        finally:
-            chunks.cancel()
         write(end)
 
     async def _run(self, send: Send[ChoiceT], *, is_paced: bool) -> None:
@@ -208,15 +207,6 @@ class _Chunks:
         """Wait until all is written. Errors: those of the functions that build chunks."""
         if self._task is not None:
             await self._task
-
-    async def settle(self) -> None:
-        """Wait until all is written or a chunk failed."""
-        if self._task is not None:
-            await asyncio.wait((self._task,))
-
-    def cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
 
     async def _write_waiting(self) -> None:
         while self._waiting:

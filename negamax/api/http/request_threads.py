@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -16,7 +16,7 @@ SENDER = ContextVar("sender", default="")
 # each takes turns with the event loop in holding Python's lock, or waits for a child of `Confined`
 _NUM_THREADS = max(4, min(8, os.cpu_count() or 1))
 _NUM_LARGE = _NUM_THREADS // 2  # of these threads, for large work
-_LARGE_BYTES = 128 * 1024
+_SIZES = (128 * 1024, 2**20)  # larger work is large, and larger still
 INLINE_BYTES = 8192  # larger work is done in a thread
 
 T = TypeVar("T")
@@ -32,33 +32,17 @@ async def run_off_loop(
 
 
 @dataclass(slots=True, eq=False)
-class _Turns:
-    """Seconds that work of a sender, or of one of its sizes, took. Idle time earns no turns."""
+class _Flow:
+    """The waiting work of one sender and size, and the seconds that such work took."""
 
+    sender: str
+    size: int  # 0: small
     seconds: float = 0.0
-    latest: float = 0.0  # the seconds of the part of it that began last
-    num_waiting: int = 0
-    num_running_large: int = 0
-
-    def begin_waiting(self, least_seconds: float) -> None:
-        if not self.num_waiting:
-            self.seconds = max(self.seconds, least_seconds)
-        self.num_waiting += 1
-
-
-@dataclass(slots=True, eq=False)
-class _Queue:
-    """The waiting work of one sender and size. Guarded by the lock of its `RequestThreads`."""
-
-    sender: _Turns
-    size: _Turns
-    is_large: bool
-    most_running: int  # of the sender's large work
     waiting: deque[tuple[Future[Any], Callable[[], Any]]] = field(default_factory=deque)
 
 
 class RequestThreads:
-    """Runs work in threads. Next is the sender, and of its sizes the one, that took the least time.
+    """Runs work in threads. Next is the sender and size that took the least time.
 
     Large work leaves threads for small work, and that of a named sender one for large work of
     others. Threads may share it.
@@ -69,75 +53,52 @@ class RequestThreads:
         self._lock = threading.Lock()
         self._num_free = num_threads
         self._num_large = num_large
-        self._num_running_large = 0
-        self._all = _Turns()
-        self._senders: dict[str, _Turns] = {}  # as many as there are keys
-        self._queues: dict[tuple[str, int], _Queue] = {}
-        self._waiting: list[_Queue] = []  # those that are not empty
+        self._large = Counter[str]()  # large work that runs, by sender
+        self._flows: dict[tuple[str, int], _Flow] = {}  # as many as there are keys, for each size
+        self._waiting: list[_Flow] = []  # those with waiting work
+        self._latest = 0.0  # seconds of the flow that began last
 
     def submit(self, work: Callable[[], T], sender: str, *, num_bytes: int) -> "Future[T]":
         """Run `work` when it is the turn of `sender`, unless the future is cancelled before."""
         future: Future[T] = Future()
-        is_large = num_bytes > _LARGE_BYTES
-        size = num_bytes.bit_length() if is_large else 0
-        most = max(1, self._num_large - bool(sender))
+        key = sender, sum(num_bytes > limit for limit in _SIZES)
         with self._lock:
-            turns = self._senders.setdefault(sender, _Turns())
-            queue = self._queues.setdefault((sender, size), _Queue(turns, _Turns(), is_large, most))
-            turns.begin_waiting(self._all.latest)
-            queue.size.begin_waiting(turns.latest)
-            if not queue.waiting:
-                self._waiting.append(queue)
-            queue.waiting.append((future, work))
+            flow = self._flows.setdefault(key, _Flow(*key))
+            if not flow.waiting:
+                flow.seconds = max(flow.seconds, self._latest)  # idle time earns no turns
+                self._waiting.append(flow)
+            flow.waiting.append((future, work))
             self._begin()
         return future
 
     def _begin(self) -> None:
         """Begin with what waits and finds a free thread. The caller holds the lock."""
-        while self._num_free:
-            ready = [queue for queue in self._waiting if self._may_begin(queue)]
-            if not ready:
-                return
-            queue = min(ready, key=lambda queue: (queue.sender.seconds, queue.size.seconds))
-            sender, size = queue.sender, queue.size
-            self._all.latest = max(self._all.latest, sender.seconds)
-            sender.latest = max(sender.latest, size.seconds)
-            sender.num_waiting -= 1
-            size.num_waiting -= 1
+        while self._num_free and (ready := [*filter(self._may_begin, self._waiting)]):
+            flow = min(ready, key=lambda flow: flow.seconds)
+            self._latest = max(self._latest, flow.seconds)
             self._num_free -= 1
-            self._count_large(queue, 1)
-            self._threads.submit(self._run, queue, *queue.waiting.popleft())
-            if not queue.waiting:
-                self._waiting.remove(queue)
+            self._large[flow.sender] += flow.size > 0
+            self._threads.submit(self._run, flow, *flow.waiting.popleft())
+            if not flow.waiting:
+                self._waiting.remove(flow)
 
-    def _may_begin(self, queue: _Queue) -> bool:
-        return not queue.is_large or (
-            self._num_running_large < self._num_large
-            and queue.sender.num_running_large < queue.most_running
-        )
+    def _may_begin(self, flow: _Flow) -> bool:
+        most = max(1, self._num_large - bool(flow.sender))
+        is_full = self._large.total() >= self._num_large or self._large[flow.sender] >= most
+        return flow.size == 0 or not is_full
 
-    def _count_large(self, queue: _Queue, change: int) -> None:
-        if queue.is_large:
-            self._num_running_large += change
-            queue.sender.num_running_large += change
-
-    def _run(self, queue: _Queue, future: "Future[Any]", work: Callable[[], Any]) -> None:
+    def _run(self, flow: _Flow, future: "Future[Any]", work: Callable[[], Any]) -> None:
         start = time.monotonic()
         try:
             if future.set_running_or_notify_cancel():
                 future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
-        finally:
-            del future, work  # a cycle with the error would keep the request
-            self._end(queue, time.monotonic() - start)
-
-    def _end(self, queue: _Queue, seconds: float) -> None:
+        del future, work  # a cycle with the error would keep the request
         with self._lock:
-            queue.sender.seconds += seconds
-            queue.size.seconds += seconds
+            flow.seconds += time.monotonic() - start
             self._num_free += 1
-            self._count_large(queue, -1)
+            self._large[flow.sender] -= flow.size > 0
             self._begin()
 
 
