@@ -28,7 +28,8 @@ _HARMLESS = (
     "triggered_tags", "tags_with_separator",
 )  # fmt: skip
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d+)(?:,(\d*))?\}")
-_LONG_LITERAL = re.compile(rf'"[^"]{{{RISKY_LITERAL}}}')
+# the writer of rules escapes "|" and line breaks in literals
+_LONG_LITERAL = re.compile(rf'"[^"|\n]{{{RISKY_LITERAL}}}')
 
 
 def structural_tag(
