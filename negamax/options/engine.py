@@ -325,8 +325,8 @@ class EngineOptions:
 
     nnodes: int = option(
         1,
-        "Spread the ranks over this many machines; run the same command on each, with "
-        "NEGAMAX_NODE_KEY set alike.",
+        "Spread the ranks over this many machines; run the same command on each, with the same "
+        "NEGAMAX_NODE_KEY.",
         panel=NODES,
     )
     node_rank: int = option(0, "Set the number of this machine; 0 has the API.")

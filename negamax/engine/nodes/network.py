@@ -52,10 +52,10 @@ def check_key(options: NodeOptions) -> None:
         if ipaddress.ip_address(resolve(host)).is_loopback:
             return
     raise ConfigError(
-        f"{KEY_VARIABLE} is not set, and --master-addr is {host}: whoever reaches the nodes' ports "
-        f"could take part and read requests",
-        hint=f"set the variable {KEY_VARIABLE} alike on all nodes, for example to what "
-        f"`openssl rand -hex 32` prints",
+        f"{KEY_VARIABLE} is not set, and --master-addr is {host}: any program that reaches the "
+        f"ports of the nodes could join and read requests",
+        hint=f"set {KEY_VARIABLE} to the same secret on all nodes, for example to the output of "
+        f"`openssl rand -hex 32`",
     )
 
 
