@@ -1,3 +1,4 @@
+import os
 import resource
 import signal
 import time
@@ -61,6 +62,25 @@ def test_stopped_process_is_replaced_after_some_time(llm: LLM) -> None:
     while not client.is_silent(since):
         time.sleep(0.05)
     assert time.monotonic() - started > 1.0
+
+
+def test_a_process_that_is_forked_too_late_ends_in_silence(
+    llm: LLM, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert says(llm, "yes")
+    first = llm._loop._grammars._client
+    assert first is not None
+    host = first._host
+    os.kill(host.process.pid, signal.SIGSTOP)
+    late = GrammarClient(host)
+    late.kill()
+    os.kill(host.process.pid, signal.SIGCONT)
+    after = GrammarClient(host)
+    while after.pid is None:  # forked after the late one
+        time.sleep(0.01)
+    after.kill()
+    assert says(llm, "yes")
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_process_without_files_fails_its_requests(

@@ -352,7 +352,10 @@ def load_compiler(setup: wire.Setup) -> GrammarCompiler | None:
 
 def _serve(fork: wire.Fork, setup: wire.Setup, compiler: GrammarCompiler | None) -> None:
     """Serve the engine in a forked process; standard input ends with the engine."""
-    os.write(sys.stdin.fileno(), str(os.getpid()).encode())
+    try:
+        os.write(sys.stdin.fileno(), str(os.getpid()).encode())
+    except BrokenPipeError:  # its grammar was aborted, or took too long, before the fork
+        exit_now(0)
     exit_with_parent()
     if fork.is_worker:
         os.nice(WORKER_NICENESS)
