@@ -72,9 +72,9 @@ class _Node:
     def problem(self, now: float) -> str | None:
         silence = self.silence.seconds(self.num_signs)
         stall = self.stall.seconds(self.num_frames)
-        # before the first heartbeat only TCP is used
+        # Before the first heartbeat only TCP is used, which may connect again on a lossy link.
         limit = wire.SILENCE_SECONDS if self.last_beat else wire.STALL_SECONDS
-        if now < self.disconnected_at + 2 * wire.DISCONNECTED_SECONDS:
+        if self.last_beat and now < self.disconnected_at + 2 * wire.DISCONNECTED_SECONDS:
             limit = wire.DISCONNECTED_SECONDS
         if silence > limit:
             return f"{self.name} sends no heartbeat for {silence:.1f} s"
