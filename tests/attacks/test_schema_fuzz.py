@@ -124,7 +124,7 @@ def fuzz(server: Server, *, count: int) -> None:
 
 
 def test_bodies_drawn_from_the_openapi_document(server: Server) -> None:
-    fuzz(server, count=100)
+    fuzz(server, count=40)
 
 
 @pytest.mark.full

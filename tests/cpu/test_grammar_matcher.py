@@ -484,23 +484,33 @@ VALUES: list[tuple[dict[str, Any], st.SearchStrategy[Any]]] = [
 
 
 @pytest.mark.parametrize("style", ["m2", "m3"])
-@settings(max_examples=40, deadline=None, phases=[Phase.generate])  # shrinking takes minutes
-@given(data=st.data())
-def test_rendered_calls_are_accepted_and_read_back(style: str, data: st.DataObject) -> None:
-    name, *keys = data.draw(st.lists(NAMES, min_size=2, max_size=4, unique=True))
-    assume(not any(one.startswith(other) for one, other in permutations(keys, 2)))
-    chosen = {key: data.draw(st.sampled_from(VALUES)) for key in keys}
-    arguments = {key: data.draw(values) for key, (_, values) in chosen.items()}
-    odd = tool(name, **{key: schema for key, (schema, _) in chosen.items()})
-    template, output = (m2_template(), MINIMAX_M2) if style == "m2" else (m3_template(), MINIMAX_M3)
-    call = {"function": {"name": name, "arguments": arguments}}
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
-    turn = template.render(messages, add_generation_prompt=False).split("]~b]ai\n")[1]
-    text = turn.partition("[e~[")[0].removeprefix(output.think_close)
-    calls = M2Calls(TAG_IDS) if style == "m2" else M3Calls()
-    check(tool_grammar([{**odd["function"], "strict": True}], calls, choice="required"), [text], [])
-    parsed = parse(output, text, tools=[odd], in_reasoning=False)
-    assert [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls] == [(name, arguments)]
+@pytest.mark.parametrize("count", [15, full(200)])
+def test_rendered_calls_are_accepted_and_read_back(style: str, count: int) -> None:
+    @settings(max_examples=count, deadline=None, phases=[Phase.generate])  # shrinking takes minutes
+    @given(data=st.data())
+    def check_call(data: st.DataObject) -> None:
+        name, *keys = data.draw(st.lists(NAMES, min_size=2, max_size=4, unique=True))
+        assume(not any(one.startswith(other) for one, other in permutations(keys, 2)))
+        chosen = {key: data.draw(st.sampled_from(VALUES)) for key in keys}
+        arguments = {key: data.draw(values) for key, (_, values) in chosen.items()}
+        odd = tool(name, **{key: schema for key, (schema, _) in chosen.items()})
+        template, output = (
+            (m2_template(), MINIMAX_M2) if style == "m2" else (m3_template(), MINIMAX_M3)
+        )
+        call = {"function": {"name": name, "arguments": arguments}}
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
+        turn = template.render(messages, add_generation_prompt=False).split("]~b]ai\n")[1]
+        text = turn.partition("[e~[")[0].removeprefix(output.think_close)
+        calls = M2Calls(TAG_IDS) if style == "m2" else M3Calls()
+        check(
+            tool_grammar([{**odd["function"], "strict": True}], calls, choice="required"),
+            [text],
+            [],
+        )
+        parsed = parse(output, text, tools=[odd], in_reasoning=False)
+        assert [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls] == [(name, arguments)]
+
+    check_call()
 
 
 def test_compiled_grammars_are_kept_and_found_again() -> None:
