@@ -25,7 +25,13 @@ collect_ignore = [
 ]
 # Only one at a time: each needs up to 48 GiB of GPU memory.
 IS_LARGE = re.compile(r"at_full_width\[moe.experts|test_two_full_layers")
-IS_PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+IS_PARALLEL = bool(WORKER)
+if IS_PARALLEL and (count := torch.cuda.device_count()) > 1:
+    # Each worker starts with another GPU, so that tests of one GPU use all.
+    first = int(WORKER.removeprefix("gw")) % count
+    order = [(first + offset) % count for offset in range(count)]
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, order)))
 
 
 @pytest.fixture(scope="session", autouse=True)
