@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nano import more_tools, openings, reasoning, results, talk, unseen, variety
-from nano.suites import arithmetic, common, tool_calls
+from nano.suites import arithmetic, common, tool_calls, tool_values
 from nano.suites.arithmetic import Step
 
 Message = dict[str, Any]
@@ -19,6 +19,7 @@ CALL_BOUND = (
     "open the", "read the", "what is in", "play", "call", "send", "book", "order", "set", "turn", "what is the weather", "what time", "translate",
     "how do you say", "what is the date", "what day", "what is the news", "how far", "convert", "create", "make", "write", "draft", "plan", "draw",
     "generate", "show", "find", "list", "count", "sort", "name", "spell", "give", "roll", "where",
+    "what's the weather", "how is the weather", "weather", "remind", "search", "delete", "define", "what does", "rename", "switch", "tell",
 )  # fmt: skip
 
 
@@ -137,11 +138,75 @@ FACTS: dict[str, tuple[str, str, str, str, str]] = {
         'The word is "{v}".',
         "You have not told me a word yet.",
     ),
+    "thing": (
+        "The {k} is {v}.|My {k} is {v}.|Remember that the {k} is {v}.|I tell you that the {k} is {v}.",
+        "I will remember that the {k} is {v}.",
+        "What is the {k}?|What was the {k}?|what was the {k} again|Do you remember the {k}?|Which {k} "
+        "did I tell you?|Tell me the {k}.",
+        "The {k} is {v}.",
+        "You have not told me that yet.",
+    ),
+    "meeting": (
+        "The meeting is on {v}.|My meeting is on {v}.|The meeting starts on {v}.|We have a meeting "
+        "on {v}.|There is a meeting on {v}.",
+        "I will remember that the meeting is on {v}.",
+        "When is the meeting?|On which day is the meeting?|What day is my meeting?|When is my "
+        "meeting?|Do you know when the meeting is?",
+        "The meeting is on {v}.",
+        "You have not told me about a meeting yet.",
+    ),
+    "birthday": (
+        "My birthday is in {v}.|I was born in {v}.|I have my birthday in {v}.",
+        "{v} is a good month for a birthday.",
+        "When is my birthday?|In which month is my birthday?|Which month was I born in?|Do you "
+        "know my birthday?",
+        "Your birthday is in {v}.",
+        "You have not told me your birthday yet.",
+    ),
+    "cat": (
+        "My cat is called {v}.|I have a cat named {v}.|My cat's name is {v}.|This is my cat {v}.",
+        "{v} is a lovely name for a cat.",
+        "What is my cat called?|What is the name of my cat?|What's my cat's name?|How is my cat "
+        "called?",
+        "Your cat is called {v}.",
+        "You have not told me the name of your cat yet.",
+    ),
+    "sister": (
+        "My sister is called {v}.|My sister's name is {v}.|I have a sister named {v}.|{v} is my "
+        "sister.",
+        "It is nice to have a sister like {v}.",
+        "What is my sister called?|What is my sister's name?|Who is my sister?|What is the name of "
+        "my sister?",
+        "Your sister is {v}.",
+        "You have not told me about your sister yet.",
+    ),
+    "car": (
+        "My car is {v}.|I drive a {v} car.|I have a {v} car.|The color of my car is {v}.",
+        "A {v} car, nice.",
+        "What color is my car?|Which color does my car have?|What is the color of my car?",
+        "Your car is {v}.",
+        "You have not told me about your car yet.",
+    ),
+    "flight": (
+        "My flight is at {v}.|My train leaves at {v}.|I leave at {v}.|I have to leave at {v}.",
+        "I will remember {v}.",
+        "When do I leave?|At what time do I leave?|When do I have to leave?|What time do I leave?",
+        "You leave at {v}.",
+        "You have not told me when you leave yet.",
+    ),
 }
 JOBS = (
     "teacher doctor nurse baker farmer driver painter engineer lawyer cook pilot writer singer "
     "gardener student designer "
     "plumber"
+).split()
+TAILS = (
+    ", keep that in mind.|, please remember it.| with my family.| since last year.| and I like it."
+    "|, as you may know.| now.|, and it is raining today.|, just so you know.| again!"
+).split("|")
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+MONTHS = (
+    "January February March April May June July August September October November December"
 ).split()
 MEALS = (
     "pizza|pasta|rice|soup|salad|sushi|bread|cheese|curry|tacos|noodles|pancakes|apples|cake|ice "
@@ -151,11 +216,17 @@ MEALS = (
 
 def _fact_value(fact: str, rng: random.Random) -> str:
     match fact:
-        case "name" | "friend":
+        case "meeting":
+            return rng.choice(DAYS)
+        case "birthday":
+            return rng.choice(MONTHS)
+        case "flight":
+            return tool_values.draw_value("string:clock", rng)
+        case "name" | "friend" | "sister":
             return common.person(rng) if rng.random() < 0.5 else unseen.name(rng)
-        case "pet":
+        case "pet" | "cat":
             return unseen.word(rng).capitalize() if rng.random() < 0.6 else unseen.name(rng)
-        case "colour":
+        case "colour" | "car":
             return rng.choice(common.COLOURS)
         case "city":
             return (
@@ -231,22 +302,30 @@ def fact_turn(chat: Conversation, rng: random.Random) -> bool:
     """The user states a fact or asks for it."""
     known = [fact for fact in FACTS if fact in chat.facts]
     fact = rng.choice(known) if known and rng.random() < 0.6 else rng.choice(list(FACTS))
-    tells, replies, asks, recalled, unknown = FACTS[fact]
+    thing = (
+        chat.facts.get("noun") or f"{rng.choice(common.NOUNS)}{rng.choice(('', ' code', ' name'))}"
+    )
+    tells, replies, asks, recalled, unknown = (part.replace("{k}", thing) for part in FACTS[fact])
+    name = thing if fact == "thing" else fact
     if fact in chat.facts or rng.random() < 0.12:
         question = rng.choice(asks.split("|"))
         chat.user(question.lower() if rng.random() < 0.15 else question)
         if fact in chat.facts:
             value = chat.facts[fact]
-            chat.answer(f"The user told me the {fact}: {value}", recalled.format(v=value))
+            chat.answer(f"The user told me the {name}: {value}", recalled.format(v=value))
         else:
-            chat.answer(f"The user did not tell me the {fact}.", unknown)
+            chat.answer(f"The user did not tell me the {name}.", unknown)
         return True
     value = _fact_value(fact, rng)
     chat.facts[fact] = value
+    if fact == "thing":
+        chat.facts["noun"] = thing
     reply = rng.choice(replies.split("|")).format(v=value)
     text = rng.choice(tells.split("|")).format(v=value)
+    if rng.random() < 0.2:
+        text = text.rstrip(".!") + rng.choice(TAILS)
     chat.user(text)
-    chat.answer(f"The user tells me the {fact}: {value}", reply[0].upper() + reply[1:])
+    chat.answer(f"The user tells me the {name}: {value}", reply[0].upper() + reply[1:])
     return True
 
 

@@ -45,7 +45,8 @@ ROWS: tuple[Row, ...] = (
                                                             "ahead", " for {v} days| for the "
                                                                      "next {v} days"),
         ),
-        "What is the weather in {0}{opt}?|What's the weather like in {0}{opt}?|What is the "
+        "What is the weather in {0}{opt}?|whats the weather in {0} right now{opt}|"
+        "What's the weather like in {0}{opt}?|What is the "
         "weather like in {0}{opt}?|How is the weather in {0} today{opt}?|Get the weather for "
         "{0}{opt}.|Weather in {0}{opt}?|Give me the weather of {0}{opt}.|What's the temperature "
         "in {0}{opt}?|Is it cold in {0}{opt}?|Is it sunny in {0} now{opt}?|Check the weather in "
@@ -109,14 +110,14 @@ ROWS: tuple[Row, ...] = (
                                                          "directory|", " in {v}| inside {v}"),
         ),
         "Search for {0}{opt}.|Find {0}{opt}|Where is {0} used{opt}?|grep {0}{opt}|Look for "
-        "{0}{opt}.",
+        "{0}{opt}.|Find every use of {0}{opt}|Find all places that use {0}{opt}.",
         "Search for {list}.|Look for {list}.",
     ),
     (
         "web_search|search|search_web|google|bing_search|internet_search|searchWeb",
         "Search the web.|Searches the internet for a query.|Find pages on the web.",
         (
-            ("query|q|search_query|terms|text", "string:phrase", "The search query|What to "
+            ("query|q|search_query|terms|text", "string:query", "The search query|What to "
                                                                  "search for|", ""),
             ("max_results|num_results|count|top_k|maxResults", "integer:1-20", "How many "
                                                                                "results|Number "
@@ -126,7 +127,131 @@ ROWS: tuple[Row, ...] = (
                                                                                            "results| and give me {v} results"),
         ),
         'Search the web for {0}{opt}.|Search for "{0}"{opt}.|Google {0}{opt}|Look up {0} on the '
-        'internet{opt}.|Find pages about "{0}"{opt}.',
+        'internet{opt}.|Find pages about "{0}"{opt}.|Search for {0}{opt}|search {0}{opt}|Can you '
+        "search for {0}{opt}?|Look up {0}{opt}.|Find {0}{opt}.",
+        "",
+    ),
+    (
+        "create_calendar_event|add_event|create_event|calendar|new_event",
+        "Create a calendar event.|Adds an entry to the calendar",
+        (("title|name|event|summary", "string:query", "|The title", ""), ("date|day|on", "string:date", "|The day", ""),),
+        "Put {0} in my calendar on {1}.|Add {0} to the calendar for {1}|Schedule {0} on {1}.|On {1} I have {0}, add it.",
+        "",
+    ),
+    (
+        "rename_file|move_file|rename|mv|moveFile",
+        "Rename a file.|Moves a file",
+        (("source|from|old_path|old_name|src", "string:file", "|The file", ""), ("destination|to|new_path|new_name|dst", "string:file", "|The new path", ""),),
+        "Rename {0} to {1}.|Move {0} to {1}|Rename the file {0} to {1}, please.|mv {0} {1}",
+        "",
+    ),
+    (
+        "delete_file|remove_file|rm|delete|deleteFile",
+        "Delete a file.|Removes a file",
+        (("path|file|filename|target", "string:file", "|The file", ""),),
+        "Delete {0}.|Get rid of {0} please|Remove the file {0}.|Throw away {0}|Please delete {0}.",
+        "",
+    ),
+    (
+        "list_files|list_directory|ls|listFiles|list_dir",
+        "List the files of a folder.|Lists a directory",
+        (("path|directory|folder|dir", "string:folder", "|The folder", ""),),
+        "Which files are in {0}?|Which files are in the folder {0}?|List the files in {0}.|What is in the folder {0}?|ls {0}|Show me the folder {0}",
+        "",
+    ),
+    (
+        "git_checkout|switch_branch|checkout|git_switch",
+        "Switch to a branch.|Checks out a git branch",
+        (("branch|name|ref|branch_name", "string:branch", "|The branch", ""),),
+        "Switch to the branch {0}.|Check out {0}|switch to branch {0}|Go to the branch {0}.",
+        "",
+    ),
+    (
+        "define_word|dictionary|get_definition|lookup_word|define",
+        "Look up the meaning of a word.|A dictionary",
+        (("word|term|text", "string:noun", "|The word", ""),),
+        "What does {0} mean?|What does the word {0} mean?|Define {0}.|Define the word {0}|Look up the word {0}.",
+        "",
+    ),
+    (
+        "send_message|send_text|sms|send_sms|message",
+        "Send a text message.|Writes to a contact",
+        (("to|recipient|contact|name", "string:person", "|Who gets it", ""), ("message|text|body|content", "string:query", "|The text", ""),),
+        "Text {0}: {1}|Send {0} the message {1}|Message {0}: {1}|Write to {0}: {1}|text {0} {1}",
+        "",
+    ),
+    (
+        "set_light|light|lights|control_light|setLight",
+        "Switch the light of a room.|Controls a light",
+        (("room|area|location", "string:room", "|The room", ""), ("state|power|value|mode", "enum:on,off", "|On or off", ""),),
+        "Turn {1} the light in the {0}.|Turn the {0} light {1}|Switch {1} the lights in the {0}.|Lights {1} in the {0}",
+        "",
+    ),
+    (
+        "play_song|play_music|play|playSong",
+        "Play a song.|Plays music",
+        (("title|song|track", "string:title", "|The song", ""), ("artist|by|singer|band", "string:person", "|The artist", ""),),
+        "Play {0} by {1}.|I'd like to hear {0} by {1}|Put on {0} by {1}.|I want to hear {0} by {1}, please",
+        "",
+    ),
+    (
+        "find_restaurants|search_restaurants|find_places|restaurants",
+        "Find restaurants.|Searches for places to eat",
+        (("cuisine|kind|type|food", "string:language", "|The cuisine", ""), ("city|location|where|place", "string:city", "|The city", ""),),
+        "Find {0} restaurants in {1}.|Are there any {0} restaurants in {1}?|I'm hungry, are there {0} restaurants in {1}?|{0} food in {1}",
+        "",
+    ),
+    (
+        "convert_currency|exchange|currency|convertCurrency",
+        "Convert money.|Exchange rates",
+        (("amount|value|sum", "integer:1-999", "|How much", ""), ("from|from_currency|source", "string:currency", "|From", ""), ("to|to_currency|target", "string:currency", "|To", ""),),
+        "How many {2} do I get for {0} {1}?|Convert {0} {1} to {2}.|{0} {1} in {2}|How much is {0} {1} in {2}?",
+        "",
+    ),
+    (
+        "turn_on_light|light_on|switch_on_light|lights_on|turnOnLight|set_light|light",
+        "Turn on the light in a room.|Switches the light on|Light in a room",
+        (("room|area|where|location|zone", "string:room", "|The room|Which room", ""),),
+        "Turn on the light in the {0}.|Turn on the {0} light|Turn on the lights in the {0}, "
+        "please.|Switch on the {0} light.|Turn the light in the {0} on|Light in the {0}, please",
+        "Turn on the light in the {list}.",
+    ),
+    (
+        "turn_on|switch_on|start_device|power_on|turnOn|turn_off|switch_off|stop_device",
+        "Works on a device.|Controls a device at home|Switches a device",
+        (("device|name|appliance|what", "string:device", "|The device|Name of the device", ""),),
+        "Turn on the {0}.|Switch the {0} on.|Please turn off the {0}|Turn the {0} off|Start the "
+        "{0}, please.|Stop the {0}.",
+        "",
+    ),
+    (
+        "translate|translate_text|translator|translateText",
+        "Translate text into a language.|Translates a text|Translation of a text",
+        (
+            ("text|phrase|sentence|input", "string:query", "|The text|Text to translate", ""),
+            ("language|to|target|target_language|lang", "string:language", "|The language|To", ""),
+        ),
+        'Translate {0} into {1}.|Translate "{0}" to {1}.|How do you say {0} in {1}?|Say {0} in '
+        "{1}|Please translate {0} to {1}.|What is {0} in {1}?",
+        "",
+    ),
+    (
+        "create_reminder|remind|set_reminder|add_reminder|reminder|createReminder",
+        "Create a reminder.|Reminds the user|Set a reminder for later",
+        (
+            ("title|text|task|what|message", "string:query", "|What to do|The text", ""),
+            ("time|at|when|due", "string:clock", "|The time|When", ""),
+        ),
+        "Remind me to {0} at {1}.|Set a reminder to {0} at {1}|At {1} remind me to {0}|Reminder: "
+        "{0} at {1}",
+        "",
+    ),
+    (
+        "add_note|create_note|note|save_note|add_todo|add_task|add_to_list|remember",
+        "Saves a text.|Add an entry to the list.|Keeps a note",
+        (("text|content|note|task|item|entry", "string:query", "|The text|What to save", ""),),
+        "Note: {0}|Make a note: {0}|Add {0} to my list.|Write down {0}.|Save a note that says "
+        "{0}|Add a task: {0}|Put {0} on the list",
         "",
     ),
     (
@@ -166,38 +291,10 @@ ROWS: tuple[Row, ...] = (
     ),
 )  # fmt: skip
 VERBS = [
-    "do",
-    "run",
-    "make",
-    "fetch",
-    "sync",
-    "ping",
-    "plan",
-    "draw",
-    "cook",
-    "paint",
-    "bake",
-    "water",
-    "feed",
-    "walk",
-    "call",
-    "ask",
-    "tell",
-    "scan",
-    "parse",
-    "render",
-    "deploy",
-    "start",
-    "stop",
-    "count",
-    "weigh",
-    "mix",
-    "blend",
-    "fold",
-    "spin",
-    "lift",
-    "load",
-]
+    "do", "run", "make", "fetch", "sync", "ping", "plan", "draw", "cook", "paint", "bake",
+    "water", "feed", "walk", "call", "ask", "tell", "scan", "parse", "render", "deploy", "start",
+    "stop", "count", "weigh", "mix", "blend", "fold", "spin", "lift", "load",
+]  # fmt: skip
 HINTS = [
     "Do not use it for anything else.",
     "Returns JSON.",

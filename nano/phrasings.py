@@ -262,7 +262,7 @@ def _replace(text: str, start: int, end: int, subject: str) -> str:
     previous = words[-1].lower() if words else ""
     if name.endswith("'s"):
         word = PRONOUNS[subject][1]
-    elif previous in ("gives", "gave", "give", "than", "to", "from", "for", "with", "of", "and"):
+    elif previous in ("gives", "gave", "give", "than", "to", "from", "for", "with", "of"):
         word = PRONOUNS[subject][0]
     else:
         word = subject

@@ -48,6 +48,8 @@ TALK: tuple[tuple[str, str, str], ...] = (
         "are you able to do|Can you help me|"
         "What tasks can you do|What are your capabilities|Give me some examples of what you can "
         "do|what do you do|I need help|"
+        "What can you do for me|What can you do here|What do you do best|How can you be useful|Tell "
+        "me what you can do|What can I do with you|What are you capable of|Can you do anything|"
         "What questions can you answer|What are you for|What features do you have",
         CAN_DO + "|I am a small demonstration model. " + CAN_DO,
         "The user asks what I can do.",

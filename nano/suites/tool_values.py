@@ -49,6 +49,17 @@ ERRANDS = (
     "way|renew the {w}|"
     "return the {w} to {n}|finish the {w} report|good morning|how are you"
 ).split("|")
+QUERIES = (
+    "best {w} in {c}|{w} near {c}|cheap {w}s to {c}|how to {v} a {w}|{j} {w} for {n}|{w} with {o}|"
+    "{n} {u}|{u} {w}|{w} {u}|news about {c}|{o} on {w}|{j} {j2} {w}|what is a {u}|{u}|{u} to {u2}|"
+    "flights from {c} to {c2}|{w} in the {w2}|{v} the {w}|{o} and {w}s|{j} {o}"
+).split("|")
+FOLDERS = "src docs tests /var/log /tmp lib app /etc ~ build data /home scripts".split()
+CURRENCIES = "EUR USD GBP JPY CHF euros dollars yen pounds PLN SEK INR".split()
+LANGUAGES = (
+    "French German Spanish Italian Japanese Chinese Korean Polish Dutch Turkish Greek Russian "
+    "Hindi Arabic Swedish Portuguese Latin Finnish Czech Danish"
+).split()
 COMMANDS = (
     "ls -la|git status|df -h|cat {f}|grep -r {w} .|python {f}|tail -n {m} {f}|ps aux|rm "
     "{f}|mkdir {w}|curl {u}|make {w}|"
@@ -64,6 +75,34 @@ def _errand(rng: random.Random) -> str:
         m=rng.randint(2, 59),
     )
     return text[0].upper() + text[1:] if rng.random() < 0.3 else text
+
+
+def _query(rng: random.Random) -> str:
+    """A text in lower case with words that also introduce parameters: in, to, for, with, on."""
+    text = rng.choice(QUERIES).format(
+        w=rng.choice(common.NOUNS),
+        w2=rng.choice(common.NOUNS),
+        c=rng.choice(common.CITIES),
+        c2=rng.choice(common.CITIES),
+        v=rng.choice("fix cook find open clean paint build grow train write".split()),
+        j=rng.choice(common.ADJECTIVES),
+        j2=rng.choice(common.ADJECTIVES),
+        n=rng.choice(common.NAMES),
+        o=rng.choice(common.OBJECTS)[1],
+        u=common.pseudo_word(rng),
+        u2=common.pseudo_word(rng),
+    )
+    return text.lower() if rng.random() < 0.3 else text
+
+
+def _clock(rng: random.Random) -> str:
+    """A time as people say it."""
+    hour, minute = rng.randint(1, 12), rng.choice(("", "", ":30", ":15", ":45"))
+    if rng.random() < 0.3:
+        return rng.choice(
+            ("noon", "midnight", "tomorrow", f"{hour} o'clock", "half past " + str(hour))
+        )
+    return f"{hour}{minute}{rng.choice((' ', ''))}{rng.choice(('am', 'pm', 'PM'))}"
 
 
 def _command(rng: random.Random) -> str:
@@ -99,6 +138,12 @@ _STRINGS: dict[str, Callable[[random.Random], str]] = {
     "email": common.email,
     "phrase": lambda rng: common.phrase(rng) if rng.random() < 0.6 else f"{rng.choice(common.ADJECTIVES)} {rng.choice(common.NOUNS)}",
     "sentence": lambda rng: _errand(rng) if rng.random() < 0.75 else common.phrase(rng),
+    "query": _query,
+    "folder": lambda rng: rng.choice(FOLDERS) + rng.choice(("", f"/{rng.choice(common.NOUNS)}")),
+    "branch": lambda rng: rng.choice(("main", "dev", f"fix-{rng.choice(common.NOUNS)}", f"feature/{rng.choice(common.NOUNS)}")),
+    "currency": lambda rng: rng.choice(CURRENCIES),
+    "language": lambda rng: rng.choice(LANGUAGES),
+    "clock": _clock,
     "date": common.iso_date,
     "time": common.clock_time,
     "place": lambda rng: rng.choice((rng.choice(PLACES), rng.choice(common.CITIES), f"room "
