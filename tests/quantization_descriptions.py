@@ -124,6 +124,14 @@ def modelopt_file(exclude: Sequence[str], cache: str | None = None) -> Fields:
     return {"producer": PRODUCER, "quantization": quantization}
 
 
+# MiniMax-M3.1: experts in NVFP4, other matrices in MXFP8
+M31: Fields = {
+    "quant_method": "mxfp8", "weight_block_size": [1, 32], "activation_scheme": "dynamic",
+    "moe_quant_algo": "NVFP4", "moe_quant_format": "nvfp4-pack-quantized", "group_size": 16,
+    "kv_cache_quant_algo": "FP8", "attention_quant_algo": "FP8", "index_k_quant_type": "nvfp4",
+}  # fmt: skip
+
+
 def modelopt_mixed(algorithms: Mapping[str, str], exclude: Sequence[str]) -> Fields:
     layers = {
         name: {"quant_algo": each, **({"group_size": 16} if each == "NVFP4" else {})}

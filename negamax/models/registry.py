@@ -101,7 +101,8 @@ def bundled_spec(name: str) -> ModelSpec:
 
 def format_hub_id(name: str) -> str:
     """Return the hub id of the bundled model `name`."""
-    return f"MiniMaxAI/MiniMax-{name.lower().removeprefix('minimax-').upper()}"
+    own = name.lower().removeprefix("minimax-").upper().replace("FLASH", "Flash")
+    return f"MiniMaxAI/MiniMax-{own}"
 
 
 def bundled_names() -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 E4M3 with a scale per block of 128 x 128, per other block or per matrix: if a kernel reads the
 weights as stored, activations are rounded, too, in groups of 128 for blocks, otherwise per token.
 MXFP8 has a power of two per 32 columns; activations stay in the compute dtype, where the method
-would round them to MXFP8.
+would round them to MXFP8. With `moe_quant_algo` (MiniMax-M3.1) the routed experts are in NVFP4.
 """
 
 from typing import Any
@@ -14,16 +14,25 @@ from negamax.formats.floats import (
     E4M3_BLOCKS,
     E4M3_FNUZ,
     MX_GROUP,
+    NVFP4_GROUP,
     PER_MATRIX,
+    PLAIN,
     fp8,
     mxfp8,
+    nvfp4,
     use_rounded_activations,
 )
 from negamax.formats.tensor_format import Axis, Dim, TensorFormat
-from negamax.quantization.scheme import Scheme, check_fields, read_modules, refuse
+from negamax.quantization.scheme import Scheme, check_fields, is_within, read_modules, refuse
 
 _FNUZ = (E4M3_FNUZ, "e4m3fnuz")
 MXFP8 = mxfp8(scale_name="weight_scale_inv")
+_NVFP4 = nvfp4(
+    values="weight_packed", global_scale="weight_global_scale", divides=True,
+    input_scale="input_global_scale",
+)  # fmt: skip
+_EXPERTS = ("block_sparse_moe.experts",)
+_PLAIN_IN_M31 = ("lm_head", "embed_tokens", "gate")  # whether or not the description lists them
 
 
 def read(spec: QuantizationSpec) -> Scheme:
@@ -40,16 +49,37 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def read_mxfp8(spec: QuantizationSpec) -> Scheme:
+    """Read the scheme. What M3.1 rounds besides weights (queries, keys, values, index keys) stays
+    in the dtypes of the options.
+    """
+    has_nvfp4 = spec.fields.get("moe_quant_algo") is not None
+    mixed: dict[str, tuple[object, ...]] = {
+        "moe_quant_algo": ("NVFP4",),
+        "moe_quant_format": (None, "nvfp4-pack-quantized"),
+        "group_size": (None, NVFP4_GROUP),
+        "kv_cache_quant_algo": (None, "FP8"),
+        "attention_quant_algo": (None, "FP8"),
+        "index_k_quant_type": (None, "nvfp4"),
+    }
     check_fields(
         spec,
         {
             "weight_block_size": (None, [1, MX_GROUP]), "fmt": (None, E4M3, "e4m3"),
             "activation_scheme": (None, "dynamic"), "scale_fmt": (None, "ue8m0"),
-            "kv_cache_quant_algo": (None,),
+            **(mixed if has_nvfp4 else dict.fromkeys(mixed, (None,))),
         },
         beside=("ignored_layers", "modules_to_not_convert", "quant_method"),
     )  # fmt: skip
-    return Scheme.uniform(MXFP8, read_modules(spec, "ignored_layers", "modules_to_not_convert"))
+    plain = read_modules(spec, "ignored_layers", "modules_to_not_convert")
+    if not has_nvfp4:
+        return Scheme.uniform(MXFP8, plain)
+
+    def format_of(module: str) -> TensorFormat:
+        if is_within(module, (*plain, *_PLAIN_IN_M31)):
+            return PLAIN
+        return _NVFP4 if is_within(module, _EXPERTS) else MXFP8
+
+    return Scheme((MXFP8, _NVFP4), format_of)
 
 
 def _format(spec: QuantizationSpec) -> TensorFormat:

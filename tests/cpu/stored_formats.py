@@ -591,6 +591,10 @@ FLOATS: dict[str, StoredFormat] = {
         "quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0",
         "ignored_layers": ["lm_head", "gate", LEFT_OUT],
     }),
+    "mxfp8-nvfp4": StoredFormat(
+        _store_mixed(_NVFP4_PACKED, _mx("weight", 8, "weight_scale_inv")),
+        lambda *_: {**described.M31, "ignored_layers": ["lm_head", "gate", LEFT_OUT]},
+    ),
     "quark-fp8-channel": _quark(
         _FP8_ROW, described.QUARK_E4M3_ROWS, described.dynamic(described.QUARK_E4M3_ROWS)
     ),

@@ -30,8 +30,15 @@ from negamax.worker.warmup import warmup_layers
 from tests import drafts, tiny, tiny_m3
 
 GATE = (1, 2, 6, 7)  # seeds
-# with the lower limit, activations of dense, routed and shared MLPs are clamped
-FIXED = {6: {"swiglu_limit": 0.5}, 7: {"index_block_size": 128}}
+FIXED: dict[int, dict[str, Any]] = {
+    2: {  # as M3.1: attention of all layers is sparse, also beside a dense MLP
+        "num_hidden_layers": 3, "layer_types": ["minimax_m3_sparse"] * 3,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    # activations of dense, routed and shared MLPs are clamped
+    6: {"swiglu_limit": 0.5},
+    7: {"index_block_size": 128},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

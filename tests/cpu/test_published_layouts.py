@@ -364,28 +364,50 @@ class PublishedM3(Published):
     layers: int = M3_LAYERS
     fewest_layers: int = DENSE_LAYERS + 1
     num_skipped: int = 523
+    first_index: int = DENSE_LAYERS  # layer with an index
+    has_draft: bool = False
 
     def tensors(self, layers: int = M3_LAYERS) -> Named:
         yield from _embeddings("language_model.", M3_HIDDEN)
         for layer in range(layers):
             yield from self._layer(f"language_model.model.layers.{layer}.", layer)
         yield from _vision()
+        if self.has_draft:
+            yield from _dspark()
 
     def _layer(self, prefix: str, layer: int = 0) -> Named:
         attention, moe = f"{prefix}self_attn.", f"{prefix}block_sparse_moe."
         yield from _vectors(prefix, M3_HIDDEN, "input_layernorm", "post_attention_layernorm")
         yield from _vectors(attention, HEAD, "q_norm", "k_norm")
         yield from _matrices(attention, ATTENTION, self.attention)
+        if layer >= self.first_index:
+            yield from _vectors(attention, HEAD, "index_q_norm", "index_k_norm")
+            yield from _matrices(attention, INDEX, self.index)
         if layer < DENSE_LAYERS:
             yield from _matrices(f"{prefix}mlp.", _mlp(DENSE_WIDTH), self.dense)
             return
-        yield from _vectors(attention, HEAD, "index_q_norm", "index_k_norm")
-        yield from _matrices(attention, INDEX, self.index)
         yield from self._router(moe, M3_EXPERTS, M3_HIDDEN)
         yield from _matrices(f"{moe}shared_experts.", _mlp(M3_WIDTH), self.shared)
         shapes = _mlp(M3_WIDTH, ("w1", "w3", "w2"))
         for expert in range(M3_EXPERTS):
             yield from _matrices(f"{moe}experts.{expert}.", shapes, self.experts)
+
+
+def _dspark() -> Named:
+    own = "language_model.model.dspark."
+    yield from _vectors(own, M3_HIDDEN, "hidden_norm", "final_norm")
+    shapes = {
+        "fc": (M3_HIDDEN, 5 * M3_HIDDEN), "markov_head.markov_w1": (VOCAB, 256),
+        "markov_head.markov_w2": (VOCAB, 256), "confidence_head.proj": (1, M3_HIDDEN + 256),
+    }  # fmt: skip
+    yield from _matrices(own, shapes, plain)
+    yield f"{own}confidence_head.proj.bias", ("BF16", (1,))
+    for layer in range(5):
+        prefix = f"{own}layers.{layer}.decoder_layer."
+        yield from _vectors(prefix, M3_HIDDEN, "input_layernorm", "post_attention_layernorm")
+        yield from _vectors(f"{prefix}self_attn.", HEAD, "q_norm", "k_norm")
+        yield from _matrices(f"{prefix}self_attn.", ATTENTION, _MXFP8)
+        yield from _matrices(f"{prefix}mlp.", _mlp(DENSE_WIDTH), _MXFP8)
 
 
 def _vision() -> Named:
@@ -452,6 +474,13 @@ PUBLISHED_M3 = {
                                *_VISION, *_M3_GATES],
         },
         31, _MXFP8, others=_MXFP8,
+    ),
+    "MiniMaxAI/MiniMax-M3.1-Flash": _m3(
+        # assumed: the plain modules of M3, and tensors as of public loaders
+        {**described.M31,
+         "ignored_layers": ["lm_head", "model.embed_tokens", *_VISION, *_M3_GATES]},
+        31, _COMPRESSED_NVFP4, others=_MXFP8, model="minimax-m3.1-flash", first_index=0,
+        has_draft=True, num_skipped=523 + 97,
     ),
     "nvidia/MiniMax-M3-NVFP4": _m3(
         described.modelopt_mixed(
@@ -539,6 +568,7 @@ FULL_COUNTS = {
     "MiniMaxAI/MiniMax-M2.1, M2.5, M2.7": 96_103,
     "amd/MiniMax-M2.7-BF16": 48_239,
     "MiniMaxAI/MiniMax-M3": 23_416,
+    "MiniMaxAI/MiniMax-M3.1-Flash": 89_632 + 97,
 }
 
 

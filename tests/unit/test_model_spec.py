@@ -24,6 +24,7 @@ from negamax.models.minimax_m3.config import MiniMaxM3Spec, text_config
 from negamax.models.registry import bundled_names, bundled_spec, import_names, read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
+from tests import quantization_descriptions as described
 
 Config = dict[str, Any]
 FP8 = {
@@ -83,6 +84,17 @@ M3_AROUND: Config = {
     "vision_feature_select_strategy": "full",
 }  # fmt: skip
 M3: Config = {**M3_AROUND, "text_config": M3_TEXT}
+EVERY = [1] * 60
+M31: Config = {
+    **M3_AROUND,
+    "quantization_config": described.M31,
+    "text_config": {
+        **M3_TEXT, "num_mtp_modules": 0,
+        "sparse_attention_config": {
+            **SPARSE, "sparse_attention_freq": EVERY, "sparse_disable_index_value": EVERY,
+        },
+    },
+}  # fmt: skip
 
 
 def change(config: Config, **fields: Any) -> Config:
@@ -106,6 +118,8 @@ def change_sparse(**fields: Any) -> Config:
     [
         (change(M2, bos_token_id=200034, eos_token_id=200020), "minimax-m2", 228_689_764_864),
         (M3, "minimax-m3", 426_174_572_928),
+        # with an index in the first three layers, too
+        (M31, "minimax-m3.1-flash", 426_174_572_928 + 3 * (640 * 6144 + 256)),
     ],
 )
 def test_published_configs_give_the_bundled_specs(config: Config, name: str, elements: int) -> None:

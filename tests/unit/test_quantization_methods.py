@@ -61,6 +61,12 @@ MXFP8 = {
 }  # fmt: skip
 
 
+M31_EXPERT = nvfp4(
+    values="weight_packed", global_scale="weight_global_scale", divides=True,
+    input_scale="input_global_scale",
+)  # fmt: skip
+
+
 def quark(weight: object, inputs: object, **changes: Any) -> dict[str, Any]:
     exclude = ["*lm_head", "re:.*gate$", f"language_model.{ATTENTION}"]
     return described.quark(weight, inputs, **{"exclude": exclude, **changes})
@@ -110,6 +116,7 @@ def scheme_of(spec: dict[str, Any] | QuantizationSpec | None) -> Scheme:
         ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [GATE]}, STATIC, STATIC),
         ({"quant_algo": "fp8_per_channel_per_token", "exclude_modules": ["*gate"]}, *[CHANNEL] * 2),
         (MXFP8, *[mxfp8(scale_name="weight_scale_inv")] * 2),
+        (described.M31, M31_EXPERT, mxfp8(scale_name="weight_scale_inv")),
         (QUARK, mxfp4(), PLAIN),
         (
             quark(_MX, _E4M3, exclude=[GATE], layer_quant_config={"*self_attn*": _ATTENTION_LAYER}),
@@ -288,6 +295,10 @@ def test_equal_formats_are_one() -> None:
 
 WEIGHTS = "config_groups/group_0/weights/"
 REFUSED: list[tuple[dict[str, Any], str, object]] = [
+    ({**described.M31, "moe_quant_algo": "MXFP4"}, "moe_quant_algo", "MXFP4"),
+    ({**described.M31, "kv_cache_quant_algo": "INT8"}, "kv_cache_quant_algo", "INT8"),
+    ({**MXFP8, "kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo", "FP8"),
+    ({**described.M31, "index_q_quant_type": "nvfp4"}, "index_q_quant_type", "nvfp4"),
     *((M2_CONFIG, *case) for case in (
         ("quant_algo", "NVFP4_AWQ"), ("group_size", 32), ("awq_block_size", 128),
         ("kv_cache_scheme", {**KV, "num_bits": 4}), ("kv_cache_scheme", "FP8"),
@@ -300,7 +311,7 @@ REFUSED: list[tuple[dict[str, Any], str, object]] = [
     (M3_CONFIG, f"quantized_layers/{ATTENTION}", {"quant_algo": "W4A8_AWQ"}),
     (M3_CONFIG, f"quantized_layers/{ATTENTION}", {"quant_algo": "NVFP4", "rotate": True}),
     *((MXFP8, *case) for case in (
-        ("moe_quant_algo", "NVFP4"), ("weight_block_size", [32, 32]), ("ignored_layers", "lm_head"),
+        ("weight_block_size", [32, 32]), ("ignored_layers", "lm_head"),
     )),
     *((QUARK, *case) for case in (
         ("algo_config", [{"name": "rotation"}]), ("layer_type_quant_config", {"Linear": {}}),

@@ -329,6 +329,15 @@ def _agree(found: Mapping[str, T], default: T) -> T:
 
 
 _AFTER_DENSE = (False,) * 3 + (True,) * 57
+_SPARSE_M3 = SparseAttentionSpec(
+    index_heads=4,
+    index_dim=128,
+    topk_blocks=16,
+    block_size=128,
+    init_blocks=0,
+    local_blocks=1,
+    layers=_AFTER_DENSE,
+)
 _M3 = MiniMaxM3Spec(
     **PUBLISHED,
     architecture=VISION_ARCHITECTURE,
@@ -346,18 +355,23 @@ _M3 = MiniMaxM3Spec(
     swiglu_alpha=1.702,
     swiglu_limit=7.0,
     moe_layers=_AFTER_DENSE,
-    sparse=SparseAttentionSpec(
-        index_heads=4,
-        index_dim=128,
-        topk_blocks=16,
-        block_size=128,
-        init_blocks=0,
-        local_blocks=1,
-        layers=_AFTER_DENSE,
-    ),
+    sparse=_SPARSE_M3,
     quantization=None,
 )
 _MXFP8 = QuantizationSpec("mxfp8", {"quant_method": "mxfp8", "weight_block_size": [1, 32]})
+_M31_FLASH = replace(
+    _M3,
+    sparse=replace(_SPARSE_M3, layers=(True,) * 60),
+    quantization=QuantizationSpec(
+        "mxfp8",
+        {
+            "quant_method": "mxfp8", "weight_block_size": [1, 32], "activation_scheme": "dynamic",
+            "moe_quant_algo": "NVFP4", "moe_quant_format": "nvfp4-pack-quantized",
+            "group_size": 16, "kv_cache_quant_algo": "FP8", "attention_quant_algo": "FP8",
+            "index_k_quant_type": "nvfp4",
+        },
+    ),
+)  # fmt: skip
 _FAMILY = ModelFamily(
     architecture=VISION_ARCHITECTURE,
     model_types=(VISION_TYPE,),
@@ -367,7 +381,11 @@ _FAMILY = ModelFamily(
     own_config=text_config,
     chat=MINIMAX_M3_FAMILY,
     sampling=minimax_m2.FAMILY.sampling,
-    bundled={"minimax-m3": _M3, "minimax-m3-mxfp8": replace(_M3, quantization=_MXFP8)},
+    bundled={
+        "minimax-m3": _M3,
+        "minimax-m3-mxfp8": replace(_M3, quantization=_MXFP8),
+        "minimax-m3.1-flash": _M31_FLASH,
+    },
     embedded="nano-m3",
 )
 _TEXT_FAMILIES = (
