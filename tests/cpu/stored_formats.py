@@ -591,7 +591,7 @@ FLOATS: dict[str, StoredFormat] = {
         "quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0",
         "ignored_layers": ["lm_head", "gate", LEFT_OUT],
     }),
-    "mxfp8-nvfp4": StoredFormat(
+    "minimax-m3.1": StoredFormat(
         _store_mixed(_NVFP4_PACKED, _mx("weight", 8, "weight_scale_inv")),
         lambda *_: {**described.M31, "ignored_layers": ["lm_head", "gate", LEFT_OUT]},
     ),

@@ -66,7 +66,7 @@ def test_stored_values_are_loaded(name: str, tmp_path: Path) -> None:
 
 
 M3_FORMATS = (
-    "mxfp8", "mxfp8-nvfp4", "fp8-block", "modelopt-mixed", "modelopt-nvfp4", "quark-mxfp4",
+    "mxfp8", "minimax-m3.1", "fp8-block", "modelopt-mixed", "modelopt-nvfp4", "quark-mxfp4",
     "modelslim-dynamic", "compressed-mxfp8", "packed-int4", "awq",
 )  # fmt: skip
 CASES = [("m2", each) for each in sample(FORMATS, 3, 10)]

@@ -88,7 +88,7 @@ HELD: dict[str, tuple[str, ...]] = {
             "modelslim-dynamic modelslim-static-scale modelslim-mix"
         ),
         (PACKED,): (
-            f"modelopt-fp8-block {NEURON} mxfp8 mxfp8-nvfp4 modelopt-mxfp8 compressed-mxfp8 "
+            f"modelopt-fp8-block {NEURON} mxfp8 minimax-m3.1 modelopt-mxfp8 compressed-mxfp8 "
             "modelopt-nvfp4 modelopt-w4a16 modelopt-mixed compressed-nvfp4 quark-nvfp4 quark-mxfp4 "
             "compressed-mxfp4 awq awq-128 awq-channel gptq-sym gptq-asym gptq-128 gptq-channel "
             "gptq-8-bits gptq-v2 gptq-head packed-int4 packed-int4-64 packed-int4-asym "
