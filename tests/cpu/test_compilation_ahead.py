@@ -20,9 +20,9 @@ SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 
 SAMPLE = ("gfx942/600", "sm_90/600+5")  # every n-th case from the k-th
 # for each of OTHERS: a GEMM, experts, and a norm or a part of attention
 SAMPLE_OF_OTHERS = ("sm_90/205+10", "sm_90/205+15")
-SWEEP = (  # parts of like lengths, so that workers end together
-    *("sm_90/4", "sm_90/4+1", "sm_90/4+2", "sm_90/4+3", "gfx942/4+1", "gfx942/4+3"),
-    *("sm_80/8", "sm_89/8+2", "sm_100/8+4", "gfx950/8+6"),
+SWEEP = (  # all of the measured platform, samples of the others
+    *("sm_90/4", "sm_90/4+1", "sm_90/4+2", "sm_90/4+3", "gfx942/16+1", "gfx942/16+9"),
+    *("sm_80/16", "sm_89/16+2", "sm_100/16+4", "gfx950/16+6"),
 )
 
 
