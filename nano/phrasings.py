@@ -168,9 +168,9 @@ FORMS: tuple[Template, ...] = (
     ("[What is|Find|Give me|What's] [three times {a}|the triple of {a}|triple {a}][?|.]", "r=a*3#", "The answer is {r}."),
     ("[What is|Find|Give me|Calculate|What's] the product of {a} and {b}[?|.]", "r=a*b#", "The "
                                                                                           "product is {r}."),
-    ("{A} [drives|walks|runs|rides|travels] {a} [km|miles|metres] in {b} [hours|days|minutes], "
-     "[always equally fast|at a constant speed|the same distance in each]. How [far|many] [in "
-     "one|per|each] [hour|day|minute]?", "r=a/b#for one", "That is {r}."),
+    ("{A} [drives|walks|runs|rides|travels] {a} [km|miles|metres] in {b} [hours, always equally "
+     "fast. How far [in one|per|each] hour|days at a constant speed. How far [in one|per|each] "
+     "day|minutes, the same distance in each. How far [in one|per|each] minute]?", "r=a/b#for one", "That is {r}."),
     # the user's own things
     ("I [have|own|got|bought|found] {a} {o} and [my [friend|brother|sister|mother|boss] "
      "[has|gave me|brings me]|{A} [gives me|has|brings me]|then I [buy|find|get]] {b}[| more]. "
