@@ -3,6 +3,7 @@
 Imports no torch: `models/build.py` makes models.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -100,9 +101,10 @@ def bundled_spec(name: str) -> ModelSpec:
 
 
 def format_hub_id(name: str) -> str:
-    """Return the hub id of the bundled model `name`."""
-    own = name.lower().removeprefix("minimax-").upper().replace("FLASH", "Flash")
-    return f"MiniMaxAI/MiniMax-{own}"
+    """Return the hub id of the bundled model `name`: words with digits are in capitals there."""
+    words = name.lower().removeprefix("minimax-").split("-")
+    own = (word.upper() if re.search(r"\d", word) else word.capitalize() for word in words)
+    return f"MiniMaxAI/MiniMax-{'-'.join(own)}"
 
 
 def bundled_names() -> tuple[str, ...]:

@@ -73,9 +73,10 @@ def read_mxfp8(spec: QuantizationSpec) -> Scheme:
     plain = read_modules(spec, "ignored_layers", "modules_to_not_convert")
     if not has_nvfp4:
         return Scheme.uniform(MXFP8, plain)
+    plain += _PLAIN_IN_M31
 
     def format_of(module: str) -> TensorFormat:
-        if is_within(module, (*plain, *_PLAIN_IN_M31)):
+        if is_within(module, plain):
             return PLAIN
         return _NVFP4 if is_within(module, _EXPERTS) else MXFP8
 
