@@ -220,11 +220,17 @@ def exit_with_parent() -> None:
         signal.signal(number, signal.SIG_IGN)
 
     def wait() -> None:
-        while os.read(0, 4096):
-            pass
+        await_parents_end()
         os._exit(1)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def await_parents_end() -> None:
+    """Return when standard input, a pipe or socket that the parent holds, has ended."""
+    with contextlib.suppress(ConnectionResetError):
+        while os.read(0, 4096):
+            pass
 
 
 def exit_now(code: int) -> NoReturn:

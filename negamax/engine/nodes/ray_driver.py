@@ -21,7 +21,7 @@ import msgspec
 from negamax.base import env, log
 from negamax.base.errors import ConfigError, NegamaxError, ResourceError
 from negamax.base.log import get_logger
-from negamax.base.supervision import exit_now
+from negamax.base.supervision import await_parents_end, exit_now
 from negamax.config.embedded import EMBEDDED, EMBEDDED_DRAFTS
 from negamax.engine.nodes.placement import ClusterNode, RayPlacement, Resources, make_placement
 from negamax.engine.nodes.ray_agent import ActorPlace, RayAgent, carried_variables
@@ -293,8 +293,7 @@ def _ignore_signals() -> None:
 
 def _watch_parent(driver: Driver, stop: threading.Event) -> None:
     """Set `stop` when standard input ends; end this process now or after `_END_SECONDS`."""
-    while os.read(0, 4096):
-        pass
+    await_parents_end()
     stop.set()
     if driver.is_connected:
         time.sleep(_END_SECONDS)
