@@ -312,9 +312,6 @@ class ElementArguments:
             element.is_blank or (types & CONTAINERS and "string" not in types)
         ):
             return False
-        if not element.is_blank:
-            self._drop_text(element)
-        element.text = []
         if "object" in types and "array" not in types:
             element.shape = _Shape.OBJECT
         elif "array" in types and "object" not in types:
@@ -326,6 +323,9 @@ class ElementArguments:
         else:
             element.shape = _Shape.TREE
             element.is_collected = True
+        if not element.is_blank:
+            self._drop_text(element)
+        element.text = []
         return True
 
     def _begin(self, name: str) -> None:
