@@ -447,8 +447,16 @@ def tool_turn(chat: Conversation, rng: random.Random) -> bool:
     problem = tool_calls.ToolProblem(({"role": "user", "content": text},), tuple(chat.tools), calls)
     if tool_calls.held_out(problem):
         return False
-    if rng.random() < 0.015:
+    roll = rng.random()
+    if roll < 0.015:
         text = f"{openings.paste(rng, rng.randint(2, 30))}\n\n{text}"
+    elif roll < 0.1:
+        remark = rng.choice(openings.REMARKS)
+        text = (
+            f"{remark} {text}"
+            if roll < 0.05
+            else f"{text}{'' if text[-1] in '.?!' else '.'} {remark}"
+        )
     chat.user(text)
     _call_and_report(chat, calls, rng)
     return True

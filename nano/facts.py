@@ -41,10 +41,10 @@ FACTS: dict[str, tuple[str, str, str, str, str]] = {
         "You have not told me where you live yet.",
     ),
     "pet": (
-        "My dog is called {v}.|I have a dog named {v}.|My dog's name is {v}.|My dog {v} is "
+        "my dog is called {v}|My dog is called {v}.|I have a dog named {v}.|My dog's name is {v}.|My dog {v} is "
         "sleeping.|This is my dog {v}.",
         "{v} is a lovely name for a dog.",
-        "What is my dog called?|What is the name of my dog?|Do you remember my dog's "
+        "whats the name of my dog|What is my dog called?|What is the name of my dog?|Do you remember my dog's "
         "name?|What's my dog's name?",
         "Your dog is called {v}.",
         "You have not told me the name of your dog yet.",
@@ -59,9 +59,9 @@ FACTS: dict[str, tuple[str, str, str, str, str]] = {
         "You have not told me about your friend yet.",
     ),
     "job": (
-        "I work as a {v}.|I am a {v}.|My job is {v}.|I'm a {v} by profession.",
+        "I work as a {v}, by the way.|I work as a {v}.|I am a {v}.|My job is {v}.|I'm a {v} by profession.",
         "Working as a {v} must be interesting.",
-        "What is my job?|What do I do for a living?|What do I work as?|Do you remember my job?",
+        "What is it that I do for a living?|What is my job?|What do I do for a living?|What do I work as?|Do you remember my job?",
         "You work as a {v}.",
         "You have not told me your job yet.",
     ),
@@ -81,19 +81,19 @@ FACTS: dict[str, tuple[str, str, str, str, str]] = {
         "You have not told me your age yet.",
     ),
     "number": (
-        "My lucky number is {v}.|My favorite number is {v}.|Remember the number {v}.|Please "
+        "The code for the garage is {v}, keep that in mind.|My lucky number is {v}.|My favorite number is {v}.|Remember the number {v}.|Please "
         "remember {v}.|The code is {v}.|Keep the number {v} in mind.",
         "I will remember {v}.",
-        "What is my number?|Which number did I tell you?|What was the number?|Do you remember "
+        "what was the code again|What was the garage code?|what was the number again|What is my number?|Which number did I tell you?|What was the number?|Do you remember "
         "the number?|What was the code?",
         "The number is {v}.",
         "You have not told me a number yet.",
     ),
     "word": (
-        'Remember the word "{v}".|The password is {v}.|The secret word is {v}.|Please remember '
+        'Remember the word "{v}".|The wifi password is {v}.|The password is {v}.|The secret word is {v}.|Please remember '
         "this word: {v}|Keep in mind: {v}.",
         'I will remember "{v}".',
-        "What is the secret word?|What was the word?|Which word did I tell you?|What is the "
+        "whats the wifi password again?|what was the password again|What is the secret word?|What was the word?|Which word did I tell you?|What is the "
         "password?|What should you remember?",
         'The word is "{v}".',
         "You have not told me a word yet.",
@@ -107,10 +107,10 @@ FACTS: dict[str, tuple[str, str, str, str, str]] = {
         "You have not told me that yet.",
     ),
     "meeting": (
-        "The meeting is on {v}.|My meeting is on {v}.|The meeting starts on {v}.|We have a meeting "
+        "We are meeting on {v}.|The meeting is on {v}.|My meeting is on {v}.|The meeting starts on {v}.|We have a meeting "
         "on {v}.|There is a meeting on {v}.",
         "I will remember that the meeting is on {v}.",
-        "When is the meeting?|On which day is the meeting?|What day is my meeting?|When is my "
+        "On what day are we meeting?|When is the meeting?|On which day is the meeting?|What day is my meeting?|When is my "
         "meeting?|Do you know when the meeting is?",
         "The meeting is on {v}.",
         "You have not told me about a meeting yet.",
@@ -132,10 +132,10 @@ FACTS: dict[str, tuple[str, str, str, str, str]] = {
         "You have not told me the name of your cat yet.",
     ),
     "sister": (
-        "My sister is called {v}.|My sister's name is {v}.|I have a sister named {v}.|{v} is my "
+        "My sister's name is {v} and she is older than me.|My sister is called {v}.|My sister's name is {v}.|I have a sister named {v}.|{v} is my "
         "sister.",
         "It is nice to have a sister like {v}.",
-        "What is my sister called?|What is my sister's name?|Who is my sister?|What is the name of "
+        "whats my sister's name|What is my sister called?|What is my sister's name?|Who is my sister?|What is the name of "
         "my sister?",
         "Your sister is {v}.",
         "You have not told me about your sister yet.",
@@ -154,12 +154,33 @@ FACTS: dict[str, tuple[str, str, str, str, str]] = {
         "You leave at {v}.",
         "You have not told me when you leave yet.",
     ),
+    "place": (
+        "I parked on {v}.|I parked the car on {v}.|We are meeting in {v}.|The party is in {v}.|My "
+        "office is in {v}.|I left my bag in {v}.",
+        "I will remember {v}.",
+        "Where is it?|Which place did I tell you?|Where was that again?|On which level did I park?|"
+        "Which room are we meeting in?|Where did I park?|Which room is it?",
+        "It is {v}.",
+        "You have not told me the place yet.",
+    ),
+    "instrument": (
+        "I play the {v}.|My instrument is the {v}.|I am learning the {v}.|I practice the {v} daily.",
+        "The {v} is a nice instrument.",
+        "Which instrument do I play?|What do I play?|What is my instrument?|What instrument am I "
+        "learning?",
+        "You play the {v}.",
+        "You have not told me your instrument yet.",
+    ),
 }
 JOBS = (
     "teacher doctor nurse baker farmer driver painter engineer lawyer cook pilot writer singer "
     "gardener student designer "
-    "plumber"
+    "plumber beekeeper carpenter librarian dentist tailor chemist florist barber judge clerk guide "
+    "miner sailor waiter"
 ).split()
+INSTRUMENTS = (
+    "piano guitar violin cello flute drums harp trumpet oboe banjo organ viola tuba".split()
+)
 TAILS = (
     ", keep that in mind.|, please remember it.| with my family.| since last year.| and I like it."
     "|, as you may know.| now.|, and it is raining today.|, just so you know.| again!"
@@ -187,6 +208,12 @@ def draw_value(fact: str, rng: random.Random) -> str:
             return common.person(rng) if rng.random() < 0.5 else unseen.name(rng)
         case "pet" | "cat":
             return unseen.word(rng).capitalize() if rng.random() < 0.6 else unseen.name(rng)
+        case "place":
+            place = rng.choice(("level", "room", "floor", "hall", "gate", "row"))
+            number = str(rng.randint(1, 60)) if rng.random() < 0.6 else common.code(rng)
+            return f"{place} {number}"
+        case "instrument":
+            return rng.choice(INSTRUMENTS)
         case "colour" | "car":
             return rng.choice(common.COLOURS)
         case "city":

@@ -91,6 +91,14 @@ REQUESTS = (
     "morning!|Morning!|Hola!|HELLO|HI|hey hey|hey you|wassup|sup|hello computer|"
     "Hello! I am a new user.|Hi, I just installed this.|Hello from {c}!|Hi from {k}"
 ).split("|")
+# what people add to a request for a call
+REMARKS = (
+    "Thanks!|Thank you very much.|I am in a hurry.|I'm in a hurry.|It's urgent.|I don't need it"
+    " any more.|I do not need that now.|It should have been here by now.|It's freezing in "
+    "here.|It is so hot today.|Did I forget that?|Just in case.|I can't find it.|I lost it "
+    "again.|My boss wants to know.|My wife asked for it.|I am curious.|Sorry to bother you.|You"
+    " are the best.|Be quick."
+).split("|")
 EMPTY = (
     "",
     " ",

@@ -60,7 +60,8 @@ LOSSES = (
         "{A} <sell sells sold> {n}[| of them| to {B}]",
         "{A} <lose loses lost> {n}[| of them]",
         "{A} <use uses used> {n}[| of them]",
-        "{A} <throw throws threw> {n}[| of them] away",
+        "{A} <throw throws threw> [{n}[| of them] away|out {n}[| of them| old ones]]",
+        "{A} <hand hands handed> out {n}[| of them]",
         "{A} <send sends sent> {n}[| of them] to {B}",
         "{A} <donate donates donated> {n}",
         "{B} <take takes took> {n}[| of them| away]",
@@ -220,6 +221,109 @@ OTHERS: tuple[Template, ...] = (
      "one of them and] [gave|then gave|gives] away {c}. How many [{o} |][did {A} keep|does {A} "
      "have]?",
      "x=a/b#{o} for each; r=x-c#{o} left", "{A} has {r} {o}."),
+    ("[A|Each|One] [recipe|{g1}|cake|set] [needs|takes|uses] {a} {o} [per|for each|for one|for "
+     "every] {p}. How many {o} [for|are needed for|do I need for] {b} {p}?",
+     "r=a*b#{o}", "{r} {o} are needed."),
+    ("[A shop sells {o}|You get {o}|We order {o}] in [packs|{g}|boxes|bags] of {a}. {A} "
+     "[buys|orders|gets] {b} [packs|{g}|boxes|of them] and [hands out|uses|sells|gives away] {c}"
+     "[| {o}| of them]. How many {o} [does {A} keep|does {A} have left|are left]?",
+     "x=a*b#{o} in all; r=x-c#{o} left", "{A} has {r} {o} left."),
+    ("[A ticket|Entry|A seat|A meal] costs {a} [dollars|euros|pounds] for [adults|an adult|men] "
+     "and {b}[| dollars| euros] for [children|a child|women]. [What|How much] do {c} "
+     "[adults|men] and {d} [children|women] pay[| together| in total]?",
+     "x=a*c#dollars of adults; y=b*d#dollars of children; r=x+y#dollars in total",
+     "They pay {r} dollars."),
+    ("After [giving away|selling|losing|eating|using|dropping] {b}[| of {A}'s| of the] {o}, {A} "
+     "has {a} left. How many [{o} |]did {A} have [at first|before|at the start]?",
+     "r=a+b#{o} at first", "{A} had {r} {o} at first."),
+    ("[{A} wants|I want|I need] a [bike|phone|{o1}|trip] for [{a} dollars|${a}|{a} euros]. "
+     "[{A} saves|I save|I put aside] [{b} dollars|${b}|{b} euros] [[each|every|a] month. How many "
+     "months|[each|every|a] week. How many weeks|[each|every|a] day. How many days] [will it "
+     "take|does it take|are needed]?",
+     "r=a/b#of them", "It takes {r}."),
+    ("[{A}|I] [picked|bought|had|baked|collected] {a} {o} and put them [equally|evenly|in equal "
+     "numbers] [into|on] {b} {g}. Then [{A}|I|somebody] [ate|took|lost|removed] {c}[| {o}] from "
+     "[the first|one] {g1}. How many {o} are [in|on] [the first|that] {g1} now?",
+     "x=a/b#{o} in each {g1}; r=x-c#{o} left", "There are {r} {o} left."),
+    ("{A} has {c} {o}. {A} [makes|fills|needs {o} for|builds] {a} {g}[, using| with| using|. Each "
+     "takes| and uses] {b} {o}[ for each| each|]. How many [{o} |][are left|are left over|does {A} "
+     "have left|remain]?",
+     "x=a*b#{o} used; r=c-x#{o} left", "{r} {o} are left."),
+    ("How many {o} [are left|remain|are still to come] if [a trip lasts|there are|we had|{A} had] "
+     "{a} {o} and {b}[| of them| {o}] [have passed|have already passed|are gone|are over|are "
+     "used]?",
+     "r=a-b#{o} left", "{r} {o} are left."),
+    ("How many {o} [do I have|does {A} have|are left] if [I|{A}] [bought|got|had] {a} {g} [of|with]"
+     " {b}[| {o}| each] and [dropped|lost|ate|used|broke] {c}[| of them| {o}][| on the way home| "
+     "yesterday]?",
+     "x=a*b#{o} in the {g}; r=x-c#{o} left", "{r} {o} are left."),
+    ("[I need|We need|{A} needs] {a} {o}[ and|. I|, I] have [already |][written|made|got|found] "
+     "{b}. [My sister|{B}|My friend] [wrote|made|found|brought] [another {c}|{c} more|{c}]. How "
+     "many [more |]do we [still |]need?",
+     "x=a-b#{o} then; r=x-c#{o} to go", "We need {r} more."),
+    ("[{A}|My dad|The {s}] [weighs|is|has] {a} [kg|cm|years|points] and [{B}|his son|the {o1}] "
+     "[weighs |is |has |]{b}. How [many|much] [kg |cm |points |years |]"
+     "[heavier|taller|more|older|better] is {A}?",
+     "r=a-b#more", "The difference is {r}."),
+    ("{A} [earns|makes|gets] [{a} dollars|${a}|{a} euros] [an hour|per hour|a day|each day]. "
+     "[Last week|This month|Today|Yesterday] {A} worked {b} [hours|days]. [How much did {A} "
+     "earn|What did {A} earn|How much money is that]?",
+     "r=a*b#dollars earned", "{A} earned {r} dollars."),
+    ("[A|My|The] [hose|pump|machine|printer|tap|worker] [gives|makes|prints|moves|fills] {b} "
+     "[litres|liters|{o}] [per|a|each|every] [minute. The tub holds {a}[| litres| liters| of "
+     "them]. How [many minutes|long]|hour. The job needs {a}[| of them]. How [many hours|long]] "
+     "[until it is full|does it take|is that|until it's full]?",
+     "r=a/b#time", "It takes {r}."),
+    ("{A}'s [rope|ribbon|board|wire] is {c} [meters|metres] long. {A} cuts off {a} pieces of {b}"
+     "[| meters| metres][| each]. How [much|many meters|many metres][| of it| of rope] are left?",
+     "x=a*b#cut off; r=c-x#left", "{r} are left."),
+    ("{A} has {a} [red|old|big] {o} and {b} [blue|new|small] {o}. {B} has {c} [fewer|less] "
+     "[{o} |]than {A}. How many {o} does {B} have?",
+     "x=a+b#{o} of {A}; r=x-c#{o} of {B}", "{B} has {r} {o}."),
+    ("[{A}|The farmer|A farm|A shop] has {a} {o}, twice as many {p} as {o}[,|] and {b} {g}. How "
+     "many [animals|things|of them] [is that|are there|are there in all]?",
+     "x=a*2#{p}; y=a+x#{o} and {p}; r=y+b#in all", "There are {r} in all."),
+    ("[Two|Both] {g} [carry|hold|have|take] {a} {o} each and [a|one|another] {x1} "
+     "[carries|holds|has|takes] {b}[| {o}]. How many {o} [is that|are there|are carried] [in "
+     "all|altogether|in total]?",
+     "x=a*2#{o} in the {g}; r=x+b#{o} in all", "There are {r} {o} in all."),
+    ("[What is|What's|Calculate|How much is|] {a} [plus|+|and] {b} [plus|+|and] {c}[?|]",
+     "x=a+b#; r=x+c#", "The answer is {r}."),
+    ("[What is|What's|Calculate|How much is|] {a} [minus|-] {b} [minus|-] {c}[?|]",
+     "x=a-b#; r=x-c#", "The answer is {r}."),
+    ("[So |Hey, |OK, |]I had [{a} bucks|${a}|{a} dollars|{a} euros][,| and] spent {b} on "
+     "[pizza|food|{o}|a {o1}] and {c} on [a ticket|{p}|a book|gas]. How much [do I have left|is "
+     "left|money do I still have][ lol|]?",
+     "x=a-b#money then; r=x-c#money left", "You have {r} left."),
+    ("[I|{A}] got {a} {g} of {o}, {b} in each, and [my friend|{B}|mum] gave [me|us] {c} more. "
+     "[Total|How many in total|How many {o} now|How many is that]?",
+     "x=a*b#{o} in the {g}; r=x+c#{o} in total", "That is {r} {o}."),
+    ("{A} [scored|made|sold|read|ran|ate] {a} {o} [in the first game|on Monday|yesterday|first] "
+     "and twice as many [in the second|on Tuesday|today|later]. How many {o} [is that|did {A} get "
+     "in both|in both games|in total|altogether]?",
+     "x=a*2#{o} later; r=a+x#{o} in both", "That is {r} {o} in both."),
+    ("{A} [collected|has|picked|made] {a} {o} and [packs|packed|puts|put] them [in|into] {g} of "
+     "{b}. How many {g} [did {A} need|does {A} need|does {A} fill|are needed|is that]?",
+     "r=a/b#{g}", "{r} {g} are needed."),
+    ("[My phone|The battery|The tank|It|The score] was at {a}[ percent| points| degrees|] [this "
+     "morning|yesterday|before] and [it's|it is|is] at {b} now[. By|, by] how [many points|much] "
+     "did it [go down|fall|drop]?",
+     "r=a-b#points down", "It went down by {r}."),
+    ("{A} has {a} {o}. {A} keeps {b} and [gives|shares] the rest [equally |evenly "
+     "|][to|between|among] {c} [students|children|friends|{p}]. How many [{o} |]does each "
+     "[student |child |one |]get?",
+     "x=a-b#{o} to share; r=x/c#{o} for each", "Each gets {r} {o}."),
+    ("[In the morning|At first|On Monday] [the shop|{A}|we] had {a} {o}. {b} were [sold|used|eaten"
+     "|given away] [before noon|first|on Tuesday] and {c} [in the afternoon|later|on Wednesday]. "
+     "How many [{o} |]were [not sold|not used|left|still there]?",
+     "x=a-b#{o} then; r=x-c#{o} left", "{r} {o} were left."),
+    ("[My uncle|{A}|My neighbor] [really likes|collects|is crazy about] {o}. [He|She|{A}] had {a} "
+     "{o}[,| and| and then] bought {b} more at [a market|the {s}|a shop][,| and] then sold {c}. "
+     "How many [{o} |]has [he|she|{A}] [got |]now?",
+     "x=a+b#{o} then; r=x-c#{o} left", "That is {r} {o} now."),
+    ("[There are|There were] {a} [kids|people|{o}] on the [bus|train|boat][. |, ]{b} [get|got] off "
+     "[at the first stop |first |]and {c} [get|got] on. How many are on it now?",
+     "x=a-b#then; r=x+c#now", "There are {r} now."),
 )  # fmt: skip
 
 
