@@ -201,14 +201,18 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype) -> NanoModel:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--state", type=Path, required=True)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--state", type=Path, help="file of nano.train")
+    source.add_argument("--mean", type=Path, nargs=2, help="two checkpoints, to average")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    write(
-        torch.load(arguments.state, map_location="cpu", weights_only=True)["model"],
-        arguments.out,
-        NanoConfig(),
-    )
+    if arguments.state is not None:
+        state = torch.load(arguments.state, map_location="cpu", weights_only=True)["model"]
+    else:
+        cpu = torch.device("cpu")
+        first, second = (load(path, cpu, torch.float32).state_dict() for path in arguments.mean)
+        state = {name: (first[name] + second[name]) / 2 for name in first}
+    write(state, arguments.out, NanoConfig())
 
 
 if __name__ == "__main__":

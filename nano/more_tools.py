@@ -25,25 +25,9 @@ ROWS: tuple[Row, ...] = (
         "a given location.|Returns the weather for a given city.|Weather of a city|Get the "
         "weather in a given location",
         (
-            ("city|location|place|town|q|query|city_name|loc", "string:town", "City name|The "
-                                                                              "city|City and "
-                                                                              "country e.g. "
-                                                                              "Bogotá, "
-                                                                              "Colombia|The city "
-                                                                              "and state, e.g. "
-                                                                              "San Francisco, "
-                                                                              "CA||The name of "
-                                                                              "the city", ""),
-            ("unit|units|format|temp_unit|scale", "enum:celsius,fahrenheit", "|The unit of "
-                                                                             "temperature|The "
-                                                                             "temperature unit "
-                                                                             "to use. Infer this "
-                                                                             "from the users "
-                                                                             "location.|Unit", " "
-                                                                                               "in {v}|, in {v}|, please use {v}| with unit {v}"),
-            ("days|num_days|forecast_days", "integer:1-14", "|Number of days|Days to look "
-                                                            "ahead", " for {v} days| for the "
-                                                                     "next {v} days"),
+            ("city|location|place|town|q|query|city_name|loc", "string:town", "City name|The city|City and country e.g. Bogotá, Colombia|The city and state, e.g. San Francisco, CA||The name of the city", ""),
+            ("unit|units|format|temp_unit|scale", "enum:celsius,fahrenheit", "|The unit of temperature|The temperature unit to use. Infer this from the users location.|Unit", " in {v}|, in {v}|, please use {v}| with unit {v}"),
+            ("days|num_days|forecast_days", "integer:1-14", "|Number of days|Days to look ahead", " for {v} days| for the next {v} days"),
         ),
         "What is the weather in {0}{opt}?|whats the weather in {0} right now{opt}|"
         "What's the weather like in {0}{opt}?|What is the "
@@ -59,11 +43,8 @@ ROWS: tuple[Row, ...] = (
         "Executes a bash command.|Run a command in the shell.|Execute a shell command and return "
         "its output.|Runs a command in the terminal and gives the output.",
         (
-            ("command|cmd|line|script", "string:command", "The command to execute|The "
-                                                          "command|Shell command to run|", ""),
-            ("timeout|timeout_ms|timeout_seconds", "integer:1-600", "Optional timeout|Seconds to "
-                                                                    "wait|", " with a timeout of "
-                                                                             "{v}|, timeout {v}"),
+            ("command|cmd|line|script", "string:command", "The command to execute|The command|Shell command to run|", ""),
+            ("timeout|timeout_ms|timeout_seconds", "integer:1-600", "Optional timeout|Seconds to wait|", " with a timeout of {v}|, timeout {v}"),
         ),
         "Run `{0}`{opt}.|Run {0}{opt}|Execute `{0}`{opt}.|Please run the command {0}{opt}|Run "
         "the command `{0}`{opt}, please.|Use the shell: {0}{opt}|What does `{0}` print{opt}?",
@@ -74,14 +55,9 @@ ROWS: tuple[Row, ...] = (
         "Reads a file from the local filesystem.|Read the contents of a file.|Return the text of "
         "a file.",
         (
-            ("path|file_path|filePath|filename|file", "string:file", "The path of the file|The "
-                                                                     "absolute path to the file "
-                                                                     "to read|Path|", ""),
-            ("offset|start_line|start", "integer:1-900", "The line to start at|First "
-                                                         "line|", " from line {v}| starting at "
-                                                                  "line {v}"),
-            ("limit|num_lines|count", "integer:5-500", "How many lines to read|Number of "
-                                                       "lines|", ", {v} lines| and only {v} lines"),
+            ("path|file_path|filePath|filename|file", "string:file", "The path of the file|The absolute path to the file to read|Path|", ""),
+            ("offset|start_line|start", "integer:1-900", "The line to start at|First line|", " from line {v}| starting at line {v}"),
+            ("limit|num_lines|count", "integer:5-500", "How many lines to read|Number of lines|", ", {v} lines| and only {v} lines"),
         ),
         "Read {0}{opt}.|Read the file {0}{opt}.|What is in {0}{opt}?|Open {0}{opt}|Show me "
         "{0}{opt}.|Please read {0}{opt}|Show the contents of {0}{opt}.|Look at {0}{opt}.",
@@ -92,8 +68,7 @@ ROWS: tuple[Row, ...] = (
         "Writes a file to the local filesystem.|Write text to a file.|Create a file with the "
         "given content.",
         (
-            ("path|file_path|filePath|filename", "string:file", "The path of the file|Where to "
-                                                                "write|", ""),
+            ("path|file_path|filePath|filename", "string:file", "The path of the file|Where to write|", ""),
             ("content|text|contents|data", "string:sentence", "The content to write|The text|", ""),
         ),
         'Write "{1}" to {0}.|Create the file {0} with the text "{1}".|Save "{1}" in {0}.|Put '
@@ -104,10 +79,8 @@ ROWS: tuple[Row, ...] = (
         "grep|search_files|Grep|search_code|find_in_files|ripgrep",
         "Searches file contents.|Search for a pattern in files.|A search tool for code.",
         (
-            ("pattern|query|regex|term", "string:noun", "The pattern to search for|What to look "
-                                                        "for|", ""),
-            ("path|directory|dir|folder", "string:file", "Where to search|File or "
-                                                         "directory|", " in {v}| inside {v}"),
+            ("pattern|query|regex|term", "string:noun", "The pattern to search for|What to look for|", ""),
+            ("path|directory|dir|folder", "string:file", "Where to search|File or directory|", " in {v}| inside {v}"),
         ),
         "Search for {0}{opt}.|Find {0}{opt}|Where is {0} used{opt}?|grep {0}{opt}|Look for "
         "{0}{opt}.|Find every use of {0}{opt}|Find all places that use {0}{opt}.",
@@ -117,14 +90,8 @@ ROWS: tuple[Row, ...] = (
         "web_search|search|search_web|google|bing_search|internet_search|searchWeb",
         "Search the web.|Searches the internet for a query.|Find pages on the web.",
         (
-            ("query|q|search_query|terms|text", "string:query", "The search query|What to "
-                                                                 "search for|", ""),
-            ("max_results|num_results|count|top_k|maxResults", "integer:1-20", "How many "
-                                                                               "results|Number "
-                                                                               "of "
-                                                                               "results|", ", "
-                                                                                           "{v} "
-                                                                                           "results| and give me {v} results"),
+            ("query|q|search_query|terms|text", "string:query", "The search query|What to search for|", ""),
+            ("max_results|num_results|count|top_k|maxResults", "integer:1-20", "How many results|Number of results|", ", {v} results| and give me {v} results"),
         ),
         'Search the web for {0}{opt}.|Search for "{0}"{opt}.|Google {0}{opt}|Look up {0} on the '
         'internet{opt}.|Find pages about "{0}"{opt}.|Search for {0}{opt}|search {0}{opt}|Can you '
@@ -257,8 +224,7 @@ ROWS: tuple[Row, ...] = (
     (
         "get_time|get_current_time|current_time|clock|time_in|getTime|now",
         "Get the current time in a city.|Returns the local time of a place.|Current time",
-        (("timezone|city|location|tz|place|zone", "string:city", "The city|Time zone or "
-                                                                 "city|", ""),),
+        (("timezone|city|location|tz|place|zone", "string:city", "The city|Time zone or city|", ""),),
         "What time is it in {0}?|What's the time in {0}?|Tell me the time in {0}.|Current time "
         "in {0}?|time {0}",
         "What time is it in {list}?|Give me the time in {list}.",
@@ -274,8 +240,7 @@ ROWS: tuple[Row, ...] = (
     (
         "calculator|calculate|evaluate|compute|calc|math_eval",
         "Evaluates an arithmetic expression.|A calculator.|Computes the value of an expression",
-        (("expression|expr|formula|input", "string:expression", "The expression|The arithmetic "
-                                                                "expression to evaluate|", ""),),
+        (("expression|expr|formula|input", "string:expression", "The expression|The arithmetic expression to evaluate|", ""),),
         "Use the calculator for {0}.|Calculate {0} with the tool.|Evaluate {0}.|Compute {0} with "
         "the calculator.|Use the tool to work out {0}.",
         "",
@@ -283,8 +248,7 @@ ROWS: tuple[Row, ...] = (
     (
         "get_user|get_user_info|lookup_user|getUser|find_customer|get_order|get_order_status|track_order|lookup_order",
         "Looks up a record by its id.|Get details by id.|Returns the record with this id.",
-        (("id|user_id|userId|order_id|orderId|customer_id|number", "string:code", "The "
-                                                                                  "id|Identifier|", ""),),
+        (("id|user_id|userId|order_id|orderId|customer_id|number", "string:code", "The id|Identifier|", ""),),
         "Look up {0}.|What is the status of {0}?|Find {0}, please.|Show me the record {0}.|Get "
         "the details of {0}.|Where is {0}?",
         "Look up {list}.|Show me {list}.",

@@ -38,10 +38,7 @@ FORMS: tuple[Template, ...] = (
      "{a} {o}. How many {o} [do|would|will|can] {b} {g} "
      "[hold|have|contain|carry|need|use|get|produce|make|take][| in total| altogether]?", "r=a*b#{o}", "That is {r} {o}."),
     ("If [each|every|one] {g1} [holds|has|contains|needs|gets|uses] {a} {o}, how many {o} [are "
-     "there in|are needed for|do we need for|do I need for|are in] {b} {g}?", "r=a*b#{o}", "That "
-                                                                                           "is "
-                                                                                           "{r} "
-                                                                                           "{o}."),
+     "there in|are needed for|do we need for|do I need for|are in] {b} {g}?", "r=a*b#{o}", "That is {r} {o}."),
     ("How many {o} [are there in|are in|fit into|do you need for|are needed for|do we need for] "
      "{b} {g} [if|when] [each|every one|each {g1}|every {g1}] [holds|has|needs|takes|contains] "
      "{a}[| {o}| of them]?", "r=a*b#{o}", "That is {r} {o}."),
@@ -49,15 +46,12 @@ FORMS: tuple[Template, ...] = (
      "each|. Each {g1}|. Every {g1}] [has|holds|with|carries] {a} {o}. How many {o} [is that|are "
      "there|are there altogether|are there in all|does that make|do they have]?", "r=a*b#{o}", "That is {r} {o}."),
     ("{b} {g} with {a} {o} [each|in each|per {g1}|apiece][. How many {o}|: how many {o}|, how "
-     "many {o}] [in total|is that|altogether|are there|are there in all]?", "r=a*b#{o}", "That "
-                                                                                         "is {r} "
-                                                                                         "{o}."),
+     "many {o}] [in total|is that|altogether|are there|are there in all]?", "r=a*b#{o}", "That is {r} {o}."),
     ("[A|One] {g1} [costs|sells for|is sold for|is priced at] [${a}|{a} dollars|{a} euros|{a} "
      "coins]. [How much|What] [do|would|will] {b} [cost|of them cost|{g} cost][| in total| "
      "altogether]?", "r=a*b#cost", "They cost {r}."),
     ("[What is the price of|How much are|What do I pay for|How much must I pay for] {b} {g} at "
-     "[${a}|{a} dollars|{a} euros] [each|apiece|per {g1}|a piece]?", "r=a*b#cost", "The price is "
-                                                                                   "{r}."),
+     "[${a}|{a} dollars|{a} euros] [each|apiece|per {g1}|a piece]?", "r=a*b#cost", "The price is {r}."),
     ("[A|One|The] [car|train|bus|plane|ship|truck|cyclist|runner|boat] "
      "[goes|travels|moves|drives|covers] {a} [km|miles|metres] [per|each|every|an] hour. How "
      "[far|many km] [does it get|will it go|can it go|does it travel|is that] in {b} "
@@ -74,10 +68,7 @@ FORMS: tuple[Template, ...] = (
      "{a} {o} [a|per|every|each] [day|week|hour|month]. How many [{o} is that|{o}|is that] in "
      "{b} [days|weeks|hours|months]?", "r=a*b#{o}", "That is {r} {o}."),
     ("{A} [has|owns|keeps|buys|carries|rents] {b} {g}, [each with|and each has|each "
-     "holding|every one with] {a} {o}. How many {o} does {A} [have|get|own]?", "r=a*b#{o}", "{A} "
-                                                                                            "has "
-                                                                                            "{r} "
-                                                                                            "{o}."),
+     "holding|every one with] {a} {o}. How many {o} does {A} [have|get|own]?", "r=a*b#{o}", "{A} has {r} {o}."),
     ("{b} [kids|children|people|guests|friends|workers|players] [each eat|each get|each "
      "bring|each need|each buy|all eat|get] {a} {o}[| each]. How many {o} [is that|are that|are "
      "needed|do they need|are eaten]?", "r=a*b#{o}", "That is {r} {o}."),
@@ -104,12 +95,7 @@ FORMS: tuple[Template, ...] = (
     ("{a} [people|passengers|guests|students|birds] are [on the bus|in the room|on the train|at "
      "the party|in the tree]. {b} [more come|more arrive|more join|more get on]. How many are "
      "there [now|then|in the end]?", "r=a+b#now", "There are {r} now."),
-    ("{A} is {a} [years old|today|now] and {B} is {b} years older. How old is {B}?", "r=a+b#age "
-                                                                                     "of "
-                                                                                     "{B}", "{B} "
-                                                                                            "is "
-                                                                                            "{r} "
-                                                                                            "years old."),
+    ("{A} is {a} [years old|today|now] and {B} is {b} years older. How old is {B}?", "r=a+b#age of {B}", "{B} is {r} years old."),
     # subtraction
     ("{A} has {a} {o} and [gives away|eats|loses|sells|uses|drops|throws away|donates|breaks] "
      "{b}[| of them]. How many [{o} |][are left|remain|does {A} have left|does {A} have now|does "
@@ -130,35 +116,24 @@ FORMS: tuple[Template, ...] = (
     ("{A} [weighs|is|has|scored|earned|ran|read] {a}[ kg|| points| dollars| km| pages] and {B} "
      "{b}. [What is the difference|How much more is that|How many more does {A} have]?", "r=a-b#the difference", "The difference is {r}."),
     ("{A} [needs|wants|has to collect|must save] {a} {o} and has {b}[| already| so far]. How "
-     "many [more does {A} need|are missing|{o} are missing|are still needed]?", "r=a-b#{o} "
-                                                                                "missing", "{A} "
-                                                                                           "needs {r} more {o}."),
+     "many [more does {A} need|are missing|{o} are missing|are still needed]?", "r=a-b#{o} missing", "{A} needs {r} more {o}."),
     ("A [film|movie|book|trip|race|song|course] [is|lasts|takes] {a} "
      "[minutes|pages|hours|km|days] long[, and| and] {b} are [over|done|behind us]. How "
      "[much|many] [is|are] left?", "r=a-b#left", "There are {r} left."),
     # division
     ("{A} [shares|divides|splits|deals out|distributes] {a} {o} [equally |evenly |fairly "
      "|][among|between|to] {b} [friends|children|people|players|dogs|classes]. How many [does "
-     "each get|{o} does each get|per person|does each one get|is that for each]?", "r=a/b#{o} "
-                                                                                   "for "
-                                                                                   "each", "Each "
-                                                                                           "gets "
-                                                                                           "{r} "
-                                                                                           "{o}."),
+     "each get|{o} does each get|per person|does each one get|is that for each]?", "r=a/b#{o} for each", "Each gets {r} {o}."),
     ("{a} {o} [are shared|are divided|are split|get divided] [equally |evenly |]among {b} "
      "[people|children|teams|groups|boxes|classes]. How many [does each get|for each|does each "
      "have|in each one]?", "r=a/b#{o} for each", "Each gets {r} {o}."),
     ("[How many {g} do we need|How many {g} are needed|How many {g} do you need|How many {g} "
      "does it take] for {a} {o} [if each|if each {g1}|when one {g1}|if every {g1}] "
-     "[holds|takes|carries|fits|has room for] {b}[| {o}| of them]?", "r=a/b#{g}", "{r} {g} are "
-                                                                                  "needed."),
+     "[holds|takes|carries|fits|has room for] {b}[| {o}| of them]?", "r=a/b#{g}", "{r} {g} are needed."),
     ("[Each|Every|One|A] {g1} [holds|takes|carries|fits|seats] {b} {o}. How many {g} [are "
-     "needed|do we need|do you need|does it take] for {a} {o}?", "r=a/b#{g}", "{r} {g} are "
-                                                                              "needed."),
+     "needed|do we need|do you need|does it take] for {a} {o}?", "r=a/b#{g}", "{r} {g} are needed."),
     ("{a} {o} [in|on|into] {b} {g}[, the same number in each|, equally many in each|, split "
-     "evenly]. How many {o} [per {g1}|in each {g1}|are in one {g1}]?", "r=a/b#{o} in one "
-                                                                       "{g1}", "There are {r} "
-                                                                               "{o} in each {g1}."),
+     "evenly]. How many {o} [per {g1}|in each {g1}|are in one {g1}]?", "r=a/b#{o} in one {g1}", "There are {r} {o} in each {g1}."),
     ("{b} {g} [weigh|hold|cost|contain|measure] {a} [kg|dollars|litres|{o}|grams] [together|in "
      "total|altogether]. [How much does one {g1} weigh|How much is one|What about one|How much "
      "is it for one {g1}]?", "r=a/b#for one", "One is {r}."),
@@ -166,8 +141,7 @@ FORMS: tuple[Template, ...] = (
     ("[What is|Find|Give me|What's] [twice {a}|double {a}|two times {a}|the double of "
      "{a}][?|.]", "r=a*2#", "The answer is {r}."),
     ("[What is|Find|Give me|What's] [three times {a}|the triple of {a}|triple {a}][?|.]", "r=a*3#", "The answer is {r}."),
-    ("[What is|Find|Give me|Calculate|What's] the product of {a} and {b}[?|.]", "r=a*b#", "The "
-                                                                                          "product is {r}."),
+    ("[What is|Find|Give me|Calculate|What's] the product of {a} and {b}[?|.]", "r=a*b#", "The product is {r}."),
     ("{A} [drives|walks|runs|rides|travels] {a} [km|miles|metres] in {b} [hours, always equally "
      "fast. How far [in one|per|each] hour|days at a constant speed. How far [in one|per|each] "
      "day|minutes, the same distance in each. How far [in one|per|each] minute]?", "r=a/b#for one", "That is {r}."),
@@ -180,8 +154,7 @@ FORMS: tuple[Template, ...] = (
      "them]. How many [{o} |][do I have left|do I have now|are left|remain|do I still "
      "have]?", "r=a-b#{o} left", "You have {r} {o} left."),
     ("[We are|There are] {b} [friends|people|of us] and [want to share|share|have] {a} {o}. How "
-     "many [for each|does each get|for each of us|do we each get]?", "r=a/b#{o} for "
-                                                                     "each", "Each gets {r} {o}."),
+     "many [for each|does each get|for each of us|do we each get]?", "r=a/b#{o} for each", "Each gets {r} {o}."),
     ("I [buy|order|need|take] {b} {g} [at|for] [${a}|{a} dollars|{a} euros] each. [What do I "
      "pay|How much is that|How much do I pay|What is the total]?", "r=a*b#cost", "You pay {r}."),
     # two and three steps
@@ -189,19 +162,13 @@ FORMS: tuple[Template, ...] = (
      "away] {c}[| {o}| of the {o}]. How many {o} [are left|remain|does {A} have left|does {A} "
      "have now]?", "x=a*b#{o} in the {g}; r=x-c#{o} left", "{A} has {r} {o} left."),
     ("{A} has {a} {o}. {A} [buys|gets|finds] {b} more and [gives|sells|sends] {c} to {B}. How "
-     "many [{o} |]does {A} have [now|left|in the end]?", "x=a+b#{o} at first; r=x-c#{o} "
-                                                         "left", "{A} has {r} {o}."),
+     "many [{o} |]does {A} have [now|left|in the end]?", "x=a+b#{o} at first; r=x-c#{o} left", "{A} has {r} {o}."),
     ("[Each|Every|One] {g1} [seats|carries|holds|has] {a} {o}. [There are|We have|They bring] "
      "{b} {g}, [but|and] {c} [{o} |][are missing|are taken|are broken|do not come|stay empty]. "
-     "How many [{o} |][are there|are left|remain]?", "x=a*b#{o} in all; r=x-c#{o} left", "There "
-                                                                                         "are "
-                                                                                         "{r} "
-                                                                                         "{o} "
-                                                                                         "left."),
+     "How many [{o} |][are there|are left|remain]?", "x=a*b#{o} in all; r=x-c#{o} left", "There are {r} {o} left."),
     ("{A} [earns|makes|gets|is paid] [${a}|{a} dollars] [an|per|each] hour. {A} works {b} hours "
      "and [spends|pays] [${c}|{c} dollars] [on|for] {p}. How much [money |][is left|does {A} "
-     "have left|remains]?", "x=a*b#dollars earned; r=x-c#dollars left", "{A} has {r} dollars "
-                                                                        "left."),
+     "have left|remains]?", "x=a*b#dollars earned; r=x-c#dollars left", "{A} has {r} dollars left."),
     ("{A} [starts with|begins with|has] {a} {o}, [loses|gives away|eats] {b}, then "
      "[finds|buys|gets] {c}. How many [{o} |][does {A} have|does {A} have now|is that "
      "now]?", "x=a-b#{o} at first; r=x+c#{o} now", "{A} has {r} {o}."),
@@ -210,10 +177,7 @@ FORMS: tuple[Template, ...] = (
     ("[What is|Calculate|Find] the perimeter of a [rectangle|garden|field|room] with sides {a} "
      "and {b}[?|.]", "x=a+b#half of the way around; r=x*2#perimeter", "The perimeter is {r}."),
     ("{A} [bakes|makes|packs|buys] {a} {o} [and|, then] {b} more. {A} [puts|packs] them [equally "
-     "|evenly |]into {c} {g}. How many {o} [are|go] in each {g1}?", "x=a+b#{o} in all; r=x/c#{o} "
-                                                                    "in each {g1}", "There are "
-                                                                                    "{r} {o} in "
-                                                                                    "each {g1}."),
+     "|evenly |]into {c} {g}. How many {o} [are|go] in each {g1}?", "x=a+b#{o} in all; r=x/c#{o} in each {g1}", "There are {r} {o} in each {g1}."),
 )
 ASIDES = (
     "It is a {j} day.|{A} lives in {c}.|{A} is from {c}.|The {s} is {j}.|The weather is "
