@@ -122,13 +122,6 @@ def test_m3_values_without_a_marker_are_kept(parts: list[str], place: int) -> No
     assert json.loads(call.arguments) == {"content": value}
 
 
-def test_m3_members_in_the_text_of_an_array_are_never_part_of_its_json() -> None:
-    text = f'{M}<tool_call>{M}<invoke name="create_event">{M}<any>x{M}</any>{M}<matrix>{{"a": 1}}'
-    text += f"{M}<content>2{M}</content>{M}</matrix>{M}</invoke>{M}</tool_call>"
-    (call,) = parse(MINIMAX_M3, text, tools=TOOLS, in_reasoning=False).tool_calls
-    assert (call.arguments, call.is_whole) == ('{"any": "x"', False)
-
-
 @settings(deadline=None)
 @given(
     texts=st.tuples(*[st.text(UNICODE | st.sampled_from('<>/\n"\\ '), max_size=40)] * 2),

@@ -1,6 +1,7 @@
 import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +11,21 @@ import pytest
 from negamax.cli.main import main
 
 CASES = proof.read_cases(proof.CASE_FILES)[::25]
+Run = Callable[..., tuple[int, str, str]]
 NAMES = {format.name: name for name, format in proof.FORMATS.items()}
-
-
-class Run:
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-    ) -> None:
-        self._monkeypatch = monkeypatch
-        self._captured = capfdbinary
-
-    def __call__(self, text: str | bytes, *arguments: str) -> tuple[int, str, str]:
-        raw = text if isinstance(text, bytes) else text.encode()
-        self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
-        code = main(["parse", *arguments])
-        sys.stdout.flush()
-        out, err = self._captured.readouterr()
-        return code, out.decode(), err.decode()
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
-    return Run(monkeypatch, capfdbinary)
+    def parse(text: str | bytes, *arguments: str) -> tuple[int, str, str]:
+        raw = text if isinstance(text, bytes) else text.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+        code = main(["parse", *arguments])
+        sys.stdout.flush()
+        out, err = capfdbinary.readouterr()
+        return code, out.decode(), err.decode()
+
+    return parse
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])

@@ -66,16 +66,12 @@ def test_a_process_that_is_not_the_parent_is_not_killed(tmp_path: Path) -> None:
 
 def test_a_child_ends_with_a_parent_that_leaves_bytes_unread() -> None:
     ours, childs = socket.socketpair()  # Linux then resets the connection
-    code = "from negamax.base import supervision as s; import time; s.exit_with_parent(); "
-    command = [sys.executable, "-c", code + "print('ready', flush=True); time.sleep(120)"]
-    with subprocess.Popen(command, stdin=childs, stdout=-1, stderr=-1, text=True) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
+    code = "import time; from negamax.base import supervision as s; s.exit_with_parent(); "
+    command = [sys.executable, "-c", code + "time.sleep(120)"]
+    with ours, childs:
         childs.sendall(b"unread")
-        childs.close()
-        ours.close()
-        _, errors = child.communicate(timeout=100)
-    assert (child.returncode, errors) == (1, "")
+        child = subprocess.Popen(command, stdin=childs, stderr=-1, text=True)
+    assert (child.communicate(timeout=100)[1], child.returncode) == ("", 1)
 
 
 def test_mapping_the_first_row_alone_keeps_the_others(tmp_path: Path) -> None:
