@@ -330,7 +330,8 @@ def _windows(
     if len(names) == 1 and not stacked:
         yield names[0], SourceTensor(entry, entry.shape)
         return
-    count = sum(1 for _ in _numbered(names[0], places)) if stacked else 1
+    numbered = (names[0].replace("*", str(at)) for at in count_from(0))
+    count = sum(1 for _ in takewhile(places.__contains__, numbered)) if stacked else 1
     parts = [places.get(name.replace("*", "0")) for name in names]
     if None in parts:
         yield entry.name, SourceTensor(entry, entry.shape)
@@ -353,11 +354,6 @@ def _windows(
             part = shape if len(shape) == len(inner) else inner
             source = SourceTensor(entry, part, index, start[: len(part)], matrix)
             yield name.replace("*", str(at)), source
-
-
-def _numbered(name: str, places: Places) -> Iterator[str]:
-    """Yield `name` with 0, 1, ... for its *, as long as places have these names."""
-    return takewhile(places.__contains__, (name.replace("*", str(at)) for at in count_from(0)))
 
 
 def _join(

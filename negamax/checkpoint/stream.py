@@ -186,7 +186,7 @@ class _Stream:
         for one in found:
             moves = [self._moves[number] for number in one.wanted.moves]
             if _is_copied(moves[0]):
-                parts.append(partial(_one, Part(moves[0], one.tensor, one.broken, one.zeros)))
+                parts.append(partial(list, (Part(moves[0], one.tensor, one.broken, one.zeros),)))
                 continue
             number = one.wanted.moves[0]
             there = self._there.setdefault(number, [])
@@ -263,10 +263,6 @@ def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
 
 def _is_copied(move: Move) -> bool:
     return not (move.is_dequantized or move.is_quantized)
-
-
-def _one(part: Part) -> list[Part]:
-    return [part]
 
 
 def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) -> Tensor:

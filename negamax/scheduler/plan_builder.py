@@ -29,8 +29,10 @@ class PlanBuilder:
         self.appended_slots.append(sequence.slot)
         self.appended_blocks.append(sequence.block_ids[-1])
 
-    def add_chunk(self, sequence: Sequence) -> None:
-        """Add as many of the sequence's remaining tokens as the budget allows, at least 1."""
+    def add_chunk(self, sequence: Sequence) -> bool:
+        """Add as many of the sequence's remaining tokens as the budget allows, at least 1. Return
+        whether none remains, so that the chunk samples.
+        """
         computed, left = sequence.num_computed, sequence.num_total - sequence.num_computed
         count, room = self.chunk_length.fit(computed, left, self.budget)
         sequence.num_computed += count
@@ -38,6 +40,16 @@ class PlanBuilder:
         sequence.num_total += samples
         self.budget -= room
         self.chunks.append((count, samples, sequence))
+        return samples
+
+    def extend_chunk(self, sequence: Sequence) -> None:
+        """Add more tokens to a chunk that does not sample, or add the first one."""
+        earlier = [chunk for chunk in self.chunks if chunk[2] is sequence]
+        self.add_chunk(sequence)
+        if earlier:
+            self.chunks.remove(earlier[0])
+            count, samples, _ = self.chunks.pop()
+            self.chunks.append((earlier[0][0] + count, samples, sequence))
 
     def finish(self, step_id: int, *, has_constrained: bool, num_proposed: int) -> StepPlan:
         """Return the plan. Afterwards `sequences` has one entry per row."""

@@ -149,13 +149,11 @@ class Scheduler:
         num_drafts = 0
         if self.limits.num_draft_tokens:
             num_drafts = self._draft_length.choose(self._turns.share(len(self._running)))
-        for sequence in self._plan_decodes(builder, num_drafts):
-            if not builder.budget:
-                break
-            builder.add_chunk(sequence)
-            self._look_ahead(sequence, builder)
+        prefills = self._plan_decodes(builder, num_drafts)
+        unfinished = self._plan_shares(builder, prefills) if prefills else []
+        started = {sequence.tenant: sequence.order for sequence in reversed(unfinished)}
         while builder.budget and self._free_slots:
-            first = self._waiting.first(self._requests.num_rows)
+            first = self._waiting.first(self._requests.num_rows, after=started)
             new_row = None if first is None else self._admit(first)
             if first is None or new_row is None:
                 break  # the first is never overtaken
@@ -163,6 +161,11 @@ class Scheduler:
             self._waiting.remove(first)
             builder.add_chunk(first)
             self._look_ahead(first, builder)
+        for sequence in unfinished:
+            if not builder.budget:
+                break
+            builder.extend_chunk(sequence)
+            self._look_ahead(sequence, builder)
         if not builder.sequences and not builder.chunks:
             return None
         return self._finish(builder, num_proposed=num_drafts)
@@ -352,6 +355,33 @@ class Scheduler:
             builder.budget = max(0, builder.budget)
         assert builder.budget >= 0
         return prefills
+
+    def _plan_shares(self, builder: PlanBuilder, prefills: list[Sequence]) -> list[Sequence]:
+        """Plan chunks of running prompts of the best priority; return prompts that have more.
+
+        If several tenants have such prompts, each gets an equal share of the budget. What it does
+        not need, and shares of tenants that wait for a slot, stay in the budget.
+        """
+        budget, priority = builder.budget, prefills[0].order[0]
+        by_tenant: dict[str, list[Sequence]] = {}
+        for sequence in prefills:
+            if sequence.order[0] == priority:
+                by_tenant.setdefault(sequence.tenant, []).append(sequence)
+        num_shares = len(by_tenant)
+        if self._free_slots:
+            num_shares += len(self._waiting.tenants(priority) - by_tenant.keys())
+        ended: set[Sequence] = set()
+        for place, rows in enumerate(by_tenant.values()):
+            builder.budget = share = budget // (num_shares - place)
+            for sequence in rows:
+                if not builder.budget:
+                    break
+                if builder.add_chunk(sequence):
+                    ended.add(sequence)
+                self._look_ahead(sequence, builder)
+            budget -= share - builder.budget
+        builder.budget = budget
+        return [sequence for sequence in prefills if sequence not in ended]
 
     def _reserve_drafts(self, sequence: Sequence, most: int, builder: PlanBuilder) -> int:
         """Reserve free blocks for up to `most` drafts within the length limit; preempt nothing."""

@@ -6,6 +6,7 @@ the order of turns and arrival. With one tenant that is the order alone.
 
 from bisect import insort
 from collections.abc import Iterator, Mapping
+from math import inf
 from operator import attrgetter
 
 from negamax.scheduler.sequence import Sequence
@@ -34,11 +35,22 @@ class WaitingQueue:
         if not queue:
             del self._by_tenant[sequence.tenant]
 
-    def first(self, num_rows: Mapping[str, int]) -> Sequence | None:
-        """Return the next sequence to admit, None if none waits. `num_rows`: running rows of each
-        tenant that has any.
+    def tenants(self, priority: int) -> set[str]:
+        """Return the tenants with a sequence of this priority or a better one."""
+        heads = self._by_tenant.items()
+        return {tenant for tenant, queue in heads if queue[0].order[0] <= priority}
+
+    def first(
+        self, num_rows: Mapping[str, int], *, after: Mapping[str, tuple[float, ...]] | None = None
+    ) -> Sequence | None:
+        """Return the next sequence to admit, None if none waits.
+
+        `num_rows`: running rows of each tenant that has any. `after`: the order of a tenant's first
+        prompt that runs, which its own later ones wait for.
         """
-        heads = (queue[0] for queue in self._by_tenant.values())
+        heads = [queue[0] for queue in self._by_tenant.values()]
+        if after:
+            heads = [head for head in heads if head.order < after.get(head.tenant, (inf,))]
         return min(heads, key=lambda head: rank_waiting(head, num_rows), default=None)
 
 

@@ -132,7 +132,7 @@ def test_proposed_drafts_are_counted(captured: bool, monkeypatch: pytest.MonkeyP
     options: dict[str, Any] = {"max_model_len": WINDOW, "num_threads": 1, "show_progress": False,
                                "max_num_seqs": 2, "max_num_batched_tokens": 32}  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    prompt = [300, 301, 302, 303, 304]
+    prompt = [500, 501, 502, 503, 504]
     with LLM("nano", enable_overlap=False, speculative_config=config, **options) as llm:
         outputs = list(llm.stream(prompt, params))
         stats = llm.stats()

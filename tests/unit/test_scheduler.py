@@ -64,6 +64,20 @@ def test_tenants_take_turns() -> None:
     assert list_admitted(scheduler.next_plan()) == "axbyc"
 
 
+def test_tenants_share_the_tokens_for_prompts() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16, max_model_len=200, num_blocks=200)
+
+    def plan(**lengths: int) -> list[int]:
+        for name, length in lengths.items():
+            scheduler.add(name, length, tenant=name[0])
+        return sorted(scheduler.next_plan().num_scheduled)
+
+    assert plan(a1=100, a2=100) == [16]
+    assert plan(b1=12, c1=5) == [5, 11]
+    assert plan() == [1, 5, 10]  # b1 samples; a1 gets what c1 leaves
+    assert plan(b2=100) == [1, 1, 7, 7] == plan()
+
+
 @pytest.mark.parametrize(
     ("many", "sizes", "priority", "admitted"),
     [
