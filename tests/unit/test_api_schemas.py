@@ -465,8 +465,10 @@ def test_thinking_modes(choice: ThinkingChoice, of_m2: str | None, of_m3: str | 
 
 def test_template_gets_the_variables_that_it_reads() -> None:
     template = ChatTemplate("{{ enable_thinking }} {{ reasoning_effort }}")
-    expected = {"enable_thinking": False, "reasoning_effort": "high"}
-    assert ThinkingChoice("disabled", "high").template_variables(template) == expected
+    expected = {"enable_thinking": True, "reasoning_effort": "max"}
+    assert ThinkingChoice("enabled", "max").template_variables(template) == expected
+    disabled = ThinkingChoice("disabled", "high").template_variables(template)
+    assert disabled == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,12 @@ class ThinkingChoice:
         return "disabled" if self.effort == "minimal" and template.reads("thinking_mode") else None
 
     def template_variables(self, template: ChatTemplate) -> dict[str, Any]:
+        """Return what `template` reads. Disabled thinking has no effort."""
         mode = self.mode_for(template)
         variables = {
             "thinking_mode": mode,
             "enable_thinking": None if mode is None else mode != "disabled",
-            "reasoning_effort": self.effort,
+            "reasoning_effort": None if mode == "disabled" else self.effort,
         }
         return {
             name: value
