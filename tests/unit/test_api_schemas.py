@@ -465,10 +465,9 @@ def test_thinking_modes(choice: ThinkingChoice, of_m2: str | None, of_m3: str | 
 
 def test_template_gets_the_variables_that_it_reads() -> None:
     template = ChatTemplate("{{ enable_thinking }} {{ reasoning_effort }}")
-    expected = {"enable_thinking": True, "reasoning_effort": "max"}
-    assert ThinkingChoice("enabled", "max").template_variables(template) == expected
-    disabled = ThinkingChoice("disabled", "high").template_variables(template)
-    assert disabled == {"enable_thinking": False}
+    for mode, effort in (("enabled", {"reasoning_effort": "max"}), ("disabled", {})):
+        expected = {"enable_thinking": mode == "enabled", **effort}
+        assert ThinkingChoice(mode, "max").template_variables(template) == expected
 
 
 @pytest.mark.parametrize(
