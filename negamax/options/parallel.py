@@ -12,11 +12,6 @@ USUAL_SIZES = (1, 2, 4, 8, 16)
 ALL2ALL_BACKENDS = ("allgather_reducescatter", "one_sided")
 
 
-def _usual(size: int) -> int:
-    """Return the largest usual size up to `size`."""
-    return max(each for each in USUAL_SIZES if each <= max(1, size))
-
-
 @dataclass(frozen=True)
 class ParallelOptions:
     """Numbers of ranks, named as in vLLM. Errors: `ConfigError` with a size that works."""
@@ -54,7 +49,7 @@ class ParallelOptions:
             if size < 1:
                 raise ConfigError(f"{name} is {size}; allowed: 1 or more")
         if experts is not None and ranks * replicas * shares % experts:
-            usual = _usual(ranks)
+            usual = max(size for size in USUAL_SIZES if size <= max(1, ranks))
             fitting = ", ".join(str(size) for size in USUAL_SIZES if size <= usual)
             groups = ((replicas, "data-parallel"), (shares, "context-parallel"))
             beside = "".join(f" in each of {n} {kind} ranks" for n, kind in groups if n > 1)

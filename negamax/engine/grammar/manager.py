@@ -3,6 +3,7 @@ both. A process follows harmless grammars, so that the loop never waits for them
 be slow or end its process gets a worker: a process of its own.
 """
 
+import contextlib
 import hashlib
 import time
 from collections import Counter, OrderedDict
@@ -159,16 +160,22 @@ class GrammarManager:
     def start(self) -> GrammarClient:
         """Return the grammar process; start it if none runs, which takes seconds."""
         if self._client is None:
-            self._client = GrammarClient(self._live_host())
+            self._client = self._fork()
         return self._client
 
-    def _live_host(self) -> GrammarHost:
-        if self._host is not None and not self._host.is_alive:
+    def _fork(self, spec: wire.GrammarSpec | None = None) -> GrammarClient:
+        """Fork a process. The host is started if none runs or it just ends."""
+        if self._host is not None and self._host.is_alive:
+            with contextlib.suppress(ConnectionError):
+                return GrammarClient(self._host, spec=spec)
+        self._end_host()
+        self._host = GrammarHost(self._setup)
+        return GrammarClient(self._host, spec=spec)
+
+    def _end_host(self) -> None:
+        if self._host is not None:
             self._host.kill()
             self._host = None
-        if self._host is None:
-            self._host = GrammarHost(self._setup)
-        return self._host
 
     def open(self, request: GenerateRequest) -> None:
         """Prepare the constraints of `request`. `opened` returns them when ready."""
@@ -310,9 +317,8 @@ class GrammarManager:
     def shutdown(self) -> None:
         for client in self._clients():
             client.kill()
-        if self._host is not None:
-            self._host.kill()
-        self._host, self._client, self._workers = None, None, []
+        self._end_host()
+        self._client, self._workers = None, []
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _masks(self, rule: RequestGrammar, row: GrammarRow) -> list[Mask | None]:
@@ -417,7 +423,7 @@ class GrammarManager:
                 continue
             try:
                 if worker is None:
-                    worker = GrammarClient(self._live_host(), spec=rule.spec)
+                    worker = self._fork(rule.spec)
                     self._workers.append(worker)
                 self._send_to(worker, rule)
             except (OSError, zmq.ZMQError, ResourceError) as error:
@@ -510,9 +516,8 @@ class GrammarManager:
         else:
             self._workers.remove(client)
         client.kill()
-        if not client.is_ready and self._host is not None:  # it may be the host that hangs
-            self._host.kill()
-            self._host = None
+        if not client.is_ready:  # it may be the host that hangs
+            self._end_host()
         for rule in self._followed_by(client):
             if client.spec is not None and client.is_ready and rule.problem is None:
                 rule.refusal = (
