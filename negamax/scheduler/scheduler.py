@@ -357,31 +357,30 @@ class Scheduler:
         return prefills
 
     def _plan_shares(self, builder: PlanBuilder, prefills: list[Sequence]) -> list[Sequence]:
-        """Plan chunks of running prompts of the best priority; return prompts that have more.
-
-        If several tenants have such prompts, each gets an equal share of the budget. What it does
-        not need, and shares of tenants that wait for a slot, stay in the budget.
+        """Plan chunks of running prompts. If several tenants have prompts of the best priority,
+        each gets an equal share of the budget; return the prompts that have more. What a tenant
+        does not need, and shares of tenants that wait for a slot, stay in the budget.
         """
-        budget, priority = builder.budget, prefills[0].order[0]
-        by_tenant: dict[str, list[Sequence]] = {}
-        for sequence in prefills:
-            if sequence.order[0] == priority:
-                by_tenant.setdefault(sequence.tenant, []).append(sequence)
-        num_shares = len(by_tenant)
-        if self._free_slots:
-            num_shares += len(self._waiting.tenants(priority) - by_tenant.keys())
-        ended: set[Sequence] = set()
-        for place, rows in enumerate(by_tenant.values()):
+        priority = prefills[0].order[0]
+        urgent = [row for row in prefills if row.order[0] == priority]
+        tenants = dict.fromkeys(row.tenant for row in urgent)
+        waiting = self._waiting.tenants(priority) - tenants.keys() if self._free_slots else ()
+        num_shares = len(tenants) + len(waiting)
+        groups = [prefills]
+        if num_shares > 1:
+            groups = [[row for row in urgent if row.tenant == tenant] for tenant in tenants]
+        budget, ended = builder.budget, set[Sequence]()
+        for place, rows in enumerate(groups):
             builder.budget = share = budget // (num_shares - place)
-            for sequence in rows:
+            for row in rows:
                 if not builder.budget:
                     break
-                if builder.add_chunk(sequence):
-                    ended.add(sequence)
-                self._look_ahead(sequence, builder)
+                if builder.add_chunk(row):
+                    ended.add(row)
+                self._look_ahead(row, builder)
             budget -= share - builder.budget
         builder.budget = budget
-        return [sequence for sequence in prefills if sequence not in ended]
+        return [row for row in prefills if row not in ended] if num_shares > 1 else []
 
     def _reserve_drafts(self, sequence: Sequence, most: int, builder: PlanBuilder) -> int:
         """Reserve free blocks for up to `most` drafts within the length limit; preempt nothing."""
