@@ -358,8 +358,8 @@ class Scheduler:
 
     def _plan_shares(self, builder: PlanBuilder, prefills: list[Sequence]) -> list[Sequence]:
         """Plan chunks of running prompts. If several tenants have prompts of the best priority,
-        each gets an equal share of the budget; return the prompts that have more. What a tenant
-        does not need, and shares of tenants that wait for a slot, stay in the budget.
+        each gets an equal share of the budget; what it does not need, and the shares of tenants
+        that wait for a slot, stay in the budget. Return the prompts that may take more of it.
         """
         priority = prefills[0].order[0]
         urgent = [row for row in prefills if row.order[0] == priority]

@@ -45,8 +45,8 @@ class WaitingQueue:
     ) -> Sequence | None:
         """Return the next sequence to admit, None if none waits.
 
-        `num_rows`: running rows of each tenant that has any. `after`: the order of a tenant's first
-        prompt that runs, which its own later ones wait for.
+        `num_rows`: running rows of each tenant that has any. `after`: by tenant, the order
+        of its first unfinished prompt; its later requests wait for that.
         """
         heads = [queue[0] for queue in self._by_tenant.values()]
         if after:

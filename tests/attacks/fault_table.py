@@ -394,7 +394,7 @@ def row(setup: str, part: str, *, fault: str, limit: float) -> tuple[list[str], 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--only", default="", help="rows whose name has this text")
-    parser.add_argument("--limit", type=float, default=20.0, help="seconds that a cell may take")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds after a fault")
     arguments = parser.parse_args()
     os.environ.setdefault(KEY_VARIABLE, "of the table")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its server ends with it

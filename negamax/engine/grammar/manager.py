@@ -164,7 +164,7 @@ class GrammarManager:
         return self._client
 
     def _fork(self, spec: wire.GrammarSpec | None = None) -> GrammarClient:
-        """Fork a process. The host is started if none runs or it just ends."""
+        """Fork a process. The host is started if none runs, and again if it is ending."""
         if self._host is not None and self._host.is_alive:
             with contextlib.suppress(ConnectionError):
                 return GrammarClient(self._host, spec=spec)
