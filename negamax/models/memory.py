@@ -10,7 +10,7 @@ from negamax.config.kv_cache import ELEMENT_BYTES
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.floats import PLAIN
 from negamax.formats.tensor_format import Axis, TensorFormat
-from negamax.models.eagle3.config import Eagle3Spec
+from negamax.models.drafts import DraftSpec
 from negamax.models.family import WeightSpec
 from negamax.models.registry import import_names
 from negamax.parallel.layout import ParallelLayout, share
@@ -108,14 +108,17 @@ def weight_bytes(
 
 
 def draft_bytes(
-    spec: Eagle3Spec, *, dtype: str, kept: Kept = as_stored, ranks: int = 1, embeds: bool = True
+    spec: DraftSpec, *, dtype: str, kept: Kept = as_stored, ranks: int = 1, embeds: bool = True
 ) -> int:
-    """Return the bytes of a draft on each of `ranks`, with the rotation and the whole embedding.
+    """Return the bytes of a draft on each of `ranks`, with the rotation and copied embeddings.
 
-    The model's embedding is copied if it is rotated, split, or on another pipeline stage.
+    The model's embedding is copied if it is rotated, on another pipeline stage, or split and read
+    as a whole.
     """
-    copied = (ranks > 1 or not embeds or spec.is_rotated_back) and not spec.own_embedding
-    table = spec.vocab_size * spec.hidden_size * ELEMENT_BYTES[dtype] if copied else 0
+    is_split = ranks > 1 and spec.copies_embedding
+    copied = (is_split or not embeds or spec.is_rotated_back) and not spec.own_embedding
+    rows = spec.vocab_size // (1 if spec.copies_embedding else ranks)
+    table = rows * spec.hidden_size * ELEMENT_BYTES[dtype] if copied else 0
     if spec.is_rotated_back:
         table += spec.target_hidden_size**2 * ELEMENT_BYTES[dtype]
     return table + weight_bytes(spec, dtype=dtype, kept=kept, layout=ParallelLayout(tp=ranks))

@@ -14,6 +14,7 @@ from negamax.base.errors import ConfigError
 from negamax.config.fields import refuse
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import MODELOPT_FILE, read_quantization
+from negamax.models.drafts import DraftFamily, DraftNames, DraftSpec, IsDraft
 from negamax.models.eagle3 import config as eagle3
 from negamax.models.family import Init, ModelFamily, WeightNames
 from negamax.models.minimax_m2 import config as minimax_m2
@@ -23,7 +24,7 @@ from negamax.text.chat_family import ChatFamily
 # One line per family.
 _ALL = (*minimax_m2.FAMILIES, *minimax_m3.FAMILIES)
 FAMILIES = {family.architecture: family for family in _ALL}
-DRAFTS = {eagle3.FAMILY.architecture: eagle3.FAMILY}  # draft models
+DRAFTS = {family.architecture: family for family in (eagle3.FAMILY,)}  # draft models
 # The chat formats by their short names ("m2", "m3").
 CHAT_FAMILIES: Mapping[str, ChatFamily] = {
     family.chat.call_style.name: family.chat
@@ -46,6 +47,23 @@ def find_family(architecture: str) -> ModelFamily:
     return FAMILIES[architecture]
 
 
+def find_draft_family(config: Mapping[str, Any]) -> DraftFamily | None:
+    """Return the family that `architectures` of a config.json names; None: of no draft."""
+    names = config.get("architectures")
+    for family in DRAFTS.values():
+        if isinstance(names, list | tuple) and any(name in family.architectures for name in names):
+            return family
+    return None
+
+
+def find_bundled_draft(name: str) -> DraftSpec | None:
+    """Return the spec of a published draft by its short `name`; None for other names."""
+    found = (family.bundled.get(name.lower()) for family in DRAFTS.values())
+    spec = next((spec for spec in found if spec is not None), None)
+    assert isinstance(spec, DraftSpec | None)
+    return spec
+
+
 def list_model_types(architecture: str) -> list[str]:
     """List every model_type of models built like those of `architecture`."""
     package = find_family(architecture).package
@@ -60,6 +78,8 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
     `ConfigError` with the field, the value found and the values allowed.
     """
     eagle3.check_no_draft(config)
+    if find_draft_family(config) is not None:
+        raise IsDraft(config["architectures"][0], None)
     architectures = config.get("architectures") or None
     model_type = config.get("model_type") or None
     if architectures is None and model_type is None:
@@ -115,6 +135,11 @@ def bundled_names() -> tuple[str, ...]:
 def import_names(spec: ModelSpec) -> WeightNames:
     """Import the weight names of `spec`'s family."""
     return cast(WeightNames, import_module(f"{find_family(spec.architecture).package}.names"))
+
+
+def import_draft_names(spec: DraftSpec) -> DraftNames:
+    """Import the weight names of a draft's family."""
+    return cast(DraftNames, import_names(spec))
 
 
 def import_init(spec: ModelSpec) -> Init:

@@ -1,7 +1,7 @@
 """Settings for draft tokens, with the keys of vLLM's `--speculative-config`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from negamax.base.errors import ConfigError
@@ -51,6 +51,7 @@ class SpeculationConfig:
     """How draft tokens are proposed. `read` makes it from the option."""
 
     method: str  # one of METHODS
+    is_default_method: bool = field(default=False, kw_only=True)  # the draft's files may replace it
     num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # limit for a row of a step
     is_default_length: bool = False  # the option gives no number: the draft's files may
     adaptive: bool = True  # propose fewer where measured times say it is faster
@@ -121,6 +122,7 @@ class SpeculationConfig:
         return SpeculationConfig(
             method,
             count,
+            is_default_method="method" not in given,
             is_default_length=not _LENGTH_KEYS & given.keys() and rates is None,
             adaptive=adaptive,
             model=_text(given, "model") if method == EAGLE3 else None,

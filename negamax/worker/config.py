@@ -10,7 +10,7 @@ import msgspec
 
 from negamax.config.kv_cache import KvCacheSpecs, set_index_dtype, split_over_holders
 from negamax.config.model_spec import ModelSpec
-from negamax.models.eagle3.config import DraftModel
+from negamax.models.drafts import DraftModel
 from negamax.models.registry import find_family
 from negamax.options.eplb import FIXED
 from negamax.options.speculation import SpeculationConfig

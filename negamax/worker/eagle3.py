@@ -11,92 +11,58 @@ sequences share belong to the sequence that filled it. This may lower acceptance
 the output.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from negamax.checkpoint.loader import fill
-from negamax.checkpoint.plan import plan_load
 from negamax.checkpoint.quarot import read_rotation
-from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.drafts.op import RECORD_DRAFTS
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.sampling.op import DRAW_LEADING, PICK, RowSampling
-from negamax.layers.attention import KvCaches
 from negamax.layers.weights import LayerSetup, WeightSlot
 from negamax.models.decoder import Decoder
+from negamax.models.drafts import DraftModel
 from negamax.models.eagle3 import names
-from negamax.models.eagle3.config import DraftModel, Eagle3Spec, name_draft_errors
+from negamax.models.eagle3.config import Eagle3Spec
 from negamax.models.eagle3.model import Eagle3Draft, build
 from negamax.parallel.collectives import Partial, SingleRank
-from negamax.parallel.context import ParallelContext
-from negamax.parallel.layout import ParallelLayout
-from negamax.quantization.detect import detect
-from negamax.quantization.scheme import WeightFormat
 from negamax.worker.config import WorkerConfig
-from negamax.worker.proposer import DraftRows, Proposer, TokenStates, hand_down_embedding
-from negamax.worker.request_state import FILTERS, RequestState
+from negamax.worker.draft_model import DraftModelProposer
+from negamax.worker.proposer import DraftRows, TokenStates
+from negamax.worker.request_state import RequestState
 
 
-class Eagle3Proposer(Proposer):
-    """Proposes the draft's most likely tokens. With "probabilistic" and a temperature, it instead
-    samples the draft's logits with the target's noise, as on a GPU.
-    """
+class Eagle3Proposer(DraftModelProposer):
+    """Proposes token after token, each by a pass of the draft."""
+
+    _model: Eagle3Draft
 
     def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
         """Check the draft's files. Errors: those of `plan_load` and `read_rotation`."""
-        assert config.speculation is not None
-        self.num_draft_tokens = config.speculation.num_speculative_tokens
-        self.capture = draft.spec.aux_layers
-        self._draws = config.speculation.draft_sample_method == "probabilistic"
-        self._config, self._draft, self._kernels = config, draft, kernels
-        self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
-        self._record = kernels[RECORD_DRAFTS].run
-        self._plan, self._rotation = None, None
+        self._rotation = None
         if draft.spec.is_rotated_back and config.folder is not None:
             self._rotation = read_rotation(Path(config.folder))
-        if draft.folder is not None:
-            layout = config.layout.within_stage
-            slots = build_empty_slots(draft.spec, layout, kernels=kernels)
-            with name_draft_errors(draft.folder):
-                self._plan = plan_load(slots, draft.spec, Path(draft.folder), layout)
+        super().__init__(config, draft, kernels=kernels)
 
-    def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
-        spec, self._group = self._draft.spec, context.attention_group
-        if not spec.own_embedding and not target.is_first_stage:
-            weights = WeightFormat(self._kernels.dtype, device)
-            target.embedding = hand_down_embedding(target, context, weights)
-        self._model = _build(spec, context, device=device, kernels=self._kernels)
-        slots = self._model.weight_slots()
-        if self._plan is not None:
-            with name_draft_errors(self._draft.folder):
-                summary = fill(slots, self._plan).summary()
-                self._model.finish_loading(target, self._rotation)
-        else:
-            if spec.is_pruned:
-                slots[names.D2T].write(_spread(spec))
-            ids = (names.D2T, names.T2D)
-            drawn = {name: slot for name, slot in slots.items() if name not in ids}
-            fill_synthetic(drawn, spec, self._config.seed, device=device)
-            summary = "synthetic weights"
-            self._model.finish_loading(target)
+    def _build(self, setup: LayerSetup) -> dict[str, WeightSlot]:
+        self._model = build(self._draft.spec, setup)
+        return self._model.weight_slots()
+
+    def _keep_drawn(self, slots: Mapping[str, WeightSlot]) -> Mapping[str, WeightSlot]:
+        spec = self._model.spec
+        if spec.is_pruned:
+            slots[names.D2T].write(_spread(spec))
+        ids = (names.D2T, names.T2D)
+        return {name: slot for name, slot in slots.items() if name not in ids}
+
+    def _finish_loading(self, target: Decoder) -> None:
+        self._model.finish_loading(target, self._rotation if self._draft.folder else None)
         self._target_ids = self._model.target_ids
         if self._draws:  # by the target's ids
-            size = spec.vocab_size
-            self._target_ids = torch.arange(size + 1, device=device)
+            size = self._model.spec.vocab_size
+            self._target_ids = torch.arange(size + 1, device=self._target_ids.device)
             self._target_ids[size] = -1
-        rows = max(self._config.max_num_seqs, self._config.cudagraph_size) + 1
-        self._starts = torch.arange(rows, dtype=torch.int32, device=device)
-        self._zeros = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._greedy = torch.zeros(1, len(FILTERS), device=device)  # filters of all rows
-        return f"; draft of {self.num_draft_tokens} tokens: {summary}"
-
-    def use_caches(self, caches: Sequence[KvCaches]) -> None:
-        self._kv = caches
 
     def propose(
         self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
@@ -133,16 +99,10 @@ class Eagle3Proposer(Proposer):
         """
         model, logits = self._model, self._model.local_logits(hidden)
         if not self._draws:
-            zeros = self._zeros[: len(slots)]
-            rows = RowSampling(self._greedy, self._zeros, zeros, zeros)
-            return self._pick(logits, rows, first_id=model.vocab_range.start, group=self._group)
+            return self._pick_greedy(logits, first_id=model.vocab_range.start)
         # noise is keyed by the target's ids
-        logits = model.scatter_logits(logits)
-        rows = requests.get_sampling(slots, lengths + place)
-        whole: dict[str, Any] = {"first_id": 0, "group": self._group}
-        picked = self._pick(logits, rows, **whole)
-        drawn: Tensor = self._draw_leading(logits, rows, otherwise=picked, **whole)
-        return drawn
+        whole = model.scatter_logits(logits)
+        return self._sample(whole, slots, lengths + place, requests, first_id=0, group=self._group)
 
     def _single_tokens(
         self, slots: Tensor, positions: Tensor, seq_lens: Tensor, requests: RequestState
@@ -161,21 +121,6 @@ class Eagle3Proposer(Proposer):
             host_seq_lens=host,
             host_query_lens=(1,) * len(host),
         )
-
-
-def build_empty_slots(
-    spec: Eagle3Spec, layout: ParallelLayout, *, kernels: KernelTable
-) -> dict[str, WeightSlot]:
-    """Return the weight slots of a draft on the rank `layout`, without memory."""
-    context, device = ParallelContext(layout), torch.device("meta")
-    return _build(spec, context, device=device, kernels=kernels).weight_slots()
-
-
-def _build(
-    spec: Eagle3Spec, context: ParallelContext, *, device: torch.device, kernels: KernelTable
-) -> Eagle3Draft:
-    weights = WeightFormat(kernels.dtype, device, detect(spec.quantization))
-    return build(spec, LayerSetup(context, weights, kernels))
 
 
 def _spread(spec: Eagle3Spec) -> Tensor:

@@ -15,7 +15,7 @@ from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs, block_bytes, slot
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches
-from negamax.models.eagle3.config import Eagle3Spec
+from negamax.models.drafts import DraftSpec
 from negamax.models.family import INT8_CACHE
 from negamax.models.memory import draft_bytes, expert_padding, weight_bytes
 from negamax.parallel.layout import ParallelLayout
@@ -210,7 +210,7 @@ def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:
 def check_weights_fit(
     spec: ModelSpec,
     *,
-    draft: Eagle3Spec | None = None,
+    draft: DraftSpec | None = None,
     kernels: KernelTable,
     device: torch.device,
     layout: ParallelLayout,

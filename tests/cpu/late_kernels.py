@@ -35,7 +35,7 @@ from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.scheduler import scheduler
 from negamax.scheduler.draft_length import FixedDraftLength
-from negamax.worker import eagle3, kv_cache, runner, sampler, step, verify
+from negamax.worker import draft_model, kv_cache, runner, sampler, step, verify
 from negamax.worker import step_output as outputs
 from negamax.worker.config import WorkerConfig
 from negamax.worker.step_shapes import LONGEST_DECODE
@@ -241,7 +241,7 @@ def install() -> None:
         is_asynchronous=True, graph_pool=Pool, is_batch_invariant=False, samples_on_shards=True
     )
     runner.open_context = open_context
-    runner.load_model, eagle3.fill_synthetic = load_model, fill
+    runner.load_model, draft_model.fill_synthetic = load_model, fill
     kv_cache.check_weights_fit = kv_cache.check_rows_fit = lambda *_, **__: None
     for module in (outputs, sampler, step, verify):
         module.HostTensor = HostTensor  # type: ignore

@@ -26,7 +26,7 @@ from negamax.kernels.kvcache.op import FP8
 from negamax.kernels.registry import OPS, KernelTable
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
-from negamax.models.eagle3.config import DraftModel
+from negamax.models.drafts import DraftModel
 from negamax.models.registry import read_spec
 from negamax.options.speculation import SpeculationConfig
 from negamax.parallel.collectives import SingleRank

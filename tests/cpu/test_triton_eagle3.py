@@ -9,7 +9,8 @@ from triton_support import launches
 
 from negamax.formats.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
-from negamax.models.eagle3.config import DraftModel, read_spec
+from negamax.models.drafts import DraftModel
+from negamax.models.eagle3.config import read_spec
 from negamax.options.speculation import SpeculationConfig
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout

@@ -24,9 +24,8 @@ from negamax.engine.nodes.group import start_on_nodes
 from negamax.engine.nodes.network import check_key
 from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.wire import ModelInfo
-from negamax.models.eagle3.config import DraftModel, name_draft_errors
-from negamax.models.eagle3.names import EMBEDDING, HEAD, respell
-from negamax.models.registry import list_model_types
+from negamax.models.drafts import DraftModel, name_draft_errors
+from negamax.models.registry import import_draft_names, list_model_types
 from negamax.options.engine import STEP_LIMITS, EngineOptions
 from negamax.options.eplb import FIXED
 from negamax.options.nodes import RAY
@@ -172,14 +171,15 @@ def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -
 
     if draft.folder is None:
         return draft
+    names = import_draft_names(draft.spec)
     with name_draft_errors(draft.folder):
-        found = {respell(name) for name in read_entries(Path(draft.folder))}
+        found = {names.respell(name) for name in read_entries(Path(draft.folder))}
     rotation = folder and rotation_file(read_json_object(folder / "config.json"), folder)
     spec = replace(
         draft.spec,
         is_rotated_back=rotation is not None,
-        own_embedding=EMBEDDING in found,
-        own_head=HEAD in found or draft.spec.is_pruned,
+        own_embedding=names.EMBEDDING in found,
+        own_head=names.HEAD in found or draft.spec.is_pruned,
     )
     borrows = not (spec.own_embedding and spec.own_head)
     if borrows and spec.hidden_size != target.hidden_size:

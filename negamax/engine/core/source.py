@@ -11,17 +11,19 @@ from negamax.config.generation import GenerationDefaults, check_override, read_g
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import read_quantization
-from negamax.models.eagle3 import config as eagle3
-from negamax.models.eagle3.config import DraftModel, Eagle3Spec, IsDraft, name_draft_errors
+from negamax.models.drafts import DraftFamily, DraftModel, DraftSpec, IsDraft, name_draft_errors
 from negamax.models.registry import (
+    DRAFTS,
     bundled_names,
     bundled_spec,
+    find_bundled_draft,
+    find_draft_family,
     find_family,
     format_hub_id,
     read_spec,
 )
 from negamax.options.engine import EngineOptions
-from negamax.options.speculation import EAGLE3, SpeculationConfig
+from negamax.options.speculation import NGRAM, SpeculationConfig
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 from negamax.quantization import online
@@ -51,15 +53,17 @@ def locate(options: EngineOptions) -> ModelSource:
     except IsDraft as error:
         if error.verifier is None or options.speculative_config:
             raise
-        draft = {"method": EAGLE3, "model": options.model, "revision": options.revision}
+        draft = {"model": options.model, "revision": options.revision}
         options = replace(options, model=error.verifier, revision=None, speculative_config=draft)
         with name_draft_errors(options.speculation.model if options.speculation else None):
             source = _locate_target(options)
     speculation = options.speculation
-    if speculation is None or speculation.method != EAGLE3:
+    if speculation is None or speculation.method == NGRAM:
         return replace(source, speculation=speculation)
     with name_draft_errors(speculation.model):
         found = _locate_draft(speculation, options, target=source.spec)
+        family = DRAFTS[found.spec.architecture]
+        speculation = replace(speculation, method=family.method)
         speculation = speculation.as_long_as(found.spec.speculative_tokens)
     if found.spec.verifier is not None:
         note = f"the draft's files name {found.spec.verifier} as its model; this is {source.name}"
@@ -150,9 +154,8 @@ def _locate_draft(
 ) -> DraftModel:
     """Find (or download) a draft model for `target`. Errors: `ConfigError`, `CheckpointError`."""
     name, is_drawn = speculation.model or "", options.load_format == "synthetic"
-    layers = speculation.aux_layer_ids
 
-    def quantized_as_asked(spec: Eagle3Spec) -> Eagle3Spec:
+    def quantized_as_asked(spec: DraftSpec) -> DraftSpec:
         if speculation.draft_lm_head_quantization is None:
             return spec
         if spec.quantization is not None:
@@ -163,32 +166,49 @@ def _locate_draft(
             )
         return replace(spec, quantization=online.make_head_spec("fp8_per_channel"))
 
-    bundled = eagle3.FAMILY.bundled.get(name.lower())
-    if isinstance(bundled, Eagle3Spec) and not Path(name).exists():
+    bundled = find_bundled_draft(name)
+    if bundled is not None and not Path(name).exists():
+        _check_method(DRAFTS[bundled.architecture], speculation)
         if not is_drawn:
             raise ConfigError(
                 "this is a bundled spec without weights",
                 hint="add --load-format synthetic, or give a folder or a hub id",
             )
-        return DraftModel(quantized_as_asked(bundled.adapt_to(target, layers)), None)
+        return DraftModel(
+            quantized_as_asked(bundled.adapt_to(target, speculation.aux_layer_ids)), None
+        )
     folder = resolve_model(
         name,
         speculation.revision,
         options.download_dir,
         options.source,
-        check=partial(_read_draft, target=target, layers=layers),
+        check=partial(_read_draft, speculation=speculation, target=target),
         needs_weights=not is_drawn,
     )
-    spec = quantized_as_asked(_read_draft(folder, target=target, layers=layers))
+    spec = quantized_as_asked(_read_draft(folder, speculation=speculation, target=target))
     return DraftModel(spec, None if is_drawn else str(folder))
 
 
-def _read_draft(folder: Path, *, target: ModelSpec, layers: tuple[int, ...] | None) -> Eagle3Spec:
+def _read_draft(folder: Path, *, speculation: SpeculationConfig, target: ModelSpec) -> DraftSpec:
     """Read the draft in `folder`. Errors: `ConfigError`, `CheckpointError`."""
     config = read_json_object(folder / "config.json")
-    spec = replace(eagle3.read_spec(config), quantization=read_quantization(config, folder))
+    asked = next(one for one in DRAFTS.values() if one.method == speculation.method)
+    family = find_draft_family(config) or asked
+    _check_method(family, speculation)
+    spec = family.read_spec(config)
+    assert isinstance(spec, DraftSpec)
+    spec = replace(spec, quantization=read_quantization(config, folder))
     detect(spec.quantization)
-    return spec.adapt_to(target, layers)
+    return spec.adapt_to(target, speculation.aux_layer_ids)
+
+
+def _check_method(family: DraftFamily, speculation: SpeculationConfig) -> None:
+    """Refuse a draft of another method than a given one. Errors: `ConfigError`."""
+    if not speculation.is_default_method and family.method != speculation.method:
+        raise ConfigError(
+            f"it is for method {family.method}; the method is {speculation.method}",
+            hint=f"use method {family.method}",
+        )
 
 
 def _read_spec(folder: Path, *, options: EngineOptions) -> ModelSpec:

@@ -1,26 +1,21 @@
 """EAGLE3 draft models: the spec, its reader, and the published drafts.
 
-The config.json of SpecForge, TorchSpec, vLLM and its speculators library are read. A draft reads
-the residual stream of some layers of its target, the model whose tokens it proposes. A layer is
-named by the stream that enters it: layer L's is the stream after L layers.
+The config.json of SpecForge, TorchSpec, vLLM and its speculators library are read.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar
 
-from negamax.base.errors import CheckpointError, ConfigError
+from negamax.base.errors import ConfigError
 from negamax.config import fields
 from negamax.config.fields import refuse
-from negamax.config.model_spec import ModelSpec
+from negamax.models.drafts import LAYERS_HINT, LAYERS_KEY, DraftFamily, DraftSpec, IsDraft
 from negamax.models.eagle3 import speculators
-from negamax.models.family import ModelFamily
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
-_IDS = "eagle_aux_hidden_state_layer_ids"
-_OVERRIDE = f"name the layers of its training in --speculative-config, as inputs: {_IDS}"
+_IDS = LAYERS_KEY  # in config.json
 NUM_AUX = 3  # streams, unless config.json differs
 
 _FIXED: dict[str, Any] = {
@@ -47,32 +42,23 @@ _READ = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Spec(ModelSpec):
+class Eagle3Spec(DraftSpec):
     """A Llama of one or more layers, of which the first reads twice its width."""
 
-    draft_vocab_size: int  # tokens that it can propose
-    target_hidden_size: int
-    intermediate_size: int
-    # layers of the target whose input it reads; (): `default_layers`
-    aux_layers: tuple[int, ...] = ()
+    copies_embedding: ClassVar[bool] = True
+
     num_aux: int = NUM_AUX
+    draft_vocab_size: int  # tokens that it can propose
+    intermediate_size: int
     fc_norm: bool = False  # each stream has a norm before fc
     norm_before_fc: bool = False  # all streams together have a norm before fc
     norm_output: bool = False  # the next pass reads the normed hidden state
     norm_before_residual: bool = False  # the residual stream begins with the normed hidden state
     attention_bias: bool = False
-    own_embedding: bool = False  # else it is the target's
-    own_head: bool = True
-    is_rotated_back: bool = False  # its target is rotated; it was trained before that rotation
-    # of its target, by its files
-    target_model_type: str | None = None
-    target_num_layers: int | None = None
-    speculative_tokens: int | None = None  # draft length, by its files
-    verifier: str | None = None  # its target, by its files
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("draft_vocab_size", "target_hidden_size", "intermediate_size", "num_aux"):
+        for name in ("draft_vocab_size", "intermediate_size"):
             self.check_size(name)
         if self.draft_vocab_size > self.vocab_size:
             refuse("draft_vocab_size", self.draft_vocab_size, f"at most {self.vocab_size}")
@@ -83,7 +69,6 @@ class Eagle3Spec(ModelSpec):
 
     @property
     def is_pruned(self) -> bool:
-        """Whether it can propose only some tokens of the vocabulary."""
         return self.draft_vocab_size < self.vocab_size
 
     def mlp_widths(self) -> Mapping[str, int]:
@@ -93,86 +78,15 @@ class Eagle3Spec(ModelSpec):
             "input width of the draft's fc": self.num_aux * self.target_hidden_size,
         }
 
-    def adapt_to(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Self:
-        """Return the draft of `target` that reads `layers` of it. Errors: `ConfigError`."""
-        for name, found, wanted in (
-            ("vocab_size", self.vocab_size, target.vocab_size),
-            ("target_hidden_size", self.target_hidden_size, target.hidden_size),
-        ):
-            if found != wanted:
-                raise ConfigError(
-                    f"the draft's {name} is {found}; the model's is {wanted}",
-                    hint="use a draft that was trained for this model",
-                )
-        chosen = layers or self.aux_layers or default_layers(target.num_layers)
-        is_ascending = list(chosen) == sorted(set(chosen))
-        if len(chosen) != self.num_aux or not is_ascending or chosen[-1] > target.num_layers:
-            raise ConfigError(
-                f"the draft reads layers {list(chosen)}; allowed: {self.num_aux} in ascending "
-                f"order, up to {target.num_layers}, the output of the last layer",
-                hint=_OVERRIDE,
-            )
-        return replace(self, aux_layers=chosen)
-
-    def doubts(
-        self, target: ModelSpec, *, target_types: Collection[str], max_model_len: int
-    ) -> Iterator[str]:
-        """Yield a line for each reason why fewer draft tokens may be accepted than expected.
-
-        `target_types`: every model_type of models like the target.
-        """
-        says = "the draft's files say that its model"
-        result = "fewer draft tokens may be accepted; answers are the same"
-        if self.target_model_type not in (None, *target_types):
-            yield (f"{says} is {self.target_model_type} (target_model_type), and this one is "
-                   f"{' or '.join(target_types)}: {result}")  # fmt: skip
-        if self.target_num_layers not in (None, target.num_layers):
-            yield (f"{says} has {self.target_num_layers} layers (target_num_hidden_layers), and "
-                   f"this one has {target.num_layers}: {result}")  # fmt: skip
-        if self.max_position_embeddings < max_model_len:
-            yield (f"the draft was made for {self.max_position_embeddings} tokens "
-                   f"(max_position_embeddings), and sequences may have {max_model_len}: after "
-                   f"that {result}")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class DraftModel:
-    """A draft model and the folder of its weights."""
-
-    spec: Eagle3Spec
-    folder: str | None  # None: synthetic weights
-
-
-class IsDraft(ConfigError):
-    """The model to serve is a draft; `verifier` is its target, if its files name it."""
-
-    def __init__(self, name: str, verifier: str | None) -> None:
-        model = verifier or "that model"
-        super().__init__(
-            f"{name} is a draft model: it proposes tokens for another model",
-            hint=f"serve {model}, and name this one in --speculative-config",
-        )
-        self.verifier = verifier
+    def default_layers(self, num_layers: int) -> tuple[int, ...]:
+        return default_layers(num_layers)
 
 
 def check_no_draft(config: Mapping[str, Any]) -> None:
-    """Refuse the config.json of a draft. Errors: `IsDraft`."""
+    """Refuse the config.json of a draft in speculators' format. Errors: `IsDraft`."""
     if speculators.is_speculators(config):
         raise IsDraft(f"a model of speculators_model_type {config[speculators.MODEL_TYPE]!r}",
                       speculators.use(config).verifier)  # fmt: skip
-    names = config.get("architectures")
-    if isinstance(names, list | tuple) and any(name in _ARCHITECTURES for name in names):
-        raise IsDraft(str(names[0]), None)
-
-
-@contextmanager
-def name_draft_errors(name: str | None) -> Iterator[None]:
-    """Name the draft `name` in errors about its files."""
-    try:
-        yield
-    except (ConfigError, CheckpointError) as error:
-        kind = CheckpointError if isinstance(error, CheckpointError) else ConfigError
-        raise kind(f"draft {name}: {error.message}", hint=error.hint) from None
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
@@ -181,7 +95,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
         raise ConfigError(
             f"the draft names no layers of its target, and the target has {num_layers}; the usual "
             f"ones are for 7 or more",
-            hint=_OVERRIDE,
+            hint=LAYERS_HINT,
         )
     return 2, num_layers // 2, num_layers - 3
 
@@ -268,7 +182,7 @@ def _read_aux_layers(ids: object) -> tuple[int, ...]:
         raise ConfigError(
             f"config.json of the draft: {_IDS} is {ids}; supported: lists that begin with 1 "
             f"(outputs of layers) or with 2 (inputs of layers)",
-            hint=_OVERRIDE,
+            hint=LAYERS_HINT,
         )
     return tuple(number + 2 - numbers[0] for number in numbers)
 
@@ -313,8 +227,10 @@ _M3 = _make_published(
     norm_output=True,
     own_embedding=True,
 )
-FAMILY = ModelFamily(
+FAMILY = DraftFamily(
+    method="eagle3",
     architecture=ARCHITECTURE,
+    architectures=_ARCHITECTURES,
     model_types=("llama", "eagle3"),
     package="negamax.models.eagle3",
     spec=Eagle3Spec,

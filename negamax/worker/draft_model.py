@@ -1,0 +1,108 @@
+"""Draft models: what all their proposers share, from loading to the choice of tokens."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from negamax.checkpoint.loader import fill
+from negamax.checkpoint.plan import plan_load
+from negamax.checkpoint.synthetic import fill_synthetic
+from negamax.kernels.drafts.op import RECORD_DRAFTS
+from negamax.kernels.peers import Collective
+from negamax.kernels.registry import KernelTable
+from negamax.kernels.sampling.op import DRAW_LEADING, PICK, RowSampling
+from negamax.layers.attention import KvCaches
+from negamax.layers.weights import LayerSetup, WeightSlot
+from negamax.models.decoder import Decoder
+from negamax.models.drafts import DraftModel, name_draft_errors
+from negamax.parallel.context import ParallelContext
+from negamax.quantization.detect import detect
+from negamax.quantization.scheme import WeightFormat
+from negamax.worker.config import WorkerConfig
+from negamax.worker.proposer import Proposer, hand_down_embedding
+from negamax.worker.request_state import FILTERS, RequestState
+
+
+class DraftModelProposer(Proposer):
+    """Proposes the draft's most likely tokens. With "probabilistic" and a temperature, it instead
+    samples the draft's logits with the target's noise, as on a GPU.
+    """
+
+    def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
+        """Check the draft's files. Errors: those of `plan_load`."""
+        assert config.speculation is not None
+        self.num_draft_tokens = config.speculation.num_speculative_tokens
+        self.capture = draft.spec.aux_layers
+        self._draws = config.speculation.draft_sample_method == "probabilistic"
+        self._config, self._draft, self._kernels = config, draft, kernels
+        self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
+        self._record = kernels[RECORD_DRAFTS].run
+        self._plan = None
+        if draft.folder is not None:
+            layout = config.layout.within_stage
+            slots = self._build(self._setup(ParallelContext(layout), torch.device("meta")))
+            with name_draft_errors(draft.folder):
+                self._plan = plan_load(slots, draft.spec, Path(draft.folder), layout)
+
+    def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
+        spec, self._group = self._draft.spec, context.attention_group
+        if not spec.own_embedding and not target.is_first_stage:
+            weights = WeightFormat(self._kernels.dtype, device)
+            target.embedding = hand_down_embedding(target, context, weights)
+        slots = self._build(self._setup(context, device))
+        if self._plan is not None:
+            with name_draft_errors(self._draft.folder):
+                summary = fill(slots, self._plan).summary()
+                self._finish_loading(target)
+        else:
+            drawn = self._keep_drawn(slots)
+            fill_synthetic(drawn, spec, self._config.seed, device=device)
+            summary = "synthetic weights"
+            self._finish_loading(target)
+        rows = max(self._config.max_num_seqs, self._config.cudagraph_size) + 1
+        self._starts = torch.arange(rows, dtype=torch.int32, device=device)
+        self._zeros = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._greedy = torch.zeros(1, len(FILTERS), device=device)  # filters of all rows
+        return f"; draft of {self.num_draft_tokens} tokens: {summary}"
+
+    def use_caches(self, caches: Sequence[KvCaches]) -> None:
+        self._kv = caches
+
+    def _setup(self, context: ParallelContext, device: torch.device) -> LayerSetup:
+        weights = WeightFormat(self._kernels.dtype, device, detect(self._draft.spec.quantization))
+        return LayerSetup(context, weights, self._kernels)
+
+    def _build(self, setup: LayerSetup) -> dict[str, WeightSlot]:
+        """Build the draft without weights; return its slots."""
+        raise NotImplementedError
+
+    def _finish_loading(self, target: Decoder) -> None:
+        """Prepare the written weights for their kernels; missing ones are the `target`'s."""
+        raise NotImplementedError
+
+    def _keep_drawn(self, slots: Mapping[str, WeightSlot]) -> Mapping[str, WeightSlot]:
+        """Return the slots whose synthetic weights are drawn; write the others."""
+        return slots
+
+    def _pick_greedy(self, logits: Tensor, *, first_id: int) -> Tensor:
+        """Return the most likely tokens [R] int64 of this rank's logits; -1 without a finite one.
+
+        logits [R, tokens of this rank] fp32, from `first_id` on.
+        """
+        zeros = self._zeros[: len(logits)]
+        rows = RowSampling(self._greedy, self._zeros, zeros, zeros)
+        return self._pick(logits, rows, first_id=first_id, group=self._group)
+
+    def _sample(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, requests: RequestState,
+        *, first_id: int, group: Collective,
+    ) -> Tensor:  # fmt: skip
+        """Sample as the target would at `positions` [R] of `slots` [R]; else as `_pick_greedy`."""
+        rows = requests.get_sampling(slots, positions)
+        picked = self._pick(logits, rows, first_id=first_id, group=group)
+        drawn: Tensor = self._draw_leading(
+            logits, rows, first_id=first_id, otherwise=picked, group=group
+        )
+        return drawn
