@@ -17,9 +17,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public names on first use, so that importing a part of the package imports what that part
-    needs and no more.
-    """
+    """The public names on first use, so that a part of the package imports only what it needs."""
     if name == "LLM":
         from negamax.base import env
 

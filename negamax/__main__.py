@@ -1,7 +1,4 @@
-"""The `negamax` command, also as `python -m negamax`.
-
-Where a package is missing, only `negamax doctor` works, and says which.
-"""
+"""The `negamax` command. If a package is missing, only `negamax doctor` works, and says which."""
 
 from __future__ import annotations
 

@@ -137,8 +137,7 @@ class _Body:
         )
         if message["type"] != "http.request":
             return message
-        count = len(message.get("body", b""))
-        self._share.take(count)
+        self._share.take(len(message.get("body", b"")))
         self._is_complete = not message.get("more_body", False)
         return message
 

@@ -59,8 +59,7 @@ class RequestRecord:
             return ",".join(map(str, reasons))
         if self._was_aborted:
             return "abort"
-        code = self.error.code if isinstance(self.error, NegamaxError) else None
-        return code or "error"
+        return (self.error.code if isinstance(self.error, NegamaxError) else None) or "error"
 
     @property
     def _was_aborted(self) -> bool:

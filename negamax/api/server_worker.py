@@ -71,8 +71,7 @@ async def _serve() -> None:
     worker = ServerWorker(engine, rank)
     for message in messages.values():
         await worker.take(message)
-    context = ApiContext.create(engine, begin.server, rank)
-    server = HttpServer(context, stop_engine=worker.stop)
+    server = HttpServer(ApiContext.create(engine, begin.server, rank), stop_engine=worker.stop)
     loop = asyncio.get_running_loop()
     watch_parent(
         begin.parent, report=lambda reason: loop.call_soon_threadsafe(worker.leave, server, reason)

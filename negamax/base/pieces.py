@@ -53,9 +53,7 @@ def replace_all(
 def num_chars(
     value: object, *, is_left_out: Callable[[Mapping[str, Any]], bool] = lambda _: False
 ) -> int:
-    """The least number of characters of a JSON value as text, without the objects that are left
-    out.
-    """
+    """The least number of characters of a JSON value as text, without objects that are left out."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -24,9 +24,7 @@ _SECONDS_TO_LOCK = 10.0  # younger folders may not be locked yet
 
 
 class PrivateFolder:
-    """A new folder, until `remove`. Errors: `ResourceError` if no temporary folder has a short
-    enough path.
-    """
+    """A new folder, until `remove`. Errors: `ResourceError` if no path is short enough."""
 
     def __init__(self) -> None:
         parent = _parent()

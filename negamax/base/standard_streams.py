@@ -18,9 +18,7 @@ def open_missing() -> None:
 
 
 def drop_unwritable() -> None:
-    """Flush the output. If that fails, drop it, so that the end of the process does not
-    fail again.
-    """
+    """Flush the output; drop what fails, so that the end of the process does not fail again."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -54,8 +54,7 @@ def group(results: Sequence[Mapping[str, Any]]) -> list[Series]:
 
 
 def _load(result: Mapping[str, Any]) -> tuple[float, float]:
-    rate = float(result.get("request_rate") or "inf")
-    return float(result.get("max_concurrency") or "inf"), rate
+    return float(result.get("max_concurrency") or "inf"), float(result.get("request_rate") or "inf")
 
 
 def load_of(result: Mapping[str, Any]) -> str:

@@ -133,8 +133,7 @@ def _answered(
     """Send a request, a POST where it has a body. Errors: `OSError`, `HTTPException`."""
     parts = urlsplit(url)
     assert parts.hostname is not None
-    is_secure = parts.scheme == "https"
-    kind = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     with closing(kind(parts.hostname, parts.port, timeout=_CONNECT_SECONDS)) as connection:
         connection.connect()
         connection.sock.settimeout(_SILENCE_SECONDS)

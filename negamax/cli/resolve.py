@@ -180,9 +180,7 @@ def _of_environment(options: Sequence[Option]) -> list[Given]:
 
 
 def _is_service_link(name: str, text: str) -> bool:
-    """Check for a variable of a Kubernetes service called `negamax`:
-    NEGAMAX_PORT=tcp://10.0.0.1:80.
-    """
+    """Check for a variable of a Kubernetes service `negamax`: NEGAMAX_PORT=tcp://10.0.0.1:80."""
     return name.startswith(f"{PREFIX}SERVICE_") or text.startswith(("tcp://", "udp://", "sctp://"))
 
 

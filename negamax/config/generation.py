@@ -137,8 +137,7 @@ def _read_ends(config: Mapping[str, Any], spec: ModelSpec, *, where: str) -> tup
     ids = read_token_ids(config.get("eos_token_id"), name=f"{where}: eos_token_id")
     for token_id in ids:
         if token_id >= spec.vocab_size:
-            allowed = f"0 to vocab_size - 1 ({spec.vocab_size - 1})"
-            _refuse("eos_token_id", token_id, allowed, where)
+            _refuse("eos_token_id", token_id, f"0 to vocab_size - 1 ({spec.vocab_size - 1})", where)
     return ids
 
 

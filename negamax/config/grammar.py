@@ -124,8 +124,7 @@ def find_unwritable(value: object, *, mended: str = "") -> str | None:
     if isinstance(value, float):
         return None if math.isfinite(value) else ""
     if isinstance(value, str):
-        is_valid = valid_unicode(value) == value and not (mended and mended in value)
-        return None if is_valid else ""
+        return None if valid_unicode(value) == value and not (mended and mended in value) else ""
     parts = value.items() if isinstance(value, Mapping) else ()
     for name, inner in enumerate(value) if isinstance(value, list | tuple) else parts:
         if isinstance(name, str) and find_unwritable(name, mended=mended) is not None:

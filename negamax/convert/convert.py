@@ -385,8 +385,7 @@ def _write_indices(destination: Path, plan: list[_LayerStep]) -> None:
             for piece in step.pieces
             for planned in piece.tensors
         }
-        size = sum(step.num_bytes(shard) for step in plan)
-        metadata = {"total_size": size, **shard.metadata}
+        metadata = {"total_size": sum(step.num_bytes(shard) for step in plan), **shard.metadata}
         write_json(destination / shard.index_name, {"metadata": metadata, "weight_map": table})
 
 

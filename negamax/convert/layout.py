@@ -118,8 +118,7 @@ def _quantized(weight: Weight, stored: TensorFormat) -> Piece:
     is_e4m3 = is_other_e4m3(weight.format, stored) or weight.format == stored
 
     def make(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        plain = weight.dequantize(read)
-        return _other_e4m3(read, stored) if is_e4m3 else encode(stored, plain)
+        return _other_e4m3(read, stored) if is_e4m3 else encode(stored, weight.dequantize(read))
 
     planned = (
         Planned(f"{weight.module}.{tensor.name}", dtype, tensor.shape(weight.shape))
@@ -178,8 +177,7 @@ def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator
     """
     for weight in weights:
         make = partial(_with_common_scale, weights, weight, stored)
-        read = partial(read_together, weights)
-        yield replace(_quantized(weight, stored), read=read, make=make)
+        yield replace(_quantized(weight, stored), read=partial(read_together, weights), make=make)
 
 
 def _with_common_scale(

@@ -36,8 +36,7 @@ def is_linear(spec: WeightSpec, layer: int | None) -> bool:
 
     They apply to matrices of layers that are multiplied in the compute dtype; a router is not.
     """
-    is_matrix = len(spec.shape) == 2 and not spec.is_table
-    return is_matrix and spec.dtype is None and layer is not None
+    return len(spec.shape) == 2 and not spec.is_table and spec.dtype is None and layer is not None
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,7 @@ class Weight:
         tensors = {}
         for stored, source in self.move.tensors:
             is_plain = stored is PLAIN.values
-            shape = self.spec.shape if is_plain else stored.shape(self.shape)
-            part = tuple(map(range, shape))
+            part = tuple(map(range, self.spec.shape if is_plain else stored.shape(self.shape)))
             if is_plain and rows is not None:
                 part = (rows, *part[1:])
             found = reader.read(source.entry, source.region(part)).reshape(list(map(len, part)))
@@ -155,8 +153,7 @@ class Source:
         # Tensors that are copied as stored, by layer.
         self.carried: dict[int | None, list[TensorEntry]] = {}
         for name, placement in names.place(scales, num_layers=self.spec.num_layers).items():
-            layer = names.layer_of(placement.slots[0])
-            self.carried.setdefault(layer, []).append(entries[name])
+            self.carried.setdefault(names.layer_of(placement.slots[0]), []).append(entries[name])
         self.skipped = [(why, name) for why, name in left if name not in scales]
 
     def _format(self, name: str, spec: WeightSpec) -> TensorFormat:

@@ -78,8 +78,7 @@ def compare(
                 size, changed = (math.hypot(*numbers) for numbers in zip(*parts, strict=True))
                 error = changed / size if size else changed
                 stored = [(each.format, each.move.entries[0].dtype) for each in (one, other)]
-                is_copy = stored[0] == stored[1]
-                found.append(Difference(one.name, other.format.name, error, is_copy))
+                found.append(Difference(one.name, other.format.name, error, stored[0] == stored[1]))
                 done += one.num_bytes
                 if progress:
                     progress(done, total)

@@ -1,3 +1,1 @@
-"""Hot operations: one folder per family, each op with its PyTorch reference, inputs, tolerance and
-cost, and a registry.
-"""
+"""Hot operations: a folder per family, each op with its PyTorch reference, and a registry."""

@@ -32,5 +32,4 @@ def half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first dimensions of x [T, heads, head_dim]; cos, sin [T, 1, rotary_dim]."""
     rotary_dim = cos.shape[-1]
     rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-    swapped = rotated.roll(rotary_dim // 2, -1)
-    return torch.cat((rotated * cos + swapped * sin, rest), dim=-1)
+    return torch.cat((rotated * cos + rotated.roll(rotary_dim // 2, -1) * sin, rest), dim=-1)

@@ -1,3 +1,1 @@
-"""Building blocks of a model on one rank: linear, basic (norm, rope, embedding, head), attention,
-experts, weight slots.
-"""
+"""Building blocks of a model on one rank: linear, norms, attention, experts, weight slots."""

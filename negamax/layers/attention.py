@@ -1,6 +1,4 @@
-"""Grouped-query attention with QK norm over a paged cache, split by heads over the attention
-group.
-"""
+"""Grouped-query attention with QK norm over a paged cache; the attention group splits the heads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

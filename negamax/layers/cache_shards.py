@@ -80,8 +80,7 @@ class _Merged:
         return Kernel(op, self.part.provider, self.run, self.prepare)
 
     def prepare(self, queries: AttentionMetadata, shape: PagedShape) -> _Plan:
-        own = replace(shape, quantize=False)
-        return _Plan(self.part.prepare(queries, own), shape.quantize)
+        return _Plan(self.part.prepare(queries, replace(shape, quantize=False)), shape.quantize)
 
     def run(self, q: Tensor, cache: KvCache, *rest: Any) -> Hidden:
         """q [T, heads of the group, head_dim] -> [T, own heads * head_dim]. `rest`: plan last."""

@@ -93,14 +93,12 @@ class TokenExchange:
             ids, weights, q, scale, hidden = self._gather(own, [x.q, x.scale, x.hidden], num_rows)
             return Dispatched(QuantizedActivations(hidden, q, scale), ids, weights, self)
         ids, weights, q, scale = self._gather(own, [x.q, x.scale], num_rows)
-        unsent = x.hidden[:0]
-        sharded = ShardedActivations(unsent, q, scale, group=self._group, first=0)
+        sharded = ShardedActivations(x.hidden[:0], q, scale, group=self._group, first=0)
         return Dispatched(sharded, ids, weights, self)
 
     def sum(self, out: Tensor, given: Dispatched, num_tokens: int) -> Tensor:
         """Sum the expert outputs over all ranks; return the sums for this rank's tokens."""
-        summed = self._sum(out, given.ids, experts=self._experts, group=self._group)
-        return summed[:num_tokens]
+        return self._sum(out, given.ids, experts=self._experts, group=self._group)[:num_tokens]
 
     def _gather(self, own: Dispatched, columns: list[Tensor], num_rows: int) -> list[Tensor]:
         ids, received = self._send(
@@ -189,8 +187,7 @@ class DistributedTokens(ReplicatedTokens):
         self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
     ) -> Dispatched:
         is_counted = tokens.is_share or self._context.rank == 0
-        slots = self._slots_of(ids, tokens.positions, are_counted=is_counted)
-        own = Dispatched(x, slots, weights)
+        own = Dispatched(x, self._slots_of(ids, tokens.positions, are_counted=is_counted), weights)
         exchange = self._sharded if tokens.is_share else self._between
         return own if exchange is None else exchange.send(own, tokens.most_tokens or len(ids))
 

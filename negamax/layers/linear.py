@@ -1,6 +1,4 @@
-"""Linear layers split over the ranks of a group: by output rows (column parallel) or by input
-columns (row parallel).
-"""
+"""Linear layers split over ranks: by output rows (column parallel) or input columns (row)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""Mixture of experts: every rank routes its tokens and runs its share of the routed and shared
-experts.
-"""
+"""Mixture of experts: every rank routes its tokens and runs its routed and shared experts."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial

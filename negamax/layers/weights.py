@@ -1,6 +1,4 @@
-"""Destinations of checkpoint tensors: slots that take this rank's part of a tensor once, and the
-matrices that they fill.
-"""
+"""Slots that take this rank's part of a checkpoint tensor once, and the matrices they fill."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ class WeightKind:
 
     def stored(self, layout: ParallelLayout) -> TensorFormat:
         """Return the format on a rank; `PLAIN` if its experts have several: all are dequantized."""
-        is_one = len(self.formats) == 1
-        here = range(1) if is_one else layout.experts.experts(self.weight.count)
+        here = range(1) if len(self.formats) == 1 else layout.experts.experts(self.weight.count)
         stored = self.formats[here.start]
         others = frozenset[TensorFormat]().union(*self.joined[here.start : here.stop])
         return stored if all(map(stored.is_held_as, others)) else PLAIN
@@ -86,8 +85,7 @@ class ModelWeights:
         """Yield the weights on rank `layout.rank`: kind, number of layers, bytes in all of them."""
         layers = layout.layers(self.spec.num_layers)
         for kind in self.kinds:
-            is_table = kind.weight.is_table
-            outside = layout.is_first_stage if is_table else layout.is_last_stage
+            outside = layout.is_first_stage if kind.weight.is_table else layout.is_last_stage
             count = sum(outside if each is None else each in layers for each in kind.layers)
             if count:
                 stored = kind.stored(layout)

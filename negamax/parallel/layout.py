@@ -296,8 +296,7 @@ class ParallelLayout:
     @property
     def pipeline_ranks(self) -> tuple[int, ...]:
         """World ranks with this one's place in each pipeline stage."""
-        place = self.rank % self.stage_size
-        return tuple(range(place, self.world_size, self.stage_size))
+        return tuple(range(self.rank % self.stage_size, self.world_size, self.stage_size))
 
     def vocab(self, vocab_size: int) -> range:
         """Rows of the embedding and the head on this rank."""

@@ -31,9 +31,7 @@ class Arrival:
 
 
 class Link:
-    """A link to or from rank `peer`; over NCCL a group of its own, so that directions are
-    independent.
-    """
+    """A link to or from rank `peer`; over NCCL a group of its own: directions are independent."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, *, kept: int) -> None:
         """`kept`: tensors that may be in flight before sending waits for the first."""

@@ -191,9 +191,7 @@ class Costs:
     def _stage(
         self, place: int, *, tokens: int, own: int, context: float, is_prefill: bool
     ) -> float:
-        """Return the time of a stage with `tokens`, at most `own` on a rank, after `context`
-        others.
-        """
+        """Return a stage's time with `tokens`, at most `own` per rank, after `context` others."""
         layout, gpu, spec = self._stages[place], self._gpu, self._model.weights.spec
         layers = layout.layers(spec.num_layers)
         own = ceil(own / layout.cp) if is_prefill else own
@@ -209,8 +207,7 @@ class Costs:
                 count * max((c.read_tokens(context) for c in layer if not c.is_index), default=0.0)
                 for layer, count in self._kinds_of_caches[place].items()
             )
-            heads = spec.num_heads / layout.tp
-            operations = 4.0 * own * heads * spec.head_dim * seen
+            operations = 4.0 * own * (spec.num_heads / layout.tp) * spec.head_dim * seen
             seconds += operations / (ATTENTION_SHARE * gpu.bf16)
         else:
             seconds += own * self._cache_bytes(caches, context) / bandwidth

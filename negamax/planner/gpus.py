@@ -96,9 +96,7 @@ def find_gpu(name: str) -> GpuModel:
 
 
 def visible_gpus() -> Sequence[GpuModel]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES allows, if there is a driver. Errors:
-    `ConfigError`.
-    """
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, if there is a driver. Errors: `ConfigError`."""
     try:
         rows = _driver_rows("index,uuid,name,memory.total")
         seen = _seen_by_cuda(rows, env.find_variables(_VISIBLE).get(_VISIBLE))

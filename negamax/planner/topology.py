@@ -56,8 +56,7 @@ class Topology:
     def label(self) -> str:
         """Return a name such as "PP2 TP2 EP2" or "2 x TP4"."""
         names = ("PP", "DP", "PCP", "TP", "DCP", "EP")
-        sizes = (self.pp, self.dp, self.cp, self.tp, self.dcp, self.ep)
-        named = zip(names, sizes, strict=True)
+        named = zip(names, (self.pp, self.dp, self.cp, self.tp, self.dcp, self.ep), strict=True)
         words = [f"{name}{size}" for name, size in named if size > 1] or ["TP1"]
         return (f"{self.replicas} x " if self.replicas > 1 else "") + " ".join(words)
 

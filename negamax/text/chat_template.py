@@ -194,9 +194,7 @@ class ChatTemplate:
     def render_values(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str:
-        """Render `messages` and `variables` as they are, in this process. Errors: as of `render`,
-        and `MemoryError`.
-        """
+        """Render in this process, without escapes. Errors: as of `render`, and `MemoryError`."""
         try:
             return self._template.render({**self._defined, **variables}, messages=messages)
         except (InvalidRequestError, MemoryError):

@@ -59,8 +59,7 @@ def read_script(name: str) -> Script:
     bundled = BUNDLED_SCRIPTS / f"{name}.toml"
     file = bundled if re.fullmatch(r"\w+", name) and bundled.is_file() else Path(name)
     try:
-        raw = tomllib.loads(file.read_text(encoding="utf-8-sig"))
-        script = msgspec.convert(raw, Script)
+        script = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8-sig")), Script)
         for rule in script.rules:
             for pattern in (rule.message, rule.prompt):
                 re.compile(pattern or "")

@@ -79,8 +79,7 @@ class BatchLayout:
         columns = StepColumns.of_decodes(plan.slots, plan.num_scheduled)
         rows = np.arange(len(plan.slots)).repeat(plan.num_scheduled)
         offsets = columns.token_offsets + 1
-        places = np.arange(len(rows))
-        return cls(0, columns, _NONE, [], rows, columns.token_slots, offsets, places)
+        return cls(0, columns, _NONE, [], rows, columns.token_slots, offsets, np.arange(len(rows)))
 
     @property
     def num_tokens(self) -> int:
@@ -152,8 +151,7 @@ def build_batch_layout(
         last_tokens.append((in_run, (num_prompt_tokens if in_run else len(decodes)) - 1))
     num_decodes = len(decodes)
     slots, offsets, counts = np.array(decodes + prefills, dtype=np.int64).reshape(-1, 3).T
-    ends = counts.cumsum()
-    query_starts = np.concatenate(([0], ends))
+    query_starts = np.concatenate(([0], counts.cumsum()))
     samples = [
         # row, slot, offset, token
         (row, plan.slots[row], plan.num_scheduled[row] - place, num_decodes * in_run + last - place)

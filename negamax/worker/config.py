@@ -1,6 +1,4 @@
-"""The configuration of one rank, and its report. Plain data: rank processes receive it as
-MessagePack.
-"""
+"""The configuration of one rank, and its report: plain data, sent as MessagePack."""
 
 from __future__ import annotations
 

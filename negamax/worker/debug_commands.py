@@ -1,6 +1,4 @@
-"""Commands of benchmarks to a worker, between steps: expert load, device time of a step without the
-host, and time by kernel.
-"""
+"""Commands of benchmarks to a worker, between steps: expert load, step time, time by kernel."""
 
 from itertools import repeat
 

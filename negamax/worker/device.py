@@ -89,9 +89,7 @@ def _cache_dtype(name: str, option: str, *, dtype: torch.dtype, has_fp8: bool) -
 def check_platform(
     platform: Platform, *, cache_dtypes: Collection[torch.dtype], rank: int = 0
 ) -> None:
-    """Refuse a GPU that cannot run the model; rank 0 warns of an untested one. Errors:
-    `ConfigError`.
-    """
+    """Refuse a GPU that cannot run the model (`ConfigError`); rank 0 warns of an untested one."""
     platform.check(fp8_cache=torch.float8_e4m3fn in cache_dtypes)
     if rank == 0 and not platform.is_measured:
         logger.warning(

@@ -78,8 +78,7 @@ def _layout(num_decodes: int, prompts: list[int], *, slot: int, num_computed: in
     """Lay out `num_decodes` decodes and `prompts` of so many tokens, all in `slot`."""
     counts = [1] * num_decodes + prompts
     columns = StepColumns.of_decodes([slot] * len(counts), counts)
-    bounds = columns.end_offsets + num_computed
-    return BatchLayout.without_samples(num_decodes, columns, bounds)
+    return BatchLayout.without_samples(num_decodes, columns, columns.end_offsets + num_computed)
 
 
 def _launch(

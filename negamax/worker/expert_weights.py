@@ -160,8 +160,7 @@ def load_recorder(
     """Create the recorder that `config` asks for; None: nothing is counted."""
     if config.experts == FIXED or config.spec.expert_sizes() is None:
         return None
-    kind = MovableExperts if config.experts == MOVED else ExpertRecorder
-    return kind(model, context, device)
+    return (MovableExperts if config.experts == MOVED else ExpertRecorder)(model, context, device)
 
 
 class _ExpertLayout:

@@ -61,8 +61,7 @@ def allocate(
         blocks = cache.local_blocks(num_blocks, ranks)
         shape = (blocks, cache.local_heads(ranks), block_size, cache.width)
         element = dtype if cache.dtype is None else getattr(torch, cache.dtype)
-        distinct = 1 if shared else layers
-        pools[cache] = cycle(_zeros(distinct, shape, dtype=element, device=device))
+        pools[cache] = cycle(_zeros(1 if shared else layers, shape, dtype=element, device=device))
     return [{cache.name: next(pools[cache]) for cache in layer} for layer in caches]
 
 

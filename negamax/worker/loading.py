@@ -30,8 +30,7 @@ def plan_loading(
         return None
     slots = build_empty_slots(config.spec, config.layout, kernels=kernels)
     with _progress("checking files", config) as progress:
-        folder = Path(config.folder)
-        plan = plan_load(slots, config.spec, folder, config.layout, progress=progress)
+        plan = plan_load(slots, config.spec, Path(config.folder), config.layout, progress=progress)
     kv_cache.check_scales(plan.skipped, dtype=cache_dtype)
     return plan
 

@@ -41,9 +41,8 @@ class NgramProposer(Proposer):
         begins = (lengths - width).clamp_min(0)
         # [R, width] of the tokens before lengths; in shorter sequences also tokens after these
         searched = tokens.flatten().unfold(0, width, 1)[slots * tokens.shape[1] + begins]
-        places = torch.arange(width, device=tokens.device)
         # Extend matches that end at each place. The last token is no match of itself.
-        matches = places < (lengths - 1 - begins).unsqueeze(1)
+        matches = torch.arange(width, device=tokens.device) < (lengths - 1 - begins).unsqueeze(1)
         longest = torch.zeros_like(matches, dtype=torch.uint8)
         for back in range(min(self._most, width)):
             last = tokens[slots, (lengths - 1 - back).clamp_min(0)].unsqueeze(1)

@@ -63,9 +63,7 @@ def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 class ConnectionLimit:
-    """Closes new connections to a listening socket that has too many. Single user: a thread that
-    polls often.
-    """
+    """Closes surplus connections to a listening socket. Single user: a thread that polls often."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, num_peers: int) -> None:
         """`num_peers`: connections that the nodes need. Create it before `bind`."""

@@ -71,8 +71,7 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
             ends = metadata.query_starts[1:].long()[:most] - 1
             proposer.use_caches(kv[len(model.layers) :])
             rows = DraftRows(at.token_slots[ends], at.positions[ends] + 2, ends)
-            states = TokenStates(at, residuals)
-            proposer.propose(states, rows, requests, proposer.num_draft_tokens)
+            proposer.propose(TokenStates(at, residuals), rows, requests, proposer.num_draft_tokens)
             proposer.use_caches(())
 
     with warming_up(runner.context):

@@ -210,8 +210,7 @@ class StepRunner:
         if not num_samples:
             return None
         if batch.replay is not None:
-            buffers = batch.replay[0].buffers
-            logits = buffers.logits[:num_samples]
+            logits = batch.replay[0].buffers.logits[:num_samples]
         else:
             logits = self._compute_logits(layout, hidden)
         picked, masks = None, bitmask.select(layout.sample_rows.tolist(), device=self._device)

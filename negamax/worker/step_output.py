@@ -1,6 +1,4 @@
-"""Results of a launched step, which may still be on their way to the host, and their conversion to
-a `StepResult`.
-"""
+"""Results of a launched step, perhaps still on the device, and their `StepResult`."""
 
 from dataclasses import dataclass, field, replace
 

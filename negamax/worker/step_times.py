@@ -46,8 +46,7 @@ def measure_steps(
             shape = graphs.find_decodes(num_rows, length)
             if shape is None or shape.num_drafts != length:
                 continue
-            counts = [1 + length] * num_rows
-            graphs.prepare(shape, StepColumns.of_decodes(range(num_rows), counts))
+            graphs.prepare(shape, StepColumns.of_decodes(range(num_rows), [1 + length] * num_rows))
             seconds = runtime.seconds_of(partial(replay, shape), repeats=REPEATS)
             if seconds is not None:
                 found.append((num_rows, length, seconds))

@@ -38,8 +38,7 @@ class SyntheticAcceptance:
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """Hash to numbers in [0, 1). [R] int64 both -> [R] fp64."""
-    bits = _mix(_mix(seeds) + positions)
-    return _shift_right(bits, 11).double() * 2.0**-53
+    return _shift_right(_mix(_mix(seeds) + positions), 11).double() * 2.0**-53
 
 
 def _mix(numbers: Tensor) -> Tensor:

@@ -214,8 +214,7 @@ class PlainReader(_CountingReader):
     """Counts a choice's tokens without parsing its text. Single writer: the request's handler."""
 
     def __init__(self, chat_format: ChatFormat, prompt: Sequence[int]) -> None:
-        in_reasoning = chat_format.reasoning_after(prompt) == "open"
-        super().__init__(chat_format, in_reasoning=in_reasoning)
+        super().__init__(chat_format, in_reasoning=chat_format.reasoning_after(prompt) == "open")
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
         """Count the tokens of `output`. Errors: as in `ChoiceReader`."""

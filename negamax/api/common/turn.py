@@ -175,8 +175,7 @@ async def start_prompts(
     )
     prefills: list[int] = []
     for prompt, ids in zip(prompts, token_ids, strict=True):
-        num_choices = prompt.sampling.n
-        prefills += engine.prefill_tokens(len(ids), prompt.sampling, num_choices=num_choices)
+        prefills += engine.prefill_tokens(len(ids), prompt.sampling, num_choices=prompt.sampling.n)
     engine.check_room(prefills, owner=get_owner(request.http))
     parts = []
     for prompt, ids, grammar in zip(prompts, token_ids, grammars, strict=True):

@@ -78,8 +78,7 @@ async def read_request(
 
     The memory reserved for other fields is given back. Errors: as `decode_request`.
     """
-    body = await receive(request, limits)
-    params, num_bytes = await decode_request(body, model, limits)
+    params, num_bytes = await decode_request(await receive(request, limits), model, limits)
     if share := get_share(request):
         share.keep(num_bytes)
     return params, num_bytes

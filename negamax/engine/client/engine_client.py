@@ -290,8 +290,7 @@ class AsyncEngine:
 
     def on_engine_ready(self, replica: int, channel: EngineChannel, info: wire.ModelInfo) -> None:
         self.replicas[replica].on_engine_ready(channel, info)
-        num_blocks = info.num_kv_blocks * info.data_parallel_size
-        self._prefixes.resize(replica, num_blocks=num_blocks)
+        self._prefixes.resize(replica, num_blocks=info.num_kv_blocks * info.data_parallel_size)
         if self._index == 0:  # for all server processes
             self._prefixes.discard(replica)
         infos = [each.info for each in self.replicas if each.info is not None]

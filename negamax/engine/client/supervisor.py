@@ -90,8 +90,7 @@ class EngineSupervisor:
         `parent`, which is this process, stops. Errors: `ConfigError` and its subclasses with the
         message of the refusing process; nothing is left running then.
         """
-        servers = _Servers(engine, num_servers, listener, parent, limits, module)
-        supervisor = cls(options, servers)
+        supervisor = cls(options, _Servers(engine, num_servers, listener, parent, limits, module))
         starts = [asyncio.create_task(each.start()) for each in supervisor._engines]
         try:
             await asyncio.gather(*starts)

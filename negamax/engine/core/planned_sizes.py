@@ -46,8 +46,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
         return options
     smallest = min(gpus, key=lambda gpu: gpu.memory)
     # load no weights
-    drawn = replace(options, load_format="synthetic", speculative_config=None)
-    source = locate(drawn)
+    source = locate(replace(options, load_format="synthetic", speculative_config=None))
     spec, is_read = source.spec, options.load_format != "synthetic"
     context_length = options.max_model_len or spec.max_position_embeddings
     plan = make_plan(

@@ -330,5 +330,4 @@ def run_agent(
         interface=None,
     )
     facts = collect_facts(options, source, device=device)
-    agent = Agent(options.nodes, facts=facts, share=share, waits_again=waits_again, health=health)
-    agent.run()
+    Agent(options.nodes, facts=facts, share=share, waits_again=waits_again, health=health).run()

@@ -135,8 +135,7 @@ class Driver:
         options = make_paths_absolute(self._options)
         runs = {}
         for number, actor in enumerate(self._actors[1:], start=1):
-            own = plan_node(options, placed, node=number)
-            text = msgspec.json.encode(own).decode()
+            text = msgspec.json.encode(plan_node(options, placed, node=number)).decode()
             runs[actor.run.remote(text, variables)] = f"node {number} ({self._places[number].host})"
         while not self._stop.is_set():
             ended, _ = ray.wait(list(runs), timeout=_POLL_SECONDS) if runs else ([], [])

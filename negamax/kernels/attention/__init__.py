@@ -1,3 +1,1 @@
-"""Causal grouped-query attention over a paged cache, and the QK norm + rope + cache write in front
-of it.
-"""
+"""Causal grouped-query attention over a paged cache, and the norm, rope and write before it."""

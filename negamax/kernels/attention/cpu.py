@@ -39,9 +39,7 @@ _GATHER_ROWS = 64  # sequences whose keys are gathered at a time; bounds the mem
 
 
 def padded_keys(length: int, block_size: int) -> int:
-    """Return the padded keys of a query that sees `length`: in steps of 64 or an eighth of a power
-    of 2.
-    """
+    """Return the padded keys of a query that sees `length`: by 64 or an eighth of a power of 2."""
     step = QUERY_TILE
     while length > 8 * step:
         step *= 2
@@ -240,8 +238,7 @@ def qk_norm_rope_write(
     q, k = qk_norm(q, k, norm, group=group)
     rotary_dim = at.cos.shape[-1]
     for rotated in (q[..., :rotary_dim], k[..., :rotary_dim]):
-        swapped = rotated.roll(rotary_dim // 2, -1)
-        torch.addcmul(rotated * at.cos, swapped, at.sin, out=rotated)
+        torch.addcmul(rotated * at.cos, rotated.roll(rotary_dim // 2, -1), at.sin, out=rotated)
     write(k, v, cache, at.rows)
     return q.to(qkv.dtype)
 

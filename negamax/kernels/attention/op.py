@@ -111,8 +111,7 @@ def rope_write(qkv: Tensor, at: TokenPlaces, cache: KvCache, /) -> Tensor:
     """Do `qk_norm_rope_write` without norms; all dimensions of a head rotate."""
     _, kv_heads, _, head_dim = cache.k.shape
     assert at.cos.shape[-1] == head_dim
-    heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    q, k, v = split_heads(qkv, heads=heads, kv_heads=kv_heads)
+    q, k, v = split_heads(qkv, heads=qkv.shape[1] // head_dim - 2 * kv_heads, kv_heads=kv_heads)
     q, k = half_split(q, at.cos, at.sin), half_split(k, at.cos, at.sin)
     write(k, v, cache, at.rows)
     return q.to(qkv.dtype)

@@ -194,9 +194,7 @@ def launch_norm_rope_write(
     cache: KvCache,
     index: IndexHeads | None = None,
 ) -> Tensor:
-    """Launch the kernel -> q [T, heads, head_dim]; `norm`: weight and eps; negative rows are
-    skipped.
-    """
+    """Launch the kernel -> q [T, heads, head_dim]; `norm`: weight, eps; negative rows: skipped."""
     (num_tokens, width), (_, kv_heads, block_size, head_dim) = projected.shape, cache.k.shape
     assert projected.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     index_heads, index_dim = (0, 0) if index is None else index.q.shape[1:]

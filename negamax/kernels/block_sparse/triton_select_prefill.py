@@ -92,9 +92,7 @@ def _merge(best, order, numbers, C: tl.constexpr):
 
 @triton.jit
 def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constexpr):
-    """Return the best keys [BLOCK_M, TOPK_POW2] of scored blocks begin to end - 1 for a tile's
-    rows.
-    """
+    """Return a tile's best keys [BLOCK_M, TOPK_POW2] of the scored blocks begin to end - 1."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     first, count, start = tile

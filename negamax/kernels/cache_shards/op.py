@@ -48,14 +48,12 @@ class PartialResults:
     def gathered(self, group: Collective) -> "PartialResults":
         """Gather the results of all ranks of the group."""
         messages = group.all_gather(self.message.unsqueeze(0), dim=0)
-        q = self.out.unflatten(-1, (self.lse.shape[-1], -1))
-        return PartialResults.of(messages, q)
+        return PartialResults.of(messages, self.out.unflatten(-1, (self.lse.shape[-1], -1)))
 
     @classmethod
     def joined(cls, out: Tensor, lse: Tensor) -> "PartialResults":
         """Put `out` and `lse` into one message."""
-        message = torch.cat([part.flatten().view(torch.uint8) for part in (out, lse)])
-        return cls(message, out, lse)
+        return cls(torch.cat([part.flatten().view(torch.uint8) for part in (out, lse)]), out, lse)
 
     @classmethod
     def of(cls, message: Tensor, q: Tensor) -> "PartialResults":

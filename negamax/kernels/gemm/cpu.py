@@ -42,8 +42,7 @@ _SAFE_ROWS = 12  # for F.linear in fp32; all larger counts were alike
 
 def pack(weight: StoredWeight) -> Tensor:
     """Put a plain weight [out, in] into oneDNN's layout (an opaque tensor)."""
-    values = weight.values.contiguous()
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(values, _ROWS_HINT)
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.values.contiguous(), _ROWS_HINT)
     return packed
 
 

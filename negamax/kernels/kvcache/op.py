@@ -56,8 +56,7 @@ def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
     """Return the cache rows [T * kv_heads] int64 of slots [T]; negative for slot -1 (padding)."""
     blocks, offsets = slots // block_size, slots % block_size
     heads = torch.arange(kv_heads, device=slots.device)
-    rows = (blocks.unsqueeze(1) * kv_heads + heads) * block_size + offsets.unsqueeze(1)
-    return rows.flatten()
+    return ((blocks.unsqueeze(1) * kv_heads + heads) * block_size + offsets.unsqueeze(1)).flatten()
 
 
 def locate(

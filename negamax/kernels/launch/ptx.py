@@ -1,6 +1,4 @@
-"""PTX and CUDA-only functions of Triton, each with a portable form for AMD GPUs and the
-interpreter.
-"""
+"""PTX and CUDA-only functions of Triton, each also in a portable form (AMD GPUs, interpreter)."""
 
 import triton
 import triton.language as tl

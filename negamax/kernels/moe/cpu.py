@@ -155,5 +155,4 @@ def _run_many_tokens(
 def _combine(outputs: Tensor, weights: Tensor) -> Tensor:
     """Sum outputs [T * top_k, hidden], in the order of selections, weighted, to [T, hidden]."""
     num_tokens, top_k = weights.shape
-    weighted = outputs.view(num_tokens, top_k, -1) * weights.unsqueeze(-1)
-    return weighted.sum(1).to(outputs.dtype)
+    return (outputs.view(num_tokens, top_k, -1) * weights.unsqueeze(-1)).sum(1).to(outputs.dtype)

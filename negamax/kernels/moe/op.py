@@ -81,9 +81,7 @@ def norm_route(
     top_k: int,
     active: Tensor | None = None,
 ) -> tuple[Hidden, Tensor, Tensor]:
-    """Run `add_rms`, then `route`, each with its own preparation; return the normed states, ids
-    and weights.
-    """
+    """Run `add_rms`, then `route`, each as prepared; return the normed states, ids and weights."""
     normed = add_rms(x, residual, norm)
     return normed, *route(normed, router, top_k=top_k, active=active)
 
@@ -158,9 +156,7 @@ def _values(weight: StoredWeight) -> Tensor:
 
 
 def experts(x: Hidden, selected: SelectedExperts, stacked: Prepared, /) -> Tensor:
-    """Compute the experts `stacked` of this rank for x [T, hidden] -> [T, hidden], or [T, P,
-    hidden].
-    """
+    """Compute this rank's experts `stacked` for x [T, hidden] -> [T, hidden], or [T, P, hidden]."""
     gate_up, down, activation = stacked.gate_up, stacked.down, stacked.activation
     x = unquantized(x)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

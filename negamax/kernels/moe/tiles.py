@@ -86,9 +86,7 @@ class MoeTiles:
         )
 
     def w8a8(self) -> ExpertTiles:
-        """Return tiles for large_m in 8 bits; gate_up.block_n columns of h share a scale. Not
-        measured.
-        """
+        """Return tiles for large_m in 8 bits; gate_up.block_n columns share a scale. Unmeasured."""
         tile = Tile(64, 128, 128, num_warps=4, num_stages=2)
         return ExpertTiles(tile, tile, repeat_n=8)
 

@@ -1,6 +1,4 @@
-"""Packing of 2, 4 and 8 bit integers in 32-bit words, as in AWQ, GPTQ and compressed-tensors, and
-of FP4 codes in bytes.
-"""
+"""Packing of 2, 4 and 8 bit integers in 32-bit words (AWQ, GPTQ), and of FP4 codes in bytes."""
 
 from collections.abc import Sequence
 

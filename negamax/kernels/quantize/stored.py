@@ -96,8 +96,7 @@ def encode(stored: TensorFormat, matrix: Tensor) -> dict[str, Tensor]:
         assert codes.global_scale is not None
         divides = stored.global_scale is GlobalScale.DIVIDES
         made[whole.name] = codes.global_scale.reciprocal() if divides else codes.global_scale
-    known = {t.name: known_entries(t, (height, width)) for t in stored.tensors if t.known}
-    return made | known
+    return made | {t.name: known_entries(t, (height, width)) for t in stored.tensors if t.known}
 
 
 def check_entries(
@@ -198,8 +197,7 @@ def _round(stored: TensorFormat, matrix: Tensor) -> Codes:
         return to_integers(matrix, _bits(stored), columns, scale_dtype=dtype)
     if rounding.to_powers:
         return to_e4m3_powers(matrix, columns, rows=rows)
-    is_fnuz = stored.element == E4M3_FNUZ
-    dtype = torch.float8_e4m3fnuz if is_fnuz else torch.float8_e4m3fn
+    dtype = torch.float8_e4m3fnuz if stored.element == E4M3_FNUZ else torch.float8_e4m3fn
     return to_e4m3(matrix, (rows, columns), largest=rounding.largest or E4M3_MAX, dtype=dtype)
 
 

@@ -45,8 +45,7 @@ def embed(token_ids: Tensor, table: Tensor, /, *, first_id: int) -> tuple[Tensor
     Row 1 of table [n + 2, width] is token `first_id`; its first and last row stand for all other
     tokens.
     """
-    rows = (token_ids - (first_id - 1)).clamp(0, len(table) - 1)
-    x = table.index_select(0, rows)
+    x = table.index_select(0, (token_ids - (first_id - 1)).clamp(0, len(table) - 1))
     return x, torch.zeros_like(x)
 
 

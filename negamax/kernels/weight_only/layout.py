@@ -201,8 +201,7 @@ def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
         half.to(codes.device, torch.int32).to(torch.int16)
         for half in (values & 0xFFFF, values >> 16)
     )
-    first = torch.arange(0, len(values), 16, dtype=torch.int32, device=codes.device)
-    at = pairs + first[:, None]
+    at = pairs + torch.arange(0, len(values), 16, dtype=torch.int32, device=codes.device)[:, None]
     halves: Tensor = lower[at].sum(-2, dtype=torch.int16)
     if any(place >= 16 for places in bits for place in places):
         halves += upper[at].flip(-1).sum(-2, dtype=torch.int16)

@@ -208,8 +208,7 @@ def _read_name(inner: str, is_known: Callable[[str], bool]) -> str:
     """Return the name in an element's tag, without attributes that no schema has."""
     name = inner.strip()
     word = _ATTRIBUTES.sub("", name)
-    unknown = inner if word == name else word
-    return next(filter(is_known, (inner, name, word)), unknown)
+    return next(filter(is_known, (inner, name, word)), inner if word == name else word)
 
 
 def _read_tool_name(tag: str, schemas: ToolSchemas) -> str:

@@ -153,8 +153,7 @@ class Rules:
             blocks = max(0, left - _BLOCK) // _BLOCK
             if blocks:
                 parts.append((self._add_chain(ranges, _BLOCK), f"{{0,{blocks}}}"))
-            last = after or '""'
-            parts.append((self._add_chain(ranges, left - blocks * _BLOCK, last=last), ""))
+            parts.append((self._add_chain(ranges, left - blocks * _BLOCK, last=after or '""'), ""))
         text = " ".join(f"({rule}){limits}" if limits else rule for rule, limits in parts)
         way = _Alternative(text, tuple(rule for rule, _ in parts))
         return self.define(self.new_name("words"), [way])
@@ -289,8 +288,7 @@ class JsonRules:
                 return _Alternative("text")
             case TextShape(None, least, most):
                 run = self._schemas.languages
-                language = run.whole(run.repeat(run.any_char, least, most))
-                return self._write_text(language)
+                return self._write_text(run.whole(run.repeat(run.any_char, least, most)))
             case TextShape(Language() as language):
                 return self._write_text(language)
             case NumberShape(name, None):
@@ -337,8 +335,7 @@ class JsonRules:
             value = self._name(nodes)
             text = f"{_quote(spell_json(key))} {self._colon} {value}"
             entries.append((_Alternative(text, (value,)), key in shape.required))
-        others = self._write_other(shape)
-        inside = self._write_entries(shape, entries, others, is_tuple=False)
+        inside = self._write_entries(shape, entries, self._write_other(shape), is_tuple=False)
         return _Alternative(f'"{{" {self._space} {inside} "}}"', (inside,))
 
     def _write_entries(

@@ -415,8 +415,7 @@ class Schemas:
             base.append(languages.any_of([text for text in texts if text is not None]))
         found: list[tuple[Language | None, Nodes]] = []
         for is_matched in itertools.product((True, False), repeat=len(patterns)):
-            matched = [p for p, has in zip(patterns, is_matched, strict=True) if has]
-            nodes = choose(None, matched)
+            nodes = choose(None, [p for p, has in zip(patterns, is_matched, strict=True) if has])
             if False in nodes:
                 continue
             parts = [
@@ -522,8 +521,7 @@ class Schemas:
             case (TextShape(), TextShape()) | (NumberShape(), NumberShape()):
                 parts = [self._language_of(shape) for shape in (one, other)]
                 known = [part for part in parts if part is not None]
-                both = self.languages.all_of(known)
-                return len(known) == 2 and self._is_possible(both) is False
+                return len(known) == 2 and self._is_possible(self.languages.all_of(known)) is False
             case ObjectShape(), ObjectShape():
                 return any(
                     self._are_schemas_apart(self.member(one, name), self.member(other, name))

@@ -123,8 +123,7 @@ class Languages:
 
     def whole(self, part: int) -> Language:
         """Return the texts that match the expression `part` as a whole."""
-        plain = part if self._is_plain[part] else None
-        return Language(self.join([part, self.end]), plain)
+        return Language(self.join([part, self.end]), part if self._is_plain[part] else None)
 
     def containing(self, alternatives: Sequence[tuple[Sequence[int], bool]]) -> Language:
         """Return the texts that contain a match of an alternative: its parts, with markers.

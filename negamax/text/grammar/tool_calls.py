@@ -140,8 +140,7 @@ class CallStyle(ABC):
         name = words_format(schemas, schemas.languages.all_of([allowed, language]))
         if not is_split:
             return name
-        longer = {"type": "regex", "pattern": self._key_pattern(longest, most)}
-        return any_of([name, longer])
+        return any_of([name, {"type": "regex", "pattern": self._key_pattern(longest, most)}])
 
     def _key_pattern(self, least: int, most: int | None) -> str:
         first, others, _ = self.free_key

@@ -440,8 +440,7 @@ class ElementArguments:
         value = _convert_text(text, schema)
         if "array" not in schema.types:
             return WaitingMember(element.name, value, value)
-        is_array = value.startswith("[")
-        items = value[1:-1] if is_array else _convert_text(text, schema.item(0))
+        items = value[1:-1] if value.startswith("[") else _convert_text(text, schema.item(0))
         return WaitingMember(element.name, value, items)
 
     def _continue(self, array: _Element, element: _Element) -> None:

@@ -62,8 +62,7 @@ class ToolSchemas:
                 listed = node.get("properties")
                 if isinstance(listed, Mapping):
                     members.update(dict.fromkeys(filter(_ODD.fullmatch, listed)))
-        tools = list(filter(_ODD.fullmatch, self._roots))
-        return _limit(tools), _limit(members)
+        return _limit(list(filter(_ODD.fullmatch, self._roots))), _limit(members)
 
     def declares(self, tool: str) -> bool:
         return tool in self._roots

@@ -34,8 +34,7 @@ def argument_name(tag: str, schema: ValueSchema) -> str:
     exact = _EXACT_NAME.fullmatch(tag)
     if exact and '"' not in exact[1]:
         return exact[1]
-    candidates = _list_candidates([tag])
-    return next(filter(schema.lists, candidates), None) or tag_name(tag)
+    return next(filter(schema.lists, _list_candidates([tag])), None) or tag_name(tag)
 
 
 def tool_name(readings: list[str], schemas: ToolSchemas) -> str:

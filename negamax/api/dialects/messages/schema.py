@@ -71,10 +71,7 @@ class ToolChoice(RequestModel):
 
 
 class CountRequest(TurnRequest):
-    """A conversation to count, and the common fields of one to answer.
-
-    Messages stay as the client wrote them.
-    """
+    """A conversation to count, and the common fields of one to answer. Messages stay as sent."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {

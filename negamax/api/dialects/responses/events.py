@@ -209,8 +209,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                 yield self._item_event(block, "done", item)
 
     def _added(self, block: Block, *, is_empty: bool) -> items.ItemEvent:
-        item = self._item(block, "in_progress", is_empty=is_empty)
-        return self._item_event(block, "added", item)
+        return self._item_event(block, "added", self._item(block, "in_progress", is_empty=is_empty))
 
     def _item_event(self, block: Block, moment: str, item: items.OutputItem) -> items.ItemEvent:
         kind = f"response.output_item.{moment}"

@@ -112,8 +112,7 @@ def _add_part(
         case "reasoning":
             parts.add_reasoning(_read_reasoning(item))
         case str() as kind if kind in CLIENT_CALLS:
-            arguments = extract_arguments(item, place)
-            parts.add_call(item.get("call_id"), CLIENT_CALLS[kind], arguments)
+            parts.add_call(item.get("call_id"), CLIENT_CALLS[kind], extract_arguments(item, place))
         case "function_call":
             parts.add_call(item.get("call_id"), _get_called_name(item), item.get("arguments"))
         case "custom_tool_call":
@@ -152,8 +151,7 @@ def _build_message(
             output = render_result(item, place)
         if isinstance(output, dict):  # an object instead of a list of parts
             output = json.dumps(output, ensure_ascii=False)
-        call_id = _get_call_id(item, local_calls)
-        return {"role": "tool", "tool_call_id": call_id, "content": output}
+        return {"role": "tool", "tool_call_id": _get_call_id(item, local_calls), "content": output}
     role = check_choice(item.get("role"), _ROLES, f"{place}.role")
     return {"role": role, "content": item.get("content")}
 

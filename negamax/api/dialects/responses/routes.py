@@ -319,9 +319,7 @@ class _Responses:
     async def _given(
         self, params: ResponsesRequest, tenant: str, *, num_bytes: int
     ) -> tuple[list[Item], int]:
-        """Return the input with references resolved, and the size of the request with these in
-        bytes.
-        """
+        """Return the input with references resolved, and the request's size with these in bytes."""
         if isinstance(params.input, str):
             return [{"type": "message", "role": "user", "content": params.input}], num_bytes
         references = {
