@@ -267,13 +267,10 @@ def _display(progress: RunProgress, *, shown: bool) -> Iterator[None]:
     from rich.live import Live
 
     bars = rich_progress.Progress(
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        rich_progress.MofNCompleteColumn(),
-        rich_progress.TextColumn("{task.fields[rates]}"),
-        rich_progress.TimeElapsedColumn(),
-        rich_progress.TimeRemainingColumn(),
-    )
+        rich_progress.TextColumn("{task.description}"), rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(), rich_progress.TextColumn("{task.fields[rates]}"),
+        rich_progress.TimeElapsedColumn(), rich_progress.TimeRemainingColumn(),
+    )  # fmt: skip
     task = bars.add_task("connecting", total=None, rates="")
 
     def current() -> rich_progress.Progress:

@@ -60,13 +60,9 @@ class BlockSparseKind(PagedKind):
         index_rows = None
         if shape.cache.ranks > 1:
             index_rows = self._own_rows(
-                metadata.token_tables,
-                rank=shape.shard.rank,
-                ranks=shape.shard.ranks,
-                first=0,
-                heads=1,
-                block_size=shape.block_size,
-            )
+                metadata.token_tables, rank=shape.shard.rank, ranks=shape.shard.ranks, first=0,
+                heads=1, block_size=shape.block_size,
+            )  # fmt: skip
         if shape.shard.ranks == 1:
             select, merge = self._plan_select(metadata, shape), None
         else:

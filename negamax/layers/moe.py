@@ -61,12 +61,9 @@ class SparseMoe:
                 experts.append(shared)
             else:
                 self._shared_mlp = Mlp(
-                    shared,
-                    hidden_size=hidden_size,
-                    width=shared_width,
-                    activation=activation,
+                    shared, hidden_size=hidden_size, width=shared_width, activation=activation,
                     setup=setup,
-                )
+                )  # fmt: skip
         self._dispatch = expert_dispatch(table, setup=setup)
         self.num_experts, self.top_k = num_experts, top_k
         self._scaling, self._between = routed_scaling, activation

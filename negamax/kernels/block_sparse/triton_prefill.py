@@ -234,13 +234,9 @@ def launch_sparse_prefill(
         64 if block_m <= 64 else 128, cache.k.element_size()
     )
     constants = attention_constants(
-        q,
-        cache.k,
-        shape,
-        block_m=block_m,
-        block_n=min(launch.block_n, shape.sparse_block_size),
+        q, cache.k, shape, block_m=block_m, block_n=min(launch.block_n, shape.sparse_block_size),
         block_size=shape.sparse_block_size,
-    )
+    )  # fmt: skip
     _sparse_prefill_kernel[grid](
         q, cache.k, cache.v, *unions, *output, lse, score_scale(head_dim, cache.scales[0]),
         cache.scales[1], UNION=queries * topk, C=constants,

@@ -165,12 +165,9 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
     own = None
     if shape.shard.ranks > 1:
         own = plan_own_blocks(
-            metadata,
-            scored,
-            rank=shape.shard.rank,
-            ranks=shape.shard.ranks,
+            metadata, scored, rank=shape.shard.rank, ranks=shape.shard.ranks,
             block_size=shape.block_size,
-        )
+        )  # fmt: skip
         scored = own.tokens
     splits = plan_splits(
         scored, metadata.block_table_indices, kv_heads=1, block_n=shape.sparse_block_size

@@ -69,12 +69,9 @@ def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> Sele
     own = None
     if shape.shard.ranks > 1:
         own = plan_own_blocks(
-            metadata,
-            metadata.seq_lens,
-            rank=shape.shard.rank,
-            ranks=shape.shard.ranks,
+            metadata, metadata.seq_lens, rank=shape.shard.rank, ranks=shape.shard.ranks,
             block_size=shape.block_size,
-        )
+        )  # fmt: skip
     return SelectPrefillPlan(
         metadata, shape, block_m, list_query_tiles(metadata, size), splits, own
     )

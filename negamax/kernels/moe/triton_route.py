@@ -386,16 +386,12 @@ def prepare_gate(
     arrivals = torch.zeros(tiles.ROUTE_MAX_TILES, dtype=torch.int32, device=gate.device)
     logits_shape = (tiles.ROUTE_SMALL_M_MAX_M, gate.shape[0])
     return PreparedGate(
-        gate_bf16x3=torch.stack((hi, mid, lo)),
-        bias=bias.float().contiguous(),
-        arrivals=arrivals,
+        gate_bf16x3=torch.stack((hi, mid, lo)), bias=bias.float().contiguous(), arrivals=arrivals,
         logits=torch.zeros(logits_shape, dtype=torch.int64, device=gate.device),
         flag=torch.zeros_like(arrivals[:1]),
         all_active=torch.full((1,), 2**31 - 1, dtype=torch.int32, device=gate.device),
-        spin_wait=spin_wait,
-        scaling=scaling,
-        shared=shared,
-    )
+        spin_wait=spin_wait, scaling=scaling, shared=shared,
+    )  # fmt: skip
 
 
 def empty_choices(M: int, prepared: PreparedGate, *, top_k: int) -> tuple[Tensor, Tensor]:

@@ -176,12 +176,9 @@ def _pack(codes: Codes, *, bits: int) -> PackedWeight:
         element, per_byte, K, filled, group, kind, zeros is not None, row_scale is not None
     )
     return PackedWeight(
-        qweight,
-        qweight if scales is None else scales,
-        qweight if zeros is None else zeros,
-        qweight if row_scale is None else row_scale,
-        packing,
-    )
+        qweight, qweight if scales is None else scales, qweight if zeros is None else zeros,
+        qweight if row_scale is None else row_scale, packing,
+    )  # fmt: skip
 
 
 def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
