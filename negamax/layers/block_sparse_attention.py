@@ -81,16 +81,9 @@ class BlockSparseAttention:
     """
 
     def __init__(
-        self,
-        names: AttentionNames,
-        index: IndexerNames,
-        sizes: AttentionSizes,
-        *,
-        index_dim: int,
-        shard: IndexShard,
-        gemma_norm: bool,
-        setup: LayerSetup,
-    ) -> None:
+        self, names: AttentionNames, index: IndexerNames, sizes: AttentionSizes, *, index_dim: int,
+        shard: IndexShard, gemma_norm: bool, setup: LayerSetup,
+    ) -> None:  # fmt: skip
         view, kernels = setup.context.layout.attention, setup.kernels
         own_kv, queried = view.kv_heads(sizes.kv_heads), view.cache_heads(sizes.heads)
         index_heads = range(shard.heads) if shard.heads else own_kv

@@ -16,14 +16,9 @@ class Mlp:
     """down(activation(gate, up)). Weights whose groups a split would cut are dequantized."""
 
     def __init__(
-        self,
-        names: MlpNames,
-        *,
-        hidden_size: int,
-        width: int,
-        activation: SwiGlu,
+        self, names: MlpNames, *, hidden_size: int, width: int, activation: SwiGlu,
         setup: LayerSetup,
-    ) -> None:
+    ) -> None:  # fmt: skip
         view = setup.context.layout.attention
         rows = shard(width, rank=view.rank, size=view.size, what="MLP intermediate size")
         self._swiglu, self._between = setup.kernels[SWIGLU].run, activation

@@ -31,20 +31,10 @@ class SparseMoe:
     """
 
     def __init__(
-        self,
-        names: MoeNames,
-        *,
-        layer: int,
-        hidden_size: int,
-        width: int,
-        num_experts: int,
-        top_k: int,
-        activation: SwiGlu = SILU,
-        routed_scaling: float = 1.0,
-        shared_width: int = 0,
-        setup: LayerSetup,
-        table: Sequence[int] | None = None,
-    ) -> None:
+        self, names: MoeNames, *, layer: int, hidden_size: int, width: int, num_experts: int,
+        top_k: int, activation: SwiGlu = SILU, routed_scaling: float = 1.0, shared_width: int = 0,
+        setup: LayerSetup, table: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         """`routed_scaling`: factor of the expert weights; `shared_width`: of the shared expert, 0
         without; `table`: the expert in each slot, None: the layout's for `layer`.
         """

@@ -293,14 +293,9 @@ def decode(q: Tensor, cache: KvCache, plan: DecodePlan) -> Tensor | QuantizedAct
 
 
 def launch_decode(
-    q: Tensor,
-    cache: KvCache,
-    plan: DecodePlan,
-    output: Outputs,
-    *,
-    lse: Tensor | None = None,
+    q: Tensor, cache: KvCache, plan: DecodePlan, output: Outputs, *, lse: Tensor | None = None,
     lengths: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Run `decode` into `output` and lse [T, heads]; `lengths` [S] int32 replaces planned ones."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:

@@ -42,15 +42,9 @@ class AttentionConstants(NamedTuple):
 
 
 def attention_constants(
-    q: Tensor,
-    cache: Tensor,
-    shape: PagedShape,
-    *,
-    block_m: int,
-    block_n: int,
-    block_size: int | None = None,
-    **decode: Any,
-) -> AttentionConstants:
+    q: Tensor, cache: Tensor, shape: PagedShape, *, block_m: int, block_n: int,
+    block_size: int | None = None, **decode: Any,
+) -> AttentionConstants:  # fmt: skip
     """Return constants for queries q [.., head_dim]; `block_size` replaces that of `shape`."""
     return AttentionConstants(
         KV_HEADS=shape.kv_heads, GROUP=shape.group, DIM=q.shape[-1],

@@ -204,14 +204,9 @@ def sparse_prefill(
 
 
 def launch_sparse_prefill(
-    q: Tensor,
-    cache: KvCache,
-    choice: BlockSelection,
-    plan: SparsePrefillPlan,
-    output: Outputs,
-    *,
+    q: Tensor, cache: KvCache, choice: BlockSelection, plan: SparsePrefillPlan, output: Outputs, *,
     lse: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Run `sparse_prefill` into `output`, and `write_lse` into lse [T, heads] fp32."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:

@@ -402,12 +402,9 @@ def _select_decode_kernel(
 
 
 def select_decode(
-    index_q: Tensor,
-    index_cache: Tensor,
-    plan: SelectDecodePlan,
-    ids: Tensor,
+    index_q: Tensor, index_cache: Tensor, plan: SelectDecodePlan, ids: Tensor,
     pages: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Select into `ids` and `pages`; for a shard store the keys to `ids`."""
     (num_tokens, heads, dim), shape = index_q.shape, plan.shape
     device, tables = index_q.device, plan.metadata.block_tables

@@ -206,12 +206,9 @@ def _merge_splits_kernel(
 
 
 def select_prefill(
-    index_q: Tensor,
-    index_cache: Tensor,
-    plan: SelectPrefillPlan,
-    ids: Tensor,
+    index_q: Tensor, index_cache: Tensor, plan: SelectPrefillPlan, ids: Tensor,
     pages: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Select into `ids` and `pages`; for a shard store the keys to `ids`."""
     (num_tokens, heads, dim), shape, splits = index_q.shape, plan.shape, plan.splits
     device, tables = index_q.device, plan.metadata.block_tables

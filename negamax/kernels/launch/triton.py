@@ -70,12 +70,9 @@ def triton_kernel(
 
 @cache
 def launch_options(
-    device: torch.device,
-    *,
-    maxnreg: int | None = None,
-    starts_early: bool = True,
+    device: torch.device, *, maxnreg: int | None = None, starts_early: bool = True,
     dependent: bool = True,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the launch options of a kernel with a parameter `PDL: tl.constexpr` (see above).
 
     `maxnreg`: limit of registers per thread, on NVIDIA GPUs.

@@ -371,13 +371,9 @@ class PreparedGate:
 
 
 def prepare_gate(
-    gate: Tensor,
-    bias: Tensor,
-    *,
-    scaling: float = 1.0,
-    shared: bool = False,
+    gate: Tensor, bias: Tensor, *, scaling: float = 1.0, shared: bool = False,
     spin_wait: bool = True,
-) -> PreparedGate:
+) -> PreparedGate:  # fmt: skip
     """Prepare gate [experts, hidden] fp32, split exactly into three bf16 addends, and the bias."""
     hi = gate.float().bfloat16()
     rest = gate.float() - hi.float()
@@ -407,12 +403,9 @@ def empty_choices(M: int, prepared: PreparedGate, *, top_k: int) -> tuple[Tensor
 
 
 def route(
-    x: Tensor | QuantizedActivations,
-    prepared: PreparedGate,
-    *,
-    top_k: int,
+    x: Tensor | QuantizedActivations, prepared: PreparedGate, *, top_k: int,
     active: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Route x [M, hidden] -> topk_ids [M, C] int32, topk_weights [M, C] fp32, as `moe.route`.
 
     If the ranks shard the rows, each routes its own and gathers the others.
