@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -124,12 +125,17 @@ class WorkerConfig:
 
 
 def decode_config(frame: bytes) -> WorkerConfig:
-    """Decode the configuration from MessagePack, with its model family's own spec type."""
+    """Decode the configuration from MessagePack, with the spec types of its model families."""
     config = msgspec.msgpack.decode(frame, type=WorkerConfig)
-    fields = msgspec.msgpack.decode(frame)["spec"]
-    return replace(
-        config, spec=msgspec.convert(fields, type=find_family(config.spec.architecture).spec)
-    )
+    fields = msgspec.msgpack.decode(frame)
+
+    def convert(spec: ModelSpec, given: Any) -> Any:
+        return msgspec.convert(given, type=find_family(spec.architecture).spec)
+
+    draft = config.draft
+    if draft is not None:
+        draft = replace(draft, spec=convert(draft.spec, fields["draft"]["spec"]))
+    return replace(config, spec=convert(config.spec, fields["spec"]), draft=draft)
 
 
 @dataclass(frozen=True)
