@@ -167,7 +167,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     error: str | None = None
     is_refusal: bool = False  # the request caused the error: it cannot be served
-    # a process that served the request is gone: a retry may succeed
+    # the request lost its grammar process, or got none in time: a retry may succeed
     is_lost: bool = False
     # of a finished request: rows with drafts, their draft tokens, accepted ones; None: no such rows
     drafts: tuple[int, int, int] | None = None

@@ -11,7 +11,7 @@ from grammar_support import PERSON, kill, reasoning, regex, says, schema, seeded
 
 from negamax import LLM, SamplingParams
 from negamax.base import env
-from negamax.base.errors import EngineError, InvalidRequestError, ResourceError
+from negamax.base.errors import EngineError, InvalidRequestError, ResourceError, UnavailableError
 from negamax.config.grammar import Grammar
 from negamax.engine.grammar import manager as constraints
 from negamax.scheduler.step import SequenceUpdate
@@ -208,6 +208,26 @@ def test_tenants_take_turns_for_workers(llm: LLM, monkeypatch: pytest.MonkeyPatc
     assert [rule.request.request_id for rule in manager._risky] == [requests[1].request_id]
     assert len({rule.client for rule in manager._rules.values()} - {None}) == 2
     llm._loop.abort([request.request_id for request in requests])
+    free_all(llm)
+
+
+def test_grammar_that_gets_no_worker_in_time_is_refused(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env, "usable_cores", lambda: 1)
+    idle = ebnf("root ::= " + "[a-x]* " * 11)  # its worker stays and holds no place
+    llm.generate("x", seeded(1, grammar=idle, max_tokens=2))
+    (held,) = admitted(llm, ["x"], [seeded(1, grammar=ebnf("root ::= " + "[a-z]* " * 11))])
+    drive(llm, [held], num_steps=0)
+    while not llm.stats().num_running:
+        llm._loop.step()
+    monkeypatch.setattr(constraints, "WAIT_SECONDS", 0.0)
+    with pytest.raises(UnavailableError, match="in use for 0 s; retry later") as caught:
+        llm.generate("x", seeded(1, grammar=ebnf("root ::= " + "[a-y]* " * 11)))
+    assert caught.value.code == "no_grammar_process" and caught.value.retry_after
+    assert held.request_id in llm._loop._grammars
+    llm._loop.abort([held.request_id])
+    assert says(llm, "yes")
     free_all(llm)
 
 

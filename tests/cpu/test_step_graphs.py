@@ -70,7 +70,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     step = EngineLoop.step
 
     def waiting(self: EngineLoop) -> list[SequenceUpdate]:
-        while self._grammars.num_opening:
+        while self._grammars.opening_ids():
             self._grammars.wait(0.01)
             self._add_opened()
         return step(self)

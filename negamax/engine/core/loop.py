@@ -78,7 +78,7 @@ class EngineLoop:
             self._scheduler.has_unfinished
             or any(self._in_flight)
             or bool(self._pending_updates)
-            or self._grammars.num_opening > 0
+            or bool(self._grammars.opening_ids())
         )
 
     def add(self, request: GenerateRequest) -> None:
@@ -163,7 +163,7 @@ class EngineLoop:
         """By data-parallel rank. Requests without a rank count as waiting at the first."""
         ranks = self._scheduler.ranks
         on_none = self._scheduler.num_waiting - sum(rank.num_waiting for rank in ranks)
-        on_none += self._grammars.num_opening
+        on_none += len(self._grammars.opening_ids())
         return tuple(
             RankStats(
                 num_running=rank.num_running,

@@ -40,6 +40,7 @@ MAX_THREADS = 8
 MAX_ATTEMPTS = 2  # attempts to open a grammar whose process dies meanwhile
 MAX_WORKERS = 32
 MAX_IDLE_WORKERS = 2
+WAIT_SECONDS = 60.0  # longest wait of a grammar for a worker
 KEEP_SECONDS = 5.0  # a worker whose grammar takes longer ends with its outputs
 MAX_REMEMBERED = 1024  # grammars that took too long or ended a worker
 REMEMBERED_SECONDS = 600.0
@@ -66,7 +67,7 @@ class RequestGrammar:
     kept_back: frozenset[int] = frozenset()  # tokens forbidden during reasoning
     has_ended: bool = False
     error: str | None = None
-    is_lost: bool = False  # lost by the end of its process
+    is_lost: bool = False  # lost its process, or got none in time
     is_late: bool = False  # a step ran without its mask
 
     @property
@@ -98,6 +99,9 @@ class RequestGrammar:
     def push(self, token_id: int) -> int | bytes | None:
         """Take a committed token. Return the part of it that belongs to the content."""
         return token_id if self.gate is None else self.gate.push(token_id)
+
+    def lose(self, message: str) -> None:
+        self.error, self.is_lost = message, True
 
     def take(self, answer: wire.NextMask) -> None:
         self.num_asked -= 1
@@ -142,10 +146,6 @@ class GrammarManager:
         self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._tokenizer: Future[Tokenizer] | None = None
-
-    @property
-    def num_opening(self) -> int:
-        return len(self._opening)
 
     def opening_ids(self) -> list[str]:
         return [rule.request.request_id for rule in self._opening]
@@ -254,6 +254,7 @@ class GrammarManager:
         """Receive answers. Return the requests that lost their process since."""
         if self._rules:
             self._receive()
+            self._end_waits()
         lost, self._lost = self._lost, []
         return [rule for rule in lost if rule.request.request_id in self._rules]
 
@@ -378,10 +379,7 @@ class GrammarManager:
     def _send_open(self, rule: RequestGrammar) -> None:
         rule.attempts += 1
         if rule.attempts > MAX_ATTEMPTS:
-            rule.error, rule.is_lost = (
-                "the grammar process ended while it compiled this grammar",
-                True,
-            )
+            rule.lose("the grammar process ended while it compiled this grammar")
             return
         rule.client, rule.asked = None, time.monotonic()
         if rule.attempts > 1:  # it may have ended its process
@@ -415,9 +413,9 @@ class GrammarManager:
                 if (found := next(same, None)) is not None:
                     rule, worker = found, known
             limit = min(MAX_WORKERS, 2 * env.usable_cores()) - (held[rule.request.tenant] > 0)
-            is_full = len(self._workers) >= limit
-            if worker is None and is_full and not self._end_idle():
-                return
+            while worker is None and len(self._workers) >= limit:
+                if not self._end_idle():
+                    return
             self._risky.remove(rule)
             if self._is_refused(rule):
                 continue
@@ -429,6 +427,16 @@ class GrammarManager:
             except (OSError, zmq.ZMQError, ResourceError) as error:
                 self._fail_start(rule, error)
 
+    def _end_waits(self) -> None:
+        """Fail requests that wait too long: outputs of any length may hold all workers."""
+        since = time.monotonic() - WAIT_SECONDS
+        for rule in [rule for rule in self._risky if rule.asked < since]:
+            self._risky.remove(rule)
+            rule.lose(
+                "this grammar may be slow to compile, and all processes for such grammars were in "
+                f"use for {WAIT_SECONDS:g} s; retry later, or make the grammar simpler"
+            )
+
     def _receive(self) -> None:
         for client in self._clients():
             if client not in self._clients():
@@ -438,11 +446,9 @@ class GrammarManager:
             if client not in self._clients():
                 continue
             if not client.is_alive:
-                self._lose(client, "the grammar process ended while it served this request")
+                self._lose(client, "ended")
             elif (asked := self._unanswered(client)) is not None and client.is_silent(asked):
-                self._lose(
-                    client, "the grammar process sent no heartbeat while it served this request"
-                )
+                self._lose(client, "sent no heartbeat")
 
     def _handle(self, message: wire.FromGrammars, client: GrammarClient) -> None:
         match message:
@@ -453,9 +459,8 @@ class GrammarManager:
                     client.is_spent |= client.spec is not None and is_slow
                     self._set_open(rule, np.frombuffer(message.mask, dtype=np.uint8))
             case wire.GrammarIsRisky():
-                rules = (self._by_key.get(key) for key in message.keys)
-                for rule in rules:
-                    if rule is not None and rule.client is client:
+                for rule in self._followed_by(client):
+                    if rule.key in message.keys:
                         rule.client, rule.asked = None, time.monotonic()
                         self._risky.append(rule)
                 self._assign_workers()
@@ -469,17 +474,11 @@ class GrammarManager:
 
     def _set_open(self, rule: RequestGrammar, mask: Mask) -> None:
         rule.is_open, rule.masks = True, [mask]
-        sampling = rule.request.sampling
-        kept_back = {
-            token_id for token_id in self._setup.eos_token_ids if not allows(mask, token_id)
-        }
-        if (
-            sampling.grammar is not None
-            and sampling.grammar.kind != "tool_calls"
-            and sampling.reasoning is not None
-        ):
+        kept_back = {end_id for end_id in self._setup.eos_token_ids if not allows(mask, end_id)}
+        grammar, reasoning = rule.spec
+        if grammar.kind != "tool_calls" and reasoning is not None:
             # parsers take it as the start of a call even here
-            call_id = sampling.reasoning.call_opener.token_id
+            call_id = reasoning.call_opener.token_id
             kept_back |= set() if call_id is None else {call_id}
         rule.kept_back = frozenset(kept_back)
 
@@ -508,8 +507,9 @@ class GrammarManager:
         while len(self._refused) > MAX_REMEMBERED:
             self._refused.popitem(last=False)
 
-    def _lose(self, client: GrammarClient, message: str) -> None:
+    def _lose(self, client: GrammarClient, cause: str) -> None:
         """Give up a dead or hung process: open outputs fail, its other grammars are reopened."""
+        message = f"the grammar process {cause} while it served this request"
         logger.warning("a grammar process is replaced: %s", message)
         if client is self._client:
             self._client = None
@@ -527,7 +527,7 @@ class GrammarManager:
                 self._remember(rule, rule.refusal)
             if rule.is_open:
                 if rule.refusal is None:
-                    rule.error, rule.is_lost = message, True
+                    rule.lose(message)
                 self._lost.append(rule)
             elif rule.problem is None:
                 self._send_open(rule)

@@ -260,12 +260,9 @@ class GrammarServer:
         if stream.matcher.has_ended:
             return wire.NextMask(stream.key, None)
         mask = stream.matcher.mask(self._compiler)
-        return wire.NextMask(
-            stream.key,
-            mask.tobytes(),
-            None if mask.any() else "the grammar allows no further token",
-            self._masks_after_drafts(stream.matcher, mask, drafts),
-        )
+        error = None if mask.any() else "the grammar allows no further token"
+        after_drafts = self._masks_after_drafts(stream.matcher, mask, drafts)
+        return wire.NextMask(stream.key, mask.tobytes(), error, after_drafts)
 
     def _masks_after_drafts(
         self, matcher: GrammarMatcher, mask: Mask, drafts: list[int]
@@ -306,11 +303,8 @@ class GrammarServer:
             stream.is_open = True
             self._send(wire.GrammarOpened(stream.key, answer.mask))
         else:
-            is_empty = answer.mask is not None
-            self._refuse(
-                stream.key,
-                "the grammar allows no output at all" if is_empty else answer.error or "",
-            )
+            message = answer.error if answer.mask is None else "the grammar allows no output at all"
+            self._refuse(stream.key, message or "")
 
     def _end_slow_turns(self) -> None:
         """Give up outputs whose turn takes too long. Their threads go on."""
