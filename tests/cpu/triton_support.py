@@ -41,7 +41,22 @@ def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+_patch_core = interpreter._patch_lang_core
+
+
+def _patch_core_and_fnuz(lang: Any, scope: Any) -> None:
+    """Let kernels name MI300's FP8, which the interpreter has but does not list before 3.8."""
+    _patch_core(lang, scope)
+    to_ir = lang.dtype.to_ir
+
+    def convert(self: Any, builder: Any) -> Any:
+        return builder.get_fp8e4b8_ty() if self.name == "fp8e4b8" else to_ir(self, builder)
+
+    scope.set_attr(lang.dtype, "to_ir", convert)
+
+
 interpreter._patch_lang_tensor = _patch_tensor_and_index
+interpreter._patch_lang_core = _patch_core_and_fnuz
 
 # The interpreter checks integers for overflow (40 % of its time), but reports it only under
 # `debug`.
