@@ -105,14 +105,9 @@ def _spawn(
     if not source().has_environment(wanted):
         return spawn(module, *args, own_group=own_group, pass_fds=pass_fds, variables=variables)
     return Forked(
-        source(),
-        [sys.executable, "-m", module, *args],
-        bufsize=0,
-        stdin=subprocess.PIPE,
-        start_new_session=own_group,
-        pass_fds=pass_fds,
-        env=wanted,
-    )
+        source(), [sys.executable, "-m", module, *args], bufsize=0, stdin=subprocess.PIPE,
+        start_new_session=own_group, pass_fds=pass_fds, env=wanted,
+    )  # fmt: skip
 
 
 class Source:

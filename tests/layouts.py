@@ -3,13 +3,10 @@ from typing import Any
 import pytest
 
 _SIZES = {
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "dp": "data_parallel_size",
-    "pcp": "prefill_context_parallel_size",
-    "dcp": "decode_context_parallel_size",
+    "tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size",
+    "pcp": "prefill_context_parallel_size", "dcp": "decode_context_parallel_size",
     "ep": "expert_parallel_size",
-}
+}  # fmt: skip
 
 
 def parallel(**options: Any) -> dict[str, Any]:

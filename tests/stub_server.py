@@ -19,12 +19,9 @@ def main() -> None:
     log.setup("warning")
     names = () if args.served_model_name is None else (args.served_model_name,)
     options = ServerOptions(
-        port=0,
-        api_server_count=args.api_server_count,
-        served_model_name=names,
-        tool_call_parser=args.parser,
-        reasoning_parser=args.parser,
-    )
+        port=0, api_server_count=args.api_server_count, served_model_name=names,
+        tool_call_parser=args.parser, reasoning_parser=args.parser,
+    )  # fmt: skip
     listener = server.open_listener(options)
     with listener:
         server.run(

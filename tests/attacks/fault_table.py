@@ -136,12 +136,9 @@ class OtherNode:
 
         return {
             "killed": (self.agent.kill, self.start),
-            "stopped": (send(signal.SIGSTOP), send(signal.SIGCONT)),
-            "link down": cut(*BOTH_WAYS),
-            "hears nothing": cut((0, 1)),
-            "is not heard": cut((1, 0)),
-            GAP: (open_gap, None),
-        }
+            "stopped": (send(signal.SIGSTOP), send(signal.SIGCONT)), "link down": cut(*BOTH_WAYS),
+            "hears nothing": cut((0, 1)), "is not heard": cut((1, 0)), GAP: (open_gap, None),
+        }  # fmt: skip
 
     def _cut(self, is_cut: bool, ways: tuple[tuple[int, int], ...]) -> None:
         for source, target in ways:

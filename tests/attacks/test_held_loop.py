@@ -33,17 +33,10 @@ PART = 2**16  # bytes that arrive together
 HELD = 0.1  # CPU seconds on a core of 2025: twice the need
 NANO = Path(negamax.__file__).parent / "assets" / "nano"
 UNITS = {  # of the JSON text of a message
-    "words": "word ",
-    "spaces": " ",
-    "control tokens": "]~b]",
-    "tags": "<think>",
-    "line breaks": "\\n",
-    "quotes": '\\"',
-    "escaped": "\\u4e2d",
-    "pairs": "\\ud83d\\ude00",
-    "Chinese": "中",
-    "emoji": "😀",
-}
+    "words": "word ", "spaces": " ", "control tokens": "]~b]", "tags": "<think>",
+    "line breaks": "\\n", "quotes": '\\"', "escaped": "\\u4e2d", "pairs": "\\ud83d\\ude00",
+    "Chinese": "中", "emoji": "😀",
+}  # fmt: skip
 
 
 def prompt_builder() -> PromptBuilder:

@@ -97,9 +97,7 @@ def test_pages_of_other_sites_change_nothing(http: httpx.Client, headers: dict[s
         error_of(answer, 403, code="cross_site")
 
 
-def test_own_pages_programs_and_keys_pass(
-    server: Server, http: httpx.Client, keyed: Server
-) -> None:
+def test_own_pages_programs_keys_pass(server: Server, http: httpx.Client, keyed: Server) -> None:
     own = [{}, {"origin": server.url}]
     own += [{"origin": "https://proxy.example", "sec-fetch-site": "same-origin"}]
     for headers in own:

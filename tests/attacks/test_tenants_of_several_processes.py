@@ -57,9 +57,7 @@ def test_responses_are_their_own_keys(keyed: Server, one: int, other: int) -> No
 
 
 @pytest.mark.parametrize(("one", "other"), BOTH)
-def test_background_responses_are_cancelled_by_their_key(
-    keyed: Server, one: int, other: int
-) -> None:
+def test_background_responses_are_cancelled_by_key(keyed: Server, one: int, other: int) -> None:
     wanted = {"input": "Hello", "background": True, "max_output_tokens": 30_000, "ignore_eos": True}
     with holder(keyed, "anna", one) as anna:
         place = f"{RESPONSES}/{anna.post(RESPONSES, json=wanted).json()['id']}"

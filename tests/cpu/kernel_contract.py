@@ -49,12 +49,9 @@ def check(kernel: AnyKernel, case: Case, dtype: torch.dtype) -> None:
         elif case.stored is PLAIN:
             tolerance = op.tolerance[dtype]
             torch.testing.assert_close(
-                got.float(),
-                want.float(),
-                atol=tolerance.atol,
-                rtol=tolerance.rtol,
+                got.float(), want.float(), atol=tolerance.atol, rtol=tolerance.rtol,
                 msg=lambda text: f"{case.label}: {text}",
-            )
+            )  # fmt: skip
         else:
             check_quantized(op, got.float(), want, case.label)
 

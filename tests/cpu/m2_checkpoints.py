@@ -53,15 +53,12 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         table |= {
             f"{prefix}input_layernorm.weight": (hidden,),
             f"{prefix}post_attention_layernorm.weight": (hidden,),
-            attention + "q_proj.weight": (q, hidden),
-            attention + "k_proj.weight": (kv, hidden),
-            attention + "v_proj.weight": (kv, hidden),
-            attention + "o_proj.weight": (hidden, q),
-            attention + "q_norm.weight": (q,),
-            attention + "k_norm.weight": (kv,),
+            attention + "q_proj.weight": (q, hidden), attention + "k_proj.weight": (kv, hidden),
+            attention + "v_proj.weight": (kv, hidden), attention + "o_proj.weight": (hidden, q),
+            attention + "q_norm.weight": (q,), attention + "k_norm.weight": (kv,),
             moe + "gate.weight": (spec.num_experts, hidden),
             moe + "e_score_correction_bias": (spec.num_experts,),
-        }
+        }  # fmt: skip
         for expert in range(spec.num_experts):
             table[f"{moe}experts.{expert}.w1.weight"] = (spec.expert_width, hidden)
             table[f"{moe}experts.{expert}.w2.weight"] = (hidden, spec.expert_width)

@@ -118,13 +118,9 @@ class PagedRun:
         """`holders`: ranks with copies of a KV head that split its blocks."""
         self.model, self.block_size, self.device = model, block_size, device
         self.kv = kv_cache.allocate(
-            split_over_holders(model.spec.kv_caches(), holders),
-            num_blocks,
-            block_size=block_size,
-            dtype=dtype,
-            ranks=ranks,
-            device=device,
-        )
+            split_over_holders(model.spec.kv_caches(), holders), num_blocks, block_size=block_size,
+            dtype=dtype, ranks=ranks, device=device,
+        )  # fmt: skip
         for caches in self.kv:  # previous contents must not matter
             caches["k"].fill_(7.0)
             caches["v"].fill_(-9.0)

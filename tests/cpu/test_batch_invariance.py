@@ -69,9 +69,7 @@ def make_runs(
 
 
 @every_kind
-def test_decode_rows_do_not_depend_on_the_batch(
-    family: str, dtype: torch.dtype, threads: int
-) -> None:
+def test_decode_rows_do_not_depend_on_batch(family: str, dtype: torch.dtype, threads: int) -> None:
     together, alone = make_runs(family, dtype)
     lengths = (1, 17, DENSE - 1, DENSE, 128, 129, 255, 301)
     prompts = {f"s{n}": TOKENS[-n:] for n in lengths}
@@ -87,7 +85,7 @@ def test_decode_rows_do_not_depend_on_the_batch(
 
 
 @every_kind
-def test_prompts_in_chunks_and_decodes_have_the_bits_of_one_pass(
+def test_chunks_and_decodes_have_bits_of_one_pass(
     family: str, dtype: torch.dtype, threads: int
 ) -> None:
     # with the decode kernel of the prefill, M2's single tokens may be decodes

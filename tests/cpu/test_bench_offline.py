@@ -150,7 +150,7 @@ def test_a_batch_is_timed_from_its_start_to_its_last_token(engine: Engine) -> No
     assert sum(times.steps) == pytest.approx(times.seconds - times.ttft[-1])
 
 
-def test_a_command_between_steps_is_not_part_of_their_times(
+def test_command_between_steps_is_not_timed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, info = engine

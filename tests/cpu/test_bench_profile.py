@@ -8,27 +8,12 @@ import pytest
 from negamax.bench.profile import group, operation_of, table_rows
 from negamax.cli.main import main
 from negamax.worker.config import KernelTime
+from tests.tables import read_table
 
 KERNELS = Path(__file__).parents[2] / "negamax" / "kernels"
 
 
-@pytest.mark.parametrize(
-    ("kernel", "operation"),
-    [
-        ("_all_reduce_add_rms", "all-reduce + add + norm"),
-        ("_add_rms", "add + norm"),
-        ("nvjet_tst_128x64_64x9_2x1_v_bz_TNT", "dense GEMMs"),
-        ("void gemv2T_kernel_val<int, int, __nv_bfloat16>(cublasGemvParams)", "dense GEMMs"),
-        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "NCCL"),
-        ("Memcpy DtoD (Device -> Device)", "copies"),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int> >(int)",
-            "PyTorch elementwise",
-        ),
-        ("void at::native::(anonymous namespace)::indexSelectLargeIndex<float>(int)", "indexing"),
-        ("_unheard_of", "_unheard_of"),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "operation"), read_table("bench_profile.operations_of_kernels"))
 def test_kernels_are_known_by_how_their_names_begin(kernel: str, operation: str) -> None:
     assert operation_of(kernel) == operation
 
@@ -62,7 +47,7 @@ def test_groups_add_up_to_what_was_recorded() -> None:
     assert ["total", "20.0 (3.10)", "20.0 (3.10)"] in rows
 
 
-def test_command_records_every_batch_size(
+def test_command_records_each_batch_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "out.json"

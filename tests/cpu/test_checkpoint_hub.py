@@ -287,9 +287,7 @@ def test_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
 # --- ModelScope -----------------------------------------------------------------------------------
 
 
-def test_modelscope_download_offline_start_and_updated_branch(
-    modelscope: TinyModelScope, tmp_path: Path
-) -> None:
+def test_modelscope_download_offline_and_update(modelscope: TinyModelScope, tmp_path: Path) -> None:
     line, logged = resolve_from_modelscope(modelscope.environment, tmp_path)
     folder = Path(line)
     assert folder.is_relative_to(tmp_path)
@@ -316,7 +314,7 @@ def test_modelscope_download_offline_start_and_updated_branch(
     assert (folder / "config.json").read_bytes() == changed
 
 
-def test_modelscope_errors_are_one_line_with_a_remedy(
+def test_modelscope_errors_are_one_line_remedies(
     modelscope: TinyModelScope, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
@@ -332,7 +330,7 @@ def test_modelscope_errors_are_one_line_with_a_remedy(
 
 
 @pytest.mark.parametrize("source", ["auto", "modelscope"])
-def test_missing_modelscope_client_names_the_install_command(
+def test_missing_modelscope_names_install_line(
     monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "modelscope_hub", None)

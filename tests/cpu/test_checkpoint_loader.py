@@ -96,9 +96,7 @@ def test_every_plain_dtype_is_cast_to_the_compute_dtype(
     assert_same(model, tensors)
 
 
-def test_fp8_blocks_are_dequantized_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dequantized_blocks_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Blocks are ragged, a layer is stored in bf16, weights and scales are in different files."""
     spec = tiny_spec(quantization_config=FP8_CONFIG, hidden_size=200, intermediate_size=136)
     tensors = random_tensors(spec)
@@ -153,9 +151,7 @@ def test_unneeded_tensor_is_not_read_but_must_exist(tmp_path: Path) -> None:
         load_weights(Partial(SPEC).weight_slots(), SPEC, save_single(tmp_path, tensors))
 
 
-def test_extra_tensors_are_skipped_and_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_extra_tensors_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors = random_tensors(SPEC)
     extra = [
         "model.layers.2.self_attn.q_proj.weight", "model.layers.2.eh_proj.weight",
@@ -355,9 +351,7 @@ def test_worker_refuses_a_checkpoint_before_its_weights_take_memory(
         ((range(2, 2), range(10), range(4)), 0),
     ],
 )
-def test_span_of_a_region_is_minimal(
-    tmp_path: Path, region: tuple[range, ...], num_bytes: int
-) -> None:
+def test_span_of_region_is_least(tmp_path: Path, region: tuple[range, ...], num_bytes: int) -> None:
     tensors = {"a": torch.arange(3.0), "b": torch.arange(240.0).reshape(6, 10, 4)}
     save_file(tensors, tmp_path / "model.safetensors")
     entry = read_entries(tmp_path)["b"]
@@ -394,7 +388,7 @@ def test_pieces_are_large_and_few_and_read_every_byte_once(tmp_path: Path, fp8: 
 
 
 @pytest.mark.parametrize("piece_bytes", [64, 1000, 10_000])
-def test_large_tensors_are_split_by_rows(
+def test_large_tensors_split(
     tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (stream, loader):

@@ -214,7 +214,7 @@ def online_spec(name: str, **sizes: int) -> ModelSpec:
     return replace(tiny_spec(**sizes), quantization=online.spec(name))
 
 
-def test_without_a_kernel_values_equal_a_stored_checkpoint(
+def test_without_kernel_values_are_as_stored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fp8 = tiny_spec(quantization_config=FP8_CONFIG, **RAGGED)

@@ -128,7 +128,7 @@ def test_misfits_are_named(tmp_path: Path, name: str) -> None:
         ),
     ],
 )  # fmt: skip
-def test_broken_scales_are_refused_by_name(
+def test_broken_scales_refused(
     tmp_path: Path, name: str, tensor: Tensor | None, message: str
 ) -> None:
     changed = to_fp8(random_tensors(SPEC)) | ({} if tensor is None else {name: tensor})
@@ -189,7 +189,7 @@ LARGE = tiny_spec(vocab_size=96, hidden_size=256, intermediate_size=64)
     ("first", "last", "dtype"),
     [(0.5, 1.0, torch.bfloat16), (0.3, 0.6, torch.float32), (0.0, 0.4, torch.bfloat16)],
 )
-def test_a_file_with_a_hole_is_refused(
+def test_file_with_hole_is_refused(
     tmp_path: Path, first: float, last: float, dtype: torch.dtype
 ) -> None:
     save_single(tmp_path, random_tensors(LARGE, dtype=dtype))
@@ -283,9 +283,7 @@ def tensors_file(
          "0 occurs twice"),
     ],
 )  # fmt: skip
-def test_truncated_files_and_garbage_are_refused_by_path(
-    tmp_path: Path, content: int | bytes, message: str
-) -> None:
+def test_garbage_is_refused_by_path(tmp_path: Path, content: int | bytes, message: str) -> None:
     """An integer keeps this many bytes of a checkpoint."""
     path = save_single(tmp_path, random_tensors(SPEC)) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:content] if isinstance(content, int) else content)
@@ -294,18 +292,15 @@ def test_truncated_files_and_garbage_are_refused_by_path(
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "quant_model_description.json": compute_identity,
-    "model.safetensors.index.json": read_entries,
-    "model-00001.safetensors": read_entries,
-    "rotation.safetensors": read_rotation,
-    "chat_template.jinja": ChatTemplate.from_folder,
-    "tokenizer.json": Tokenizer.from_folder,
-}
+    "quant_model_description.json": compute_identity, "model.safetensors.index.json": read_entries,
+    "model-00001.safetensors": read_entries, "rotation.safetensors": read_rotation,
+    "chat_template.jinja": ChatTemplate.from_folder, "tokenizer.json": Tokenizer.from_folder,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_files_that_never_end_are_refused(
+def test_endless_files_are_refused(
     tmp_path: Path, name: str, make: Callable[[Path], object]
 ) -> None:
     rotation = {"rotation": "rotation.safetensors"}

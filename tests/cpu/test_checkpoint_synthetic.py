@@ -98,9 +98,7 @@ def one_thread() -> Iterator[None]:
     ("greedy", "num_layers", "num_prompts"),
     [(True, 3, 32), full(False, 12, 64), full(True, 12, 64)],
 )
-def test_batches_reach_as_many_experts_as_uniform_routing_would(
-    greedy: bool, num_layers: int, num_prompts: int
-) -> None:
+def test_batches_reach_experts_uniformly(greedy: bool, num_layers: int, num_prompts: int) -> None:
     """B tokens reach 64 (1 - (1 - 2 / 64)^B) experts in every layer."""
     spec, model, chosen = routed_model(num_layers)
     run, generator = PagedRun(model, num_blocks=400), torch.Generator().manual_seed(1)

@@ -79,9 +79,7 @@ def test_a_sample_compiles(run: str, sample: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("version", OTHERS)
-def test_the_oldest_and_the_newest_triton_compile(
-    version: str, sample: list[dict[str, Any]]
-) -> None:
+def test_oldest_and_the_newest_triton_compile(version: str, sample: list[dict[str, Any]]) -> None:
     if not folder_of(version).exists():
         pytest.skip(f"Triton {version} is not beside this environment: run `make tritons`")
     check("sm_90", [entry for entry in sample if entry["triton"] == version])
@@ -105,7 +103,7 @@ def test_a_sweep_compiles(run: str) -> None:
         (["256x!tt.ptr<i64>, #other"], 0, True),  # the owner of a word is unknown
     ],
 )
-def test_each_load_that_threads_share_needs_an_agreement(
+def test_loads_that_threads_share_are_agreed(
     polled: list[str], agreements: int, torn: bool
 ) -> None:
     """A poll must be found also beside another load, such as that of the abort flag."""

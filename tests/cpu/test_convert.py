@@ -153,9 +153,7 @@ def test_fnuz_and_ocp_blocks_convert_exactly(converted: dict[str, Path], tmp_pat
             assert all(one.error <= error for one in compare(Source(source), out))
 
 
-def test_fnuz_blocks_declared_as_ocp_are_converted(
-    converted: dict[str, Path], tmp_path: Path
-) -> None:
+def test_fnuz_blocks_named_ocp_are_converted(converted: dict[str, Path], tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(converted["fp8-fnuz"], source)
     config = read_json_object(source / "config.json")
@@ -248,9 +246,7 @@ def test_killed_conversion_resumes(
     assert len(kept) == num_kept
 
 
-def test_damaged_complete_file_is_rewritten(
-    bf16: Path, converted: dict[str, Path], tmp_path: Path
-) -> None:
+def test_damaged_file_is_rewritten(bf16: Path, converted: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     interrupt(bf16, out, "int4")
     (file,) = out.glob("*.safetensors")

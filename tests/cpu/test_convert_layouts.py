@@ -87,9 +87,7 @@ def test_split_m3_loads_with_and_without_sharded_index_keys(tmp_path: Path) -> N
         assert_equal(found, load(whole, layout, spec=spec)[1])
 
 
-def test_split_checkpoint_is_split_again_and_converted(
-    bf16: Path, converted: dict[str, Path], tmp_path: Path
-) -> None:
+def test_split_is_split_again(bf16: Path, converted: dict[str, Path], tmp_path: Path) -> None:
     for name, target, tp in (("two", None, 2), ("four", None, 4), ("int8", "int8", 1)):
         source = tmp_path / "two" if name != "two" else bf16
         convert(conversion(source, tmp_path / name, target, tp=tp, allow_lossy=False))
@@ -112,9 +110,7 @@ def test_split_checkpoint_is_split_again_and_converted(
         ("part", r"parts of model.layers.0.* in model-rank-0.*, model-rank-1.* do not make one"),
     ],
 )
-def test_incomplete_split_checkpoint_is_not_joined(
-    broken: str, message: str, bf16: Path, tmp_path: Path
-) -> None:
+def test_incomplete_split_is_refused(broken: str, message: str, bf16: Path, tmp_path: Path) -> None:
     out, others = tmp_path / "out", tmp_path / "others"
     convert(conversion(bf16, out, tp=2))
     indices = [f"model-rank-{rank}.safetensors.index.json" for rank in (0, 1)]

@@ -273,9 +273,7 @@ def test_the_memory_of_a_draft_is_counted_and_refused_with_numbers(
         engine(folder, path)
 
 
-def test_a_draft_of_minimax_m3_reads_its_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_of_m3_reads_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cover sparse attention, whose last blocks are verified in part, and Gemma's norms."""
     sizes = tiny_m3.random_sizes(
         3, vocab_size=96, hidden_size=32, num_hidden_layers=5, index_block_size=16,

@@ -228,9 +228,7 @@ def test_failed_step_is_repeated_row_by_row(folder: Path, monkeypatch: pytest.Mo
     assert read_tokens([*first[good], *updates[good]]) == expected
 
 
-def test_request_that_cannot_be_queued_fails_alone(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_that_is_not_queued_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     (request,) = admitted(llm, [prompt(64)], [GREEDY])
 
     def broken(_request: object) -> None:

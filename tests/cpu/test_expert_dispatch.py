@@ -81,9 +81,7 @@ def summed(
         *((SOME_TWICE, tp, ep) for tp, ep in ((2, 2), (4, 2), (4, 4))),
     ],
 )
-def test_every_placement_gives_the_sum_of_one_rank(
-    table: tuple[int, ...] | None, tp: int, ep: int
-) -> None:
+def test_all_placements_give_one_ranks_sum(table: tuple[int, ...] | None, tp: int, ep: int) -> None:
     x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(1))
     expected = summed([ParallelLayout()], None, x)
     grid = [ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)]

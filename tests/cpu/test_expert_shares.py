@@ -122,9 +122,7 @@ def splits() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("stored", "tp", "ep"), list(splits()))
-def test_parts_of_ranks_add_up_to_what_one_rank_computes(
-    stored: TensorFormat, tp: int, ep: int
-) -> None:
+def test_parts_of_ranks_add_up_to_one_ranks_sum(stored: TensorFormat, tp: int, ep: int) -> None:
     kernel = TABLE.choose(EXPERTS, stored)
     assert kernel is not None
     model = Model(stored, max(ep, 2), shared=tp in (1, 8))

@@ -211,7 +211,7 @@ def test_tenants_take_turns_for_workers(llm: LLM, monkeypatch: pytest.MonkeyPatc
     free_all(llm)
 
 
-def test_grammar_that_gets_no_worker_in_time_is_refused(
+def test_grammar_without_worker_in_time_is_refused(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(env, "usable_cores", lambda: 1)

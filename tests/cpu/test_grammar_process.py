@@ -62,9 +62,7 @@ def test_stopped_process_is_replaced_after_some_time(llm: LLM) -> None:
     assert time.monotonic() - started > 1.0
 
 
-def test_a_process_that_is_forked_too_late_ends_in_silence(
-    llm: LLM, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_process_forked_too_late_ends_silently(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     assert says(llm, "yes")
     first = llm._loop._grammars._client
     assert first is not None
@@ -81,9 +79,7 @@ def test_a_process_that_is_forked_too_late_ends_in_silence(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_process_without_files_fails_its_requests(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_without_files_fails_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     spawn = supervision.spawn
 
     def without_files(module: str, *args: str, **options: Any) -> Any:

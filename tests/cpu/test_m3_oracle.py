@@ -227,9 +227,7 @@ def test_the_engine_keeps_index_keys_in_their_own_dtype(deep: tuple[Any, Path]) 
     assert sizes["auto"] - sizes["fp8"] == 3 * index
 
 
-def test_the_text_model_alone_loads_from_its_own_file(
-    deep: tuple[Any, Path], tmp_path: Path
-) -> None:
+def test_text_model_alone_loads_from_its_own_file(deep: tuple[Any, Path], tmp_path: Path) -> None:
     from transformers import MiniMaxM3VLForCausalLM
 
     model, _ = deep

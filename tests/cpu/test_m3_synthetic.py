@@ -40,7 +40,7 @@ def test_magnitudes_are_those_of_a_trained_model() -> None:
             assert abs(added / gain - 1) < 0.1, name
 
 
-def test_batches_reach_as_many_experts_as_uniform_routing_would() -> None:
+def test_batches_reach_experts_uniformly() -> None:
     """B tokens reach 64 (1 - (1 - 2 / 64)^B) experts in every layer."""
     assert isinstance(SPEC, MiniMaxM3Spec)
     model = build(SPEC, loaded=False)

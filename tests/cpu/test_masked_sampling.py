@@ -40,9 +40,7 @@ both_ways = pytest.mark.parametrize("on_shards", [False, True])
 
 @both_ways
 @pytest.mark.parametrize("seed", range(5))
-def test_every_kind_of_row_obeys_its_mask_and_its_allowed_tokens(
-    on_shards: bool, seed: int
-) -> None:
+def test_every_kind_of_row_obeys_mask_and_allowed_tokens(on_shards: bool, seed: int) -> None:
     logits, masks = random_logits(len(KINDS), seed), masks_for(EVERY, *ALLOWED)
     drawn = sample(logits, rows_of(KINDS), masks, on_shards=on_shards)
     assert set(drawn.token_ids.tolist()) <= set(ALLOWED)
@@ -208,9 +206,7 @@ ON_SHARDS = (
     [ON_SHARDS, *((kind,) for kind in ON_SHARDS)],
     ids=["all", *map(str, range(len(ON_SHARDS)))],
 )
-def test_rows_with_parameters_get_the_token_of_the_whole_logits(
-    kinds: tuple[dict[str, object], ...],
-) -> None:
+def test_rows_with_parameters_get_token_of_all_logits(kinds: tuple[dict[str, object], ...]) -> None:
     rows, logits = rows_of(kinds), random_logits(len(kinds), 1)
     whole, sharded = (sample(logits, rows, on_shards=way) for way in (False, True))
     assert sharded.token_ids.tolist() == whole.token_ids.tolist()
@@ -243,7 +239,7 @@ def test_a_row_that_cannot_be_edited_fails_alone(on_shards: bool) -> None:
     assert sampled.token_ids[[0, 2]].tolist() == wanted.token_ids[[0, 2]].tolist()
 
 
-def test_a_row_that_could_not_be_filled_is_sampled_as_the_other_ranks_expect(
+def test_row_that_was_not_filled_is_sampled_as_on_other_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(_rows: RequestState, _row: NewRow) -> None:

@@ -25,15 +25,11 @@ def test_folder_stays_under_the_size_limit() -> None:
 
 def test_config_is_of_minimax_m2(config: dict[str, Any]) -> None:
     expected = {
-        "architectures": ["MiniMaxM2ForCausalLM"],
-        "model_type": "minimax_m2",
-        "attn_type_list": [1] * config["num_hidden_layers"],
-        "scoring_func": "sigmoid",
-        "use_routing_bias": True,
-        "qk_norm_type": "per_layer",
-        "eos_token_id": 4116,
+        "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2",
+        "attn_type_list": [1] * config["num_hidden_layers"], "scoring_func": "sigmoid",
+        "use_routing_bias": True, "qk_norm_type": "per_layer", "eos_token_id": 4116,
         "bos_token_id": 4130,
-    }
+    }  # fmt: skip
     assert {name: config[name] for name in expected} == expected
     quantization = config["quantization_config"]
     assert (quantization["quant_method"], quantization["weight_block_size"]) == ("fp8", [128, 128])

@@ -180,9 +180,7 @@ def test_all_request_fields_give_the_same_answers_with_drafts() -> None:
         assert llm.stats().num_accepted_tokens > 150
 
 
-def test_suite_is_solved_with_drafts_from_the_command_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_suite_is_solved_with_drafts_from_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     speculation = '{"method":"eagle3","model":"nano-draft"}'
     options = ("--suite", "nano-math", "--count", "2", "--speculative-config", speculation)
     assert main(["bench", "accuracy", *options]) == 0

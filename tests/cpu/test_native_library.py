@@ -22,13 +22,9 @@ LOAD = "from negamax.kernels.native import library; print(library.load() is not 
 
 def ask(code: str = ASK, **environment: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True,
+        timeout=120, check=True,
+    )  # fmt: skip
     return result.stdout
 
 

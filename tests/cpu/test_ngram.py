@@ -38,7 +38,7 @@ def searched(tokens: list[int], least: int, most: int, count: int, width: int) -
 
 @pytest.mark.parametrize("width", [WINDOW, 24])
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 4), (2, 3), (5, 5)])
-def test_the_search_equals_plain_python(
+def test_search_is_exact(
     least: int, most: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ngram, "SEARCHED_TOKENS", width)

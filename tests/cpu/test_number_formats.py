@@ -117,9 +117,7 @@ def test_exponents_as_uint8_and_e8m0_are_equal() -> None:
         ("fp8-block", FP8, e4m3),
     ],
 )
-def test_every_byte_is_decoded(
-    name: str, dtype: torch.dtype, number: Callable[[int], float]
-) -> None:
+def test_each_byte_is_read(name: str, dtype: torch.dtype, number: Callable[[int], float]) -> None:
     codes = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
     expected = torch.tensor([2 * number(byte) for byte in range(256)]).reshape(16, 16)
     tensors = {"weight": codes.view(dtype), "weight_scale_inv": torch.full((1, 1), 2.0)}

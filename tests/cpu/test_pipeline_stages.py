@@ -60,9 +60,7 @@ M3 = tiny_m3.text_config(
 
 @pytest.mark.parametrize("config", [M2, M3], ids=["M2", "M3"])
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_stages_one_after_the_other_are_the_whole_model(
-    config: dict[str, object], num_stages: int
-) -> None:
+def test_stages_one_after_other_are_whole_model(config: dict[str, object], num_stages: int) -> None:
     spec = read_spec(config)
     weights = random_weights(spec, 7)
     whole = PagedRun(build(spec, weights))

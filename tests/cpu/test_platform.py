@@ -62,9 +62,7 @@ def test_refuses_unsupported_gpus_by_name(
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
 
 
-def test_an_a100_runs_with_a_warning_and_its_cache_is_not_fp8(
-    gpu: FakeGpu, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_a100_runs_with_a_warning_no_fp8(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
     found = platform_of(gpu(*A100))
     with caplog.at_level(logging.WARNING, logger="negamax"):
         for rank in range(2):
@@ -104,7 +102,7 @@ def test_weights_stay_packed_where_a_kernel_reads_them_and_the_start_says_so() -
         )
 
 
-def test_measured_gpus_and_the_cpu_run_everything_without_a_word(
+def test_measured_gpus_and_cpu_run_everything(
     gpu: FakeGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     platforms = [platform_of(gpu("NVIDIA H200", (9, 0))), platform_of(torch.device("cpu"))]
@@ -129,7 +127,7 @@ def test_rocm_which_says_cuda_never_gets_a_kernel_that_needs_nvidia(gpu: FakeGpu
 @pytest.mark.parametrize(
     ("capability", "expected"), [((9, 0), True), ((10, 0), True), ((8, 9), False)]
 )
-def test_kernels_overlap_their_launches_from_hopper_on(
+def test_launches_overlap_on_hopper(
     gpu: FakeGpu, capability: tuple[int, int], expected: bool
 ) -> None:
     assert launch_options(gpu("NVIDIA", capability))["PDL"] is expected

@@ -551,13 +551,10 @@ PUBLISHED: dict[str, Published] = {**PUBLISHED_M2, **PUBLISHED_M3}
 DTYPE = torch.bfloat16
 H200 = nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)
 SPLITS = {
-    "tp1": ParallelLayout(),
-    "tp4": ParallelLayout(rank=1, tp=4),
-    "tp8": ParallelLayout(rank=3, tp=8),
-    "tp8 ep8": ParallelLayout(rank=7, tp=8, ep=8),
-    "tp16": ParallelLayout(rank=5, tp=16),
-    "tp16 ep2": ParallelLayout(rank=9, tp=16, ep=2),
-}
+    "tp1": ParallelLayout(), "tp4": ParallelLayout(rank=1, tp=4),
+    "tp8": ParallelLayout(rank=3, tp=8), "tp8 ep8": ParallelLayout(rank=7, tp=8, ep=8),
+    "tp16": ParallelLayout(rank=5, tp=16), "tp16 ep2": ParallelLayout(rank=9, tp=16, ep=2),
+}  # fmt: skip
 # On the CPU all weights are plain after loading, so two splits suffice for each format.
 CHECKED = [(H200, layout) for layout in SPLITS.values()]
 CHECKED += [(CPU, SPLITS[name]) for name in ("tp1", "tp16 ep2")]

@@ -138,9 +138,7 @@ def test_a_draft_without_a_head_is_refused(folder: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("to", "tp"), [(None, 2), ("int8", 1)])
-def test_converted_checkpoint_stays_rotated(
-    to: str | None, tp: int, folder: Path, tmp_path: Path
-) -> None:
+def test_conversion_stays_rotated(to: str | None, tp: int, folder: Path, tmp_path: Path) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
     convert(Conversion("x", folder, out, to and find_target(to), tp=tp))
     convert(Conversion("x", out, again, find_target("bf16"), allow_lossy=True))

@@ -257,9 +257,7 @@ def test_a_step_that_raises_is_repeated_row_by_row_with_its_drafts(
         ([-1, -1, -1, -1, -1, -1, -1], [0, 0, 0]),  # broken logits are no missing draft
     ],
 )
-def test_drafts_are_accepted_up_to_the_first_rejected_one(
-    sampled: list[int], wanted: list[int]
-) -> None:
+def test_drafts_are_accepted_until_one_is_rejected(sampled: list[int], wanted: list[int]) -> None:
     proposed = torch.tensor([[5, 6, 7], [1, 1, 1], [9, -1, -1]])
     firsts, num_drafts = torch.tensor([0, 4, 5]), torch.tensor([3, 0, 1])
     accepted = count_accepted(torch.tensor(sampled), proposed, firsts, num_drafts)

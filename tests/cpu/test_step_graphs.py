@@ -84,7 +84,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options", [OPTIONS[FEW_GRAPHS], full({"num_kv_blocks": 18})], ids=["few graphs", "preempted"]
 )
-def test_captured_steps_give_what_eager_ones_give(
+def test_captures_equal_eager_steps(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = RepeatedSteps()
@@ -191,9 +191,7 @@ def test_captured_drafts_change_nothing(
     assert rate == 0.0 if kind == REJECTED else rate > (0.9 if kind == ACCEPTED else 0.2)
 
 
-def test_a_step_is_one_launch_and_one_copy(
-    pool: RepeatedSteps, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_is_one_launch_and_copy(pool: RepeatedSteps, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that sample from all logits, absent here, would need more."""
     params = [
         SamplingParams(seed=seed, temperature=1.0, top_p=1.0, top_k=5 * seed, **LONG)

@@ -20,7 +20,7 @@ SHAPE = PagedShape(kv_heads=1, group=2, block_size=16)
     st.lists(st.tuples(st.integers(0, 300), st.integers(0, 200)), min_size=1, max_size=6),
     st.integers(0, 3),
 )
-def test_tiles_counted_on_the_device_are_those_of_the_host(
+def test_device_counts_the_tiles_of_the_host(
     sequences: list[tuple[int, int]], padding: int
 ) -> None:
     sequences = [(cached, count) for cached, count in sequences if count] or [(0, 1)]
@@ -56,9 +56,7 @@ def test_tiles_counted_on_the_device_are_those_of_the_host(
         *((step_shapes.TOKENS, largest, 640, 37, 5) for largest in (64, 128, 2048, 8192, 10000)),
     ],
 )
-def test_captured_sizes_waste_little(
-    kind: str, largest: int, first: int, step: int, part: int
-) -> None:
+def test_captures_waste_little(kind: str, largest: int, first: int, step: int, part: int) -> None:
     sizes = step_shapes.capture_sizes(kind, largest)
     assert sizes[-1] == largest and sizes == sorted(set(sizes))
     for count in range(first, largest + 1, step):

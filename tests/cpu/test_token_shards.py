@@ -92,7 +92,7 @@ ROWS = st.lists(
 
 
 @given(ROWS, st.integers(2, 4))
-def test_every_token_is_computed_once_and_comes_back_in_order(
+def test_every_token_returns_once_and_in_order(
     rows: list[tuple[int, int, int]], ranks: int
 ) -> None:
     layout, requests = step(rows)

@@ -87,9 +87,7 @@ def test_decode_splits_sequences_and_leaves_padding_zero(
         assert relative_error(got.dequantize(), got.hidden) < FP8_ERROR
 
 
-def test_keys_of_a_step_with_draft_tokens_are_read_after_they_are_written(
-    split_early: None,
-) -> None:
+def test_keys_of_step_with_draft_tokens_are_read_after_they_are_written(split_early: None) -> None:
     shape = PagedShape(kv_heads=1, group=6, block_size=16)
     queries = queries_of(torch.zeros(2, 1), [4, 5], [1, 1])
     alone = replace(queries, host_seq_lens=(), host_query_lens=())

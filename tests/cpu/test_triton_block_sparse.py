@@ -39,7 +39,7 @@ DECODES, MIXED = (1, 1, 1, 1), (1, 41, 20, 4)
 
 
 @pytest.mark.parametrize("dtypes", [(FP8, torch.bfloat16), (torch.bfloat16, FP8)])
-def test_norms_write_caches_of_two_dtypes_and_keep_broken_rows_finite(
+def test_norms_write_two_dtypes_and_keep_rows_finite(
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> None:
     """The second token holds NaN and infinity, the third one has no slot."""
@@ -157,9 +157,7 @@ def test_draft_tokens_of_a_sequence_are_scored_together(how: str) -> None:
 
 
 @pytest.mark.parametrize("is_captured", [True, False])
-def test_a_mixed_batch_selects_for_decodes_and_prefills(
-    is_captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mixed_batch_selects_for_both(is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few queries, several programs share one tile's blocks."""
     few = replace(platform.CPU, multiprocessors=8)
     monkeypatch.setattr(platform, "platform_of", lambda device: few)
@@ -277,9 +275,7 @@ def test_decodes_attend_to_their_pages_and_leave_padding_zero(dtype: torch.dtype
     ("dtype", "is_captured"),
     [(FP8, False), (torch.bfloat16, True), full(FP8, True), full(torch.bfloat16, False)],
 )
-def test_neighboring_queries_attend_to_the_union_of_their_blocks(
-    dtype: torch.dtype, is_captured: bool
-) -> None:
+def test_near_queries_attend_to_union_of_blocks(dtype: torch.dtype, is_captured: bool) -> None:
     """Each query attends to its own blocks only; a chunk on a prefix, a whole prompt, one query."""
     case = Attended([140, 60, 90], [37, 60, 1], dtype)
     queries = captured(case.queries) if is_captured else case.queries

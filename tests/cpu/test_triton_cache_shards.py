@@ -104,9 +104,7 @@ def test_parts_merge_to_the_attention_to_all_blocks(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_exchange_the_results_of_few_tokens_by_the_ll_protocol(
-    rank: int, dtype: torch.dtype
-) -> None:
+def test_ranks_exchange_results_of_few_tokens_by_ll_protocol(rank: int, dtype: torch.dtype) -> None:
     """The result equals an all-gather's by bits; some tokens have keys on one rank or none."""
     heads, count, dim, rounds, peer = 6, 3, 20, 3, 1 - rank
     words = count * (dim // 2 + 1)

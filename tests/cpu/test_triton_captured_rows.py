@@ -52,15 +52,9 @@ ONES: Step = ([3, 0, 5], [1, 1, 1], [0, 0, 0])
 MANY: Step = ([4, 2, 0, 1, 3], [1, 3, 3, 2, 3], [0, 2, 2, 1, 2])
 MIX: Step = ([2, 0, 3], [3, 1, 3], [2, 0, 0])
 STEPS = (
-    ONES,
-    ([1], [3], [2]),
-    ([4, 0], [3, 2], [2, 1]),
-    ([5, 2, 0], [1, 3, 2], [0, 2, 1]),
-    ([2, 4, 1, 0], [3, 2, 1, 3], [2, 1, 0, 2]),
-    MANY,
-    ([0, 1, 2, 3, 4, 5], [3] * 6, [2] * 6),
-    MIX,
-)
+    ONES, ([1], [3], [2]), ([4, 0], [3, 2], [2, 1]), ([5, 2, 0], [1, 3, 2], [0, 2, 1]),
+    ([2, 4, 1, 0], [3, 2, 1, 3], [2, 1, 0, 2]), MANY, ([0, 1, 2, 3, 4, 5], [3] * 6, [2] * 6), MIX,
+)  # fmt: skip
 
 
 def shapes_of(steps: Sequence[Step]) -> dict[str, list[StepShape]]:
@@ -263,9 +257,7 @@ FULL = ("m2", "m3", "m3, sharded caches")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] * (name in FULL)) for name in CASES]
 )
-def test_captured_rows_are_those_of_the_definition(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_rows_are_those_of_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
     case = CASES[name]
     stored, plain = case.weights()
@@ -298,9 +290,7 @@ def draft_of(target: Decoder, kernels: KernelTable) -> Eagle3Proposer:
 
 
 @torch.inference_mode()
-def test_a_draft_model_proposes_by_definition_after_captured_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_draft_model_proposes_by_definition_after_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
     weights, _ = Case(M3).weights()
     slots, counts, num_drafts = (torch.tensor(column) for column in MANY)

@@ -88,7 +88,7 @@ def test_more_rows_than_the_region_has_go_through_the_group() -> None:
 
 
 @pytest.mark.parametrize("is_aborted", [True, False])
-def test_a_poll_for_a_missing_rank_ends_on_abort_or_timeout(
+def test_poll_for_missing_rank_is_bounded(
     is_aborted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Words of rank 0 never reach rank 1; a timeout sets the abort flag."""

@@ -91,7 +91,7 @@ class DraftRun:
     ],
     ids=str,
 )
-def test_a_draft_model_proposes_the_same_on_gpu_and_cpu(
+def test_draft_model_is_same_on_gpu(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_few_programs(monkeypatch)

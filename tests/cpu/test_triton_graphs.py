@@ -107,9 +107,7 @@ def assert_alike(one: Side, other: Side) -> None:
 
 
 @pytest.mark.full  # the gate compares them in test_triton_captured_rows.py
-def test_captured_steps_compute_what_the_same_kernels_compute_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_captured_steps_compute_what_kernels_compute_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
     model = fp8_model()
     alone, captured, pool = side(), side(), RepeatedSteps()
@@ -159,9 +157,7 @@ def test_captured_steps_compute_what_the_same_kernels_compute_alone(
         assert not any(name.startswith("aten") for name in names)
 
 
-def test_a_captured_step_verifies_drafts_and_proposes_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_captured_step_verifies_drafts_and_proposes_next(monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
     model, pool = fp8_model(), RepeatedSteps()
     alone, captured = side(1), side(1)

@@ -105,9 +105,7 @@ def compare(run: PagedRun, reference: PagedRun, steps: Steps) -> float:
     return worst
 
 
-def test_stored_fp8_weights_and_plain_ones_give_the_logits_of_the_definition(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fp8_and_plain_weights_give_the_defined_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
     stored = to_fp8(large_embeddings(SPEC))
     plain = values_of(stored)

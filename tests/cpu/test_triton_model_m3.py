@@ -34,7 +34,7 @@ STEPS: Steps = [[("a", list(range(3, 40)))], [("a", [4]), ("b", [5, 6, 7])]]
 @pytest.mark.parametrize(
     ("is_fp8", "error"), [(True, 0.2), pytest.param(False, 0.03, marks=pytest.mark.full)]
 )
-def test_m3_gives_the_logits_of_its_definition(
+def test_m3_gives_defined_logits(
     is_fp8: bool, error: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One token in ten may attend to another block with an equal score; then decode as captured."""

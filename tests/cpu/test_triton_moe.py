@@ -87,7 +87,7 @@ def test_pieces_of_the_gate_add_up_to_it_exactly() -> None:
     assert torch.equal((pieces[0] + pieces[1]) + pieces[2], gate)
 
 
-def test_pairs_of_many_chunks_are_sorted_by_expert_and_then_by_number(
+def test_pairs_of_many_chunks_are_sorted_by_expert_and_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tiles, "SORT_CHUNK", 16)
@@ -102,9 +102,7 @@ def test_pairs_of_many_chunks_are_sorted_by_expert_and_then_by_number(
     assert counts.tolist() == [(flat == expert).sum().item() for expert in range(2, 7)]
 
 
-def test_the_last_tile_of_an_expert_is_the_smallest_that_fits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_last_tile_of_an_expert_is_the_smallest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     tile = tiles.ExpertTiles(*(Tile(64, 32, 128, num_warps=4, num_stages=2) for _ in range(2)))
     monkeypatch.setattr(tiles.MoeTiles, "packed", lambda self, **sizes: tile)
     monkeypatch.setattr(tiles, "SMALL_M_MAX_M", 4)

@@ -222,9 +222,7 @@ def test_experts_of_sharded_blocks_and_groups_add_up_to_those_of_one_rank(
     assert (total - expected).norm() < 2e-3 * expected.norm()
 
 
-def test_a_model_gives_the_same_bits_whether_or_not_rows_are_sharded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_model_gives_same_bits_if_rows_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks and two FP8 layers, three rows, fp16; group sums add in the shards' order."""
     sizes = SIZES | {"num_hidden_layers": 2, "intermediate_size": 256}
     spec = read_spec(tiny_config(0, **sizes) | QUANTIZED)

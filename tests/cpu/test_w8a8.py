@@ -71,9 +71,7 @@ def test_each_token_has_a_scale_of_its_own(stored: TensorFormat) -> None:
 
 
 @BOTH
-def test_a_token_that_is_not_finite_stays_so_and_alone(
-    stored: TensorFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_infinite_token_stays_alone(stored: TensorFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_tiles, "SMALL_M_MAX_M", 2)
     x = activations(66, 160)
     clean = x.clone()

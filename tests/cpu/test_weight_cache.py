@@ -89,9 +89,7 @@ def the_file(cache: Path) -> Path:
     return file
 
 
-def test_the_next_start_reads_the_cache_and_writes_nothing(
-    tmp_path: Path, checkpoint: Path
-) -> None:
+def test_next_start_reads_the_cache_and_writes_nothing(tmp_path: Path, checkpoint: Path) -> None:
     cache = tmp_path / "cache"
     assert_loads(False, cache, checkpoint)
     file = the_file(cache)
@@ -203,7 +201,7 @@ def test_stale_file_is_replaced(
     the_file(tmp_path / "cache")
 
 
-def test_another_format_or_layout_is_stale(
+def test_other_layout_is_stale(
     tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start(tmp_path / "cache", checkpoint)

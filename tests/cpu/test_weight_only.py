@@ -65,9 +65,7 @@ def test_packed_weights_hold_the_codes_of_every_matrix(stored: TensorFormat) -> 
     assert packed.qweight.nbytes + held <= 1.65 * (weight.values.nbytes + sides)  # 256 for 160
 
 
-def test_fp8_blocks_are_read_weight_only_where_nothing_multiplies_fp8(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fp8_blocks_are_weight_only_where_fp8_has_no_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     a100 = platform.nvidia((8, 0), name="A100", multiprocessors=2)
     monkeypatch.setattr(platform, "platform_of", lambda device: a100)
     kernel = resolve(platform=a100, dtype=torch.bfloat16).choose(LINEAR, E4M3_BLOCKS)
@@ -82,7 +80,7 @@ def test_fp8_blocks_are_read_weight_only_where_nothing_multiplies_fp8(
 @pytest.mark.parametrize(
     ("op", "num_tokens"), [(LINEAR, 3), (EXPERTS, 40), full(LINEAR, 40), full(EXPERTS, 3)]
 )
-def test_fp8_blocks_split_by_the_hidden_size_use_a_kernel_that_reads_them(
+def test_fp8_blocks_split_by_hidden_size_are_read_as_stored(
     op: Op[Any, Any], num_tokens: int
 ) -> None:
     """192 columns: FP8 kernels take whole blocks."""
@@ -105,9 +103,7 @@ def test_fp8_blocks_split_by_the_hidden_size_use_a_kernel_that_reads_them(
 
 
 @pytest.mark.parametrize(("hidden", "wanted"), [(192, None), (256, E4M3_GROUPS)])
-def test_layers_select_kernels_by_their_columns(
-    hidden: int, wanted: ActivationFormat | None
-) -> None:
+def test_layers_select_kernels_by_columns(hidden: int, wanted: ActivationFormat | None) -> None:
     table = KernelTable.of(gpu_kernels(), platform=platform.CPU, dtype=torch.bfloat16)
     scheme = Scheme((E4M3_BLOCKS,), lambda module: E4M3_BLOCKS)
     weights = WeightFormat(torch.bfloat16, torch.device("cpu"), scheme)
@@ -141,7 +137,7 @@ def assert_multiplied(found: Tensor, x: Tensor, weight: StoredWeight) -> None:
 @pytest.mark.parametrize(
     ("sizes", "stored"), each_with((5, 456, 2, 1), (1, 1096, 1, 1), (3, 456, 1, 2), (1, 1096, 1, 4))
 )
-def test_few_tokens_are_multiplied_as_the_weight_reads(
+def test_few_tokens_use_read_weights(
     sizes: tuple[int, int, int, int], stored: TensorFormat
 ) -> None:
     num_tokens, columns, num_warps, split_k = sizes

@@ -173,9 +173,7 @@ def test_benchmarks_read_selected_experts_of_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_plans_reach_their_replica(
-    local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_reach_replica(local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = ParallelLayout(tp=2, dp=2)
     replace_ranks(monkeypatch, "echo")
     monkeypatch.setattr(executor, "SHUTDOWN_SECONDS", 120.0)

@@ -67,9 +67,7 @@ SHARDED, SHARDS = {"index_cache_sharding": "on"}, {"decode_context_parallel_size
     ],
     ids=str,
 )
-def test_the_engine_equals_transformers_on_several_ranks(
-    kv_heads: int, ranks: dict[str, Any], tmp_path: Path
-) -> None:
+def test_engine_equals_transformers(kv_heads: int, ranks: dict[str, Any], tmp_path: Path) -> None:
     """Cover chunks, preemption and cached prefixes."""
     sizes = sizes_of(kv_heads)
     model, prompts = tiny_m3.make_model(11, **sizes), prompts_of(11, sizes)

@@ -72,7 +72,7 @@ def test_the_message_of_an_agent_that_ends_is_reported() -> None:
         ("silent", "Ray does not answer within 0.3 s"),
     ],
 )
-def test_driver_failures_are_reported(
+def test_driver_errors_are_reported(
     monkeypatch: pytest.MonkeyPatch, model: str, words: str
 ) -> None:
     monkeypatch.setattr(ray_launcher, "CONNECT_SECONDS", 0.2 if model == "silent" else 60.0)

@@ -124,12 +124,9 @@ class Server:
         command += ["--master-port", str(free_port()), *options]
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
-                command,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                env=os.environ | variables,
+                command, stdout=subprocess.DEVNULL, stderr=stderr, env=os.environ | variables,
                 start_new_session=True,
-            )
+            )  # fmt: skip
 
     @property
     def log(self) -> str:
@@ -220,9 +217,7 @@ def serving(cluster: VirtualCluster, *options: str) -> Iterator[Server]:
         eventually(cluster.is_empty, GONE_SECONDS)
 
 
-def test_three_machines_and_what_may_happen_to_them(
-    cluster: VirtualCluster, expected: list[str]
-) -> None:
+def test_three_machines_and_their_faults(cluster: VirtualCluster, expected: list[str]) -> None:
     with serving(cluster, "-pp", "3", "--max-engine-restarts", "10") as server:
         before = cluster.agents()
         assert len(before) == 3
@@ -281,7 +276,7 @@ def test_a_cluster_without_room_is_refused(cluster: VirtualCluster) -> None:
     assert "negamax" in line and "Traceback" not in server.log
 
 
-def test_agents_see_the_gpus_that_ray_gives_them(
+def test_agents_see_the_gpus_of_ray(
     cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPUs are numbers only; the agent ends because its model does not exist."""
@@ -289,13 +284,9 @@ def test_agents_see_the_gpus_that_ray_gives_them(
     machines = [cluster.add(num_gpus=3, num_cpus=2) for _ in range(2)]
     monkeypatch.setenv("RAY_ADDRESS", cluster.cluster.address)
     options = EngineOptions(
-        "/not/there",
-        device="cuda",
-        data_parallel_size=2,
-        tensor_parallel_size=2,
-        distributed_executor_backend="ray",
-        ray_placement_timeout=20.0,
-    )
+        "/not/there", device="cuda", data_parallel_size=2, tensor_parallel_size=2,
+        distributed_executor_backend="ray", ray_placement_timeout=20.0,
+    )  # fmt: skip
     driver = Driver(options, threading.Event())
     # this process is on the head, which has no GPU: the first other machine replaces it
     monkeypatch.setattr(

@@ -50,14 +50,10 @@ def make_shout_router(context: ApiContext) -> APIRouter:
         params = request.params
         shout_id = f"shout-{secrets.token_hex(8)}"
         prompt = PlainPrompt(
-            prompt=params.prompt,
-            sampling=params.sampling_params(),
-            form=lambda: None,
-            reasoning_budget=None,
-            request_id=shout_id,
-            names=[shout_id],
+            prompt=params.prompt, sampling=params.sampling_params(), form=lambda: None,
+            reasoning_budget=None, request_id=shout_id, names=[shout_id],
             stream_interval=params.stream_interval,
-        )
+        )  # fmt: skip
         (token_ids,), source = await start_prompts(context, request, [prompt])
         choice = Choice(0, PlainReader(context.chat_format, token_ids))
         return await respond(context, request, _ShoutWriter(shout_id, source, [choice]))

@@ -21,13 +21,10 @@ USAGE["prompt_tokens_details"] = {"cached_tokens": 1152}
 USAGE["completion_tokens_details"] = {"reasoning_tokens": 12}
 DEFAULTS = {"temperature": 0.7, "top_p": 0.95, "top_k": 40, "min_p": 0.0}
 INFO = {
-    "sampling_defaults": {**DEFAULTS, "repetition_penalty": 1.0},
-    "num_running_reqs": 2,
-    "num_queue_reqs": 1,
-    "num_used_tokens": 1500,
-    "max_total_num_tokens": 10_000,
+    "sampling_defaults": {**DEFAULTS, "repetition_penalty": 1.0}, "num_running_reqs": 2,
+    "num_queue_reqs": 1, "num_used_tokens": 1500, "max_total_num_tokens": 10_000,
     "num_generated_tokens": 100,
-}
+}  # fmt: skip
 
 
 @dataclass

@@ -235,9 +235,7 @@ def test_forms_of_the_answer_hold_in_streams_too(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_invalid_form_is_refused_before_the_stream_begins(
-    http: httpx.Client, streamed: bool
-) -> None:
+def test_invalid_form_is_refused_before_stream_begins(http: httpx.Client, streamed: bool) -> None:
     for path, body in ((CHAT, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "x"})):
         response = http.post(path, json={**SHORT, **body, "guided_regex": "([", "stream": streamed})
         error_of(response, 400, code="invalid_grammar")

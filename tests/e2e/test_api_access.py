@@ -52,9 +52,7 @@ def test_one_server_process_listens_on_one_port(server: Server) -> None:
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 
-def test_cors_is_closed_and_keys_come_from_file_and_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cors_is_closed_and_keys_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# clients\nfirst-key\n\nsecond-key\n")
     monkeypatch.setenv("NEGAMAX_API_KEY", "third-key, fourth-key")

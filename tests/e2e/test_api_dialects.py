@@ -215,9 +215,7 @@ def test_text_like_a_call_is_content_without_tools(http: httpx.Client, dialect: 
     ],
     ids=["chat-auto", "chat-required", "responses-auto", "responses-required"],
 )
-def test_all_tools_are_shown_and_some_called(
-    http: httpx.Client, dialect: Dialect, mode: str
-) -> None:
+def test_all_tools_are_shown_some_called(http: httpx.Client, dialect: Dialect, mode: str) -> None:
     body = dialect.body(WEATHER_QUESTION, functions=(FUNCTION, CLOCK), limit=400)
     free = dialect.ask(http, body)
     assert [name for name, _ in free.calls] == ["get_weather"]

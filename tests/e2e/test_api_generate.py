@@ -143,9 +143,7 @@ def test_requests_are_aborted_by_id_or_all(http: httpx.Client, server: Server) -
 @pytest.mark.parametrize(
     "dialect", [MESSAGES_DIALECT, RESPONSES_DIALECT], ids=["messages", "responses"]
 )
-def test_aborted_answers_end_in_an_error(
-    http: httpx.Client, server: Server, dialect: Dialect
-) -> None:
+def test_aborted_answers_end_in_error(http: httpx.Client, server: Server, dialect: Dialect) -> None:
     """Their APIs have no such finish reason; clients must not take the beginning for the whole."""
     events: list[dict[str, Any]] = []
     body = dialect.body(limit=3900, ignore_eos=True, stream=True)

@@ -96,9 +96,7 @@ def test_draining_finishes_open_requests_and_refuses_new_ones(tmp_path: Path, ho
         assert server.process.wait(120) == 0
 
 
-def test_draining_waits_for_a_background_response_and_its_client(
-    tmp_path: Path, hold: Path
-) -> None:
+def test_draining_waits_for_background_response_and_its_client(tmp_path: Path, hold: Path) -> None:
     """Its client polls: no connection keeps the server running."""
     body = {"input": "Hello", "background": True, "ignore_eos": True, "max_output_tokens": 1000}
     with serving_stub(tmp_path) as (server, http):
@@ -216,9 +214,7 @@ def damaged(folder: Path, damage: str) -> Path:
         ("serve --tensor-parallel-size 2", "misshaped", "config.json requires"),
     ],
 )
-def test_damaged_checkpoint_is_refused(
-    command: str, damage: str, words: str, tmp_path: Path
-) -> None:
+def test_damaged_files_are_refused(command: str, damage: str, words: str, tmp_path: Path) -> None:
     name, *options = command.split()
     options += ["--prompt", "x"] if name == "generate" else ["--port", "0"]
     folder = str(damaged(tmp_path, damage))

@@ -113,9 +113,7 @@ def test_deadline_of_a_whole_answer_is_a_408(small: Server) -> None:
     error_of(refused, 408, code="request_timeout", type="timeout_error")
 
 
-def test_deadline_in_the_queue_is_a_408_in_streams(
-    small: Server, busy: contextlib.ExitStack
-) -> None:
+def test_deadline_in_queue_is_a_408_in_streams(small: Server, busy: contextlib.ExitStack) -> None:
     with small.http() as http:
         error_of(http.post(CHAT, json=LONG | {"timeout": 0.3, "stream": True}), 408)
 

@@ -38,9 +38,7 @@ def test_random_ids_are_counted_exactly(server: Server, bench: Bench, tmp_path: 
 
 
 @pytest.mark.parametrize("backend", ["openai-chat", pytest.param("openai", marks=pytest.mark.full)])
-def test_tokens_without_text_are_timed_on_arrival(
-    server: Server, bench: Bench, backend: str
-) -> None:
+def test_tokens_without_text_are_timed_at_once(server: Server, bench: Bench, backend: str) -> None:
     """Parts of a character have no text: the model may only write the first byte of an emoji."""
     first_byte = Tokenizer.from_folder(EMBEDDED["nano"]).encode("\U0001f600")[0]
     only = json.dumps({"allowed_token_ids": [first_byte]})
@@ -156,8 +154,6 @@ UNKNOWN = "--model other --num-prompts 2 --input-len 4 --output-len 2"
     ],
     ids=["context length", "unknown model"],
 )
-def test_refusal_ends_the_run(
-    server: Server, bench: Bench, line: str, code: int, message: str
-) -> None:
+def test_refusal_ends_run(server: Server, bench: Bench, line: str, code: int, message: str) -> None:
     assert bench(server.url, line) == {}
     assert bench.code == code and message in bench.err

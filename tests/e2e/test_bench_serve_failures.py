@@ -25,6 +25,7 @@ from tests.e2e.faulty_server import (
     text_chunk,
     whole,
 )
+from tests.tables import read_table
 
 SMALL = "--num-prompts 4 --num-warmups 0 --input-len 8 --output-len 6 --max-concurrency 1"
 
@@ -70,14 +71,10 @@ def test_every_kind_of_failure_is_counted_and_the_good_answers_are_measured(benc
     assert bench.code == 0
     assert (found["completed"], found["failed"], found["output_lens"][0]) == (2, 8, 6)
     assert found["failures"] == {
-        "connection closed before the answer ended": 2,
-        "HTTP 500": 1,
-        "HTTP 429": 1,
-        "error in the stream": 1,
-        "malformed HTTP answer: Expected HTTP/, RTSP/ or ICE/": 1,
-        "no event stream but nothing": 1,
-        "unreadable chunk": 1,
-    }
+        "connection closed before the answer ended": 2, "HTTP 500": 1, "HTTP 429": 1,
+        "error in the stream": 1, "malformed HTTP answer: Expected HTTP/, RTSP/ or ICE/": 1,
+        "no event stream but nothing": 1, "unreadable chunk": 1,
+    }  # fmt: skip
     assert found["failure_examples"]["HTTP 429"] == "Retry-After 7: full"
     assert found["errors"][1] == "HTTP 500" and found["ttfts"][1] is None
     assert re.search(r"HTTP 500: +1\n    kaput", bench.out)
@@ -210,34 +207,7 @@ def test_no_server_is_one_line_and_exit_code_one(bench: Bench) -> None:
     assert "http://127.0.0.1:9 does not answer: connection refused" in bench.err
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--request-rate 0", "--request-rate is 0; allowed: above 0"),
-        ("--request-rate nan", "--request-rate is nan; allowed: above 0"),
-        ("--num-prompts 0", "--num-prompts is '0'; allowed: numbers from 1"),
-        ("--max-concurrency 0", "--max-concurrency is '0'; allowed: numbers from 1"),
-        ("--random-range-ratio 1", "--random-range-ratio is 1; allowed: 0 up to"),
-        ("--max-concurrency 1,2 --num-prompts 4,4,4", "--num-prompts has 3 numbers"),
-        ("--dataset-name sonnet", "--dataset-name is 'sonnet'; allowed: random"),
-        ("--dataset-name mmmu", "the models served here read text only"),
-        ("--backend sglang --random-range-ratio 1.1", "allowed: 0 to 1"),
-        ("--dataset-name sharegpt", "--dataset-name sharegpt needs a file"),
-        ("--dataset-name sharegpt --dataset-path /nowhere", "cannot be read"),
-        ("--backend tensorrt", "--backend is 'tensorrt'; allowed"),
-        ("--endpoint /generate", "--endpoint is '/generate'; allowed"),
-        ("--endpoint /v1/chat/completions --prompt-format ids", "a route that takes token ids"),
-        ("--dataset-name agent --endpoint /v1/completions", "agent sessions are conversations"),
-        ("--goodput ttft", "--goodput has 'ttft'; allowed"),
-        ("--goodput ttft:500 tpot:-1", "--goodput has 'tpot:-1'; allowed"),
-        ("--percentile-metrics ttft,speed", "--percentile-metrics has 'speed'; allowed"),
-        ("--metric-percentiles 99,101", "--metric-percentiles is '99,101'; allowed"),
-        ("--extra-body []", "--extra-body is a JSON list; an object is needed"),
-        ("--header x", "--header is 'x'; allowed: NAME=VALUE"),
-        ("nano", "unexpected argument 'nano'"),
-        ("--requests-rate 5", "no such option: --requests-rate"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), read_table("bench_serve_failures.bad_input"))
 def test_bad_input_is_one_line_and_exit_code_two(
     bench: Bench, quiet_server: FaultyServer, line: str, message: str
 ) -> None:

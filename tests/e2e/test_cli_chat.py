@@ -79,9 +79,7 @@ def test_conversation_in_a_terminal(server: Server, home: dict[str, str], tmp_pa
     assert QUESTION in history.read_text() and history.stat().st_mode & 0o077 == 0
 
 
-def test_saved_conversation_continues_and_lines_are_kept(
-    chatting: Any, script: Script, tmp_path: Path
-) -> None:
+def test_saved_conversation_continues(chatting: Any, script: Script, tmp_path: Path) -> None:
     script.steps = [{"content": "Four."}]
     kept = tmp_path / "kept.json"
     with chatting("--system", "Be brief.") as terminal:
@@ -154,9 +152,7 @@ def test_ctrl_c_stops_the_answer_alone(chatting: Any, script: Script) -> None:
         assert "Nothing comes" not in json.dumps(script.bodies[-1])
 
 
-def test_tools_are_called_and_their_results_typed(
-    chatting: Any, script: Script, tmp_path: Path
-) -> None:
+def test_tools_are_called_and_results_typed(chatting: Any, script: Script, tmp_path: Path) -> None:
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps([{"type": "function", "function": {"name": "weather"}}]))
     script.finish_reason = "tool_calls"

@@ -12,6 +12,7 @@ from negamax.cli.main import main
 from tests.e2e.conftest import MODEL
 from tests.forked_children import finished
 from tests.speed import slowness
+from tests.tables import read_table
 
 FAST = ("--num-threads", "1")
 
@@ -41,22 +42,7 @@ def test_version_and_help(
 
 def test_refusals_are_one_line_with_value_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     """The first runs in its own process, the others in this one, which is faster."""
-    cases = {
-        "serve nano --tensor-paralel-size 2": "did you mean --tensor-parallel-size",
-        "serve nano --max-runing-requests 2": "did you mean --max-running-requests",
-        "serve": "MODEL is missing",
-        "serve nano --model other": "--model is 'other'",
-        "serve nano --port http": "'http'",
-        "serve nano --max-num-seqs 0": "--max-num-seqs is 0; allowed: 1 or more",
-        "serve nano --kv-cache-memory lots": "'lots' is not a size",
-        "serve nano --tool-call-parser hermes": "allowed: auto, none, minimax_m2",
-        "serve nano --log-level loud": "allowed: debug",
-        "srve": "did you mean serve?",
-        "bench srve": "did you mean serve?",
-        "bench quantum": "known: offline, kernels",
-        "bench serve --num-promts 2": "did you mean --num-prompts?",
-        "generate nano --prompt ''": "the prompt is empty",
-    }
+    cases = dict(read_table("cli_commands.refusals"))
     for number, (line, words) in enumerate(cases.items()):
         if number == 0:
             done = negamax(*shlex.split(line))

@@ -37,9 +37,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (f"generate nano {HELLO} --script {LONG}", "the system allows 255 bytes"),
     ],
 )
-def test_refuses_too_large_values(
-    line: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refuses_large_values(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert words in refused(capsys, *line.split())
 
 

@@ -11,9 +11,7 @@ CONFIG = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
 CONFIG |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
 
 
-def test_drafts_are_counted_and_labelled(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_drafts_are_counted_by_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--speculative-config", json.dumps(CONFIG))
     file = tmp_path / "bench.json"
     with serving(*options, log_file=tmp_path / "log") as server, server.http() as http:

@@ -264,9 +264,7 @@ def test_the_copied_command_repeats_the_request(page: Browser, script: Script) -
     assert script.bodies == [request]
 
 
-def test_conversation_is_exported_and_imported(
-    page: Browser, script: Script, tmp_path: Path
-) -> None:
+def test_conversation_exports_and_imports(page: Browser, script: Script, tmp_path: Path) -> None:
     script.steps = [{"reasoning_content": "Hm."}, {"content": "Calling"}, *call("f", '{"n": 1}')]
     script.finish_reason = "tool_calls"
     page.write("[name=system]", "Be kind.")
@@ -328,7 +326,7 @@ def test_controls_have_names_and_the_keyboard_reaches_them(page: Browser, script
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_narrow_windows_show_everything_and_colours_follow_the_person(
+def test_narrow_windows_and_colours_of_the_person(
     page: Browser, script: Script, scheme: str
 ) -> None:
     word = "x" * 300

@@ -7,6 +7,7 @@ from tests.e2e.browser import Browser
 from tests.e2e.chat_page import ask, say
 from tests.e2e.scripted_server import Script, call
 from tests.speed import is_linear
+from tests.tables import read_table
 
 HOSTILE = """<script>window.hit = 1</script><img src=x onerror="window.hit = 2"><iframe srcdoc="<script>parent.hit=3</script>">
 </iframe><svg onload=window.hit=4><style>body{display:none}</style><a href="javascript:window.hit=5">x</a>
@@ -65,25 +66,7 @@ def test_the_policy_stops_what_would_slip_through(page: Browser, script: Script)
     assert any("Content Security Policy" in problem for problem in page.problems)
 
 
-MARKDOWN = {
-    "**b** *i* ***bi*** ~~d~~": "<p><strong>b</strong> <em>i</em> <em><strong>bi</strong></em> "
-    "<del>d</del></p>",
-    "`a*b*` snake_case_name": "<p><code>a*b*</code> snake_case_name</p>",
-    "2 * 3 * 4 and **open": "<p>2 * 3 * 4 and **open</p>",
-    "``a`b`` \\*x\\*": "<p><code>a`b</code> *x*</p>",
-    "# One #\ntext\n- a\n  - b\n    c\n- d": "<h2>One</h2><p>text</p><ul><li>a<ul><li>b<br>c</li></ul></li><li>d</li></ul>",
-    "3. x\n4. y\n\nin\n1999. z": '<ol start="3"><li>x</li><li>y</li></ol><p>in<br>1999. z</p>',
-    "> q\n> **r**\n\n---": "<blockquote><p>q<br><strong>r</strong></p></blockquote><hr>",
-    "<b>&amp;</b>": "<p>&lt;b&gt;&amp;&lt;/b&gt;</p>",
-    "a|b\n-|-:\n1|2\\|3": '<table><thead><tr><th class="left">a</th><th '
-    'class="right">b</th></tr></thead><tbody><tr>'
-    '<td class="left">1</td><td class="right">2|3</td></tr></tbody></table>',
-    "```py\na = `1`\n\n# no\n": "<pre>py:a = `1`\n\n# no</pre>",
-    "- a\n\n  ```\n  x\n  ```\n- b": "<ul><li><p>a</p><pre>text:x</pre></li><li><p>b</p></li></ul>",
-    "[t](https://e.example/a_(b)) https://e.example/c.": "<p><a "
-    'href="https://e.example/a_(b)">t</a> '
-    '<a href="https://e.example/c">https://e.example/c</a>.</p>',
-}
+MARKDOWN = dict(read_table("playground_texts.markdown"))
 PLAIN = """
   const { renderMarkdown } = await import('/playground/markdown.js');
   const box = document.createElement('div');
@@ -103,22 +86,7 @@ def test_markdown_becomes_the_elements_it_means(page: Browser, script: Script) -
     assert {text: page.run(PLAIN, text=text) for text in MARKDOWN} == MARKDOWN
 
 
-FORMULAS = {
-    "a \\(x_1\\) b": "<p>a <x>x_1</x> b</p>",
-    "so:\n\\[\nx\n= 1\n\\]\nthen": "<p>so:</p><d>x\n= 1</d><p>then</p>",
-    "$$\na\n$$\n$$b$$": "<d>a</d><d>b</d>",
-    "**So** \\[\nx\n\\] where": "<p><strong>So</strong> <d>x</d> where</p>",
-    "costs $5 and $10, or $x$": "<p>costs $5 and $10, or <x>x</x></p>",
-    "`\\(a\\)` \\\\(b\\\\) \\$5 \\(open": "<p><code>\\(a\\)</code> \\(b\\) $5 (open</p>",
-    "\\[open\n\n*on*": "<p>\\[open</p><p><em>on</em></p>",
-    "> \\[\n> x\n> \\]\nafter": "<blockquote><d>x</d></blockquote><p>after</p>",
-    "- a\n  \\[\n  x\n  \\]": "<ul><li>a<d>x</d></li></ul>",
-    "|a|\n|-|\n|$x$<br>y|": "<table><thead><tr><th "
-    'class="left">a</th></tr></thead><tbody><tr><td '
-    'class="left"><x>x</x><br>y'
-    "</td></tr></tbody></table>",
-    "$\\nosuch$": '<p><code class="formula source">\\nosuch</code></p>',
-}
+FORMULAS = dict(read_table("playground_texts.formulas"))
 FORMULA_SOURCES = PLAIN.replace(
     "return box.innerHTML",
     """

@@ -345,13 +345,10 @@ def picks(context: ParallelContext, device: torch.device) -> Findings:
 
 # tokens and queries of each sequence, and the dtype of index keys
 SELECTIONS = (
-    ([1000, 32_000], [1, 1], torch.bfloat16),
-    ([32_000] * 16, [1] * 16, torch.float8_e4m3fn),
-    ([128_000], [1], torch.float8_e4m3fn),
-    ([128_000] * 4, [1] * 4, torch.float8_e4m3fn),
-    ([1_000_000], [1], torch.float8_e4m3fn),
-    ([8192, 40_000], [300, 4096], torch.bfloat16),
-)
+    ([1000, 32_000], [1, 1], torch.bfloat16), ([32_000] * 16, [1] * 16, torch.float8_e4m3fn),
+    ([128_000], [1], torch.float8_e4m3fn), ([128_000] * 4, [1] * 4, torch.float8_e4m3fn),
+    ([1_000_000], [1], torch.float8_e4m3fn), ([8192, 40_000], [300, 4096], torch.bfloat16),
+)  # fmt: skip
 
 
 def selections(context: ParallelContext, device: torch.device) -> Findings:

@@ -45,7 +45,7 @@ def both_ways(folder: Path, name: str) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("ranks", DEGREES)
 @pytest.mark.parametrize("name", (*WEIGHTS_ONLY, *ROUNDED))
-def test_format_answers_like_its_values_in_bf16(
+def test_answers_as_values_in_bf16(
     name: str, ranks: int, tmp_path: Path, device: str = "cuda"
 ) -> None:
     if device == "cuda" and torch.cuda.device_count() < ranks:

@@ -28,9 +28,7 @@ def test_the_gpu_was_measured() -> None:
         ("lm_head.weight", -torch.inf, r"lm_head\.weight in 1 of "),
     ],
 )
-def test_refuses_values_that_are_not_finite(
-    name: str, value: float, message: str, tmp_path: Path
-) -> None:
+def test_refuses_values_not_finite(name: str, value: float, message: str, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(EMBEDDED["nano"], tmp_path / "copy"))
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)

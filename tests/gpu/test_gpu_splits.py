@@ -42,26 +42,16 @@ DATA = [
     parallel(dp=2, ep=True, enable_eplb=True, eplb_config=BALANCING),
 ]
 CONTEXT = [
-    parallel(pcp=2),
-    parallel(pcp=2, enforce_eager=True),
-    parallel(pcp=2, kv_cache_dtype="fp8"),
-    parallel(pcp=4, ep=True),
-    parallel(pcp=2, tp=2, expert_parallel_size=2),
-    parallel(pcp=2, pp=2),
-    parallel(pcp=2, dp=2, ep=True),
-    parallel(pcp=2, dp=2, all2all_backend="one_sided"),
-]
+    parallel(pcp=2), parallel(pcp=2, enforce_eager=True), parallel(pcp=2, kv_cache_dtype="fp8"),
+    parallel(pcp=4, ep=True), parallel(pcp=2, tp=2, expert_parallel_size=2), parallel(pcp=2, pp=2),
+    parallel(pcp=2, dp=2, ep=True), parallel(pcp=2, dp=2, all2all_backend="one_sided"),
+]  # fmt: skip
 STAGES = [
-    parallel(pp=2, enforce_eager=True),
-    parallel(pp=2),
-    parallel(pp=2, max_num_batched_tokens=48),
-    parallel(pp=4),
-    parallel(pp=2, tp=2),
-    parallel(pp=2, dp=2),
-    parallel(pp=2, dp=2, ep=True),
+    parallel(pp=2, enforce_eager=True), parallel(pp=2), parallel(pp=2, max_num_batched_tokens=48),
+    parallel(pp=4), parallel(pp=2, tp=2), parallel(pp=2, dp=2), parallel(pp=2, dp=2, ep=True),
     parallel(pp=2, speculative_config={"method": "ngram"}),
     parallel(pp=4, speculative_config={"model": "nano-draft"}),
-]
+]  # fmt: skip
 # the embedded models have two KV heads
 CACHE_SHARDS = [
     parallel(tp=4, dcp=2),
@@ -155,9 +145,7 @@ def test_a_seed_gives_the_same_text_on_either_rank() -> None:
     ],
     ids=str,
 )
-def test_a_killed_rank_ends_the_others(
-    options: dict[str, Any], victim: int, most_seconds: float
-) -> None:
+def test_killed_rank_ends_others(options: dict[str, Any], victim: int, most_seconds: float) -> None:
     skip_without(options)
     llm = LLM("nano", device="cuda", max_num_seqs=8, max_model_len=2048, **options)
     executor = llm._loop.executor

@@ -30,9 +30,7 @@ WAYS: tuple[dict[str, object], ...] = (
 
 @pytest.mark.parametrize("draft", [None, DRAFT], ids=["no drafts", "drafts"])
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_every_way_of_sampling_follows_the_grammar(
-    enforce_eager: bool, draft: dict[str, object] | None
-) -> None:
+def test_all_sampling_follows_grammar(enforce_eager: bool, draft: dict[str, object] | None) -> None:
     ways = list(enumerate(WAYS))
     held = [SamplingParams(seed=i, max_tokens=60, grammar=NAME, **way) for i, way in ways]
     free = [SamplingParams(seed=i, max_tokens=30, ignore_eos=True, **way) for i, way in ways]

@@ -149,9 +149,7 @@ def test_unavailable_hub_ids_are_refused_in_a_line(installed: Installation, hub:
         assert line.startswith("negamax: error: model 'lab/") and words in line, line
 
 
-def test_interrupted_download_resumes_and_runs_offline(
-    installed: Installation, hub: TinyHub
-) -> None:
+def test_stopped_download_resumes_and_runs_offline(installed: Installation, hub: TinyHub) -> None:
     hub.cuts, hub.cut_at = 1, 11 * 2**20  # the client writes pieces of 10 MiB
     assert "85" in installed.run("generate", "lab/cut", *PROMPT, **hub.environment)
     assert hub.cuts == 0 and hub.ranges == [f"bytes={10 * 2**20}-"]

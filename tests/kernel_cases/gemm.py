@@ -13,13 +13,9 @@ from tests.kernel_cases import weight_only
 from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
 _M2_SHAPES = {  # in, out of one rank
-    "qkv TP4": (3072, 2048),
-    "o_proj TP4": (1536, 3072),
-    "qkv TP2": (3072, 4096),
-    "o_proj TP2": (3072, 3072),
-    "qkv TP1": (3072, 8192),
-    "o_proj TP1": (6144, 3072),
-}
+    "qkv TP4": (3072, 2048), "o_proj TP4": (1536, 3072), "qkv TP2": (3072, 4096),
+    "o_proj TP2": (3072, 3072), "qkv TP1": (3072, 8192), "o_proj TP1": (6144, 3072),
+}  # fmt: skip
 _M3_SHAPES = {
     "M3 qkv TP4": (6144, 2560),  # with the index projections
     "M3 o_proj TP4": (2048, 6144),

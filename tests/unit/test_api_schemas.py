@@ -141,12 +141,8 @@ WRONG: dict[str, list[Any]] = {
     "seed": [1.5],
     "messages": ["hello", [], ["hello"]],
     "tools": [
-        {},
-        ["f"],
-        [FUNCTION],
-        [{"type": "web_search", "function": {"name": "f"}}],
-        [FUNCTION | {"function": {"name": ""}}],
-        [FUNCTION | {"function": {"name": 'f"><'}}],
+        {}, ["f"], [FUNCTION], [{"type": "web_search", "function": {"name": "f"}}],
+        [FUNCTION | {"function": {"name": ""}}], [FUNCTION | {"function": {"name": 'f"><'}}],
         [FUNCTION | {"function": {"name": "f", "parameters": []}}],
     ],
     "tool_choice": [
@@ -169,7 +165,7 @@ WRONG: dict[str, list[Any]] = {
     "stream_options": [True],
     "cache_salt": ["s" * 1000],
     "priority": [2**40],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -371,11 +367,8 @@ def test_schema_is_strict_only_where_asked(strict: bool | None) -> None:
 
 
 NO_FORMS = [
-    COMPACT,
-    {},
-    {"response_format": {"type": "text"}},
-    {"structured_outputs": {"json": None}},
-]
+    COMPACT, {}, {"response_format": {"type": "text"}}, {"structured_outputs": {"json": None}},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", [*NO_FORMS, {"structured_outputs": {}}], ids=str)

@@ -12,6 +12,7 @@ from negamax.cli.options import add_options, parse_bytes
 from negamax.cli.resolve import resolve
 from negamax.options.engine import EngineOptions
 from negamax.options.flags import option
+from tests.tables import read_table
 
 
 def group_of(command: Any) -> typer.core.TyperGroup:
@@ -48,30 +49,7 @@ def test_defaults_without_flags() -> None:
     assert parsed("nano", max_num_seqs=4).max_num_seqs == 4
 
 
-@pytest.mark.parametrize(
-    ("flags", "field", "value"),
-    [
-        (("--tensor-parallel-size", "-tp", "--tp-size", "--tp"), "tensor_parallel_size", 2),
-        (("--expert-parallel-size", "--ep-size", "--ep"), "expert_parallel_size", 1),
-        (("--max-model-len", "--context-length"), "max_model_len", 512),
-        (("--max-num-seqs", "--max-running-requests"), "max_num_seqs", 7),
-        (("--max-num-batched-tokens", "--chunked-prefill-size"), "max_num_batched_tokens", 128),
-        (("--max-queued-requests", "--max-num-queued-reqs"), "max_queued_requests", 9),
-        (("--block-size", "--page-size"), "block_size", 32),
-        (("--seed", "--random-seed"), "seed", 0),
-        (("--num-threads",), "num_threads", 3),
-        (("--num-kv-blocks",), "num_kv_blocks", 100),
-        (("--max-logprobs",), "max_logprobs", 0),
-        (("--kv-cache-memory", "--kv-cache-memory-bytes"), "kv_cache_memory", 4096),
-        (("--revision",), "revision", "main"),
-        (("--download-dir",), "download_dir", "somewhere"),
-        (("--dtype",), "dtype", "float32"),
-        (("--quantization", "-q"), "quantization", "awq_marlin"),
-        (("--load-format",), "load_format", "synthetic"),
-        (("--device",), "device", "cpu"),
-        (("--log-level",), "log_level", "error"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "field", "value"), read_table("cli_options.names_of_flags"))
 def test_names_of_flags_set_their_field(flags: tuple[str, ...], field: str, value: object) -> None:
     expected = dataclasses.replace(EngineOptions(model="nano"), **{field: value})  # type: ignore[arg-type]
     for flag in flags:

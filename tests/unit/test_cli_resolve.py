@@ -15,6 +15,7 @@ from negamax.cli.resolve import find_command, options_of, resolve
 from negamax.config.embedded import EMBEDDED
 from negamax.options.flags import Kind
 from negamax.options.foreign import BENCH, SERVER, foreign_options
+from tests.tables import read_table
 
 CASES = tomllib.loads(Path(__file__).with_name("launch_lines.toml").read_text(encoding="utf-8"))
 GROUP: Any = typer.main.get_command(app)
@@ -91,20 +92,7 @@ def test_the_file_takes_lists_tables_and_foreign_names(explained: Any, tmp_path:
     assert notes == f"note: trust-remote-code in {file} has no effect: {reason}\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("max_num_seq = 3", "has the unknown key 'max_num_seq' (did you mean max_num_seqs?)"),
-        ("colour = 3", "has the unknown key 'colour' (keys are the names of options, see --help)"),
-        ("explain = true", "has the unknown key 'explain'"),
-        ("max_num_seqs = [3]", "is [3]; allowed: one value"),
-        ("enforce_eager = 1", "is 1; allowed: true or false"),
-        ("port = 'x'", "is 'x': input should be a valid integer"),
-        ("max-model-len 3", "which is no TOML"),
-        ("decode-context-parallel-size = 2", "is 2: it is a part of --tensor-parallel-size"),
-        (None, "server.toml', which cannot be read: No such file or directory"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), read_table("cli_resolve.refuses_a_bad_file"))
 def test_refuses_a_bad_file(refused: Any, tmp_path: Path, text: str | None, words: str) -> None:
     file = tmp_path / "server.toml"
     if text is not None:

@@ -38,16 +38,10 @@ CALL_OF = {
 _WRAPPERS = (extensions.Required, extensions.NotRequired, typing.Annotated)
 # for fields that do not accept any text
 _NAMED: dict[str, Any] = {
-    "id": "item_1",
-    "call_id": "call_1",
-    "tool_use_id": "call_1",
-    "name": "look",
-    "arguments": "{}",
-    "parameters": {"type": "object"},
-    "schema": {"type": "object"},
-    "input_schema": {"type": "object"},
-    "tools": [{"type": "function", "name": "look"}],
-}
+    "id": "item_1", "call_id": "call_1", "tool_use_id": "call_1", "name": "look", "arguments": "{}",
+    "parameters": {"type": "object"}, "schema": {"type": "object"},
+    "input_schema": {"type": "object"}, "tools": [{"type": "function", "name": "look"}],
+}  # fmt: skip
 _SCALARS: dict[Any, list[Any]] = {str: ["text"], int: [3], float: [0.5], bool: [True, False]}
 
 

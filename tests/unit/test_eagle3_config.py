@@ -15,6 +15,7 @@ from negamax.models.memory import draft_bytes, weight_bytes
 from negamax.models.registry import bundled_spec
 from negamax.options.engine import EngineOptions
 from negamax.options.speculation import SpeculationConfig
+from tests.tables import read_table
 from tests.tiny_draft import as_speculators
 
 # thoughtworks/MiniMax-M2.5-Eagle3, as SpecForge writes it
@@ -92,55 +93,8 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return dict(config)
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["LlamaForCausalLM"]}, "architectures is ['LlamaForCausalLM']"),
-    ({"model_type": "qwen3"}, "model_type is 'qwen3'"),
-    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
-    ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
-    ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
-    ({"sliding_window": 512}, "sliding_window is 512"),
-    ({"layer_types": ["sliding_attention"]}, "layer_types[0] is 'sliding_attention'"),
-    ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
-    ({"eagle_config": {"rms_norm_eps": 1e-5}}, "rms_norm_eps is 1e-06"),
-    ({"fc_norm": "yes"}, "fc_norm is 'yes'"),
-    ({"draft_vocab_size": 300000}, "draft_vocab_size is 300000; supported: at most 200064"),
-    ({"parallel_drafting": True}, "parallel_drafting is True"),
-    ({"num_aux_hidden_states": 5}, "[2, 31, 59]; supported: 5 layers"),
-    ({"intermediate_size": None}, "no intermediate_size"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 9, 20]}}, "begin with 1"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 2}}, "layer_ids is 2; supported: a"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 58]}}, "a list of layers"),
-    ({"sliding_window": 512, "use_sliding_window": True}, "sliding_window is "),
-    ({"rope_theta": None, "rope_parameters": {"partial_rotary_factor": 0.5}}, "head_dim (128)"),
-    ({"target_model_type": [1]}, "target_model_type"),
-    ({"target_num_hidden_layers": [1]}, "target_num_hidden_layers"),
-]
-REFUSED_OF_SPECULATORS: list[tuple[str, Any, str]] = [
-    ("speculators_model_type", "dflash", "speculators_model_type is 'dflash'; supported"),
-    ("architectures", ["EagleSpeculator"], "architectures is ['EagleSpeculator']"),
-    (LAYER, None, "transformer_layer_config is None; supported: an object"),
-    (f"{LAYER}.model_type", "qwen3", "model_type is 'qwen3'"),
-    (f"{LAYER}.hidden_size", None, "no hidden_size"),
-    (f"{LAYER}.vocab_size", None, "no vocab_size"),
-    (f"{LAYER}.rope_scaling", {"rope_type": "llama3"}, "rope_type is 'llama3'"),
-    (f"{LAYER}.tie_word_embeddings", True, "tie_word_embeddings is True"),
-    (f"{LAYER}.draft_vocab_size", 64000, "draft_vocab_size is 32000; supported: the value in"),
-    ("draft_vocab_size", None, "has no draft_vocab_size"),
-    ("draft_vocab_size", 300000, "draft_vocab_size is 300000; supported: at most 200064"),
-    ("norm_before_residual", None, "has no norm_before_residual"),
-    ("norm_before_residual", 1.5, "norm_before_residual is 1.5; supported: true or false"),
-    ("eagle_aux_hidden_state_layer_ids", [2, "x"], "eagle_aux_hidden_state_layer_ids is"),
-    ("eagle_aux_hidden_state_layer_ids", [2, 2, 9], "is [2, 2, 9]; supported: a list of"),
-    (USE, [], "speculators_config is []; supported: an object or null"),
-    (f"{USE}.algorithm", "dflash", "speculators_config.algorithm is 'dflash'"),
-    (f"{USE}.verifier", "M2.5", "speculators_config.verifier is 'M2.5'"),
-    (f"{USE}.verifier.name_or_path", 7, "verifier.name_or_path is 7"),
-    (f"{USE}.proposal_methods", [], "proposal_methods is []; supported: a list"),
-    (f"{USE}.proposal_methods", ["greedy"], "proposal_methods is ['greedy']"),
-    (f"{USE}.default_proposal_method", "tree", "default_proposal_method is 'tree'; supported"),
-    (f"{USE}.proposal_methods.0.speculative_tokens", None, "no speculative_tokens"),
-    (f"{USE}.proposal_methods.0.speculative_tokens", 0, "speculative_tokens is 0"),
-]
+REFUSED = read_table("eagle3_config.refused")
+REFUSED_OF_SPECULATORS = read_table("eagle3_config.refused_of_speculators")
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_refuses_tools_that_cannot_be_called_as_asked(tool: dict[str, Any], word
         tag_of(tool, choice="required" if len(tool["name"]) > 1 else "auto")
 
 
-def test_a_tool_whose_schema_cannot_be_followed_is_free_with_one_warning(
+def test_tool_without_followable_schema_is_free_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kinds = (HOSTILE["itself"], {"type": "null"}, {"maximum": math.inf}, {"const": "\ud800"})

@@ -109,7 +109,7 @@ def test_reasoning_is_found_under_every_name(fields: Message, expected: str | No
 @pytest.mark.parametrize(
     ("messages", "shown"), read_table("messages.parts_of_other_types_never_end_a_session")
 )
-def test_parts_of_other_types_never_end_a_session(
+def test_parts_of_other_types_end_no_session(
     messages: list[Message], shown: list[list[str]]
 ) -> None:
     assert [list(pair) for pair in contents(messages)] == shown

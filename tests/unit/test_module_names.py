@@ -4,6 +4,7 @@ import pytest
 
 from negamax.base.errors import ConfigError
 from negamax.quantization.scheme import is_within, make_lookup, matches
+from tests.tables import read_table
 
 EXPERT = "model.layers.10.block_sparse_moe.experts.0.w1"
 SHARED = "model.layers.10.block_sparse_moe.shared_experts.gate_proj"
@@ -12,38 +13,7 @@ GATE = "model.layers.10.block_sparse_moe.gate"
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "within"),
-    [
-        (GATE, "gate", True),
-        (GATE, "mlp.gate", True),
-        (GATE, "block_sparse_moe.gate", True),
-        (GATE, "model.layers.10.mlp.gate", True),
-        (GATE, "language_model.model.layers.10.block_sparse_moe.gate", True),
-        (GATE, "model.language_model.layers.10.mlp.gate", True),
-        (GATE, "model.layers.10.", True),
-        (GATE, "model.layers.1", False),
-        (GATE, "block_sparse_moe.gate_up", False),
-        (GATE, "sparse_moe", False),
-        (EXPERT, "mlp", True),
-        (EXPERT, "gate", False),
-        (EXPERT, "model.layers.10.mlp.experts.0.gate_proj", True),
-        (EXPERT, "model.layers.10.mlp.experts.0.up_proj", False),
-        (EXPERT, "layers.10.block_sparse_moe.experts.1", False),
-        (EXPERT, "model.layers.10.mlp.experts.0.gate_up_proj", True),
-        (EXPERT, "model.layers.10.mlp.experts.0.w13", True),
-        (SHARED, "model.layers.10.mlp.shared_experts.gate_up_proj", True),
-        (SHARED, "model.language_model.layers.10.mlp.shared_experts.gate_up_proj*", True),
-        (SHARED, r"re:.*shared_experts\.gate_up_proj$", True),
-        (SHARED, "model.layers.10.mlp.shared_experts.down_proj", False),
-        (SHARED, "model.layers.10.mlp.experts.0.gate_up_proj", False),
-        (QUERY, "model.layers.10.self_attn.qkv_proj", True),
-        (QUERY, "model.layers.10.self_attn.index_q_proj", False),
-        (INDEX, "language_model.model.layers.10.self_attn.indexer.q_proj", True),
-        (INDEX, "model.layers.10.self_attn.qkv_proj", False),
-        (INDEX, "model.layers.10.self_attn.q_proj", False),
-        ("lm_head", "lm_head", True),
-        ("lm_head", "language_model.lm_head", True),
-    ],
+    ("module", "name", "within"), read_table("module_names.module_lies_in_name")
 )
 def test_a_module_lies_in_a_name(module: str, name: str, within: bool) -> None:
     assert is_within(module, ["vision_tower", name]) is within

@@ -9,6 +9,7 @@ import parser_support as proof
 import pytest
 
 from negamax.cli.main import main
+from tests.tables import read_table
 
 CASES = proof.read_cases(proof.CASE_FILES)[::25]
 Run = Callable[..., tuple[int, str, str]]
@@ -70,20 +71,7 @@ def test_lone_surrogates_are_escaped(run: Run, tmp_path: Path) -> None:
     assert json.loads(out)["tool_calls"] == [{"name": "f", "arguments": {"x": ["\ud800"]}}]
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("--format m4", "--format is 'm4'; allowed: m2, m3"),
-        ("", "--format is missing"),
-        ("--format m3 --stream 0", "--stream is '0'"),
-        ("--format m3 --stream x", "--stream is 'x'"),
-        ("--format m3 --thinking-mode on", "is 'on'; allowed: enabled, disabled, adaptive"),
-        ("--format m3 --tools missing.json", "missing.json cannot be read: No such file"),
-        ("--format m3 --tools text.json", "--tools text.json is no JSON"),
-        ("--format m3 --tools object.json", "--tools object.json holds a JSON dict; a list"),
-        ("--format m3 --tools list.json", "holds a list with other values in it"),
-    ],
-)
+@pytest.mark.parametrize(("line", "says"), read_table("output_parser_cli.bad_input"))
 def test_bad_input_is_refused_in_one_line(
     line: str, says: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -436,9 +436,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize(("count", "gpu", "model", "line", "said"), MACHINES)
-def test_cache_sizes_of_the_pages_are_planned(
-    count: str, gpu: str, model: str, line: str, said: str
-) -> None:
+def test_cache_sizes_are_planned(count: str, gpu: str, model: str, line: str, said: str) -> None:
     root = typer.main.get_command(app)
     words = ["serve", model, *shlex.split(line)]
     chosen = resolve(root, words).choices  # type: ignore[arg-type]

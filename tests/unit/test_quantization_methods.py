@@ -31,6 +31,7 @@ from negamax.quantization.detect import METHODS, detect
 from negamax.quantization.names import check_name, quantized
 from negamax.quantization.scheme import Scheme
 from tests import quantization_descriptions as described
+from tests.tables import read_table
 
 EXPERT = "model.layers.3.block_sparse_moe.experts.7.w1"
 INT_EXPERT = "model.layers.3.block_sparse_moe.experts.200.w2"
@@ -365,9 +366,7 @@ REFUSED: list[tuple[dict[str, Any], str, object]] = [
 
 
 @pytest.mark.parametrize(("config", "path", "value"), REFUSED)
-def test_unsupported_descriptions_are_refused_by_name(
-    config: dict[str, Any], path: str, value: object
-) -> None:
+def test_descriptions_are_refused_by_name(config: dict[str, Any], path: str, value: object) -> None:
     changed = copy.deepcopy(config)
     *parents, last = path.split("/")
     inner = changed
@@ -388,33 +387,11 @@ def test_quark_outputs_for_the_cache_may_be_fp8() -> None:
 # --- names ----------------------------------------------------------------------------------------
 
 # description -> the names that vLLM and SGLang accept for it
-ACCEPTED: list[tuple[dict[str, Any], str]] = [
-    ({"quant_method": "fp8"}, "fp8 FP8"),
-    ({"quant_method": "awq"}, "awq auto_awq awq_marlin marlin moe_wna16"),
-    ({"quant_method": "gptq"}, "gptq auto_gptq gptq_marlin gptq-marlin marlin moe_wna16"),
-    ({"quant_method": "compressed-tensors"}, "compressed-tensors compressed_tensors"),
-    ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "w8a8_int8"),
-    ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "w8a8_fp8"),
-    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt modelopt_fp8"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt modelopt_fp4 petit_nvfp4"),
-    ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "modelopt modelopt_mxfp8 mxfp8"),
-    (
-        {"quant_method": "modelopt", "quantization": {"quant_algo": "MIXED_PRECISION"}},
-        "modelopt modelopt_mixed",
-    ),
-    ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, "modelopt modelopt_fp4 petit_nvfp4"),
-    ({"quant_method": "modelslim"}, "modelslim ascend"),
-    ({"quant_method": "auto-round"}, "auto-round auto_round inc"),
-    ({"quant_method": "mxfp8"}, "mxfp8 modelopt_mxfp8"),
-    ({"quant_method": "mxfp4"}, "mxfp4"),
-    ({"quant_method": "quark"}, "quark"),
-]
+ACCEPTED: list[tuple[dict[str, Any], str]] = read_table("quantization_methods.accepted_names")
 
 
 @pytest.mark.parametrize(("description", "names"), ACCEPTED)
-def test_only_names_of_the_detected_method_are_accepted(
-    description: dict[str, Any], names: str
-) -> None:
+def test_only_names_of_detected_method_are_valid(description: dict[str, Any], names: str) -> None:
     spec = QuantizationSpec(description["quant_method"], description)
     for name in names.split():
         said = f"--quantization {name}: detected in config.json, not needed"

@@ -204,9 +204,7 @@ def test_agents_get_absolute_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert make_paths_absolute(EngineOptions("org/model")).model == "org/model"
 
 
-def test_embedded_models_are_not_taken_for_folders(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_embedded_models_are_no_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("nano", "nano-draft"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)

@@ -168,9 +168,7 @@ NOTE = "<system-reminder>\ndone\n</system-reminder>"
     ("items", "shown"),
     read_table("responses_history.items_of_unknown_type_are_shown_or_passed_over"),
 )
-def test_items_of_unknown_type_are_shown_or_passed_over(
-    items: list[dict[str, Any]], shown: list[str]
-) -> None:
+def test_unknown_items_are_shown_or_skipped(items: list[dict[str, Any]], shown: list[str]) -> None:
     made = normalize_messages(history(USER, *items).messages)
     texts = [message["content"] for message in made]
     assert texts == (shown if len(texts) == len(shown) else [*shown[:-2], f"ok\n\n{NOTE}"])
@@ -272,13 +270,10 @@ def update(**fields: Any) -> dict[str, Any]:
 def test_items_add_tools_that_are_not_there_yet() -> None:
     other, patch = {**LOOKUP, "name": "other"}, {"type": "apply_patch"}
     params = settled(
-        request(LOOKUP),
-        USER,
-        more_tools({**LOOKUP, "strict": True}),
-        more_tools(patch, {"type": "mcp"}),
-        {"type": "tool_search_output", "tools": [other, patch]},
+        request(LOOKUP), USER, more_tools({**LOOKUP, "strict": True}),
+        more_tools(patch, {"type": "mcp"}), {"type": "tool_search_output", "tools": [other, patch]},
         {"type": "tool_search_output"},
-    )
+    )  # fmt: skip
     assert [tool.shown_name for tool in params.declared_tools] == ["look", "apply_patch", "other"]
     assert params.tools == [LOOKUP, patch, other]
     assert history(USER, more_tools(), USER).messages == [USER, USER]

@@ -123,9 +123,7 @@ def test_deaths_are_forgotten_after_the_window() -> None:
     assert RestartPolicy(SupervisionLimits(max_restarts=0)).note_death(0.0) is None
 
 
-def test_children_without_secrets_have_no_key_of_any_service(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_children_without_secrets_have_no_service_key(monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "NEGAMAX_NODE_KEY", "https_proxy", "DB_URL"}
     for name in (*secrets, "LC_ALL"):
         monkeypatch.setenv(name, "C")

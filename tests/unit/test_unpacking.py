@@ -62,9 +62,7 @@ def test_body_that_ends_near_a_piece_is_whole(num_bytes: int) -> None:
         (b"zstd", b"\x28\xb5\x2f\xfd\x00\x70" + bytes(20), "too much memory"),  # 16 MiB
     ],
 )
-def test_work_and_memory_of_one_body_are_bounded(
-    encoding: bytes, packed: bytes, problem: str
-) -> None:
+def test_work_and_memory_of_body_are_bounded(encoding: bytes, packed: bytes, problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem):
         unpacked(encoding, packed, packet_bytes=10**6)
 

@@ -50,9 +50,6 @@ def read_spec(config: Mapping[str, Any]) -> ForeignSpec:
 
 
 FAMILY = ModelFamily(
-    architecture="ForeignForCausalLM",
-    model_types=("foreign",),
-    package="foreign_family",
-    spec=ForeignSpec,
-    read_spec=read_spec,
-)
+    architecture="ForeignForCausalLM", model_types=("foreign",), package="foreign_family",
+    spec=ForeignSpec, read_spec=read_spec,
+)  # fmt: skip
