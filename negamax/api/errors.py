@@ -125,10 +125,13 @@ class ErrorMiddleware:
         finally:
             if self._logs_access and scope["client"] is not None:  # None: another server process
                 log_access(
-                    client="{}:{}".format(*scope["client"]), method=scope["method"],
-                    path=scope["path"], status=status, seconds=time.monotonic() - arrival,
+                    client="{}:{}".format(*scope["client"]),
+                    method=scope["method"],
+                    path=scope["path"],
+                    status=status,
+                    seconds=time.monotonic() - arrival,
                     request_id=request_id,
-                )  # fmt: skip
+                )
 
 
 def handle_error(request: Request, error: Exception) -> Response:

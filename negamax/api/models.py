@@ -43,9 +43,12 @@ def make_models_router(context: ApiContext) -> APIRouter:
     async def server(request: Request) -> Response:
         """Describe the server and list its routes."""
         answer = ServerAnswer(
-            name="negamax", version=__version__, models=list(context.model_names),
-            max_model_len=context.engine.info.max_model_len, endpoints=request.app.state.endpoints,
-        )  # fmt: skip
+            name="negamax",
+            version=__version__,
+            models=list(context.model_names),
+            max_model_len=context.engine.info.max_model_len,
+            endpoints=request.app.state.endpoints,
+        )
         return build_json_response(answer)
 
     router.add_api_route("/v1", server, methods=["GET"])

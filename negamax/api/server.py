@@ -63,9 +63,14 @@ _WILDCARDS = ("0.0.0.0", "::", "")
 def create_app(context: ApiContext) -> FastAPI:
     options = context.options
     app = FastAPI(
-        title="Negamax", version=__version__, docs_url=None, redoc_url=None,
-        exception_handlers=HANDLERS, redirect_slashes=False, telemetry=_NO_TELEMETRY,
-    )  # fmt: skip
+        title="Negamax",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers=HANDLERS,
+        redirect_slashes=False,
+        telemetry=_NO_TELEMETRY,
+    )
     app.add_middleware(AuthMiddleware, context=context)  # the innermost layer first
     if options.allowed_origins:
         app.add_middleware(

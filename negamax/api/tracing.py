@@ -85,9 +85,12 @@ class RequestTracer:
         headers = record.headers
         carrier = {name: headers[name] for name in _PARENT_HEADERS if name in headers}
         span = self._tracer.start_span(
-            SPAN_NAME, context=self._propagator.extract(carrier), kind=self._kind,
-            attributes=build_span_attributes(record), start_time=int(record.arrival * 1e9) + offset,
-        )  # fmt: skip
+            SPAN_NAME,
+            context=self._propagator.extract(carrier),
+            kind=self._kind,
+            attributes=build_span_attributes(record),
+            start_time=int(record.arrival * 1e9) + offset,
+        )
         if record.error is not None:
             span.set_attribute("error.type", type(record.error).__name__)
             span.set_status(self._failed)

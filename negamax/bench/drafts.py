@@ -29,9 +29,12 @@ class DraftCounts:
         """Read the engine's counters."""
         rates = speculation.synthetic_acceptance_rates if speculation else None
         return DraftCounts(
-            stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens,
-            stats.accepted_per_position, is_synthetic=rates is not None,
-        )  # fmt: skip
+            stats.num_drafts,
+            stats.num_draft_tokens,
+            stats.num_accepted_tokens,
+            stats.accepted_per_position,
+            is_synthetic=rates is not None,
+        )
 
     @staticmethod
     def of_metrics(text: str) -> "DraftCounts":

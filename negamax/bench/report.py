@@ -85,10 +85,14 @@ def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: flo
         if "spec_decode_num_drafts" in run:
             continue
         num_bytes = step_bytes(
-            spec, batch=run["concurrency"], context=result["input_len"] + result["output_len"] / 2,
-            dtype=info["dtype"], kv_dtype=kv_dtype, index_dtype=index_dtype,
+            spec,
+            batch=run["concurrency"],
+            context=result["input_len"] + result["output_len"] / 2,
+            dtype=info["dtype"],
+            kv_dtype=kv_dtype,
+            index_dtype=index_dtype,
             ranks=result["tensor_parallel_size"],
-        )  # fmt: skip
+        )
         seconds = num_bytes / bytes_per_second
         run["limit_tpot_ms"] = 1e3 * seconds
         if run["tpot_ms"] is not None:

@@ -74,9 +74,13 @@ class RandomPrompts:
     def _request(self, input_len: int, output_len: int) -> GenerateRequest:
         prompt = tuple(self._random.choices(range(self._info.vocab_size), k=input_len))
         sampling = SamplingParams(
-            min_p=0.0, repetition_penalty=1.0, max_tokens=output_len, ignore_eos=True,
-            seed=self._random.getrandbits(62), **self._filters,
-        )  # fmt: skip
+            min_p=0.0,
+            repetition_penalty=1.0,
+            max_tokens=output_len,
+            ignore_eos=True,
+            seed=self._random.getrandbits(62),
+            **self._filters,
+        )
         return GenerateRequest(
             request_id=self._next_id(),
             prompt_token_ids=prompt,

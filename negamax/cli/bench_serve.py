@@ -267,10 +267,13 @@ def _display(progress: RunProgress, *, shown: bool) -> Iterator[None]:
     from rich.live import Live
 
     bars = rich_progress.Progress(
-        rich_progress.TextColumn("{task.description}"), rich_progress.BarColumn(),
-        rich_progress.MofNCompleteColumn(), rich_progress.TextColumn("{task.fields[rates]}"),
-        rich_progress.TimeElapsedColumn(), rich_progress.TimeRemainingColumn(),
-    )  # fmt: skip
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TextColumn("{task.fields[rates]}"),
+        rich_progress.TimeElapsedColumn(),
+        rich_progress.TimeRemainingColumn(),
+    )
     task = bars.add_task("connecting", total=None, rates="")
 
     def current() -> rich_progress.Progress:

@@ -88,11 +88,17 @@ def command(
         from negamax.convert.convert import Conversion
 
         return Conversion(
-            model=source, folder=folder, destination=destination.expanduser(), target=target,
-            tp=splits.tensor_parallel_size, ep=splits.num_expert_ranks, revision=revision,
-            allow_lossy=allow_lossy, version=__version__,
+            model=source,
+            folder=folder,
+            destination=destination.expanduser(),
+            target=target,
+            tp=splits.tensor_parallel_size,
+            ep=splits.num_expert_ranks,
+            revision=revision,
+            allow_lossy=allow_lossy,
+            version=__version__,
             command=shlex.join(["negamax", *sys.argv[1:]]),
-        )  # fmt: skip
+        )
 
     def check(folder: Path) -> None:
         from negamax.convert.convert import check_description

@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 app = typer.Typer(
-    name="negamax", help="Serve MiniMax models: `negamax serve nano` starts an embedded one.",
-    rich_markup_mode="markdown", no_args_is_help=False, pretty_exceptions_enable=False,
+    name="negamax",
+    help="Serve MiniMax models: `negamax serve nano` starts an embedded one.",
+    rich_markup_mode="markdown",
+    no_args_is_help=False,
+    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-)  # fmt: skip
+)
 for _module in (serve, chat, generate, convert, doctor, plan, parse):
     _name = _module.__name__.rpartition(".")[2]
     add_command(app, _name, _module)

@@ -103,9 +103,13 @@ def command(
     lengths = _lengths(input_len, output_len, engine, spec)
     workloads = [Workload(count, *lengths) for count in counts]
     planned = partial(
-        make_plan, hardware=hardware, workloads=workloads, kv_dtype=kv_cache_dtype,
-        index_dtype=index_cache_dtype, max_model_len=engine.max_model_len,
-    )  # fmt: skip
+        make_plan,
+        hardware=hardware,
+        workloads=workloads,
+        kv_dtype=kv_cache_dtype,
+        index_dtype=index_cache_dtype,
+        max_model_len=engine.max_model_len,
+    )
     plan = planned(spec, split_for=ranks)
     if as_json:
         print(json.dumps(_document(plan, engine, spec), indent=2))

@@ -76,9 +76,16 @@ AnyOp = Op[Any, Any]
 
 
 def op(
-    name: str, run: R, prepare: P, /, *, summary: str, tolerance: Mapping[torch.dtype, Tolerance],
-    sequence: tuple[str, ...] = (), wide_error: float = 1e-2,
-) -> Op[P, R]:  # fmt: skip
+    name: str,
+    run: R,
+    prepare: P,
+    /,
+    *,
+    summary: str,
+    tolerance: Mapping[torch.dtype, Tolerance],
+    sequence: tuple[str, ...] = (),
+    wide_error: float = 1e-2,
+) -> Op[P, R]:
     """Return the op that the functions `run` and `prepare` (None: has none) define."""
     made: Op[P, R] = Op(name)
     made.summary, made.tolerance = summary, tolerance

@@ -109,9 +109,14 @@ class Attention:
     """
 
     def __init__(
-        self, names: AttentionNames, sizes: AttentionSizes, *, norm_per_head: bool = False,
-        gemma_norm: bool = False, setup: LayerSetup,
-    ) -> None:  # fmt: skip
+        self,
+        names: AttentionNames,
+        sizes: AttentionSizes,
+        *,
+        norm_per_head: bool = False,
+        gemma_norm: bool = False,
+        setup: LayerSetup,
+    ) -> None:
         view, kernels = setup.context.layout.attention, setup.kernels
         own_kv, queried = view.kv_heads(sizes.kv_heads), view.cache_heads(sizes.heads)
         group = setup.context.attention_group

@@ -34,9 +34,15 @@ class RmsNorm:
     """
 
     def __init__(
-        self, name: str, width: int, *, eps: float, activation: ActivationFormat | None,
-        gemma: bool = False, setup: LayerSetup,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        width: int,
+        *,
+        eps: float,
+        activation: ActivationFormat | None,
+        gemma: bool = False,
+        setup: LayerSetup,
+    ) -> None:
         kernels, weights = setup.kernels, setup.weights
         add_rms, sum_add_rms = kernels[ADD_RMS], kernels[ALL_REDUCE_ADD_RMS]
         weight = torch.empty(width, dtype=weights.dtype, device=weights.device)
@@ -68,9 +74,14 @@ class VocabEmbedding:
     """The token embedding's weight, its rows split over `group`; `steps.embed` reads it."""
 
     def __init__(
-        self, name: str, shape: tuple[int, int], *, rows: range, group: Collective,
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        rows: range,
+        group: Collective,
         weights: WeightFormat,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._group = group
         # Tokens of other ranks read the row of zeros at either end.
         self._weight = torch.zeros(

@@ -60,9 +60,13 @@ class BlockSparseKind(PagedKind):
         index_rows = None
         if shape.cache.ranks > 1:
             index_rows = self._own_rows(
-                metadata.token_tables, rank=shape.shard.rank, ranks=shape.shard.ranks, first=0,
-                heads=1, block_size=shape.block_size,
-            )  # fmt: skip
+                metadata.token_tables,
+                rank=shape.shard.rank,
+                ranks=shape.shard.ranks,
+                first=0,
+                heads=1,
+                block_size=shape.block_size,
+            )
         if shape.shard.ranks == 1:
             select, merge = self._plan_select(metadata, shape), None
         else:
@@ -81,9 +85,16 @@ class BlockSparseAttention:
     """
 
     def __init__(
-        self, names: AttentionNames, index: IndexerNames, sizes: AttentionSizes, *, index_dim: int,
-        shard: IndexShard, gemma_norm: bool, setup: LayerSetup,
-    ) -> None:  # fmt: skip
+        self,
+        names: AttentionNames,
+        index: IndexerNames,
+        sizes: AttentionSizes,
+        *,
+        index_dim: int,
+        shard: IndexShard,
+        gemma_norm: bool,
+        setup: LayerSetup,
+    ) -> None:
         view, kernels = setup.context.layout.attention, setup.kernels
         own_kv, queried = view.kv_heads(sizes.kv_heads), view.cache_heads(sizes.heads)
         index_heads = range(shard.heads) if shard.heads else own_kv

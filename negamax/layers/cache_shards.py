@@ -92,9 +92,15 @@ class _Merged:
 
 
 def _locate(
-    locate: Callable[..., tuple[Tensor, Tensor, Tensor]], own_rows: Callable[..., Tensor],
-    shard: CacheShard, tokens: TokenTables, frequencies: Tensor, *, kv_heads: int, block_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    locate: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    own_rows: Callable[..., Tensor],
+    shard: CacheShard,
+    tokens: TokenTables,
+    frequencies: Tensor,
+    *,
+    kv_heads: int,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Map tokens in other ranks' blocks to the padding block."""
     cos, sin, _ = locate(tokens, frequencies, kv_heads=kv_heads, block_size=block_size)
     rows = own_rows(

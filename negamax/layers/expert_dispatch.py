@@ -102,9 +102,12 @@ class TokenExchange:
 
     def _gather(self, own: Dispatched, columns: list[Tensor], num_rows: int) -> list[Tensor]:
         ids, received = self._send(
-            own.ids, [own.weights, *columns], experts=self._experts, group=self._group,
+            own.ids,
+            [own.weights, *columns],
+            experts=self._experts,
+            group=self._group,
             num_rows=num_rows,
-        )  # fmt: skip
+        )
         return [ids, *received]
 
 

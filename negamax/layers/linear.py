@@ -28,9 +28,13 @@ class _Linear:
     """A matrix and its GEMM kernel."""
 
     def __init__(
-        self, names: Sequence[str], shape: tuple[int, int], *, setup: LayerSetup,
+        self,
+        names: Sequence[str],
+        shape: tuple[int, int],
+        *,
+        setup: LayerSetup,
         shares: Iterable[tuple[Axis, int]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         kernel, held, reason = choose_kernel(LINEAR, names, setup, columns=shape[1], shares=shares)
         self._run, self._prepare = kernel.run, kernel.prepare
         self.activation = kernel.activation  # forms of its input besides plain values

@@ -16,9 +16,14 @@ class Mlp:
     """down(activation(gate, up)). Weights whose groups a split would cut are dequantized."""
 
     def __init__(
-        self, names: MlpNames, *, hidden_size: int, width: int, activation: SwiGlu,
+        self,
+        names: MlpNames,
+        *,
+        hidden_size: int,
+        width: int,
+        activation: SwiGlu,
         setup: LayerSetup,
-    ) -> None:  # fmt: skip
+    ) -> None:
         view = setup.context.layout.attention
         rows = shard(width, rank=view.rank, size=view.size, what="MLP intermediate size")
         self._swiglu, self._between = setup.kernels[SWIGLU].run, activation

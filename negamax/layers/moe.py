@@ -31,10 +31,20 @@ class SparseMoe:
     """
 
     def __init__(
-        self, names: MoeNames, *, layer: int, hidden_size: int, width: int, num_experts: int,
-        top_k: int, activation: SwiGlu = SILU, routed_scaling: float = 1.0, shared_width: int = 0,
-        setup: LayerSetup, table: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        names: MoeNames,
+        *,
+        layer: int,
+        hidden_size: int,
+        width: int,
+        num_experts: int,
+        top_k: int,
+        activation: SwiGlu = SILU,
+        routed_scaling: float = 1.0,
+        shared_width: int = 0,
+        setup: LayerSetup,
+        table: Sequence[int] | None = None,
+    ) -> None:
         """`routed_scaling`: factor of the expert weights; `shared_width`: of the shared expert, 0
         without; `table`: the expert in each slot, None: the layout's for `layer`.
         """
@@ -51,9 +61,12 @@ class SparseMoe:
                 experts.append(shared)
             else:
                 self._shared_mlp = Mlp(
-                    shared, hidden_size=hidden_size, width=shared_width, activation=activation,
+                    shared,
+                    hidden_size=hidden_size,
+                    width=shared_width,
+                    activation=activation,
                     setup=setup,
-                )  # fmt: skip
+                )
         self._dispatch = expert_dispatch(table, setup=setup)
         self.num_experts, self.top_k = num_experts, top_k
         self._scaling, self._between = routed_scaling, activation

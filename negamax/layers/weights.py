@@ -51,10 +51,17 @@ class WeightSlot:
     """
 
     def __init__(
-        self, name: str, shape: tuple[int, ...], *, target: Tensor | None,
-        region: tuple[range, ...] = (), source: TensorFormat = PLAIN,
-        stored: StoredPart | None = None, optional: bool = False, reason: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        target: Tensor | None,
+        region: tuple[range, ...] = (),
+        source: TensorFormat = PLAIN,
+        stored: StoredPart | None = None,
+        optional: bool = False,
+        reason: str = "",
+    ) -> None:
         self.name, self.shape, self.source = name, shape, source
         self.region = region or tuple(range(size) for size in shape)
         self.optional, self.reason, self.written = optional, reason, False
@@ -174,9 +181,14 @@ class MatrixWeight:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], stored: TensorFormat, *, weights: WeightFormat,
-        padded: bool = False, reason: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        shape: tuple[int, ...],
+        stored: TensorFormat,
+        *,
+        weights: WeightFormat,
+        padded: bool = False,
+        reason: str = "",
+    ) -> None:
         """`stored`: the format held in memory, `PLAIN` for the compute dtype; `reason`: why this
         format. `padded`: whether `slots` leave entries unfilled.
         """
@@ -193,9 +205,13 @@ class MatrixWeight:
                 )
 
     def slots(
-        self, name: str, shape: tuple[int, int], *, region: Region | None,
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        region: Region | None,
         at: tuple[int, ...] = (0,),
-    ) -> list[WeightSlot]:  # fmt: skip
+    ) -> list[WeightSlot]:
         """Return the slots of the matrix `name`, of which this rank keeps `region` (None: nothing)
         at leading indices and first row `at`. The region must not cut a group of the held format.
         """
@@ -258,9 +274,13 @@ def _copies(tensor: StoredTensor, held: StoredTensor, region: Region) -> Copies:
 
 
 def choose_kernel(
-    op: Op[P, R], names: Iterable[str], setup: LayerSetup, *, columns: int,
+    op: Op[P, R],
+    names: Iterable[str],
+    setup: LayerSetup,
+    *,
+    columns: int,
     shares: Iterable[tuple[Axis, int]] = (),
-) -> tuple[Kernel[P, R], TensorFormat, str]:  # fmt: skip
+) -> tuple[Kernel[P, R], TensorFormat, str]:
     """Choose the kernel for the matrices `names`, which share parameters, the format of its
     weights, and for the log why it differs from the checkpoint's: that is kept if all matrices have
     it, a kernel reads it and no shard cuts a group. `columns`: of one matrix on this rank;

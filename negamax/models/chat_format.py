@@ -104,9 +104,15 @@ class ChatFormat:
         """Return a parser for one answer (see `OutputParser`); it finds calls if `may_call`."""
         output = self.output if self.reads_calls and may_call else self.output.drop_calls()
         return OutputParser(
-            output, tools=tools, in_reasoning=in_reasoning, tag_ids=self.tag_ids or None,
-            thinking=self.thinking, continues=continues, stop=stop, includes_stop=includes_stop,
-        )  # fmt: skip
+            output,
+            tools=tools,
+            in_reasoning=in_reasoning,
+            tag_ids=self.tag_ids or None,
+            thinking=self.thinking,
+            continues=continues,
+            stop=stop,
+            includes_stop=includes_stop,
+        )
 
     def call_style(self) -> CallStyle:
         """Return the call style for the grammar of one request."""
@@ -124,9 +130,13 @@ class ChatFormat:
             for tag in (output.think_open, output.think_close, output.call_open)
         )
         return Reasoning(
-            state=state, opener=opener, closer=closer, call_opener=call_opener,
-            closing_ids=self.closing_ids, max_newlines=_MAX_NEWLINES,
-        )  # fmt: skip
+            state=state,
+            opener=opener,
+            closer=closer,
+            call_opener=call_opener,
+            closing_ids=self.closing_ids,
+            max_newlines=_MAX_NEWLINES,
+        )
 
     def begin_answer(self, prompt: str, *, may_think: bool) -> tuple[str, ReasoningState]:
         """Return a rendered prompt and how its answer begins.

@@ -108,9 +108,12 @@ def paged_shape(spec: ModelSpec, layers: Sequence[DecoderLayer], view: Attention
     """Return the shape of the model's attention kernels, for `PagedKind`."""
     kv_heads = len(view.kv_heads(spec.num_kv_heads))
     return PagedShape(
-        kv_heads, len(view.cache_heads(spec.num_heads)) // kv_heads, block_size=0,
-        cache=cache_shard(view), quantize=all(layer.attention.gives_quantized for layer in layers),
-    )  # fmt: skip
+        kv_heads,
+        len(view.cache_heads(spec.num_heads)) // kv_heads,
+        block_size=0,
+        cache=cache_shard(view),
+        quantize=all(layer.attention.gives_quantized for layer in layers),
+    )
 
 
 def moe_sizes(spec: MoeSpec) -> dict[str, Any]:

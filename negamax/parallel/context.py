@@ -114,9 +114,14 @@ class ParallelContext:
             if ranks in kernel_groups:
                 tokens, sampled, token_words = kernel_groups[ranks]
                 connected = symmetric.connect(
-                    group, device, hidden_size=hidden_size, max_tokens=tokens, max_rows=sampled,
-                    control=control, token_words=token_words,
-                )  # fmt: skip
+                    group,
+                    device,
+                    hidden_size=hidden_size,
+                    max_tokens=tokens,
+                    max_rows=sampled,
+                    control=control,
+                    token_words=token_words,
+                )
                 peers, shared = connected or (None, None)
             groups[ranks] = ProcessGroup(group, peers=peers, shared=shared)
         links = PipelineLinks.connect(layout, backend=backend, device=device, has_drafts=has_drafts)
@@ -130,12 +135,17 @@ class ParallelContext:
         control: PollControl | None = None,
     ) -> ParallelContext:
         return ParallelContext(
-            layout, attention_group=groups[layout.attention.ranks],
+            layout,
+            attention_group=groups[layout.attention.ranks],
             expert_group=groups[layout.experts.ranks],
-            world=groups[tuple(range(layout.world_size))], data_group=groups[layout.data_ranks],
-            context_group=groups[layout.context_ranks], token_group=groups[layout.token_ranks],
-            cache_group=groups[layout.attention.cache_ranks], links=links, poll_control=control,
-        )  # fmt: skip
+            world=groups[tuple(range(layout.world_size))],
+            data_group=groups[layout.data_ranks],
+            context_group=groups[layout.context_ranks],
+            token_group=groups[layout.token_ranks],
+            cache_group=groups[layout.attention.cache_ranks],
+            links=links,
+            poll_control=control,
+        )
 
     def world_min(self, value: int) -> int:
         """Return the smallest `value` of all ranks."""
@@ -151,10 +161,13 @@ def _meet(
 ) -> None:
     try:
         dist.init_process_group(
-            backend, store=open_store(rendezvous, layout, timeout_s=START_TIMEOUT_S),
-            rank=layout.rank, world_size=layout.world_size,
-            timeout=timedelta(seconds=START_TIMEOUT_S), device_id=device,
-        )  # fmt: skip
+            backend,
+            store=open_store(rendezvous, layout, timeout_s=START_TIMEOUT_S),
+            rank=layout.rank,
+            world_size=layout.world_size,
+            timeout=timedelta(seconds=START_TIMEOUT_S),
+            device_id=device,
+        )
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(
             f"rank {layout.rank} of {layout.world_size} did not meet the others in {rendezvous} "

@@ -160,12 +160,16 @@ class ParallelLayout:
     def of(options: ParallelOptions, *, nodes: int = 1) -> ParallelLayout:
         """Create the layout of rank 0."""
         return ParallelLayout(
-            tp=options.tensor_parallel_size, ep=options.num_expert_ranks,
-            dp=options.data_parallel_size, pp=options.pipeline_parallel_size,
-            cp=options.prefill_context_parallel_size, dcp=options.decode_context_parallel_size,
-            partition=options.layers_of_stages, redundant_experts=options.redundant_experts,
+            tp=options.tensor_parallel_size,
+            ep=options.num_expert_ranks,
+            dp=options.data_parallel_size,
+            pp=options.pipeline_parallel_size,
+            cp=options.prefill_context_parallel_size,
+            dcp=options.decode_context_parallel_size,
+            partition=options.layers_of_stages,
+            redundant_experts=options.redundant_experts,
             nodes=nodes,
-        )  # fmt: skip
+        )
 
     def replace_rank(self, rank: int) -> ParallelLayout:
         return replace(self, rank=rank)

@@ -103,10 +103,13 @@ def connect(
             first = shared_words + sum(shard_words)
             if shard_words[1]:
                 shards = ShardRegion(
-                    partials=addresses(shared_words), gathered=addresses(gathered),
+                    partials=addresses(shared_words),
+                    gathered=addresses(gathered),
                     own_gathered=memory[gathered:first].view(torch.uint8),
-                    rows=min(max_tokens, SHARD_ROWS), words=hidden_size // 2, barrier=barrier,
-                )  # fmt: skip
+                    rows=min(max_tokens, SHARD_ROWS),
+                    words=hidden_size // 2,
+                    barrier=barrier,
+                )
             regions = []
             for (rows, words), size in zip(shapes, sizes, strict=True):
                 flags = torch.zeros(rows, dtype=torch.int32, device=device)

@@ -75,6 +75,14 @@ class PlanBuilder:
                 if of.is_constrained and needs_sampling[row]
             ]
         return StepPlan(
-            step_id, self.new_rows, self.appended_slots, self.appended_blocks, self.slots,
-            num_scheduled, num_draft_tokens, needs_sampling, grammar_rows, num_proposed,
-        )  # fmt: skip
+            step_id,
+            self.new_rows,
+            self.appended_slots,
+            self.appended_blocks,
+            self.slots,
+            num_scheduled,
+            num_draft_tokens,
+            needs_sampling,
+            grammar_rows,
+            num_proposed,
+        )

@@ -56,9 +56,13 @@ class RequestTable:
         self._last_turns[request.tenant] = turn
         self._count += 1
         sequence = Sequence(
-            request, arrival=self._count, turn=turn, limit=limit,
-            eos_token_ids=limits.eos_token_ids, block_size=limits.block_size,
-        )  # fmt: skip
+            request,
+            arrival=self._count,
+            turn=turn,
+            limit=limit,
+            eos_token_ids=limits.eos_token_ids,
+            block_size=limits.block_size,
+        )
         self.sequences[request.request_id] = sequence
         self.num_constrained += sequence.is_constrained
         return sequence

@@ -515,9 +515,13 @@ class Scheduler:
         sequence.slot = self._free_slots.pop()
         insort(self._running, sequence, key=by_order)
         return NewRow(
-            sequence.slot, sequence.tokens.copy(), sequence.prompt_len, sequence.num_computed,
-            sequence.block_ids.copy(), sequence.worker_sampling,
-        )  # fmt: skip
+            sequence.slot,
+            sequence.tokens.copy(),
+            sequence.prompt_len,
+            sequence.num_computed,
+            sequence.block_ids.copy(),
+            sequence.worker_sampling,
+        )
 
     def _blocks_for(self, sequence: Sequence) -> tuple[list[int], int, int]:
         """Return a waiting sequence's cached blocks, the number of others and of free ones."""

@@ -90,6 +90,9 @@ class Sequence:
     def end_update(self, finish_reason: str, *, error: str | None = None) -> SequenceUpdate:
         """Return the last update of a sequence that ends without a token."""
         return SequenceUpdate(
-            self.request_id, [], finish_reason=finish_reason,
-            num_cached_tokens=self.num_cached_tokens, error=error,
-        )  # fmt: skip
+            self.request_id,
+            [],
+            finish_reason=finish_reason,
+            num_cached_tokens=self.num_cached_tokens,
+            error=error,
+        )

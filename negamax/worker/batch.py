@@ -181,11 +181,15 @@ def metadata_of(
 ) -> AttentionMetadata:
     """Build metadata. `active` [1] int32: tokens without padding; `host`: fields on the host."""
     return AttentionMetadata(
-        positions=inputs.positions, token_slots=inputs.token_slots,
-        block_tables=requests.block_tables, block_table_indices=inputs.slots,
-        seq_lens=inputs.seq_lens.int(), query_starts=inputs.query_starts.int(),
-        num_actual_tokens=active, **host,
-    )  # fmt: skip
+        positions=inputs.positions,
+        token_slots=inputs.token_slots,
+        block_tables=requests.block_tables,
+        block_table_indices=inputs.slots,
+        seq_lens=inputs.seq_lens.int(),
+        query_starts=inputs.query_starts.int(),
+        num_actual_tokens=active,
+        **host,
+    )
 
 
 def build(
@@ -199,11 +203,14 @@ def build(
     places = requests.num_computed[packed[:size]] + packed[size : 2 * size]
     inputs = StepInputs.of(packed, places, num_tokens, num_seqs)
     metadata = metadata_of(
-        inputs, requests, num_decodes=layout.num_decodes,
+        inputs,
+        requests,
+        num_decodes=layout.num_decodes,
         host_seq_lens=tuple(layout.seq_len_bounds.tolist()),
         host_query_lens=tuple(np.diff(columns.query_starts).tolist()),
-        is_exact=requests.are_bounds_exact(columns.slots), most_tokens=most_tokens,
-    )  # fmt: skip
+        is_exact=requests.are_bounds_exact(columns.slots),
+        most_tokens=most_tokens,
+    )
     return requests.tokens[inputs.token_slots, inputs.positions].long(), metadata
 
 

@@ -93,10 +93,14 @@ class WorkerConfig:
         if draft is not None:
             draft = replace(draft, folder=share.draft_folder)
         return replace(
-            self, folder=share.folder, draft=draft, weight_cache=share.weight_cache,
-            crash_dump_dir=share.crash_dump_dir, num_threads=share.num_threads,
+            self,
+            folder=share.folder,
+            draft=draft,
+            weight_cache=share.weight_cache,
+            crash_dump_dir=share.crash_dump_dir,
+            num_threads=share.num_threads,
             addresses=replace(addresses, beats=share.beats, interface=share.interface),
-        )  # fmt: skip
+        )
 
     @property
     def num_cpu_ranks(self) -> int:

@@ -112,9 +112,12 @@ def choose_blocks(
     else:
         budget = int(env.available_memory() * CPU_CACHE_SHARE) // config.num_cpu_ranks
     return choose_num_blocks(
-        block_bytes=bytes_of_blocks(1, config, dtype=dtype), block_size=config.block_size,
-        max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs, budget=budget,
-    )  # fmt: skip
+        block_bytes=bytes_of_blocks(1, config, dtype=dtype),
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        budget=budget,
+    )
 
 
 def draft_buffers(config: WorkerConfig) -> int:

@@ -55,10 +55,13 @@ def load_model(
             summary = load()
         else:
             summary = load_cached(
-                Path(config.weight_cache).expanduser(), model.weight_slots(),
-                checkpoint=Path(config.folder), layout=config.layout, load=load,
+                Path(config.weight_cache).expanduser(),
+                model.weight_slots(),
+                checkpoint=Path(config.folder),
+                layout=config.layout,
+                load=load,
                 show_progress=shown,
-            )  # fmt: skip
+            )
     with _progress("packing weights of layers", config) as progress:
         model.finish_loading(progress)
     torch.set_num_threads(config.num_threads)

@@ -56,9 +56,13 @@ class Penalties:
 
         def apply(logits: Tensor, row: EditedRow) -> None:
             penalized = ops.apply_penalties(
-                logits, row.prompt_ids, row.output_ids, repetition=repetition,
-                frequency=params.frequency_penalty, presence=params.presence_penalty,
-            )  # fmt: skip
+                logits,
+                row.prompt_ids,
+                row.output_ids,
+                repetition=repetition,
+                frequency=params.frequency_penalty,
+                presence=params.presence_penalty,
+            )
             logits.copy_(penalized)
 
         return apply

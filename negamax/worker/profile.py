@@ -33,9 +33,14 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
     counts = cut(num_tokens, length)
     blocks_each = -(-length // block_size)
     kv = allocate(
-        config.kv_caches, len(counts) * blocks_each, block_size=block_size, dtype=dtype,
-        ranks=config.layout.attention.size, device=device, shared=True,
-    )  # fmt: skip
+        config.kv_caches,
+        len(counts) * blocks_each,
+        block_size=block_size,
+        dtype=dtype,
+        ranks=config.layout.attention.size,
+        device=device,
+        shared=True,
+    )
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -207,9 +207,13 @@ def _edit_rows(
         if slot in requests.special_slots:
             try:
                 _edit(
-                    logits[i], slot, bound=inputs.bounds[i], position=inputs.positions_device[i],
-                    requests=requests, is_masked=masks is not None and i in masks.members,
-                )  # fmt: skip
+                    logits[i],
+                    slot,
+                    bound=inputs.bounds[i],
+                    position=inputs.positions_device[i],
+                    requests=requests,
+                    is_masked=masks is not None and i in masks.members,
+                )
             except Exception as error:
                 requests.fail(slot, error)
     if masks is not None:

@@ -113,11 +113,17 @@ class StepRunner:
         if executed.began and self._ended:
             times = StepTimes(executed.began, self._ended, previous)
         return StepOutput(
-            plan.step_id, [] if sampled is None else batch.layout.sample_rows.tolist(),
-            None if sampled is None else HostTensor(sampled.token_ids), sampled, prompt_logprobs,
-            times=times, failures=requests.failures_of(plan.slots), verification=verification,
-            grammar_rows=grammar_rows, proposed=proposed,
-        )  # fmt: skip
+            plan.step_id,
+            [] if sampled is None else batch.layout.sample_rows.tolist(),
+            None if sampled is None else HostTensor(sampled.token_ids),
+            sampled,
+            prompt_logprobs,
+            times=times,
+            failures=requests.failures_of(plan.slots),
+            verification=verification,
+            grammar_rows=grammar_rows,
+            proposed=proposed,
+        )
 
     def _prepare(self, plan: StepPlan) -> Batch:
         """Lay out the tokens of `plan`, and choose the captured step that runs them."""
@@ -263,10 +269,13 @@ class StepRunner:
             # three allocations: kernels are compiled for each alignment
             accepted, lengths, ends = (torch.empty_like(slots) for _ in range(3))
             verifier(
-                rows, None if sampled is None else sampled.token_ids,
-                drafts if has_drafts else None, states, num_proposed=plan.num_proposed,
+                rows,
+                None if sampled is None else sampled.token_ids,
+                drafts if has_drafts else None,
+                states,
+                num_proposed=plan.num_proposed,
                 out=(accepted, lengths, ends),
-            )  # fmt: skip
+            )
         if not has_drafts:
             return None, None
         has_gaps = are_dropped or verifier.proposer.has_gaps

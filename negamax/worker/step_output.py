@@ -76,11 +76,18 @@ class StepOutput:
         proposed = [] if self.proposed is None else self.proposed.read().tolist()
         device_seconds, idle_seconds = (0.0, 0.0) if self.times is None else self.times.seconds()
         return StepResult(
-            self.step_id, token_ids, logprobs, prompt, errors, num_accepted,
-            dict(zip(self.grammar_rows, proposed, strict=True)), device_seconds, idle_seconds,
+            self.step_id,
+            token_ids,
+            logprobs,
+            prompt,
+            errors,
+            num_accepted,
+            dict(zip(self.grammar_rows, proposed, strict=True)),
+            device_seconds,
+            idle_seconds,
             b"" if self.expert_counts is None else expert_bytes(self.expert_counts),
             num_draft_tokens,
-        )  # fmt: skip
+        )
 
 
 def add_expert_counts(

@@ -89,11 +89,18 @@ def generate(
     """
     http, params, options = request.http, request.params, context.options
     record = RequestRecord(
-        request_id=request_id, http_request_id=http.state.request_id, route=http.url.path,
-        model=context.model_names[0], headers=http.headers, num_prompt_tokens=len(prompt_token_ids),
-        is_stream=params.stream, arrival=request.arrival, sampling=sampling,
-        measured=context.metrics.measured, takers=context.record_takers,
-    )  # fmt: skip
+        request_id=request_id,
+        http_request_id=http.state.request_id,
+        route=http.url.path,
+        model=context.model_names[0],
+        headers=http.headers,
+        num_prompt_tokens=len(prompt_token_ids),
+        is_stream=params.stream,
+        arrival=request.arrival,
+        sampling=sampling,
+        measured=context.metrics.measured,
+        takers=context.record_takers,
+    )
     context.metrics.measured.count_request(sampling)
     if params.priority and options.scheduling_policy != "priority":
         raise InvalidRequestError(

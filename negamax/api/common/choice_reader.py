@@ -131,9 +131,13 @@ class ChoiceReader(_CountingReader):
         placed = _place_reasoning(rules.reasoning, chat_format)
         self.splits_reasoning = placed.thinking is Thinking.SPLIT  # off the content
         self._parser = placed.new_parser(
-            tools=rules.tools, in_reasoning=in_reasoning, may_call=rules.may_call,
-            continues=bool(prompt.continued), stop=rules.stop, includes_stop=rules.includes_stop,
-        )  # fmt: skip
+            tools=rules.tools,
+            in_reasoning=in_reasoning,
+            may_call=rules.may_call,
+            continues=bool(prompt.continued),
+            stop=rules.stop,
+            includes_stop=rules.includes_stop,
+        )
         self._held_reasoning: list[str] = []  # held back until it ends
         self.calls: list[StartedCall] = []
 

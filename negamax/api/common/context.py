@@ -57,9 +57,12 @@ class ApiContext:
         """Build the context of a started engine in the process with `server_rank`."""
         names = options.served_model_name or (engine.info.served_model_name,)
         chat_format = ChatFormat.of_model(
-            engine.info.architecture, tokenizer=engine.tokenizer, template=engine.chat_template,
-            tool_call_parser=options.tool_call_parser, reasoning_parser=options.reasoning_parser,
-        )  # fmt: skip
+            engine.info.architecture,
+            tokenizer=engine.tokenizer,
+            template=engine.chat_template,
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
+        )
         lifecycle = Lifecycle(
             drain_timeout=options.drain_timeout,
             numbers=server_rank.metrics,

@@ -107,9 +107,12 @@ async def start_turn(
     prompt = await build_prompt(context, request, turn)
     check_prompt_logprobs([(turn.sampling, len(prompt.token_ids))])
     sampling = constrain(
-        turn.sampling, chat_format, reasoning=prompt.reasoning, grammar=grammar,
+        turn.sampling,
+        chat_format,
+        reasoning=prompt.reasoning,
+        grammar=grammar,
         budget=conversation.thinking.budget,
-    )  # fmt: skip
+    )
     rules = ReadingRules(
         tools=calls.callable_tools(tools),
         may_call=calls.mode != "none" and may_call(tools, conversation.messages),
@@ -226,9 +229,14 @@ def build_answer_grammar(
             "this server reads no calls (--tool-call-parser none); allowed: 'auto', 'none'",
         )
     return tool_grammar(
-        tools or (), chat_format.call_style(), choice=choice.mode, name=choice.name,
-        allowed=choice.allowed, parallel=choice.parallel, content=content,
-    )  # fmt: skip
+        tools or (),
+        chat_format.call_style(),
+        choice=choice.mode,
+        name=choice.name,
+        allowed=choice.allowed,
+        parallel=choice.parallel,
+        content=content,
+    )
 
 
 def constrain(

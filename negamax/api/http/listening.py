@@ -149,9 +149,12 @@ class Acceptor:
                 await self._loop.connect_accepted_socket(lambda: protocol, connection)
             else:
                 await self._loop.connect_accepted_socket(
-                    lambda: protocol, connection, ssl=self._tls.context,
-                    ssl_handshake_timeout=HANDSHAKE_SECONDS, ssl_shutdown_timeout=_GOODBYE_SECONDS,
-                )  # fmt: skip
+                    lambda: protocol,
+                    connection,
+                    ssl=self._tls.context,
+                    ssl_handshake_timeout=HANDSHAKE_SECONDS,
+                    ssl_shutdown_timeout=_GOODBYE_SECONDS,
+                )
         except BaseException as error:
             self._release(protocol)
             connection.close()

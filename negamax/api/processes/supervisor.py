@@ -164,9 +164,13 @@ class ServerSupervisor:
                 heartbeat=self._rank.pulses.row(index),
             )
             begin = wire.Begin(
-                index=index, folder=str(self._rank.folder), listener=listener.fileno(),
-                parent=self.pulse, engine=self._engine_options, server=self._server_options,
-            )  # fmt: skip
+                index=index,
+                folder=str(self._rank.folder),
+                listener=listener.fileno(),
+                parent=self.pulse,
+                engine=self._engine_options,
+                server=self._server_options,
+            )
         running.send(wire.encoder.encode(begin))
         for message in self._engine_messages.values():
             running.send(wire.encoder.encode(message))

@@ -89,10 +89,13 @@ class AsyncEngine:
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         queue = queue or SharedQueue.of(options.num_replicas)
         self.admission = Admission(
-            max_running=0, max_waiting=options.max_queued_requests,
-            max_waiting_tokens=options.max_queued_tokens, pool_tokens=0, numbers=queue.numbers,
+            max_running=0,
+            max_waiting=options.max_queued_requests,
+            max_waiting_tokens=options.max_queued_tokens,
+            pool_tokens=0,
+            numbers=queue.numbers,
             index=index,
-        )  # fmt: skip
+        )
         self.replicas = [
             Replica(
                 replica,
@@ -246,9 +249,15 @@ class AsyncEngine:
             for index, request in enumerate(requests)
         }
         return OpenRequest(
-            self, requests, streams, deadline=deadline, observer=observer, interval=interval,
-            owner=owner, replica_index=replica,
-        )  # fmt: skip
+            self,
+            requests,
+            streams,
+            deadline=deadline,
+            observer=observer,
+            interval=interval,
+            owner=owner,
+            replica_index=replica,
+        )
 
     def enter(self, request: OpenRequest) -> Replica:
         """Choose a replica and open the request's sequences there. Errors: as of `generate`."""

@@ -60,9 +60,13 @@ def join_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
     if earlier.events is not None:
         earlier.events.extend(later.events or ())
     return msgspec.structs.replace(
-        later, token_ids=earlier.token_ids, pieces=earlier.pieces, logprobs=earlier.logprobs,
-        prompt_logprobs=earlier.prompt_logprobs, events=earlier.events,
-    )  # fmt: skip
+        later,
+        token_ids=earlier.token_ids,
+        pieces=earlier.pieces,
+        logprobs=earlier.logprobs,
+        prompt_logprobs=earlier.prompt_logprobs,
+        events=earlier.events,
+    )
 
 
 class ChoiceStream:
@@ -131,12 +135,21 @@ class ChoiceStream:
         self._num_output_tokens += len(token_ids)
         self.finished = finish_reason is not None
         return RequestOutput(
-            request_id=self._request_id, index=self._index, token_ids=token_ids, pieces=pieces,
-            logprobs=logprobs, prompt_logprobs=update.prompt_logprobs, finish_reason=finish_reason,
-            stop_reason=reason, num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens, num_cached_tokens=update.num_cached_tokens,
-            error=update.error, drafts=update.drafts, events=events,
-        )  # fmt: skip
+            request_id=self._request_id,
+            index=self._index,
+            token_ids=token_ids,
+            pieces=pieces,
+            logprobs=logprobs,
+            prompt_logprobs=update.prompt_logprobs,
+            finish_reason=finish_reason,
+            stop_reason=reason,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_cached_tokens=update.num_cached_tokens,
+            error=update.error,
+            drafts=update.drafts,
+            events=events,
+        )
 
     @property
     def _matched_stop(self) -> str | None:

@@ -155,10 +155,14 @@ class _SupervisedEngine:
         """Start a process, wait until it serves. Errors: as of `handshake`; nothing is left."""
         servers, started = self._servers, time.monotonic()
         connection = EngineConnection(
-            self._options, num_servers=servers.count, receive=self._client.receive,
-            hang_seconds=servers.limits.hang_timeout, module=servers.module, parent=servers.parent,
+            self._options,
+            num_servers=servers.count,
+            receive=self._client.receive,
+            hang_seconds=servers.limits.hang_timeout,
+            module=servers.module,
+            parent=servers.parent,
             variables=self._variables,
-        )  # fmt: skip
+        )
         try:
             info = await connection.handshake()
         except BaseException:

@@ -44,9 +44,12 @@ class ScriptedExecutor:
             )
         self._eos = source.generation.eos_token_ids[0]
         self._answers = ScriptedAnswers(
-            script, tokenizer=Tokenizer.from_folder(template_folder), template=template,
-            output_format=find_chat_family(source.spec.architecture).output, eos_token_id=self._eos,
-        )  # fmt: skip
+            script,
+            tokenizer=Tokenizer.from_folder(template_folder),
+            template=template,
+            output_format=find_chat_family(source.spec.architecture).output,
+            eos_token_id=self._eos,
+        )
         self._step_seconds = 1.0 / script.tokens_per_second
         self._rows: dict[int, _Row] = {}
         self._due = 0.0  # monotonic seconds

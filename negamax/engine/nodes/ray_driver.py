@@ -266,10 +266,13 @@ def make_paths_absolute(options: EngineOptions) -> EngineOptions:
     if isinstance(draft.get("model"), str):
         draft["model"] = whole_model(draft["model"])
     return replace(
-        options, model=whole_model(options.model), download_dir=whole(options.download_dir),
-        weight_cache=whole(options.weight_cache), speculative_config=draft or None,
+        options,
+        model=whole_model(options.model),
+        download_dir=whole(options.download_dir),
+        weight_cache=whole(options.weight_cache),
+        speculative_config=draft or None,
         show_progress=False,
-    )  # fmt: skip
+    )
 
 
 def _resources(listed: dict[str, float]) -> Resources:

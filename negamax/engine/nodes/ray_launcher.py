@@ -103,6 +103,11 @@ class RayLauncher:
 def plan_node(options: EngineOptions, placed: Placed, *, node: int = 0) -> EngineOptions:
     """The options that make `node` one of the placed machines."""
     return replace(
-        options, nnodes=placed.nnodes, node_rank=node, master_addr=placed.master_addr,
-        interface=placed.interface, device=placed.device, distributed_executor_backend=MP,
-    )  # fmt: skip
+        options,
+        nnodes=placed.nnodes,
+        node_rank=node,
+        master_addr=placed.master_addr,
+        interface=placed.interface,
+        device=placed.device,
+        distributed_executor_backend=MP,
+    )

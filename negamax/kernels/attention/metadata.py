@@ -165,9 +165,13 @@ class PagedShape:
 
 
 def attention_metadata(
-    block_tables: Tensor, seq_lens: Sequence[int], query_lens: Sequence[int], *,
-    indices: Sequence[int] | None = None, num_decodes: int = 0,
-) -> AttentionMetadata:  # fmt: skip
+    block_tables: Tensor,
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+    *,
+    indices: Sequence[int] | None = None,
+    num_decodes: int = 0,
+) -> AttentionMetadata:
     """Build the metadata of the last query_lens[s] tokens of sequences of seq_lens[s] tokens.
 
     The blocks of sequence s are block_tables[s], or block_tables[indices[s]].

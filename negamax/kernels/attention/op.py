@@ -89,9 +89,14 @@ class HeadNorm:
 
 
 def head_norm_rope_write(
-    qkv: Tensor, norm: Prepared, at: TokenPlaces, cache: KvCache, /, *,
+    qkv: Tensor,
+    norm: Prepared,
+    at: TokenPlaces,
+    cache: KvCache,
+    /,
+    *,
     group: Collective | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Do `qk_norm_rope_write` with `head_norm` of q and k; `group` is not used."""
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = (
@@ -113,9 +118,14 @@ def rope_write(qkv: Tensor, at: TokenPlaces, cache: KvCache, /) -> Tensor:
 
 
 def qk_norm_rope_write(
-    qkv: Tensor, norm: Prepared, at: TokenPlaces, cache: KvCache, /, *,
+    qkv: Tensor,
+    norm: Prepared,
+    at: TokenPlaces,
+    cache: KvCache,
+    /,
+    *,
     group: Collective | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Norm and rotate q and k, write k and v to the cache, return q [T, heads, head_dim].
 
     qkv [T, (heads + 2 kv_heads) * head_dim] is this rank's projection; a kernel may overwrite it.

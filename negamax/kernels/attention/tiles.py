@@ -23,9 +23,14 @@ class DecodeSplit:
 
 
 DECODE = DecodeSplit(
-    block_n=64, min_tiles=1, programs=3, split_programs=1.5, min_splits=3, wide_programs=2,
+    block_n=64,
+    min_tiles=1,
+    programs=3,
+    split_programs=1.5,
+    min_splits=3,
+    wide_programs=2,
     min_runs=4,
-)  # fmt: skip
+)
 _SHORT = 4096  # tokens; with longer sequences large tiles read keys less often
 
 

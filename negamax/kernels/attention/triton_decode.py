@@ -293,9 +293,14 @@ def decode(q: Tensor, cache: KvCache, plan: DecodePlan) -> Tensor | QuantizedAct
 
 
 def launch_decode(
-    q: Tensor, cache: KvCache, plan: DecodePlan, output: Outputs, *, lse: Tensor | None = None,
+    q: Tensor,
+    cache: KvCache,
+    plan: DecodePlan,
+    output: Outputs,
+    *,
+    lse: Tensor | None = None,
     lengths: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run `decode` into `output` and lse [T, heads]; `lengths` [S] int32 replaces planned ones."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
@@ -316,12 +321,21 @@ def launch_decode(
     options = launch_options(q.device, maxnreg=launch.maxnreg, dependent=plan.dependent)
     parallel = plan.split_kv and not plan.reduce_later and launch_options(q.device)["PDL"]
     constants = attention_constants(
-        q, cache.k, shape, block_m=block_m, block_n=DECODE.block_n, WARPS=launch.num_warps,
-        PARTIAL_ROWS=partial_rows, QUERIES=plan.num_queries, MAX_RUN=plan.queries.max_decode_run,
-        SPLIT_KV=plan.split_kv, PREFETCH_KV=lengths is None and has_one_new_key(plan),
+        q,
+        cache.k,
+        shape,
+        block_m=block_m,
+        block_n=DECODE.block_n,
+        WARPS=launch.num_warps,
+        PARTIAL_ROWS=partial_rows,
+        QUERIES=plan.num_queries,
+        MAX_RUN=plan.queries.max_decode_run,
+        SPLIT_KV=plan.split_kv,
+        PREFETCH_KV=lengths is None and has_one_new_key(plan),
         PARALLEL_REDUCE=(parallel and block_d <= 128 and _all_programs_run(q.device, block_m)),
-        REDUCE_LATER=plan.reduce_later, FEWER_KEYS=lengths is not None,
-    )  # fmt: skip
+        REDUCE_LATER=plan.reduce_later,
+        FEWER_KEYS=lengths is not None,
+    )
     _decode_kernel[(shape.kv_heads, plan.programs)](
         q, cache.k, cache.v, tables, plan.sequences, plan.work, partials, *output, lse, lengths,
         *of_runs, score_scale(head_dim, cache.scales[0]), cache.scales[1], tables.stride(0),

@@ -207,9 +207,15 @@ class Splits(NamedTuple):
 
 
 def plan_splits(
-    seq_lens: Tensor, block_table_indices: Tensor, *, kv_heads: int, block_n: int,
-    num_rows: int = 1, min_splits: int = 1, reduce_later: bool = False,
-) -> Splits:  # fmt: skip
+    seq_lens: Tensor,
+    block_table_indices: Tensor,
+    *,
+    kv_heads: int,
+    block_n: int,
+    num_rows: int = 1,
+    min_splits: int = 1,
+    reduce_later: bool = False,
+) -> Splits:
     """Plan tiles of `block_n` keys for sequences of seq_lens [S] int32 tokens.
 
     block_table_indices [S] int64 are their rows of the block tables. A tile has `num_rows` query

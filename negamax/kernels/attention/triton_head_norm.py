@@ -187,9 +187,13 @@ def _head_norm_rope_write_kernel(
 
 
 def launch_norm_rope_write(
-    projected: Tensor, heads: int, norm: tuple[Tensor, float] | None, at: TokenPlaces,
-    cache: KvCache, index: IndexHeads | None = None,
-) -> Tensor:  # fmt: skip
+    projected: Tensor,
+    heads: int,
+    norm: tuple[Tensor, float] | None,
+    at: TokenPlaces,
+    cache: KvCache,
+    index: IndexHeads | None = None,
+) -> Tensor:
     """Launch the kernel -> q [T, heads, head_dim]; `norm`: weight, eps; negative rows: skipped."""
     (num_tokens, width), (_, kv_heads, block_size, head_dim) = projected.shape, cache.k.shape
     assert projected.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()

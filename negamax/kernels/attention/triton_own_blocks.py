@@ -73,9 +73,14 @@ def _own_blocks_kernel(
 
 
 def plan_own_blocks(
-    metadata: AttentionMetadata, lengths: Tensor, *, rank: int, ranks: int, block_size: int,
+    metadata: AttentionMetadata,
+    lengths: Tensor,
+    *,
+    rank: int,
+    ranks: int,
+    block_size: int,
     first: int = 0,
-) -> OwnBlocks:  # fmt: skip
+) -> OwnBlocks:
     """List the rank's blocks (b is b // ranks + first there) of sequences of `lengths` [S]."""
     num_seqs, tables = lengths.shape[0], metadata.block_tables
     width = tables.shape[1]

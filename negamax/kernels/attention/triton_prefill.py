@@ -198,9 +198,14 @@ def prefill(q: Tensor, cache: KvCache, plan: PrefillPlan) -> Tensor | QuantizedA
 
 
 def launch_prefill(
-    q: Tensor, cache: KvCache, plan: PrefillPlan, output: Outputs, *, lse: Tensor | None = None,
+    q: Tensor,
+    cache: KvCache,
+    plan: PrefillPlan,
+    output: Outputs,
+    *,
+    lse: Tensor | None = None,
     held: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run `prefill` into `output` and lse [T, heads]; `held`: tables list a rank's blocks."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:

@@ -42,16 +42,28 @@ class AttentionConstants(NamedTuple):
 
 
 def attention_constants(
-    q: Tensor, cache: Tensor, shape: PagedShape, *, block_m: int, block_n: int,
-    block_size: int | None = None, **decode: Any,
-) -> AttentionConstants:  # fmt: skip
+    q: Tensor,
+    cache: Tensor,
+    shape: PagedShape,
+    *,
+    block_m: int,
+    block_n: int,
+    block_size: int | None = None,
+    **decode: Any,
+) -> AttentionConstants:
     """Return constants for queries q [.., head_dim]; `block_size` replaces that of `shape`."""
     return AttentionConstants(
-        KV_HEADS=shape.kv_heads, GROUP=shape.group, DIM=q.shape[-1],
-        BLOCK_SIZE=block_size or shape.block_size, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_D=triton.next_power_of_2(max(16, q.shape[-1])), QUANTIZE=shape.quantize,
-        DOT=dot_dtype(q.dtype, cache.dtype), **decode,
-    )  # fmt: skip
+        KV_HEADS=shape.kv_heads,
+        GROUP=shape.group,
+        DIM=q.shape[-1],
+        BLOCK_SIZE=block_size or shape.block_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_D=triton.next_power_of_2(max(16, q.shape[-1])),
+        QUANTIZE=shape.quantize,
+        DOT=dot_dtype(q.dtype, cache.dtype),
+        **decode,
+    )
 
 
 def score_scale(head_dim: int, scale: float) -> float:

@@ -275,9 +275,12 @@ def attention_kernels(
             lengths = attended_tokens(positions[paged_rows], shape)
             paged = decode.plan(lengths.repeat_interleave(shape.kv_heads), shape)
         return BlockSparsePrefillPlan(
-            _plan_dense(queries, shape) if len(dense_rows) else None, dense_rows, paged, paged_rows,
+            _plan_dense(queries, shape) if len(dense_rows) else None,
+            dense_rows,
+            paged,
+            paged_rows,
             shape,
-        )  # fmt: skip
+        )
 
     def run_prefill(
         q: Tensor, cache: KvCache, choice: BlockSelection, plan: BlockSparsePrefillPlan

@@ -84,9 +84,15 @@ def rows_of_index(rows: Tensor, shard: IndexShard, *, kv_heads: int, block_size:
 
 
 def norm_rope_write(
-    projected: Tensor, norm: Prepared, at: TokenPlaces, cache: KvCache, index_cache: Tensor, /, *,
+    projected: Tensor,
+    norm: Prepared,
+    at: TokenPlaces,
+    cache: KvCache,
+    index_cache: Tensor,
+    /,
+    *,
     index_rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Norm and rotate q, k, index_q and index_k, and write k, v and index_k to the caches.
 
     Returns q [T, heads, head_dim] and index_q [T, index_heads, index_dim]. `projected` is as in
@@ -151,9 +157,13 @@ def select(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> BlockSele
 
 
 def _block_scores(
-    index_q: Tensor, index_cache: Tensor, table: Tensor, length: int, positions: Tensor,
+    index_q: Tensor,
+    index_cache: Tensor,
+    table: Tensor,
+    length: int,
+    positions: Tensor,
     shape: SparseShape,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Scores [queries, heads, sparse blocks] of one sequence."""
     size = shape.sparse_block_size
     keys = rows_of(index_cache, table, length).squeeze(1)

@@ -38,9 +38,14 @@ from negamax.kernels.launch.triton import triton_kernel
 
 
 def sparse_norm_rope_write(
-    projected: Tensor, norm: SparseHeadNorm, at: TokenPlaces, cache: KvCache, index_cache: Tensor,
-    *, index_rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    projected: Tensor,
+    norm: SparseHeadNorm,
+    at: TokenPlaces,
+    cache: KvCache,
+    index_cache: Tensor,
+    *,
+    index_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Run `block_sparse.norm_rope_write`, with the exceptions of `launch_norm_rope_write`."""
     index_q = projected.new_empty(len(projected), norm.index_heads, norm.index_weight.shape[1])
     index = IndexHeads(

@@ -204,9 +204,14 @@ def sparse_prefill(
 
 
 def launch_sparse_prefill(
-    q: Tensor, cache: KvCache, choice: BlockSelection, plan: SparsePrefillPlan, output: Outputs, *,
+    q: Tensor,
+    cache: KvCache,
+    choice: BlockSelection,
+    plan: SparsePrefillPlan,
+    output: Outputs,
+    *,
     lse: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run `sparse_prefill` into `output`, and `write_lse` into lse [T, heads] fp32."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
@@ -229,9 +234,13 @@ def launch_sparse_prefill(
         64 if block_m <= 64 else 128, cache.k.element_size()
     )
     constants = attention_constants(
-        q, cache.k, shape, block_m=block_m, block_n=min(launch.block_n, shape.sparse_block_size),
+        q,
+        cache.k,
+        shape,
+        block_m=block_m,
+        block_n=min(launch.block_n, shape.sparse_block_size),
         block_size=shape.sparse_block_size,
-    )  # fmt: skip
+    )
     _sparse_prefill_kernel[grid](
         q, cache.k, cache.v, *unions, *output, lse, score_scale(head_dim, cache.scales[0]),
         cache.scales[1], UNION=queries * topk, C=constants,

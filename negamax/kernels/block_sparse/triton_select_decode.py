@@ -165,9 +165,12 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
     own = None
     if shape.shard.ranks > 1:
         own = plan_own_blocks(
-            metadata, scored, rank=shape.shard.rank, ranks=shape.shard.ranks,
+            metadata,
+            scored,
+            rank=shape.shard.rank,
+            ranks=shape.shard.ranks,
             block_size=shape.block_size,
-        )  # fmt: skip
+        )
         scored = own.tokens
     splits = plan_splits(
         scored, metadata.block_table_indices, kv_heads=1, block_n=shape.sparse_block_size
@@ -402,9 +405,12 @@ def _select_decode_kernel(
 
 
 def select_decode(
-    index_q: Tensor, index_cache: Tensor, plan: SelectDecodePlan, ids: Tensor,
+    index_q: Tensor,
+    index_cache: Tensor,
+    plan: SelectDecodePlan,
+    ids: Tensor,
     pages: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Select into `ids` and `pages`; for a shard store the keys to `ids`."""
     (num_tokens, heads, dim), shape = index_q.shape, plan.shape
     device, tables = index_q.device, plan.metadata.block_tables

@@ -69,9 +69,12 @@ def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> Sele
     own = None
     if shape.shard.ranks > 1:
         own = plan_own_blocks(
-            metadata, metadata.seq_lens, rank=shape.shard.rank, ranks=shape.shard.ranks,
+            metadata,
+            metadata.seq_lens,
+            rank=shape.shard.rank,
+            ranks=shape.shard.ranks,
             block_size=shape.block_size,
-        )  # fmt: skip
+        )
     return SelectPrefillPlan(
         metadata, shape, block_m, list_query_tiles(metadata, size), splits, own
     )
@@ -206,9 +209,12 @@ def _merge_splits_kernel(
 
 
 def select_prefill(
-    index_q: Tensor, index_cache: Tensor, plan: SelectPrefillPlan, ids: Tensor,
+    index_q: Tensor,
+    index_cache: Tensor,
+    plan: SelectPrefillPlan,
+    ids: Tensor,
     pages: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Select into `ids` and `pages`; for a shard store the keys to `ids`."""
     (num_tokens, heads, dim), shape, splits = index_q.shape, plan.shape, plan.splits
     device, tables = index_q.device, plan.metadata.block_tables

@@ -41,13 +41,19 @@ def selection_constants(
 ) -> SelectionConstants:
     """Return the constants; `dim`: of an index head; `rows`: index queries of a tile."""
     return SelectionConstants(
-        HEADS=shape.index_heads, DIM=dim, BLOCK=shape.sparse_block_size,
-        PER_BLOCK=shape.block_size // shape.sparse_block_size, TOPK=shape.topk_blocks,
-        TOPK_POW2=max(2, triton.next_power_of_2(shape.topk_blocks)), INIT=shape.init_blocks,
-        LOCAL=shape.local_blocks, BLOCK_M=max(16, triton.next_power_of_2(rows)),
-        BLOCK_D=triton.next_power_of_2(max(16, dim)), DOT=dot_dtype(dtype, cache_dtype),
+        HEADS=shape.index_heads,
+        DIM=dim,
+        BLOCK=shape.sparse_block_size,
+        PER_BLOCK=shape.block_size // shape.sparse_block_size,
+        TOPK=shape.topk_blocks,
+        TOPK_POW2=max(2, triton.next_power_of_2(shape.topk_blocks)),
+        INIT=shape.init_blocks,
+        LOCAL=shape.local_blocks,
+        BLOCK_M=max(16, triton.next_power_of_2(rows)),
+        BLOCK_D=triton.next_power_of_2(max(16, dim)),
+        DOT=dot_dtype(dtype, cache_dtype),
         RANKS=shape.shard.ranks,
-    )  # fmt: skip
+    )
 
 
 @triton.jit

@@ -144,9 +144,14 @@ def _own_keys(table: Tensor, length: int, shape: PagedShape) -> tuple[Tensor, Te
 
 
 def merge(
-    parts: PartialResults, group: Collective | None, /, *, first: int, count: int,
+    parts: PartialResults,
+    group: Collective | None,
+    /,
+    *,
+    first: int,
+    count: int,
     quantize: bool = False,
-) -> Hidden:  # fmt: skip
+) -> Hidden:
     """Merge partial results of all ranks for this rank's heads, [T, count * head_dim].
 
     The heads are `first` to first + count - 1. `parts` holds the results of this rank, or without

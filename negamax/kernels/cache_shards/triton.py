@@ -45,9 +45,13 @@ from negamax.kernels.launch.triton import triton_kernel
 
 def _list_own_blocks(queries: AttentionMetadata, shape: PagedShape) -> OwnBlocks:
     return plan_own_blocks(
-        queries, queries.seq_lens, rank=shape.cache.rank, ranks=shape.cache.ranks,
-        block_size=shape.block_size, first=1,
-    )  # fmt: skip
+        queries,
+        queries.seq_lens,
+        rank=shape.cache.rank,
+        ranks=shape.cache.ranks,
+        block_size=shape.block_size,
+        first=1,
+    )
 
 
 def _replace_tables(queries: AttentionMetadata, own: OwnBlocks) -> AttentionMetadata:
@@ -102,10 +106,13 @@ def partial_sparse_decode(
     own, lengths = filter_selection(choice, shape, bounds=plan.paged.queries.seq_lens)
     queries = replace(plan.paged.queries, block_tables=own.pages.flatten(0, 1))
     launch_decode(
-        q.view(-1, shape.group, head_dim), cache.as_pages(shape.sparse_block_size),
-        replace(plan.paged, queries=queries), (found.out, None, None), lse=found.lse,
+        q.view(-1, shape.group, head_dim),
+        cache.as_pages(shape.sparse_block_size),
+        replace(plan.paged, queries=queries),
+        (found.out, None, None),
+        lse=found.lse,
         lengths=lengths,
-    )  # fmt: skip
+    )
     return found
 
 

@@ -132,9 +132,13 @@ def _merge_partials_kernel(
 
 
 def merge_partials(
-    parts: PartialResults, group: Collective | None, *, first: int, count: int,
+    parts: PartialResults,
+    group: Collective | None,
+    *,
+    first: int,
+    count: int,
     quantize: bool = False,
-) -> Hidden:  # fmt: skip
+) -> Hidden:
     """Run `cache_shards.merge`; with `quantize` the result is in FP8 too."""
     num_tokens, heads = parts.lse.shape[-2:]
     head_dim = parts.out.shape[-1] // heads

@@ -117,21 +117,32 @@ def _all_reduce_add_rms_kernel(
                 bases[peer] + offset + rank * SLOT + slice_index, slices[peer], mask=slice_mask
             )
         arrived = poll(
-            own + offset, sender * SLOT + slice_index[None, :], flag,
-            slice_mask[None, :] & (sender >= 0), addresses + WORLD,
-        )  # fmt: skip
+            own + offset,
+            sender * SLOT + slice_index[None, :],
+            flag,
+            slice_mask[None, :] & (sender >= 0),
+            addresses + WORLD,
+        )
         even, odd = sum_over_ranks(arrived, dtype)
         push(
-            addresses, offset + rank * SLOT + slice_words, slice_index, pack_pair(even, odd, dtype),
-            flag, slice_mask, WORLD,
-        )  # fmt: skip
+            addresses,
+            offset + rank * SLOT + slice_words,
+            slice_index,
+            pack_pair(even, odd, dtype),
+            flag,
+            slice_mask,
+            WORLD,
+        )
         residual_words = tl.load(
             as_words(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0
         )
         total = poll(
-            own + offset, (index // slice_words) * SLOT + slice_words + index % slice_words, flag,
-            mask, addresses + WORLD,
-        )  # fmt: skip
+            own + offset,
+            (index // slice_words) * SLOT + slice_words + index % slice_words,
+            flag,
+            mask,
+            addresses + WORLD,
+        )
         x_even, x_odd = unpack(tl.where(mask, total, 0), dtype)
     else:
         words = sum_parts(x, row, index, mask, PARTS, WORDS, dtype)
@@ -140,9 +151,12 @@ def _all_reduce_add_rms_kernel(
             as_words(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0
         )
         arrived = poll(
-            own + offset, sender * SLOT + index[None, :], flag, mask[None, :] & (sender >= 0),
+            own + offset,
+            sender * SLOT + index[None, :],
+            flag,
+            mask[None, :] & (sender >= 0),
             addresses + WORLD,
-        )  # fmt: skip
+        )
         x_even, x_odd = sum_over_ranks(arrived, dtype)
     add_and_normalize(
         x_even, x_odd, residual_words, weight_words, row, index, mask,
@@ -387,9 +401,12 @@ def _sharded(
     if not norm.quantize:
         return region.own(0, (num_tokens, width), residual.dtype)
     return ShardedActivations(
-        out, region.own(0, (num_tokens, width), torch.float8_e4m3fn),
-        region.own(num_tokens * width, (num_tokens, width // GROUP), torch.float32), group, first,
-    )  # fmt: skip
+        out,
+        region.own(0, (num_tokens, width), torch.float8_e4m3fn),
+        region.own(num_tokens * width, (num_tokens, width // GROUP), torch.float32),
+        group,
+        first,
+    )
 
 
 def _sharded_by_group(

@@ -161,9 +161,13 @@ def _combine_kernel(
 
 
 def dispatch(
-    ids: Tensor, columns: Sequence[Tensor], *, experts: ExpertRanges, group: Collective,
+    ids: Tensor,
+    columns: Sequence[Tensor],
+    *,
+    experts: ExpertRanges,
+    group: Collective,
     num_rows: int,
-) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+) -> tuple[Tensor, list[Tensor]]:
     widths = tuple(column.shape[1] * column.itemsize // 4 for column in columns)
     region = find_region(group, "tokens", num_rows, ids.shape[1] + sum(widths))
     if region is None:

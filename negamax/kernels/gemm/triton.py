@@ -413,9 +413,15 @@ def _gemv(x: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _split_k(
-    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, arrivals: Tensor, out: Tensor, *,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    arrivals: Tensor,
+    out: Tensor,
+    *,
     tile: Tile,
-) -> None:  # fmt: skip
+) -> None:
     """Launch split_k. For 16-bit weights `x_scale` and `scale` may be any tensors."""
     (M, N), K = out.shape, weight.shape[1]
     grid = (triton.cdiv(N, tile.block_n), tile.split_k, triton.cdiv(M, tile.block_m))

@@ -70,9 +70,12 @@ def triton_kernel(
 
 @cache
 def launch_options(
-    device: torch.device, *, maxnreg: int | None = None, starts_early: bool = True,
+    device: torch.device,
+    *,
+    maxnreg: int | None = None,
+    starts_early: bool = True,
     dependent: bool = True,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the launch options of a kernel with a parameter `PDL: tl.constexpr` (see above).
 
     `maxnreg`: limit of registers per thread, on NVIDIA GPUs.

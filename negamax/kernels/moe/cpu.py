@@ -72,9 +72,12 @@ def kernel(linear: AnyKernel) -> AnyKernel:
     prepare_weight, product = linear.prepare, linear.run
 
     def prepare(
-        gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU,
+        gate_up: StoredWeight,
+        down: StoredWeight,
+        *,
+        activation: SwiGlu = SILU,
         shared: bool = False,
-    ) -> SeparateExperts:  # fmt: skip
+    ) -> SeparateExperts:
         return SeparateExperts(
             [prepare_weight(plain(w)) for w in gate_up.values],
             [prepare_weight(plain(w)) for w in down.values],

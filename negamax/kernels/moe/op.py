@@ -72,9 +72,15 @@ def complete(
 
 
 def norm_route(
-    x: Tensor, residual: Tensor, norm: Prepared, router: Prepared, /, *, top_k: int,
+    x: Tensor,
+    residual: Tensor,
+    norm: Prepared,
+    router: Prepared,
+    /,
+    *,
+    top_k: int,
     active: Tensor | None = None,
-) -> tuple[Hidden, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Hidden, Tensor, Tensor]:
     """Run `add_rms`, then `route`, each as prepared; return the normed states, ids and weights."""
     normed = add_rms(x, residual, norm)
     return normed, *route(normed, router, top_k=top_k, active=active)

@@ -187,9 +187,14 @@ def _norm_route_kernel(
 
 
 def norm_route(
-    x: Tensor, residual: Tensor, norm: NormWeight, router: PreparedGate, *, top_k: int,
+    x: Tensor,
+    residual: Tensor,
+    norm: NormWeight,
+    router: PreparedGate,
+    *,
+    top_k: int,
     active: Tensor | None = None,
-) -> tuple[Hidden, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Hidden, Tensor, Tensor]:
     """Add x or the sum of its parts to the residual in place -> its norm, topk_ids, topk_weights.
 
     Two launches are needed for more tokens, more parts, rows that are not whole words, and programs

@@ -371,9 +371,13 @@ class PreparedGate:
 
 
 def prepare_gate(
-    gate: Tensor, bias: Tensor, *, scaling: float = 1.0, shared: bool = False,
+    gate: Tensor,
+    bias: Tensor,
+    *,
+    scaling: float = 1.0,
+    shared: bool = False,
     spin_wait: bool = True,
-) -> PreparedGate:  # fmt: skip
+) -> PreparedGate:
     """Prepare gate [experts, hidden] fp32, split exactly into three bf16 addends, and the bias."""
     hi = gate.float().bfloat16()
     rest = gate.float() - hi.float()
@@ -382,12 +386,16 @@ def prepare_gate(
     arrivals = torch.zeros(tiles.ROUTE_MAX_TILES, dtype=torch.int32, device=gate.device)
     logits_shape = (tiles.ROUTE_SMALL_M_MAX_M, gate.shape[0])
     return PreparedGate(
-        gate_bf16x3=torch.stack((hi, mid, lo)), bias=bias.float().contiguous(), arrivals=arrivals,
+        gate_bf16x3=torch.stack((hi, mid, lo)),
+        bias=bias.float().contiguous(),
+        arrivals=arrivals,
         logits=torch.zeros(logits_shape, dtype=torch.int64, device=gate.device),
         flag=torch.zeros_like(arrivals[:1]),
         all_active=torch.full((1,), 2**31 - 1, dtype=torch.int32, device=gate.device),
-        spin_wait=spin_wait, scaling=scaling, shared=shared,
-    )  # fmt: skip
+        spin_wait=spin_wait,
+        scaling=scaling,
+        shared=shared,
+    )
 
 
 def empty_choices(M: int, prepared: PreparedGate, *, top_k: int) -> tuple[Tensor, Tensor]:
@@ -403,9 +411,12 @@ def empty_choices(M: int, prepared: PreparedGate, *, top_k: int) -> tuple[Tensor
 
 
 def route(
-    x: Tensor | QuantizedActivations, prepared: PreparedGate, *, top_k: int,
+    x: Tensor | QuantizedActivations,
+    prepared: PreparedGate,
+    *,
+    top_k: int,
     active: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Route x [M, hidden] -> topk_ids [M, C] int32, topk_weights [M, C] fp32, as `moe.route`.
 
     If the ranks shard the rows, each routes its own and gathers the others.

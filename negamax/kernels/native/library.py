@@ -75,9 +75,12 @@ def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
             fresh = Path(scratch) / "rows.so"
             command = [compiler, *flags, str(SOURCE), "-o", str(fresh), "-lm"]
             subprocess.run(
-                command, capture_output=True, timeout=COMPILE_SECONDS, check=True,
+                command,
+                capture_output=True,
+                timeout=COMPILE_SECONDS,
+                check=True,
                 env=env.make_child_env(),
-            )  # fmt: skip
+            )
             fresh.replace(library)
     return library
 

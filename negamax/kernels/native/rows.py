@@ -112,9 +112,14 @@ def head_norm_rope_write(
 
 
 def sparse_norm_rope_write(
-    projected: Tensor, norm: SparseHeadNorm, at: TokenPlaces, cache: KvCache, index_cache: Tensor,
-    *, index_rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    projected: Tensor,
+    norm: SparseHeadNorm,
+    at: TokenPlaces,
+    cache: KvCache,
+    index_cache: Tensor,
+    *,
+    index_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute the op as defined."""
     is_plain = cache.is_unscaled(projected.dtype) and index_cache.dtype == projected.dtype
     if not is_plain or index_rows is not None:

@@ -15,9 +15,12 @@ E2M1_MAX = E2M1_VALUES[-1]
 
 
 def to_e4m3(
-    matrix: Tensor, block: tuple[int, int], *, largest: float = E4M3_MAX,
+    matrix: Tensor,
+    block: tuple[int, int],
+    *,
+    largest: float = E4M3_MAX,
     dtype: torch.dtype = torch.float8_e4m3fn,
-) -> Codes:  # fmt: skip
+) -> Codes:
     """Quantize matrix [N, K] fp32 to e4m3, scaled so that a block's maximum becomes `largest`."""
     scale = _positive(_largest(matrix, block) / largest)
     values = (matrix / _spread(scale, block, matrix)).clamp_(-largest, largest)

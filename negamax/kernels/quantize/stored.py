@@ -100,9 +100,13 @@ def encode(stored: TensorFormat, matrix: Tensor) -> dict[str, Tensor]:
 
 
 def check_entries(
-    stored: StoredTensor, found: Tensor, part: tuple[range, ...], shape: tuple[int, int], *,
+    stored: StoredTensor,
+    found: Tensor,
+    part: tuple[range, ...],
+    shape: tuple[int, int],
+    *,
     name: str,
-) -> None:  # fmt: skip
+) -> None:
     """Check the part `part` of the tensor `name` against the format. Errors: `CheckpointError`."""
     groups = 0
     if stored.group:

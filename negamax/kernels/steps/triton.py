@@ -65,9 +65,17 @@ def _place_kernel(
 
 
 def place(
-    columns: Tensor, num_computed: Tensor, tokens: Tensor, drafts: Tensor | None, *,
-    padding_slot: int, places: Tensor, token_ids: Tensor, ends: Tensor, words: Tensor,
-) -> None:  # fmt: skip
+    columns: Tensor,
+    num_computed: Tensor,
+    tokens: Tensor,
+    drafts: Tensor | None,
+    *,
+    padding_slot: int,
+    places: Tensor,
+    token_ids: Tensor,
+    ends: Tensor,
+    words: Tensor,
+) -> None:
     written = (places, token_ids, ends, words)
     assert all(tensor.is_contiguous() for tensor in (columns, num_computed, tokens, *written))
     num_tokens, size = len(token_ids), len(places)
@@ -145,9 +153,14 @@ def _store_kernel(
 
 
 def store(
-    token_ids: Tensor, slots: Tensor, ends: Tensor, *, tokens: Tensor, num_computed: Tensor | None,
+    token_ids: Tensor,
+    slots: Tensor,
+    ends: Tensor,
+    *,
+    tokens: Tensor,
+    num_computed: Tensor | None,
     out: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     assert all(tensor.is_contiguous() for tensor in (token_ids, slots, ends, tokens, out))
     if len(slots):
         _store_kernel[(triton.cdiv(len(slots), _BLOCK),)](

@@ -15,9 +15,13 @@ _LEVEL_1 = 16.0  # mean of the scales under a scale of level 2
 
 
 def draw(
-    stored: TensorFormat, tensor: StoredTensor, shape: tuple[int, ...], *, std: float,
+    stored: TensorFormat,
+    tensor: StoredTensor,
+    shape: tuple[int, ...],
+    *,
+    std: float,
     generator: torch.Generator,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Draw `tensor` [.., its shape in `stored`] of matrices with standard deviation `std`."""
     dtype, device = getattr(torch, tensor.dtypes[0]), generator.device
     if tensor.role is Role.VALUES:

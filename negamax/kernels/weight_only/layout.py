@@ -176,9 +176,12 @@ def _pack(codes: Codes, *, bits: int) -> PackedWeight:
         element, per_byte, K, filled, group, kind, zeros is not None, row_scale is not None
     )
     return PackedWeight(
-        qweight, qweight if scales is None else scales, qweight if zeros is None else zeros,
-        qweight if row_scale is None else row_scale, packing,
-    )  # fmt: skip
+        qweight,
+        qweight if scales is None else scales,
+        qweight if zeros is None else zeros,
+        qweight if row_scale is None else row_scale,
+        packing,
+    )
 
 
 def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:

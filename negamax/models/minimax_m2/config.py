@@ -103,8 +103,13 @@ _BUNDLED = {
     "minimax-m2.7": replace(_M2, max_position_embeddings=204_800),
 }
 FAMILY = ModelFamily(
-    architecture=ARCHITECTURE, model_types=("minimax_m2",), package="negamax.models.minimax_m2",
-    spec=MiniMaxM2Spec, read_spec=read_spec, chat=MINIMAX_M2_FAMILY,
-    sampling={"temperature": 1.0, "top_p": 0.95, "top_k": 40}, bundled=_BUNDLED,
-)  # fmt: skip
+    architecture=ARCHITECTURE,
+    model_types=("minimax_m2",),
+    package="negamax.models.minimax_m2",
+    spec=MiniMaxM2Spec,
+    read_spec=read_spec,
+    chat=MINIMAX_M2_FAMILY,
+    sampling={"temperature": 1.0, "top_p": 0.95, "top_k": 40},
+    bundled=_BUNDLED,
+)
 FAMILIES = (FAMILY,)

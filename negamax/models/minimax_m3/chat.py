@@ -324,6 +324,10 @@ MINIMAX_M3 = OutputFormat(
 )
 
 MINIMAX_M3_FAMILY = ChatFamily(
-    title="MiniMax-M3", output=MINIMAX_M3, call_style=M3Calls, closing_text=MINIMAX_M3.think_close,
-    parser_names=("minimax_m3", "minimax-m3"), sees=("image", "video"),
-)  # fmt: skip
+    title="MiniMax-M3",
+    output=MINIMAX_M3,
+    call_style=M3Calls,
+    closing_text=MINIMAX_M3.think_close,
+    parser_names=("minimax_m3", "minimax-m3"),
+    sees=("image", "video"),
+)

@@ -330,16 +330,34 @@ def _agree(found: Mapping[str, T], default: T) -> T:
 
 _AFTER_DENSE = (False,) * 3 + (True,) * 57
 _SPARSE_M3 = SparseAttentionSpec(
-    index_heads=4, index_dim=128, topk_blocks=16, block_size=128, init_blocks=0, local_blocks=1,
+    index_heads=4,
+    index_dim=128,
+    topk_blocks=16,
+    block_size=128,
+    init_blocks=0,
+    local_blocks=1,
     layers=_AFTER_DENSE,
-)  # fmt: skip
+)
 _M3 = MiniMaxM3Spec(
-    **PUBLISHED, architecture=VISION_ARCHITECTURE, hidden_size=6144, num_layers=60, num_heads=64,
-    num_kv_heads=4, max_position_embeddings=1_048_576, expert_width=3072, num_experts=128,
-    experts_per_token=4, routed_scaling_factor=2.0, shared_width=3072, dense_width=12_288,
-    swiglu_alpha=1.702, swiglu_limit=7.0, moe_layers=_AFTER_DENSE, sparse=_SPARSE_M3,
+    **PUBLISHED,
+    architecture=VISION_ARCHITECTURE,
+    hidden_size=6144,
+    num_layers=60,
+    num_heads=64,
+    num_kv_heads=4,
+    max_position_embeddings=1_048_576,
+    expert_width=3072,
+    num_experts=128,
+    experts_per_token=4,
+    routed_scaling_factor=2.0,
+    shared_width=3072,
+    dense_width=12_288,
+    swiglu_alpha=1.702,
+    swiglu_limit=7.0,
+    moe_layers=_AFTER_DENSE,
+    sparse=_SPARSE_M3,
     quantization=None,
-)  # fmt: skip
+)
 _MXFP8 = QuantizationSpec("mxfp8", {"quant_method": "mxfp8", "weight_block_size": [1, 32]})
 _M31_FLASH = replace(
     _M3,

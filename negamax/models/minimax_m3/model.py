@@ -31,9 +31,14 @@ def build(spec: MiniMaxM3Spec, setup: LayerSetup) -> Decoder:
 
 def _build_layer(spec: MiniMaxM3Spec, layer: int, setup: LayerSetup) -> DecoderLayer:
     return DecoderLayer(
-        _build_attention(spec, layer, setup), _build_mlp(spec, layer, setup), spec.hidden_size,
-        norms=minimax_names.norms(layer), eps=spec.rms_norm_eps, gemma=True, setup=setup,
-    )  # fmt: skip
+        _build_attention(spec, layer, setup),
+        _build_mlp(spec, layer, setup),
+        spec.hidden_size,
+        norms=minimax_names.norms(layer),
+        eps=spec.rms_norm_eps,
+        gemma=True,
+        setup=setup,
+    )
 
 
 def _build_attention(
@@ -55,9 +60,14 @@ def _build_mlp(spec: MiniMaxM3Spec, layer: int, setup: LayerSetup) -> SparseMoe 
         sizes = {"hidden_size": spec.hidden_size, "width": spec.dense_width}
         return Mlp(names.mlp(layer), activation=swiglu, **sizes, setup=setup)
     return SparseMoe(
-        names.moe(layer), layer=layer, activation=swiglu, routed_scaling=spec.routed_scaling_factor,
-        shared_width=spec.shared_width, **moe_sizes(spec), setup=setup,
-    )  # fmt: skip
+        names.moe(layer),
+        layer=layer,
+        activation=swiglu,
+        routed_scaling=spec.routed_scaling_factor,
+        shared_width=spec.shared_width,
+        **moe_sizes(spec),
+        setup=setup,
+    )
 
 
 def _shard_index(spec: MiniMaxM3Spec, layout: ParallelLayout) -> IndexShard:
@@ -84,9 +94,12 @@ def _build_kinds(
         kinds.append((GroupedQueryKind(shape, **common), at.index(False)))
     if sparse is not None and True in at:
         own = SparseShape(
-            **vars(shape), sparse_block_size=sparse.block_size, topk_blocks=sparse.topk_blocks,
-            init_blocks=sparse.init_blocks, local_blocks=sparse.local_blocks,
+            **vars(shape),
+            sparse_block_size=sparse.block_size,
+            topk_blocks=sparse.topk_blocks,
+            init_blocks=sparse.init_blocks,
+            local_blocks=sparse.local_blocks,
             shard=_shard_index(spec, layout),
-        )  # fmt: skip
+        )
         kinds.append((BlockSparseKind(own, **common), at.index(True)))
     return kinds

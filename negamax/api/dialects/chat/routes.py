@@ -89,20 +89,28 @@ def _build_conversation(
     chat: schema.ChatRequest, tools: list[dict[str, Any]] | None
 ) -> Conversation:
     return Conversation(
-        messages=chat.messages, tools=tools, thinking=chat.thinking_choice,
-        template_kwargs=chat.chat_template_kwargs, add_generation_prompt=chat.add_generation_prompt,
+        messages=chat.messages,
+        tools=tools,
+        thinking=chat.thinking_choice,
+        template_kwargs=chat.chat_template_kwargs,
+        add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
-    )  # fmt: skip
+    )
 
 
 def _build_turn(context: ApiContext, chat: schema.ChatRequest) -> Turn:
     sampling, tools = _build_sampling(context, chat), chat.offered_tools
     return Turn(
-        tools=tools, calls=chat.call_choice(tools), conversation=_build_conversation(chat, tools),
-        form=chat.grammar, sampling=sampling, reasoning=chat.reasoning_place,
-        stream_reasoning=chat.stream_reasoning, named_call_stops=True,
+        tools=tools,
+        calls=chat.call_choice(tools),
+        conversation=_build_conversation(chat, tools),
+        form=chat.grammar,
+        sampling=sampling,
+        reasoning=chat.reasoning_place,
+        stream_reasoning=chat.stream_reasoning,
+        named_call_stops=True,
         is_prompt_only=chat.token_limit == 0,
-    )  # fmt: skip
+    )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

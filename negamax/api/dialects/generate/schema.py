@@ -46,9 +46,12 @@ class NativeSampling(SamplingFields):
 
     def sampling_params(self, **renamed: Any) -> SamplingParams:
         return super().sampling_params(
-            seed=self.sampling_seed, max_tokens=max(1, self.max_new_tokens),
-            min_tokens=self.min_new_tokens, include_stop_str_in_output=self.no_stop_trim, **renamed,
-        )  # fmt: skip
+            seed=self.sampling_seed,
+            max_tokens=max(1, self.max_new_tokens),
+            min_tokens=self.min_new_tokens,
+            include_stop_str_in_output=self.no_stop_trim,
+            **renamed,
+        )
 
     @functools.cached_property
     def grammar(self) -> Grammar | None:

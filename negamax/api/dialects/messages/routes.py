@@ -64,9 +64,13 @@ def make_messages_router(context: ApiContext) -> APIRouter:
         )
         request_id = http.state.request_id
         writer = _MessageWriter(
-            started, params, context.signer, message_id=message_id, model=model,
+            started,
+            params,
+            context.signer,
+            message_id=message_id,
+            model=model,
             request_id=request_id,
-        )  # fmt: skip
+        )
         headers = {"request-id": request_id}
         return await respond(context, request, writer, headers=headers, ping=(_PING, PING_SECONDS))
 
@@ -92,9 +96,12 @@ def _build_turn(
 ) -> Turn:
     effect, tools = params.tools_in_effect, params.offered_tools
     history = build_history(
-        params.messages, system=params.system, thoughts=context.hidden_thoughts(),
-        family=context.chat_format.family, tool_notes=effect.notes,
-    )  # fmt: skip
+        params.messages,
+        system=params.system,
+        thoughts=context.hidden_thoughts(),
+        family=context.chat_format.family,
+        tool_notes=effect.notes,
+    )
     last = history.messages[-1] if history.messages else {"role": "system"}
     is_answer = last["role"] == "assistant" and "tool_calls" not in last
     continues = is_answer and bool(last["content"] or last.get("reasoning_content"))
@@ -207,9 +214,13 @@ class _MessageWriter(BlockAnswerWriter[schema.MessageAnswer]):
 
     def _message(self, content: list[schema.ContentBlock]) -> schema.MessageAnswer:
         return schema.MessageAnswer(
-            id=self.id, model=self._model, content=content, stop_reason=self._stop_reason,
-            stop_sequence=self.stop_string, usage=self._usage(),
-        )  # fmt: skip
+            id=self.id,
+            model=self._model,
+            content=content,
+            stop_reason=self._stop_reason,
+            stop_sequence=self.stop_string,
+            usage=self._usage(),
+        )
 
     def _usage(self) -> schema.MessageUsage:
         usage = self.usage

@@ -162,9 +162,12 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                     encrypted = None if is_empty else self._signer.signature(text, is_hidden=True)
                 summary = [items.SummaryText(text)] if self._has_summary and not is_empty else []
                 return items.ReasoningItem(
-                    item_id, status, summary, [] if is_empty else [items.ReasoningText(text)],
+                    item_id,
+                    status,
+                    summary,
+                    [] if is_empty else [items.ReasoningText(text)],
                     encrypted,
-                )  # fmt: skip
+                )
             case BlockKind.CONTENT:
                 return items.MessageItem(
                     item_id,

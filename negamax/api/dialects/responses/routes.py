@@ -372,9 +372,12 @@ class _Responses:
         settings = apply_settings(params, items)
         params = settings.params
         history = build_history(
-            items, instructions=params.instructions, thoughts=self._context.hidden_thoughts(),
-            family=self._context.chat_format.family, tool_notes=settings.notes,
-        )  # fmt: skip
+            items,
+            instructions=params.instructions,
+            thoughts=self._context.hidden_thoughts(),
+            family=self._context.chat_format.family,
+            tool_notes=settings.notes,
+        )
         if not history.messages:
             refuse("input", "has nothing to show to the model; send text or at least one message")
         tools, calls = params.choice()
