@@ -7,9 +7,12 @@ its part. A quantized matrix is copied as stored if a kernel reads its format. O
 part is dequantized while it is read.
 """
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+
+import torch
 
 from negamax.base.log import get_logger
 from negamax.base.progress import ShowProgress, format_bytes
@@ -34,6 +37,7 @@ class CheckpointReport:
     num_kept: int  # weights kept as stored
     dequantized_formats: str  # names of formats
     kept_formats: str
+    change: float | None  # largest RMS change of a matrix by conversion, over its RMS; None: none
     skipped: Mapping[str, tuple[str, ...]]  # reason -> tensor names
     seconds: float
 
@@ -50,6 +54,8 @@ class CheckpointReport:
             )
         if self.num_kept:
             text += f", {self.num_kept} of them weights kept as {self.kept_formats}"
+        if self.change is not None:
+            text += f"; conversion changed a matrix by at most {self.change:.1e} of its RMS"
         for reason, names in self.skipped.items():
             text += f"; skipped {len(names)} ({reason})"
         return text
@@ -88,7 +94,7 @@ def fill(
     for reason, names in plan.skipped.items():
         logger.warning("skipped %d tensors: %s (%s)", len(names), reason, list_first(list(names)))
     done = 0
-    check = FiniteCheck()
+    check, change = FiniteCheck(), None
     pinned = any(move.slot.device is not None and move.slot.device.type != "cpu" for move in needed)
     in_pieces = [piece for move in needed for piece in move.split(PIECE_BYTES)]
     with CheckpointReader() as reader:
@@ -104,6 +110,8 @@ def fill(
             if move.is_of_values and len(move.slot.shape) == 2:
                 zeros = ZeroMatrix(move.entries[0], move.stored_format) if part.zeros else None
                 check.add_matrix(move.slot.name, zeros)
+            if part.change is not None:
+                change = part.change if change is None else torch.maximum(change, part.change)
             done += move.num_bytes
             if progress:
                 progress(done, total)
@@ -115,6 +123,7 @@ def fill(
         num_kept=len(kept),
         dequantized_formats=_formats(dequantized),
         kept_formats=_formats(kept),
+        change=None if change is None else math.sqrt(change.item()),
         skipped=plan.skipped,
         seconds=time.perf_counter() - began,
     )

@@ -36,7 +36,8 @@ _ALIGNMENT = 64  # alignment of a piece in its buffer, as in its file
 class Part(NamedTuple):
     """A rank's part of a matrix, its broken scales, and its plain values if quantized.
 
-    `zeros`: the bytes of its values are all 0 in the file.
+    `zeros`: the bytes of its values are all 0 in the file. `change`: mean square of what a stored
+    matrix changed by its conversion to another quantized format, over its mean square.
     """
 
     move: Move
@@ -44,6 +45,7 @@ class Part(NamedTuple):
     broken: list[BrokenScale]
     zeros: bool
     plain: Tensor | None = None
+    change: Tensor | None = None  # [] fp32
 
 
 GiveParts = Callable[[], Sequence[Part]]
@@ -247,6 +249,7 @@ def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
     plain = tensors[PLAIN.values.name]
     plain = plain if source.made_of is PLAIN else dequantize(source.made_of, tensors)
     made = encode(source, plain.float())
+    change = None if source.made_of is PLAIN else _relative_change(dequantize(source, made), plain)
     parts = []
     for move in moves:
         slot, whole = move.slot, move.read_region
@@ -257,8 +260,15 @@ def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
             found = _within(made[slot.stored.name], region, outer)
         is_first = move.is_of_values
         broken, zeros = _broken(there) * is_first, _has_zeros(there)
-        parts.append(Part(move, found, broken, zeros, plain if is_first else None))
+        about = (plain, change) if is_first else ()
+        parts.append(Part(move, found, broken, zeros, *about))
     return parts
+
+
+def _relative_change(made: Tensor, plain: Tensor) -> Tensor:
+    whole = plain.float()
+    tiny = torch.finfo(torch.float32).tiny  # a matrix of zeros changes by 0
+    return (made.float() - whole).square().sum() / whole.square().sum().clamp_min(tiny)
 
 
 def _is_copied(move: Move) -> bool:

@@ -8,7 +8,8 @@ from negamax.config.spellings import METHODS, find_method, plain
 from negamax.quantization import online
 from negamax.quantization.detect import detect
 
-_BLOCKS = ("fp8", "fp8-per-block")  # also for MXFP8 checkpoints
+# also for other checkpoints with MXFP8 matrices
+_BLOCKS, _AS_STORED = ("fp8", "fp8-per-block"), "mxfp8"
 
 
 def check_name(name: str | None) -> str | None:
@@ -45,10 +46,10 @@ def quantized(
             f"{', '.join(online.NAMES)}",
         )
     if wanted not in (plain(spec.method), *map(plain, _names(spec))):
+        if wanted in (*_BLOCKS, _AS_STORED) and (blocks := find_blocks_spec(spec)):
+            return spec if wanted == _AS_STORED else blocks, None
         if is_drawn:
             return quantized(name, None)
-        if wanted in _BLOCKS and _can_be_blocks(spec):
-            return online.make_blocks_spec(spec), None
         raise ConfigError(
             f"--quantization is {name!r}; the checkpoint is quantized by {spec.method!r} "
             f"({spec.source})",
@@ -57,12 +58,13 @@ def quantized(
     return spec, f"--quantization {name}: detected in {spec.source}, not needed"
 
 
-def _can_be_blocks(spec: QuantizationSpec) -> bool:
+def find_blocks_spec(spec: QuantizationSpec) -> QuantizationSpec | None:
+    """Return how MXFP8 matrices of a checkpoint are held as FP8 blocks; None: it has none."""
     try:
         scheme = detect(spec)
     except ConfigError:  # the loader reports it
-        return False
-    return scheme is not None and online.has_mxfp8(scheme)
+        return None
+    return online.make_blocks_spec(spec) if scheme and online.has_mxfp8(scheme) else None
 
 
 def _names(spec: QuantizationSpec) -> list[str]:

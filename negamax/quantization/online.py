@@ -62,8 +62,9 @@ def make_blocks_spec(stored: QuantizationSpec) -> QuantizationSpec:
 def convert_to_blocks(scheme: Scheme) -> Scheme:
     """Return `scheme` with MXFP8 matrices as FP8 blocks of 128 x 128.
 
-    Scales stay powers of two. Values are unchanged unless they are below 2^-14 of the block's
-    largest.
+    Scales stay powers of two. Values below 2^-13.8 of their block's largest may change, by at most
+    2^-17.8 of it: half a step of E4M3's subnormals, 2^-10, where the largest is above 224. So the
+    RMS change of a matrix is below 128 * 2^-17.8 = 5.6e-4 of its RMS; MXFP8 itself changed 2.6e-2.
     """
 
     def format_of(module: str) -> TensorFormat:

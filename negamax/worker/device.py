@@ -17,8 +17,8 @@ from torch import Tensor
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.config.model_spec import ModelSpec
-from negamax.formats.platform import Platform
-from negamax.kernels.platform import cpu_computes_bf16
+from negamax.formats.platform import Feature, Platform
+from negamax.kernels.platform import cpu_computes_bf16, platform_of
 from negamax.options.engine import DEVICES
 
 logger = get_logger(__name__)
@@ -41,6 +41,12 @@ def choose_device(name: str) -> str:
 def num_gpus(device: str) -> int | None:
     """Count the GPUs for a result of `choose_device`; None on the CPU, which ranks share."""
     return torch.cuda.device_count() if device == "cuda" else None
+
+
+def multiplies_blocks(device: str) -> bool:
+    """Return whether all GPUs multiply FP8 with scales per block in cuBLAS (Hopper)."""
+    found = (platform_of(torch.device(device, n)) for n in range(torch.cuda.device_count()))
+    return all(Feature.CUBLAS_BLOCK_FP8 in each.features for each in found)
 
 
 def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:

@@ -161,6 +161,7 @@ def test_mxfp8_becomes_blocks_with_the_same_values(tmp_path: Path, tp: int, keep
         num_exact += int((values == expected).sum())
         num_checked += values.numel()
     assert num_checked > 10**5 and num_exact / num_checked > 0.999 and worst < 1e-6
+    assert report.change is not None and 0 < report.change < 1e-6 and "at most" in report.summary()
 
 
 def test_conversion_keeps_only_the_text_model(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from negamax.kernels.quantize.stored import dequantize, encode
 from negamax.layers.weights import MatrixWeight
 from negamax.quantization.compressed_tensors import INT8_CHANNEL, STRATEGIES, packed
 from negamax.quantization.detect import detect
+from negamax.quantization.online import convert_to_blocks
 from negamax.quantization.scheme import Scheme, WeightFormat
 
 FP8 = torch.float8_e4m3fn
@@ -213,6 +214,24 @@ def test_power_of_two_scales_are_the_smallest_without_clipping(name: str) -> Non
     assert scale is not None
     for row, top in zip(scale.float().flatten().tolist(), tops, strict=True):
         assert row == 2.0 ** math.ceil(math.log2(torch.tensor(top).double().item() / largest))
+
+
+@pytest.mark.parametrize("largest", [224.1, 448.0, 1e-20])
+@pytest.mark.parametrize("spread", [0, 9, 14, 30])
+def test_mxfp8_as_blocks_changes_less_than_the_stated_bound(spread: int, largest: float) -> None:
+    """All other rows are 2^spread times smaller than the first value of their block."""
+    plain = noise(0, 256, 384) / 8 * largest
+    plain[1:] *= 2.0**-spread
+    plain[::128, ::128] = largest
+    blocks = convert_to_blocks(Scheme.uniform(FORMATS["mxfp8"], ())).formats[0]
+    tensors = encode(FORMATS["mxfp8"], plain)
+    stored = dequantize(FORMATS["mxfp8"], tensors)
+    found = dequantize(blocks, encode(blocks, stored.clone()))
+    tops = stored.abs().unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).amax((1, 3), keepdim=True)
+    change = (found - stored).unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).abs()
+    assert (change <= 2**-17.8 * tops).all()
+    assert (found - stored).norm() < 5.6e-4 * stored.norm()
+    assert spread > 9 or (found - stored)[1:].norm() < 1e-3 * stored[1:].norm()
 
 
 def test_ties_between_fp4_values_go_to_the_even_code() -> None:

@@ -10,6 +10,7 @@ import pytest
 from negamax.base.errors import ConfigError
 from negamax.config.embedded import EMBEDDED
 from negamax.config.quantization import QuantizationSpec, read_quantization
+from negamax.engine.core.setup import _choose_weight_format
 from negamax.engine.core.source import locate
 from negamax.formats.floats import (
     E4M3_BLOCKS,
@@ -24,6 +25,7 @@ from negamax.formats.floats import (
     use_rounded_activations,
 )
 from negamax.formats.tensor_format import ROWS, Axis, Dim, TensorFormat
+from negamax.models.registry import bundled_spec
 from negamax.options.engine import EngineOptions
 from negamax.quantization import online
 from negamax.quantization.compressed_tensors import packed
@@ -438,6 +440,25 @@ def test_a_checkpoint_is_checked_when_it_is_located(tmp_path: Path) -> None:
     found = locate(EngineOptions(model=str(tmp_path), quantization="int8-per-channel-weight-only"))
     formats = scheme_of(found.spec.quantization).formats
     assert [stored.name for stored in formats] == ["int8_channel"]
+
+
+@pytest.mark.parametrize("name", ["minimax-m3-mxfp8", "minimax-m3.1-flash", "minimax-m2"])
+@pytest.mark.parametrize("asked", [None, "mxfp8", "fp8"])
+def test_hopper_holds_mxfp8_as_blocks_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, name: str, asked: str | None
+) -> None:
+    options = EngineOptions(model=name, load_format="synthetic", quantization=asked)
+    spec, stored = locate(options).spec, bundled_spec(name).quantization
+    assert stored is not None
+    blocks = stored if name == "minimax-m2" else online.make_blocks_spec(stored)
+    expected = blocks if asked == "fp8" else stored if name != "minimax-m2" else spec.quantization
+    for device, is_hopper in (("cpu", True), ("cuda", False), ("cuda", True)):
+        monkeypatch.setattr("negamax.worker.device.multiplies_blocks", lambda _, it=is_hopper: it)
+        found = _choose_weight_format(options, spec, device).quantization
+        is_default = asked is None and device == "cuda" and is_hopper
+        assert found == (blocks if is_default else expected)
+    formats = {each.name for each in scheme_of(blocks).formats}
+    assert formats == {E4M3_BLOCKS.name} | ({NVFP4.name} if name == "minimax-m3.1-flash" else set())
 
 
 def test_empty_description_is_none_and_one_without_method_is_refused() -> None:

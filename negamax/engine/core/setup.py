@@ -34,6 +34,7 @@ from negamax.parallel.split import check_split
 from negamax.planner.chunks import plan_even_times
 from negamax.planner.cost import Costs, Model
 from negamax.planner.gpus import MEASURED, GpuModel, visible_gpus
+from negamax.quantization.names import check_name, find_blocks_spec
 from negamax.scheduler.chunk_length import ChunkLength, EvenChunks
 from negamax.scheduler.draft_length import AdaptiveDraftLength, make_rank_lengths
 from negamax.scheduler.group import GroupScheduler
@@ -125,6 +126,7 @@ def _make_worker_config(
         draft = _complete_draft(draft, spec, source.weights_folder)
     if device == "cpu":
         env.set_batch_invariant_gemms()
+    spec = _choose_weight_format(options, spec, device)
     limits, max_num_seqs = STEP_LIMITS[device], options.sequences_per_step(device)
     block_size = choose_block_size(spec.kv_caches(), options.block_size, default=limits.block_size)
     options.parallel.check_interleave(block_size)
@@ -160,6 +162,22 @@ def _make_worker_config(
         addresses=None,
         experts=options.expert_mode,
     )
+
+
+def _choose_weight_format(options: EngineOptions, spec: ModelSpec, device: str) -> ModelSpec:
+    """Hold MXFP8 matrices as FP8 blocks on GPUs that multiply these (Hopper), unless
+    `--quantization` names a format.
+    """
+    if device == "cpu" or spec.quantization is None or check_name(options.quantization):
+        return spec
+    from negamax.worker.device import multiplies_blocks
+
+    if not multiplies_blocks(device) or (blocks := find_blocks_spec(spec.quantization)) is None:
+        return spec
+    logger.info(
+        "MXFP8 weights are held as FP8 blocks of 128 x 128 (--quantization mxfp8: as stored)"
+    )
+    return replace(spec, quantization=blocks)
 
 
 def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
