@@ -62,7 +62,7 @@ class MoeTiles:
     def gemv(self, width: int, *, hidden: int) -> ExpertTiles:
         return ExpertTiles(Tile(1, 2, 1024, num_warps=2), Tile(1, 4, 128, num_warps=4), choices=4)
 
-    def small_m(self, *, M: int, width: int, fp8: bool) -> ExpertTiles:
+    def small_m(self, *, M: int, width: int, hidden: int, fp8: bool) -> ExpertTiles:
         side = 128 if fp8 else 64
         tile = Tile(16, side, side, num_warps=4, num_stages=2)
         return ExpertTiles(tile, tile)
@@ -151,13 +151,15 @@ class H200MoeTiles(MoeTiles):
             return ExpertTiles(gate_up, Tile(1, 4, 128, num_warps=4), choices=8)
         return ExpertTiles(gate_up, Tile(1, 4, 512, num_warps=4), choices=4)
 
-    def small_m(self, *, M: int, width: int, fp8: bool) -> ExpertTiles:
-        """Return tiles for decode steps. At width 384 and 13 to 20 tokens, three small programs per
-        multiprocessor end closer together than two large ones.
+    def small_m(self, *, M: int, width: int, hidden: int, fp8: bool) -> ExpertTiles:
+        """Return tiles for decode steps. At 13 to 20 tokens the experts of one rank of four need
+        some 310 programs of gate and up: with two stages three to a multiprocessor run at once,
+        where two large ones would run in two rounds.
         """
         side = 128 if fp8 else 64
         down = Tile(16, side, side, num_warps=4, num_stages=3)
-        stages = 2 if fp8 and width <= 384 and 12 < M <= 20 else 3
+        fits = width <= 384 if hidden <= _MEASURED_HIDDEN else 384 < width <= 768
+        stages = 2 if fp8 and fits and 12 < M <= 20 else 3
         return ExpertTiles(Tile(16, side, side, num_warps=4, num_stages=stages), down)
 
     def large_m(self, *, width: int, fp8: bool) -> ExpertTiles:

@@ -346,7 +346,7 @@ def experts_small_m(x: Hidden, selected: SelectedExperts, prepared: PreparedExpe
     tile = (
         sizes.packed(M=num_tokens, width=E.WIDTH, gate_up=E.GATE_UP)
         if E.PACKED
-        else sizes.small_m(M=num_tokens, width=E.WIDTH, fp8=E.FP8)
+        else sizes.small_m(M=num_tokens, width=E.WIDTH, hidden=E.HIDDEN, fp8=E.FP8)
     )
     gate_up, down = tile.gate_up, tile.down
     per_pair = num_pairs < count
