@@ -4,8 +4,6 @@ An error that a user can cause states the value, the limit and the remedy, and h
 and a process exit code. Any other exception is a bug and is reported as an internal error.
 """
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 
@@ -64,7 +62,7 @@ class ContextLengthError(InvalidRequestError):
     @classmethod
     def of_prompt(
         cls, num_tokens: int, *, context_length: int, param: str, is_counted: bool = True
-    ) -> ContextLengthError:
+    ) -> "ContextLengthError":
         """The error of a prompt without room for an answer. `is_counted` False: it has more tokens.
 
         Clients recognize it by these words and numbers, and shorten the conversation: Anthropic's
@@ -141,7 +139,7 @@ class CheckpointError(ConfigError):
     """A checkpoint with missing, surplus, truncated or misshapen files or tensors (exit code 2)."""
 
     @classmethod
-    def of_file(cls, path: Path, error: OSError) -> CheckpointError:
+    def of_file(cls, path: Path, error: OSError) -> "CheckpointError":
         """The error of a file that cannot be read."""
         hint = "download the file again"
         if error.errno in (errno.EACCES, errno.EPERM):
@@ -153,7 +151,7 @@ class ResourceError(ConfigError):
     """Memory, port or device that the configuration needs and the machine lacks (exit code 2)."""
 
     @classmethod
-    def of_system(cls, error: OSError) -> ResourceError:
+    def of_system(cls, error: OSError) -> "ResourceError":
         """The system's refusal on one line."""
         if error.errno == errno.ENAMETOOLONG:
             name = max(str(error.filename or "").split("/"), key=len)

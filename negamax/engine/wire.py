@@ -1,7 +1,5 @@
 """Messages between server processes and the engine process, as MessagePack."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +59,7 @@ class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
     num_moved: int = 0  # experts moved between slots
 
     @classmethod
-    def of(cls, parts: Sequence[ExpertStats]) -> ExpertStats:
+    def of(cls, parts: "Sequence[ExpertStats]") -> "ExpertStats":
         """Sum several engines; balancedness is that of the least balanced one."""
         return cls(
             min(part.balancedness for part in parts),

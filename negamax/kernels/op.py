@@ -1,7 +1,5 @@
 """The contract of an operation (`Op`) and one implementation of it (`Kernel`, a provider)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -38,7 +36,7 @@ class Op(str, Generic[P, R]):
     """
 
     summary: str
-    reference: Kernel[P, R]
+    reference: "Kernel[P, R]"
     tolerance: Mapping[torch.dtype, Tolerance]
     sequence: tuple[str, ...]  # names of the ops that this one fuses
     wide_error: float  # allowed ||out - reference|| / ||reference|| at the sizes of real models

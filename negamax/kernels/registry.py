@@ -4,8 +4,6 @@ It is resolved once at start into a frozen `KernelTable` and logged; the forward
 functions. To add a kernel, write it in kernels/<family>/ and list it in the `KERNELS` of its file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -84,7 +82,7 @@ class KernelTable:
     @classmethod
     def of(
         cls, kernels: Iterable[AnyKernel], *, platform: Platform, dtype: torch.dtype
-    ) -> KernelTable:
+    ) -> "KernelTable":
         """Build the table of those `kernels` that compute in `dtype`."""
         found: dict[AnyOp, tuple[AnyKernel, ...]] = {}
         for kernel in kernels:

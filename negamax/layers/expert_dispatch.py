@@ -2,8 +2,6 @@
 ranks and combines the outputs into a partial sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,7 +64,7 @@ class Dispatched:
     x: Tensor | QuantizedActivations
     ids: Tensor
     weights: Tensor
-    exchange: TokenExchange | None = None  # the exchange that sent them; None: nothing was sent
+    exchange: "TokenExchange | None" = None  # the exchange that sent them; None: nothing was sent
 
 
 class TokenExchange:

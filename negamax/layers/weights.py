@@ -1,7 +1,5 @@
 """Slots that take this rank's part of a checkpoint tensor once, and the matrices they fill."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -95,7 +93,7 @@ class WeightSlot:
         rows, columns = self._part.matrix[1] if self._part and self._part.matrix else self.region
         return rows, columns
 
-    def split_rows(self, count: int) -> Iterator[WeightSlot]:
+    def split_rows(self, count: int) -> "Iterator[WeightSlot]":
         """Replace this slot by slots for at most `count` entries of the first dimension each."""
         target, self._target, self.written = self._target, None, True
         first, *rest = self.region

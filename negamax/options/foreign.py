@@ -1,7 +1,5 @@
 """Options of vLLM and SGLang that are not ours: the table in foreign.toml, and its rules."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
@@ -44,7 +42,7 @@ class Foreign:
     reason: str
     remedy: str | None
     unless: tuple[str, ...]
-    rule: Rule | None
+    rule: "Rule | None"
     argument: str
     about: str
     off: str

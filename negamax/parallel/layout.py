@@ -7,8 +7,6 @@ layer are on all `dp * cp * tp` ranks of a pipeline stage: `ep` of them split th
 `expert_tp` split each expert's width.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from negamax.base.errors import ConfigError
@@ -157,7 +155,7 @@ class ParallelLayout:
             raise ConfigError(f"{self.world_size} ranks cannot be spread over {self.nodes} nodes")
 
     @staticmethod
-    def of(options: ParallelOptions, *, nodes: int = 1) -> ParallelLayout:
+    def of(options: ParallelOptions, *, nodes: int = 1) -> "ParallelLayout":
         """Create the layout of rank 0."""
         return ParallelLayout(
             tp=options.tensor_parallel_size,
@@ -171,7 +169,7 @@ class ParallelLayout:
             nodes=nodes,
         )
 
-    def replace_rank(self, rank: int) -> ParallelLayout:
+    def replace_rank(self, rank: int) -> "ParallelLayout":
         return replace(self, rank=rank)
 
     @property
@@ -271,7 +269,7 @@ class ParallelLayout:
         return self.pp_rank == self.pp - 1
 
     @property
-    def within_stage(self) -> ParallelLayout:
+    def within_stage(self) -> "ParallelLayout":
         """Return this rank's place in a world of its pipeline stage alone."""
         return replace(self, rank=self.rank % self.stage_size, pp=1, partition=())
 

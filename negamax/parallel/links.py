@@ -1,7 +1,5 @@
 """Links between two stages of a pipeline, each in one direction."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
@@ -75,7 +73,7 @@ class PipelineLinks:
     @staticmethod
     def connect(
         layout: ParallelLayout, *, backend: str, device: torch.device, has_drafts: bool = False
-    ) -> PipelineLinks:
+    ) -> "PipelineLinks":
         """Open the links on every rank of the world. Samples go to the first stage, or with draft
         tokens to all. Errors: `EngineDeadError` if ranks do not meet.
         """

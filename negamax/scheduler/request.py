@@ -1,7 +1,5 @@
 """Sampling parameters and the request that crosses into the engine. Frozen; plain data."""
 
-from __future__ import annotations
-
 import msgspec
 
 from negamax.base.errors import InvalidRequestError
@@ -115,7 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 code="invalid_value",
             )
 
-    def resolved(self, defaults: SamplingDefaults, *, room: int) -> SamplingParams:
+    def resolved(self, defaults: SamplingDefaults, *, room: int) -> "SamplingParams":
         """Replace None by the model's defaults; `room`: tokens left in the context."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         found = {name: getattr(self, name) for name in names}
@@ -124,7 +122,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         max_tokens = room if self.max_tokens is None else self.max_tokens
         return msgspec.structs.replace(self, **found, max_tokens=max_tokens)
 
-    def copy_for_choice(self, index: int, *, seed: int) -> SamplingParams:
+    def copy_for_choice(self, index: int, *, seed: int) -> "SamplingParams":
         """Return a copy for choice `index`: seed + index, wrapped to int64."""
         wrapped = (seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
         return msgspec.structs.replace(self, n=1, seed=wrapped)

@@ -1,7 +1,5 @@
 """The configuration of one rank, and its report: plain data, sent as MessagePack."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +28,7 @@ class RankAddresses:
     interface: str | None = None
 
     @staticmethod
-    def local(folder: str, layout: ParallelLayout) -> RankAddresses:
+    def local(folder: str, layout: ParallelLayout) -> "RankAddresses":
         """Use Unix sockets and files: torch's TCP store would listen everywhere, without a key."""
         return RankAddresses(
             plans=tuple(f"ipc://{folder}/rank{rank}" for rank in range(layout.world_size)),
@@ -87,7 +85,7 @@ class WorkerConfig:
     speculation: SpeculationConfig | None = None  # its model is a folder or a bundled name
     max_logprobs: int = 20  # of a token
 
-    def on_machine(self, share: MachineShare, addresses: RankAddresses) -> WorkerConfig:
+    def on_machine(self, share: MachineShare, addresses: RankAddresses) -> "WorkerConfig":
         """Return the configuration for ranks of a machine with its own files."""
         draft = self.draft
         if draft is not None:

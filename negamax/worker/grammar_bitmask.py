@@ -1,7 +1,5 @@
 """Grammar bitmasks on the device, applied to the logits of constrained rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +24,7 @@ class RowBitmasks:
     members: list[int]  # [M] indices of sampled rows
     packed: Tensor  # [M, ceil(V / 8)] uint8: bit i of byte j allows token 8 j + i
 
-    def select(self, rows: Sequence[int], *, renumber: bool = False) -> RowBitmasks | None:
+    def select(self, rows: Sequence[int], *, renumber: bool = False) -> "RowBitmasks | None":
         """Select the masks of `rows`; with `renumber`, members become indices into `rows`."""
         place = {row: i for i, row in enumerate(rows)}
         kept = [i for i, member in enumerate(self.members) if member in place]
@@ -74,7 +72,7 @@ class PendingBitmask:
     @classmethod
     def of_plan(
         cls, plan: StepPlan, wait: WaitForBitmask, *, vocab_size: int, requests: RequestState
-    ) -> PendingBitmask:
+    ) -> "PendingBitmask":
         """Take the bitmask from `wait` once needed. A row with a mask of another size fails."""
         bitmask = cache(wait)
 
@@ -124,7 +122,7 @@ class PendingBitmask:
         drafts.masked_fill_(places >= most.unsqueeze(1), -1)
         return True
 
-    def single(self, row: int) -> PendingBitmask:
+    def single(self, row: int) -> "PendingBitmask":
         """Return the bitmasks of a plan with this row alone."""
 
         def read_rows() -> dict[int, Sequence[bytes | None]]:

@@ -1,7 +1,5 @@
 """The shapes of captured steps: sizes that are worth a CUDA graph."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,12 +27,12 @@ class StepShape(NamedTuple):
     is_sampled: bool  # the graph samples after every token; otherwise only the layers are captured
 
     @classmethod
-    def of_decodes(cls, num_rows: int, num_drafts: int) -> StepShape:
+    def of_decodes(cls, num_rows: int, num_drafts: int) -> "StepShape":
         """Return the shape of decodes with up to `num_drafts` draft tokens each."""
         return cls(num_rows * (num_drafts + 1), num_rows, num_drafts + 1, is_sampled=True)
 
     @classmethod
-    def of_mix(cls, num_tokens: int, num_seqs: int) -> StepShape:
+    def of_mix(cls, num_tokens: int, num_seqs: int) -> "StepShape":
         """Return the shape of a batch of any kind."""
         return cls(num_tokens, num_seqs, num_tokens, is_sampled=False)
 

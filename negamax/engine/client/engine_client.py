@@ -1,7 +1,5 @@
 """A server process's client of its engines: admits requests and chooses a replica for each."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
@@ -49,7 +47,7 @@ class SharedQueue:
     @classmethod
     def of(
         cls, num_replicas: int, *, num_servers: int = 1, folder: Path | None = None
-    ) -> SharedQueue:
+    ) -> "SharedQueue":
         """Use files in `folder`; None: serve one process."""
 
         def shared(name: str, num_columns: int, num_rows: int) -> SharedNumbers:
@@ -118,7 +116,7 @@ class AsyncEngine:
         chat_template: Path | None = None,
         index: int = 0,
         queue: SharedQueue | None = None,
-    ) -> AsyncEngine:
+    ) -> "AsyncEngine":
         """Create a client without an engine; find (or download) the model's tokenizer and template.
 
         `chat_template`: a file that replaces the checkpoint's; `queue`: shared by the clients of

@@ -1,7 +1,5 @@
 """Start, watch, restart and stop the engines for the server processes in front of them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -66,7 +64,7 @@ class EngineSupervisor:
         ]
 
     @classmethod
-    async def start(cls, options: EngineOptions) -> EngineSupervisor:
+    async def start(cls, options: EngineOptions) -> "EngineSupervisor":
         """Start engines for this process alone, without restarts. Errors: as of `run`."""
         engine = await AsyncEngine.create(options)
         return await cls.run(engine, options, limits=SupervisionLimits(), module=ENGINE_MODULE)
@@ -82,7 +80,7 @@ class EngineSupervisor:
         num_servers: int = 1,
         listener: EngineListener | None = None,
         parent: ParentPulse | None = None,
-    ) -> EngineSupervisor:
+    ) -> "EngineSupervisor":
         """Start the engine processes and wait until all can serve `engine` and the `num_servers` -
         1 clients of `listener`.
 

@@ -5,8 +5,6 @@ The first frame holds the options. Server processes send requests and get their 
 step. A heartbeat thread watches the ranks, another one the first server process.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading
@@ -59,7 +57,7 @@ def _serve(
     context: Context,
     address: wire.EngineAddress,
     requests: zmq.Socket[bytes],
-    outbox: Outbox,
+    outbox: "Outbox",
 ) -> int:
     try:
         # torch: seconds of import, once the connection is up
@@ -165,7 +163,7 @@ def _split_report(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
     return parts
 
 
-def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, pulse: Pulse) -> None:
+def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, pulse: "Pulse") -> None:
     """Receive requests, step and send updates until a stop. Block while there is no work."""
     while True:
         while not loop.has_work or requests.poll(0):

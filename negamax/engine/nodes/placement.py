@@ -1,7 +1,5 @@
 """Choose the machines of a Ray cluster for an engine's ranks. Does not import Ray."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +16,7 @@ class Resources:
     gpus: float
     cpus: float
 
-    def holds(self, asked: Resources) -> bool:
+    def holds(self, asked: "Resources") -> bool:
         return self.gpus >= asked.gpus and self.cpus >= asked.cpus
 
     def __str__(self) -> str:

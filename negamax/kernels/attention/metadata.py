@@ -1,7 +1,5 @@
 """Attention metadata: positions of a step's tokens and the caches of their sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -103,12 +101,12 @@ class AttentionMetadata:
         )
 
     @property
-    def decodes(self) -> AttentionMetadata | None:
+    def decodes(self) -> "AttentionMetadata | None":
         """Return the sequences with one query each; None if there are none."""
         return self._part(0, self.num_decodes)
 
     @property
-    def prefills(self) -> AttentionMetadata | None:
+    def prefills(self) -> "AttentionMetadata | None":
         """Return the sequences with runs of queries; None if there are none."""
         return self._part(self.num_decodes, self.block_table_indices.shape[0])
 
@@ -117,7 +115,7 @@ class AttentionMetadata:
         width = max(1, -(-max(self.host_seq_lens, default=0) // block_size))
         return self.block_tables[:, :width].index_select(0, self.block_table_indices).long()
 
-    def _part(self, first: int, end: int) -> AttentionMetadata | None:
+    def _part(self, first: int, end: int) -> "AttentionMetadata | None":
         if first == end:
             return None
         if end - first == self.block_table_indices.shape[0]:

@@ -11,8 +11,6 @@ of one token and KV head is that of a sequence whose block table is the pages of
 in ascending order; only the last is partly filled.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch
@@ -71,12 +69,12 @@ class BlockSelection:
     pages: Tensor  # [T, kv_heads, topk_blocks] int32, the pages of `ids`; 0 where these are -1
 
     @classmethod
-    def empty(cls, num_tokens: int, shape: SparseShape, device: torch.device) -> BlockSelection:
+    def empty(cls, num_tokens: int, shape: SparseShape, device: torch.device) -> "BlockSelection":
         """Allocate the selected blocks of this rank's heads."""
         size = (2, num_tokens, shape.kv_heads, shape.topk_blocks)
         return cls(*torch.empty(size, dtype=torch.int32, device=device).unbind())
 
-    def select(self, tokens: slice) -> BlockSelection:
+    def select(self, tokens: slice) -> "BlockSelection":
         """Return the selection of some of the tokens."""
         return BlockSelection(self.ids[tokens], self.pages[tokens])
 
