@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import errno
 import gc
-import resource
 import socket
 from collections.abc import Awaitable, Callable, Generator
 from functools import partial
@@ -35,9 +34,9 @@ from negamax.api.models import make_models_router
 from negamax.api.openapi import build_document
 from negamax.api.playground import make_playground_router
 from negamax.api.processes.server_rank import ServerRank
-from negamax.api.processes.supervisor import ServerSupervisor, bind_shared
+from negamax.api.processes.supervisor import ServerSupervisor
 from negamax.base import env
-from negamax.base.addresses import resolve_host
+from negamax.base.addresses import bind, resolve_host
 from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.supervision import SupervisionLimits
@@ -105,37 +104,34 @@ def open_listener(options: ServerOptions) -> socket.socket:
     for a port in use; `ConfigError` for a host that is not this machine's, for one that others
     reach without a key, and for TLS files that do not match.
     """
-    family, kind, protocol, address = resolve_address(options)
+    family, address = resolve_address(options)
     _make_tls_files(options)
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address)
+        listener = bind(family, address)
         if options.api_server_count > 1:
             # one beside which others can be bound; such a socket alone could not show whether
             # the port was free
             address = listener.getsockname()
             listener.close()
-            return bind_shared(address, family=family)
+            return bind(family, address, is_shared=True)
     except OSError as error:
-        listener.close()
         raise _build_bind_error(error, host=options.host, port=options.port) from None
     return listener
 
 
-def resolve_address(options: ServerOptions) -> tuple[int, int, int, Any]:
-    """Return family, kind, protocol and address to listen on.
+def resolve_address(options: ServerOptions) -> tuple[int, Any]:
+    """Return family and address to listen on.
 
     Errors: `ConfigError` for an unknown host, and for one that other machines reach without a key.
     """
     host, has_key = options.host, bool(options.api_keys or options.api_key_file)
-    family, kind, protocol, address = resolve_host(host, options.port)
+    family, address = resolve_host(host, options.port)
     if not (has_key or options.allow_unauthenticated or is_loopback(str(address[0]))):
         raise ConfigError(
             f"--host is {host!r}, which other machines can reach, and there is no API key",
             hint="set NEGAMAX_API_KEY or --api-key, or pass --allow-unauthenticated",
         )
-    return family, kind, protocol, address
+    return family, address
 
 
 def _make_tls_files(options: ServerOptions) -> TlsFiles | None:
@@ -256,16 +252,6 @@ def _build_url(listener: socket.socket, options: ServerOptions) -> str:
     return f"{'http' if options.ssl_certfile is None else 'https'}://{host}:{port}"
 
 
-def _raise_file_limit() -> int:
-    """Raise this process's limit of open files as far as possible and return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = hard if hard != resource.RLIM_INFINITY else 1 << 20
-    with contextlib.suppress(ValueError, OSError):  # macOS refuses large numbers
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-        return limit
-    return soft
-
-
 class HttpServer(uvicorn.Server):
     """uvicorn with our signals and connections. Single writer: the event loop."""
 
@@ -281,7 +267,7 @@ class HttpServer(uvicorn.Server):
         options = context.options
         self._protocol_class = make_protocol_class(slow_client_timeout=options.slow_client_timeout)
         self._limits = ConnectionLimits.of(
-            max_files=_raise_file_limit(), per_address=options.max_connections_per_address
+            max_files=env.raise_file_limit(), per_address=options.max_connections_per_address
         )
         self._tls = _make_tls_files(options)
         self._make_config = partial(

@@ -6,12 +6,10 @@ from typing import Any
 from negamax.base.errors import ConfigError
 
 
-def resolve_host(host: str, port: int) -> tuple[int, int, int, Any]:
-    """Resolve `--host` ("": all interfaces) to family, kind, protocol and address. Errors:
-    `ConfigError` for an unknown host.
-    """
+def resolve_host(host: str, port: int) -> tuple[int, Any]:
+    """Resolve `--host` ("": all interfaces) to family and address. Errors: `ConfigError`."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, _, _, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError) as error:
@@ -19,4 +17,21 @@ def resolve_host(host: str, port: int) -> tuple[int, int, int, Any]:
             f"--host is {host!r}, which cannot be resolved: {error}",
             hint="use 127.0.0.1 or 0.0.0.0",
         ) from None
-    return family, kind, protocol, address
+    return family, address
+
+
+def bind(family: int, address: Any, *, is_shared: bool = False) -> socket.socket:
+    """Return a TCP socket bound to `address`. Errors: `OSError`.
+
+    `is_shared`: others can be bound, too; the system spreads connections over those that listen.
+    """
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound

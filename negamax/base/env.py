@@ -4,6 +4,7 @@ import math
 import os
 import resource
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -44,6 +45,16 @@ def allow_open_files(needed: int) -> None:
             hint="raise the limit (ulimit -n)",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def raise_file_limit() -> int:
+    """Raise this process's limit of open files as far as possible and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = hard if hard != resource.RLIM_INFINITY else 1 << 20
+    with suppress(ValueError, OSError):  # macOS refuses large numbers
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        return limit
+    return soft
 
 
 def set_default(name: str, value: str) -> None:

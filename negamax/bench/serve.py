@@ -8,7 +8,6 @@ import asyncio
 import gc
 import math
 import random
-import resource
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
@@ -18,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from negamax.base import env
 from negamax.base.errors import ConfigError, NegamaxError
 from negamax.bench import serve_workloads as workloads
 from negamax.bench.agent_sessions import AgentSessions, source_code
@@ -78,7 +78,7 @@ def run(
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Measurement:
     """Measure once. Errors: `ConfigError` for a workload that cannot run, `NegamaxError`."""
-    _raise_file_limit()
+    env.raise_file_limit()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_run(options, progress))
 
@@ -373,10 +373,3 @@ def arrivals(options: BenchOptions) -> Iterator[float]:
         if math.isfinite(options.request_rate):
             scale = 1.0 / (options.request_rate * options.burstiness)
             at += rng.gammavariate(options.burstiness, scale)
-
-
-def _raise_file_limit() -> None:
-    """Allow as many open connections as the system does."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

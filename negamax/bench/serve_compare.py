@@ -71,7 +71,7 @@ def table(series: Sequence[Series]) -> str:
     rows = [head]
     for one in series:
         for number, run in enumerate(one.runs):
-            failed = run.get("failed")
+            failed, shown = run.get("failed"), [run.get(f"{name}_ms") for name in _SHOWN]
             rows.append(
                 (
                     "" if number else one.name,
@@ -79,7 +79,7 @@ def table(series: Sequence[Series]) -> str:
                     str(run.get("completed", 0)),
                     "-" if failed is None else str(failed),
                     f"{run['output_throughput']:,.1f}",
-                    *(_milliseconds(run.get(f"{name}_ms")) for name in _SHOWN),
+                    *("-" if value is None else f"{value:,.2f}" for value in shown),
                 )
             )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -90,7 +90,3 @@ def table(series: Sequence[Series]) -> str:
         ).rstrip()
         for row in rows
     )
-
-
-def _milliseconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.2f}"

@@ -1,7 +1,5 @@
 """Norms, the token embedding and the output head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
@@ -83,35 +81,28 @@ class VocabEmbedding:
         weights: WeightFormat,
     ) -> None:
         self._group = group
-        # Tokens of other ranks read the row of zeros at either end.
-        self._weight = torch.zeros(
+        # [rows + 2, hidden]: tokens of other ranks read the row of zeros at either end
+        self.table = torch.zeros(
             len(rows) + 2, shape[1], dtype=weights.dtype, device=weights.device
         )
         self.slots = [
-            WeightSlot(name, shape, target=self._weight[1:-1], region=(rows, range(shape[1])))
+            WeightSlot(name, shape, target=self.table[1:-1], region=(rows, range(shape[1])))
         ]
 
-    @property
-    def table(self) -> Tensor:
-        """This rank's rows between two rows of zeros: [rows + 2, hidden]."""
-        return self._weight
-
-    def whole(self) -> VocabEmbedding:
+    def whole(self) -> "VocabEmbedding":
         """Return the embedding with all rows on this rank: itself, or a copy if it is split."""
         if self._group.size == 1:
             return self
         other = copy(self)
-        rows = self._group.all_gather(self._weight[1:-1].contiguous(), dim=0)
-        other._weight, other._group = F.pad(rows, (0, 0, 1, 1)), SingleRank()
+        rows = self._group.all_gather(self.table[1:-1].contiguous(), dim=0)
+        other.table, other._group = F.pad(rows, (0, 0, 1, 1)), SingleRank()
         return other
 
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> VocabEmbedding:
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> "VocabEmbedding":
         """Return a copy with `change` applied to rows [n, hidden], some at a time."""
         other = copy(self)
-        other._weight = torch.empty_like(self._weight)
-        for rows, changed in zip(
-            self._weight.split(_ROWS), other._weight.split(_ROWS), strict=True
-        ):
+        other.table = torch.empty_like(self.table)
+        for rows, changed in zip(self.table.split(_ROWS), other.table.split(_ROWS), strict=True):
             changed.copy_(change(rows))
         return other
 

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from negamax.base.addresses import bind
 from negamax.parallel.layout import ParallelLayout
 
 _BACKLOG = 1024  # pending connections: several per rank
@@ -36,10 +37,7 @@ def open_store(rendezvous: str, layout: ParallelLayout, *, timeout_s: float) -> 
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
+    listener = bind(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, port))
     listener.listen(_BACKLOG)
     return listener
 

@@ -89,10 +89,6 @@ class StartedCall:
     name: str
 
 
-def make_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
 class _CountingReader:
     """A reader of one choice, with its counts and its end."""
 
@@ -157,7 +153,7 @@ class ChoiceReader(_CountingReader):
             events = list(self._chosen(events, is_end=is_end))
         for event in events:
             if isinstance(event, ToolCallStart):
-                self.calls.append(StartedCall(make_call_id(), event.name))
+                self.calls.append(StartedCall(f"call_{secrets.token_hex(12)}", event.name))
                 self._on_call()
         if output.finish_reason is not None:
             self.finish_reason = self._finish_reason(output.finish_reason)

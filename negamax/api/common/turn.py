@@ -18,7 +18,7 @@ from negamax.api.common.api_request import (
     generate,
     get_cache_salt,
 )
-from negamax.api.common.blocks import Block, BlockEvent, BlockWriter
+from negamax.api.common.blocks import BlockEvent, BlockWriter
 from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import ChatPrompt, Conversation
@@ -267,11 +267,8 @@ class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):
         choice = Choice(0, self._reader, is_prompt_only=turn.is_prompt_only)
         super().__init__(request_id, turn.source, [choice])
         self._writer = BlockWriter(self._reader.calls)
+        self.blocks = self._writer.blocks
         self._logprobs: list[TokenLogprobs] = []
-
-    @property
-    def blocks(self) -> list[Block]:
-        return self._writer.blocks
 
     @property
     def finish_reason(self) -> str | None:

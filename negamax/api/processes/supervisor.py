@@ -6,10 +6,10 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
 
 from negamax.api.processes import wire
 from negamax.api.processes.server_rank import ServerRank
+from negamax.base.addresses import bind
 from negamax.base.errors import EngineDeadError
 from negamax.base.log import get_logger
 from negamax.base.supervision import (
@@ -156,7 +156,8 @@ class ServerSupervisor:
 
     def _spawn(self, index: int) -> Supervised:
         """Start a process with its own listening socket and send it the engines' states."""
-        with bind_shared(self._listener.getsockname(), family=self._listener.family) as listener:
+        address = self._listener.getsockname()
+        with bind(self._listener.family, address, is_shared=True) as listener:
             running = Supervised(
                 SERVER_WORKER_MODULE,
                 own_group=True,
@@ -183,22 +184,6 @@ class ServerSupervisor:
     def _send_all(self, message: wire.ServerMessage) -> None:
         for running in self._processes.values():
             running.send(wire.encoder.encode(message))
-
-
-def bind_shared(address: Any, *, family: int) -> socket.socket:
-    """Return a socket bound to `address`, to which others can be bound too.
-
-    The system spreads connections over those that listen.
-    """
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        bound.bind(address)
-    except OSError:
-        bound.close()
-        raise
-    return bound
 
 
 async def _answers(path: str) -> bool:

@@ -35,7 +35,7 @@ class Replica:
         self._past: wire.EngineStats | None = None  # counters of engines that died
         self._death = "the engine is not running"
         self._next_ready = 0.0  # monotonic: when the current start should be over
-        self._stays_dead = False
+        self.has_failed = False
         # unanswered commands about experts, by number
         self._records: dict[int, asyncio.Future[wire.ExpertRecord]] = {}
         self._num_records = 0
@@ -45,14 +45,10 @@ class Replica:
         return self._channel is not None and self._channel.is_open
 
     @property
-    def has_failed(self) -> bool:
-        return self._stays_dead
-
-    @property
     def state(self) -> State:
         if self.alive:
             return "ok" if self.silence is None else "silent"
-        return "failed" if self._stays_dead else "restarting"
+        return "failed" if self.has_failed else "restarting"
 
     @property
     def silence(self) -> str | None:
@@ -66,7 +62,7 @@ class Replica:
 
     def unavailable(self) -> EngineDeadError | UnavailableError:
         """The error for requests while no engine runs, with the time after which to retry."""
-        if self._stays_dead:
+        if self.has_failed:
             return EngineDeadError(self._death, code="engine_dead")
         wait = max(1.0, self._next_ready - time.monotonic())
         return UnavailableError(
@@ -162,7 +158,7 @@ class Replica:
 
     def on_engine_failed(self, reason: str) -> None:
         self._death = reason
-        self._stays_dead = True
+        self.has_failed = True
 
     def receive(self, steps: Sequence[wire.StepOutputs]) -> None:
         """Pass steps that arrived together to their sequences, one update each."""

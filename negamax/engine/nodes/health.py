@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from negamax.base.addresses import resolve_host
+from negamax.base.addresses import bind, resolve_host
 from negamax.base.errors import ResourceError
 from negamax.base.log import get_logger
 
@@ -77,14 +77,10 @@ class NodeHealth:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family, kind, protocol, address = resolve_host(host, port)
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address)
+        listener = bind(*resolve_host(host, port))
         listener.listen()
     except OSError as error:
-        listener.close()
         raise ResourceError(
             f"--node-health-port is {port}, which cannot be used at {host}: {error.strerror}",
             hint="use another one, or --host 127.0.0.1 or 0.0.0.0",

@@ -103,7 +103,6 @@ def qk_norm_rope_write(
 def head_norm_rope_write(
     qkv: Tensor, norm: HeadNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
-    """Compute the op as defined."""
     if not cache.is_unscaled(qkv.dtype):
         return attention.head_norm_rope_write(qkv, norm, at, cache)
     q = qkv.new_empty(qkv.shape[0], norm.heads, cache.k.shape[-1])
@@ -120,7 +119,6 @@ def sparse_norm_rope_write(
     *,
     index_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the op as defined."""
     is_plain = cache.is_unscaled(projected.dtype) and index_cache.dtype == projected.dtype
     if not is_plain or index_rows is not None:
         return block_sparse.norm_rope_write(
@@ -213,7 +211,6 @@ def _block_scores(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, si
 def route(
     x: Hidden, router: Router, *, top_k: int, active: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the op as defined."""
     gate, bias = router.gate, router.bias
     x = unquantized(x)
     assert x.is_contiguous()
@@ -289,11 +286,10 @@ def experts_kernel(linear: AnyKernel) -> AnyKernel:
 def kernels(linear: AnyKernel) -> tuple[AnyKernel, ...]:
     """Make all kernels of this file for the dtype of `linear`, the experts' `gemm.linear`."""
     (dtype,) = linear.dtypes
+    options: Any = {"dtypes": (dtype,), "available": lambda: _available(dtype)}
 
     def kernel(op: Op[P, R], run: R, prepare: P) -> Kernel[P, R]:
-        return Kernel(
-            op, "native", run, prepare, dtypes=(dtype,), available=lambda: _available(dtype)
-        )
+        return Kernel(op, "native", run, prepare, **options)
 
     return (
         kernel(ADD_RMS, add_rms, norm_spec.prepare),
@@ -301,15 +297,8 @@ def kernels(linear: AnyKernel) -> tuple[AnyKernel, ...]:
         kernel(DECODE, decode, plan_decode),
         kernel(HEAD_NORM_ROPE_WRITE, head_norm_rope_write, HeadNorm),
         kernel(BLOCK_SPARSE_NORM_ROPE_WRITE, sparse_norm_rope_write, SparseHeadNorm),
-        *select_kernels(
-            _block_scores, "native", dtypes=(dtype,), available=lambda: _available(dtype)
-        ),
-        *attention_kernels(
-            PagedDecode(_plan_pages, _decode_pages),
-            "native",
-            dtypes=(dtype,),
-            available=lambda: _available(dtype),
-        ),
+        *select_kernels(_block_scores, "native", **options),
+        *attention_kernels(PagedDecode(_plan_pages, _decode_pages), "native", **options),
         kernel(ROUTE, route, Router),
         kernel(SWIGLU, swiglu, None),
         experts_kernel(linear),
