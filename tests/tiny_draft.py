@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from negamax.worker.block_drafts import BlockProposer
 from negamax.worker.eagle3 import Eagle3Proposer
 from negamax.worker.proposer import DraftRows
 from negamax.worker.request_state import RequestState
+from tests import tiny_block_draft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -170,6 +172,16 @@ def make(
     variant: str, folder: Path, *, vocab_size: int, hidden_size: int, ids: list[int]
 ) -> tuple[dict[str, Any], Weights, str]:
     """Write a variant that reads the outputs of layers `ids`; return config, tensors, path."""
+    if variant in tiny_block_draft.VARIANTS:
+        sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size}
+        fields = tiny_block_draft.config(variant, **sizes, ids=ids)
+        tensors = tiny_block_draft.weights(variant, fields, 7)
+        stored = tensors
+        if "quantization_config" in fields:
+            stored = tiny_block_draft.quantize(tensors)
+        if "dspark_block_size" in fields:
+            stored = tiny_block_draft.respell(stored)
+        return fields, tensors, save(fields, stored, folder)
     parts = ("own_embedding", "own_head", "layout", "offsets")
     options = VARIANTS[variant]
     own = {name: value for name, value in options.items() if name not in parts}
@@ -184,21 +196,32 @@ def make(
     return fields, tensors, save(fields, tensors, folder, layout=layout)
 
 
-def watch(patch: Callable[[object, str, Any], None]) -> list[Proposal]:
-    """Record the known tokens and the proposal of every call in this process."""
+def watch(
+    patch: Callable[[object, str, Any], None], texts: Sequence[list[int]] = ()
+) -> list[Proposal]:
+    """Record the known tokens and the proposal of every call in this process.
+
+    Then replace the tokens by those of `texts`, of which 0 to all are correct.
+    """
     seen: list[Proposal] = []
-    propose = Eagle3Proposer.propose
+    own = {proposer: proposer.propose for proposer in (Eagle3Proposer, BlockProposer)}
 
     def record(
         self: Any, states: Any, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
-        drafts = propose(self, states, rows, requests, num_tokens)
+        drafts = own[type(self)](self, states, rows, requests, num_tokens)
         columns = rows.slots.tolist(), rows.lengths.tolist(), drafts
         for slot, length, row in zip(*columns, strict=True):
-            seen.append((requests.tokens[slot, :length].tolist(), row.tolist()))
+            known = requests.tokens[slot, :length].tolist()
+            seen.append((known, row.tolist()))
+            for text in texts:
+                if num_tokens and text[:length] == known and len(text) >= length + num_tokens:
+                    row[:] = torch.tensor(text[length : length + num_tokens])
+                    row[length % (num_tokens + 1) :] += 1
         return drafts
 
-    patch(Eagle3Proposer, "propose", record)
+    for proposer in own:
+        patch(proposer, "propose", record)
     return seen
 
 
@@ -212,7 +235,9 @@ def count_differing(
 ) -> tuple[int, int]:
     """Count draft tokens that differ from the oracle's on `target`'s `layers`, and all."""
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
-    oracle = Oracle(config, tensors, embedding=embedding.detach(), head=head.detach())
+    of_block = any(name.endswith("block_size") for name in config)
+    make_oracle = tiny_block_draft.Oracle if of_block else Oracle
+    oracle = make_oracle(config, tensors, embedding=embedding.detach(), head=head.detach())
     streams = {}
     for text in texts:
         with torch.no_grad():

@@ -4,6 +4,7 @@ import difflib
 import errno
 import re
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 from negamax.base import env
@@ -93,12 +94,14 @@ def resolve_model(
     *,
     check: Callable[[Path], object] | None = None,
     needs_weights: bool = True,
+    subfolder: str | None = None,
 ) -> Path:
     """Return the folder of `model`. Missing files of a hub model are downloaded first.
 
     `revision` is a branch, tag or commit of a hub model. `download_dir` replaces the hub's own
     cache. `source` is one of `options.engine.SOURCES`. Weights are downloaded last, after `check`
-    accepted the folder with the other files, and only with `needs_weights`.
+    accepted the folder with the other files, and only with `needs_weights`, and with them such
+    files of `subfolder`.
 
     Errors: those of `check`; `ConfigError` for an unknown name, an unknown or closed repository or
     revision, and failed downloads; `ResourceError` if the disk cannot take the files.
@@ -117,7 +120,7 @@ def resolve_model(
             revision,
             download_dir,
             others=OTHER_FILES,
-            named=_named,
+            named=partial(_named, subfolder=subfolder),
             check=check,
             weights=WEIGHT_FILES if needs_weights else (),
         )
@@ -134,11 +137,13 @@ def resolve_model(
         raise client.failure(cause, where) from error
 
 
-def _named(folder: Path) -> list[str]:
-    """Return the paths in subfolders that the top-level files name, such as a QuaRot rotation.
+def _named(folder: Path, *, subfolder: str | None) -> list[str]:
+    """Return the patterns of files in subfolders: of `subfolder`, and a QuaRot rotation.
 
     Only some models need them: the draft of a rotated model reads its rotation.
     """
     config = folder / "config.json"
     rotation = rotation_file(read_json_object(config), folder) if config.is_file() else None
-    return [] if rotation is None else [rotation]
+    files = [] if rotation is None else [rotation]
+    patterns = (*OTHER_FILES, *WEIGHT_FILES) if subfolder else ()
+    return [*files, *(f"{subfolder}/{pattern}" for pattern in patterns)]

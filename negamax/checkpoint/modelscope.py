@@ -84,10 +84,13 @@ def download(
     folder = fetch(_at_top(others))
     if check is not None:
         check(folder)
-    names, is_weights = set(named(folder)), _at_top(weights)
+    names, is_weights = named(folder), _at_top(weights)
     if not weights:
         return folder
-    return fetch(lambda path: is_weights(path) or path in names, tells_licence=True)
+    return fetch(
+        lambda path: is_weights(path) or any(fnmatch.fnmatch(path, name) for name in names),
+        tells_licence=True,
+    )
 
 
 def _at_top(patterns: Sequence[str]) -> Callable[[str], bool]:

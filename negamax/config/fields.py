@@ -97,11 +97,15 @@ def check_per_layer(
 
 def note_unknown(config: Mapping[str, Any], known: Set[str], *, notes: list[str]) -> None:
     """Note the fields of `config` that neither the family (`known`) nor all families know."""
-    unknown = sorted(str(key) for key in config if key not in known | _READ | _IGNORED)
-    if unknown:
+    if unknown := list_unknown(config, known):
         notes.append(
             f"config.json fields that this version does not know and ignores: {', '.join(unknown)}"
         )
+
+
+def list_unknown(config: Mapping[str, Any], known: Set[str]) -> list[str]:
+    """List the fields of `config` that neither the family (`known`) nor all families know."""
+    return sorted(str(key) for key in config if key not in known | _READ | _IGNORED)
 
 
 def merge_fields(
@@ -121,6 +125,14 @@ def read_size(config: Mapping[str, Any], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE:
         refuse(name, value, f"an integer from 1 to {MAX_SIZE}")
     return value
+
+
+def read_count(config: Mapping[str, Any], name: str) -> int:
+    """Read an integer from 0 that has no default. Errors: `ConfigError`."""
+    value = _require(config, name)
+    if type(value) is not int or not 0 <= value <= MAX_SIZE:
+        refuse(name, value, f"an integer from 0 to {MAX_SIZE}")
+    return int(value)
 
 
 def read_required_number(config: Mapping[str, Any], name: str) -> float:

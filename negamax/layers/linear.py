@@ -1,6 +1,6 @@
 """Linear layers split over ranks: by output rows (column parallel) or input columns (row)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -71,6 +71,14 @@ class ColumnParallel(_Linear):
         """x [T, in] -> [T, this rank's rows of all parts]."""
         return self._run(x, self._weight, output)
 
+    def copy_rows(self, rows: range) -> Callable[[Tensor | QuantizedActivations], Tensor]:
+        """Return a GEMM of its own, x [T, in] -> [T, rows], before `finish_loading`.
+
+        `rows` of this rank's weight must not cut a group of its format.
+        """
+        weight = self._prepare(self._matrix.copy_rows(rows))
+        return lambda x: self._run(x, weight, LIKE_INPUT)
+
 
 class ColumnParallels:
     """`ColumnParallel` with one GEMM per run of parts in the same format."""
@@ -114,3 +122,13 @@ class RowParallel(_Linear):
         """x [T, own columns] -> [T, out]; with `in_parts` perhaps [T, P, out] parts."""
         out = self._run(x, self._weight, IN_PARTS if in_parts else LIKE_INPUT)
         return Partial(out, self._group)
+
+
+def cat_columns(parts: Sequence[Tensor], columns: range) -> Tensor:
+    """Return `columns` of [T, width] `parts` side by side, [T, len(columns)]."""
+    width, shares = parts[0].shape[1], []
+    for number, part in enumerate(parts):
+        ends = (end - number * width for end in (columns.start, columns.stop))
+        start, stop = (min(max(end, 0), width) for end in ends)
+        shares.append(part[:, start:stop])
+    return torch.cat(shares, dim=-1)

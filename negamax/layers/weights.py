@@ -193,6 +193,7 @@ class MatrixWeight:
         *lead, rows, columns = shape
         self.format, self._weights, self._reason = stored, weights, reason
         self._tensors: dict[str, Tensor] = {}
+        self._num_columns = columns
         for tensor in stored.tensors:
             if tensor.is_kept:
                 fill = torch.ones if tensor.is_number else torch.zeros
@@ -253,6 +254,16 @@ class MatrixWeight:
             assert row % dim.unit == 0, f"{tensor.name} at row {row}"
             held = held.narrow(n, row // dim.unit, len(part))
         return held
+
+    def copy_rows(self, rows: range) -> StoredWeight:
+        """Copy `rows` of the written matrix; they must not cut a group of its format."""
+        region, tensors = (rows, range(self._num_columns)), self.format.tensors
+        parts = {
+            tensor.name: self._place_of(tensor, region, (rows.start,)).clone()
+            for tensor in tensors
+            if tensor.is_kept
+        }
+        return StoredWeight(self.format, parts)
 
     def take(self) -> StoredWeight:
         """Return the weight for a kernel's `prepare`, and drop it here."""

@@ -4,7 +4,7 @@ A draft reads the residual stream of some layers of its target, the model whose 
 A layer is named by the stream that enters it: layer L's is the stream after L layers.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, Self
@@ -120,8 +120,8 @@ class DraftNames(WeightNames, Protocol):
     EMBEDDING: str
     HEAD: str
 
-    def respell(self, name: str) -> str:
-        """Return the slot of a checkpoint tensor that is stored separately."""
+    def list_slots(self, names: Iterable[str]) -> set[str]:
+        """Return the slots of the draft that tensors `names` fill."""
 
 
 class IsDraft(ConfigError):

@@ -15,6 +15,7 @@ from negamax.config.fields import refuse
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import MODELOPT_FILE, read_quantization
 from negamax.models.drafts import DraftFamily, DraftNames, DraftSpec, IsDraft
+from negamax.models.dspark import config as dspark
 from negamax.models.eagle3 import config as eagle3
 from negamax.models.family import Init, ModelFamily, WeightNames
 from negamax.models.minimax_m2 import config as minimax_m2
@@ -24,7 +25,7 @@ from negamax.text.chat_family import ChatFamily
 # One line per family.
 _ALL = (*minimax_m2.FAMILIES, *minimax_m3.FAMILIES)
 FAMILIES = {family.architecture: family for family in _ALL}
-DRAFTS = {family.architecture: family for family in (eagle3.FAMILY,)}  # draft models
+DRAFTS = {eagle3.FAMILY.architecture: eagle3.FAMILY, **dspark.FAMILIES}  # draft models
 # The chat formats by their short names ("m2", "m3").
 CHAT_FAMILIES: Mapping[str, ChatFamily] = {
     family.chat.call_style.name: family.chat

@@ -218,8 +218,9 @@ class EngineOptions:
     # keys: options/speculation.py
     speculative_config: dict[str, Any] | None = option(
         None,
-        "Propose draft tokens: method (eagle3, ngram), model, num_speculative_tokens, adaptive and "
-        "the other keys in docs/speculation.md. Default: none are proposed.",
+        "Propose draft tokens: method (eagle3, dspark, dflash, ngram), model, "
+        "num_speculative_tokens, adaptive and the other keys in docs/speculation.md. Default: none "
+        "are proposed.",
         "-sc",
         is_json=True,
         panel=SPECULATION,

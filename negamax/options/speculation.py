@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 from negamax.base.errors import ConfigError
 from negamax.options.flags import check_keys
 
-EAGLE3, NGRAM = "eagle3", "ngram"
-METHODS = (EAGLE3, NGRAM)
+EAGLE3, DSPARK, DFLASH, NGRAM = "eagle3", "dspark", "dflash", "ngram"
+METHODS = (EAGLE3, DSPARK, DFLASH, NGRAM)
 DEFAULT_DRAFT_TOKENS = 3
 # A row to verify has one query more, and block-sparse attention takes at most 16 of a row.
 MAX_DRAFT_TOKENS = 15
@@ -16,7 +16,7 @@ MAX_LOOKUP = 32
 
 _FLAG = "--speculative-config"
 _METHOD_NAMES = {"[ngram]": NGRAM, "ngram_gpu": NGRAM}
-_EAGLE3_KEYS = {
+_DRAFT_KEYS = {
     "model", "revision", "eagle_aux_hidden_state_layer_ids", "draft_lm_head_quantization",
     "draft_sample_method",
 }  # fmt: skip
@@ -25,7 +25,7 @@ _SYNTHETIC_KEYS = {"synthetic_acceptance_length", "synthetic_acceptance_rates"}
 _LENGTH_KEYS = {"num_speculative_tokens", "num_draft_tokens"}
 _KEYS = {
     "method", "adaptive", "rejection_sample_method", "draft_tensor_parallel_size", *_LENGTH_KEYS,
-    *_EAGLE3_KEYS, *_NGRAM_KEYS, *_SYNTHETIC_KEYS,
+    *_DRAFT_KEYS, *_NGRAM_KEYS, *_SYNTHETIC_KEYS,
 }  # fmt: skip
 _DRAFT_RUNS = "a draft runs as its model does, in the same steps and graphs"
 # Keys of vLLM that change no token of an answer, and why they have no effect.
@@ -39,6 +39,8 @@ _WITHOUT_EFFECT = {
     "draft_load_config": "a draft is loaded as its model is",
     "num_speculative_tokens_per_batch_size": "the number is chosen from measured times",
     "max_model_len": "a draft sees what its model sees",
+    "enable_adaptive_verification": "all rows verify the same number, chosen from measured times",
+    "dspark_draft_topk": "the Markov matrices apply to all tokens",
 }
 _REJECTION_METHODS = {
     "standard": "standard", "strict": "standard", "probabilistic": "standard",
@@ -125,7 +127,7 @@ class SpeculationConfig:
             is_default_method="method" not in given,
             is_default_length=not _LENGTH_KEYS & given.keys() and rates is None,
             adaptive=adaptive,
-            model=_text(given, "model") if method == EAGLE3 else None,
+            model=_text(given, "model") if method != NGRAM else None,
             revision=_text(given, "revision"),
             draft_lm_head_quantization=head,
             draft_sample_method=sampling,
@@ -149,18 +151,18 @@ def _method(given: Mapping[str, Any]) -> str:
     if method not in METHODS:
         _refuse("method", given["method"], ", ".join(METHODS), "leave the option out, or choose "
                 "one of these; the answers are the same")  # fmt: skip
-    if method == EAGLE3 and model is None:
-        refusal = f"{_FLAG} has method eagle3 and no model"
+    if method in (EAGLE3, DFLASH) and model is None:
+        refusal = f"{_FLAG} has method {method} and no model"
         raise ConfigError(refusal, hint='give "model": the folder or hub id of the draft model')
     return method
 
 
 def _check_keys(given: Mapping[str, Any], method: str) -> None:
-    other = _NGRAM_KEYS if method == EAGLE3 else _EAGLE3_KEYS - {"model"}
+    other = _DRAFT_KEYS - {"model"} if method == NGRAM else _NGRAM_KEYS
     for key in given:
         if key in other:
-            owner = NGRAM if method == EAGLE3 else EAGLE3
-            refusal = f"{_FLAG} has {key}, which is for method {owner}; the method is {method}"
+            owner = f"method {NGRAM}" if key in _NGRAM_KEYS else "draft models"
+            refusal = f"{_FLAG} has {key}, which is for {owner}; the method is {method}"
             raise ConfigError(refusal, hint=f"leave {key} out")
     check_keys(_FLAG, given, _KEYS, also=_WITHOUT_EFFECT.keys())
 

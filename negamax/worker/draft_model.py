@@ -10,7 +10,6 @@ from negamax.checkpoint.loader import fill
 from negamax.checkpoint.plan import plan_load
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.kernels.drafts.op import RECORD_DRAFTS
-from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.sampling.op import DRAW_LEADING, PICK, RowSampling
 from negamax.layers.attention import KvCaches
@@ -97,12 +96,12 @@ class DraftModelProposer(Proposer):
 
     def _sample(
         self, logits: Tensor, slots: Tensor, positions: Tensor, requests: RequestState,
-        *, first_id: int, group: Collective,
+        *, first_id: int,
     ) -> Tensor:  # fmt: skip
         """Sample as the target would at `positions` [R] of `slots` [R]; else as `_pick_greedy`."""
         rows = requests.get_sampling(slots, positions)
-        picked = self._pick(logits, rows, first_id=first_id, group=group)
+        picked = self._pick(logits, rows, first_id=first_id, group=self._group)
         drawn: Tensor = self._draw_leading(
-            logits, rows, first_id=first_id, otherwise=picked, group=group
+            logits, rows, first_id=first_id, otherwise=picked, group=self._group
         )
         return drawn

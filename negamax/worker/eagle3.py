@@ -102,7 +102,7 @@ class Eagle3Proposer(DraftModelProposer):
             return self._pick_greedy(logits, first_id=model.vocab_range.start)
         # noise is keyed by the target's ids
         whole = model.scatter_logits(logits)
-        return self._sample(whole, slots, lengths + place, requests, first_id=0, group=self._group)
+        return self._sample(whole, slots, lengths + place, requests, first_id=0)
 
     def _single_tokens(
         self, slots: Tensor, positions: Tensor, seq_lens: Tensor, requests: RequestState

@@ -12,7 +12,7 @@ from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches
 from negamax.layers.basic import VocabEmbedding
 from negamax.models.decoder import Decoder
-from negamax.options.speculation import NGRAM
+from negamax.options.speculation import EAGLE3, NGRAM
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 from negamax.worker.config import WorkerConfig
@@ -118,12 +118,16 @@ def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | N
         from negamax.worker.ngram import NgramProposer
 
         proposer = NgramProposer(speculation, max_model_len=config.max_model_len)
-    elif config.draft is not None:
+    elif config.draft is None:
+        return None
+    elif speculation.method == EAGLE3:
         from negamax.worker.eagle3 import Eagle3Proposer
 
         proposer = Eagle3Proposer(config, config.draft, kernels=kernels)
     else:
-        return None
+        from negamax.worker.block_drafts import BlockProposer
+
+        proposer = BlockProposer(config, config.draft, kernels=kernels)
     if speculation.synthetic_acceptance_rates is not None:
         proposer.acceptance = SyntheticAcceptance(speculation.synthetic_acceptance_rates)
         proposer.has_gaps = False  # even a missing token may be accepted

@@ -86,6 +86,12 @@ CASES: dict[str, dict[str, Any]] = {
         **M3, "tensor_parallel_size": 8, "quantization": "int4", "index_cache_sharding": "on",
         "enable_expert_parallel": True, "max_model_len": 33_333, "speculative_config": M3_DRAFT,
     },
+    "M3.1, block drafts": {
+        "model": "minimax-m3.1-flash", "num_hidden_layers": 6, **SMALL, "tensor_parallel_size": 4,
+        "speculative_config": {
+            "model": "minimax-m3.1-dspark", "eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4, 6],
+        },
+    },
     "M3, shared cache": {
         **M3, "tensor_parallel_size": 8, "decode_context_parallel_size": 2, "quantization": "mxfp8",
         "speculative_config": M3_DRAFT,

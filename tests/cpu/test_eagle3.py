@@ -1,4 +1,4 @@
-"""EAGLE3 drafts equal plain PyTorch on transformers' hidden states, for any chunking.
+"""Drafts of models equal plain PyTorch on transformers' hidden states, for any chunking.
 
 The answers equal those of a run without drafts.
 """
@@ -16,12 +16,14 @@ import torch
 from negamax import LLM, SamplingParams
 from negamax.base import env
 from negamax.base.errors import CheckpointError, ResourceError
-from negamax.models.eagle3.config import FAMILY, read_spec
+from negamax.engine.core import source
 from negamax.models.memory import draft_bytes, weight_bytes
+from negamax.models.registry import find_draft_family
 from negamax.scheduler.draft_length import FixedDraftLength
 from negamax.worker import kv_cache
-from tests import tiny, tiny_draft, tiny_m3
+from tests import tiny, tiny_block_draft, tiny_draft, tiny_m3
 from tests.layouts import full
+from tests.tiny_block_draft import VARIANTS as BLOCK_VARIANTS
 from tests.tiny_draft import VARIANTS, Proposal
 
 SIZES = tiny.small_sizes(num_hidden_layers=5, max_position_embeddings=64)
@@ -59,7 +61,7 @@ def engine(
 ) -> LLM:
     if draft is not None:
         options["speculative_config"] = {
-            "method": "eagle3", "model": draft, "num_speculative_tokens": NUM_DRAFT_TOKENS,
+            "model": draft, "num_speculative_tokens": NUM_DRAFT_TOKENS,
             "adaptive": False, **(more or {}),
         }  # fmt: skip
     fixed: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
@@ -100,7 +102,9 @@ def check_proposals(
 
 CASES = [("32-bit offsets", "plain"), ("speculators", "plain"), ("biases, two layers", "chunks")]
 CASES += [("plain", "preempted"), ("plain", "rests in between")]
-REST = [(variant, "plain") for variant in VARIANTS] + [("plain", "chunks")]
+CASES += [("dspark", "chunks"), ("dspark, causal", "preempted"), ("dflash", "rests in between")]
+CASES += [("dspark, mxfp8", "plain")]
+REST = [(variant, "plain") for variant in (*VARIANTS, *BLOCK_VARIANTS)] + [("plain", "chunks")]
 
 
 class Resting(FixedDraftLength):
@@ -171,9 +175,31 @@ def test_changed_drafts_differ_and_change_no_answer(
     assert least < check_proposals(seen, target, expected, draft) < most
 
 
-def test_captured_steps_propose_the_same(
-    folder: Path, target: Any, draft: Draft, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("variant", ["plain", "dspark", full("dflash")])
+def test_accepted_drafts_leave_complete_caches(
+    folder: Path,
+    target: Any,
+    expected: list[list[int]],
+    tmp_path: Path,
+    variant: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    draft = make_draft(variant, tmp_path)
+    texts = [prompt + output for prompt, output in zip(PROMPTS, expected, strict=True)]
+    seen = tiny_draft.watch(monkeypatch.setattr, texts)
+    with engine(folder, draft[2]) as llm:
+        assert outputs(llm) == expected
+        stats = llm.stats()
+    assert stats.num_accepted_tokens > 20 and stats.num_draft_tokens > stats.num_accepted_tokens
+    found, compared = tiny_draft.count_differing(seen, target, texts, LAYERS, *draft[:2])
+    assert found == 0 and compared > 50
+
+
+@pytest.mark.parametrize("variant", ["plain", "dspark", "dflash"])
+def test_captured_steps_propose_the_same(
+    folder: Path, target: Any, tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = make_draft(variant, tmp_path)
     pool = graph_support.capture(monkeypatch)
     sizes = {"max_num_seqs": len(PROMPTS), "max_num_batched_tokens": sum(map(len, PROMPTS))}
     with engine(folder, None, **sizes) as llm:
@@ -185,10 +211,15 @@ def test_captured_steps_propose_the_same(
     assert pool.num_replays > 0
 
 
+@pytest.mark.parametrize("variant", ["plain", "dspark"])
 def test_sampled_drafts_change_no_answer(
-    folder: Path, expected: list[list[int]], draft: Draft, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    expected: list[list[int]],
+    tmp_path: Path,
+    variant: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = []
+    draft, found = make_draft(variant, tmp_path), []
     for method in ("greedy", "probabilistic"):
         with monkeypatch.context() as patch:
             seen = tiny_draft.watch(patch.setattr)
@@ -196,19 +227,27 @@ def test_sampled_drafts_change_no_answer(
                 assert outputs(llm) == expected
         found.append({tuple(known): drafts for known, drafts in seen})
     greedy = [tuple(PROMPTS[row] + expected[row][:5]) for row in (0, 2)]
-    drawn = [tuple(PROMPTS[row] + expected[row][:n]) for row in (1, 3) for n in range(1, 9)]
+    drawn = [tuple(PROMPTS[row] + expected[row][:n]) for row in (1, 3) for n in range(1, 17)]
+    greedy, drawn = (
+        [one for one in known if one in found[0].keys() & found[1]] for known in (greedy, drawn)
+    )
     assert all(found[0][known] == found[1][known] for known in greedy)
     assert sum(found[0][known] != found[1][known] for known in drawn) > 8
 
 
-@pytest.mark.parametrize("name", ["bundled", full("folder")])
+@pytest.mark.parametrize(
+    ("variant", "name"), [("plain", "bundled"), ("dspark", "bundled"), full("plain", "folder")]
+)
 def test_a_draft_without_weights_is_synthetic(
-    folder: Path, draft: Draft, name: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, variant: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = draft[2]
+    model = make_draft(variant, tmp_path)[2]
     if name == "bundled":
-        spec = read_spec(json.loads((Path(model) / "config.json").read_text()))
-        monkeypatch.setitem(FAMILY.bundled, "tiny-draft", spec)  # type: ignore[index]
+        config = json.loads((Path(model) / "config.json").read_text())
+        family = find_draft_family(config)
+        assert family is not None
+        spec = family.read_spec(config)
+        monkeypatch.setattr(source, "find_bundled_draft", {"tiny-draft": spec}.get)
         model = "tiny-draft"
     with engine(folder, None, load_format="synthetic") as llm:
         without = outputs(llm)
@@ -273,8 +312,14 @@ def test_the_memory_of_a_draft_is_counted_and_refused_with_numbers(
         engine(folder, path)
 
 
-def test_draft_of_m3_reads_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cover sparse attention, whose last blocks are verified in part, and Gemma's norms."""
+@pytest.mark.parametrize("place", ["alone", "beside", "among"])
+def test_draft_of_m3_reads_its_layers(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cover sparse attention, whose last blocks are verified in part, and Gemma's norms.
+
+    A DSpark draft is in the folder of its model, or among its tensors.
+    """
     sizes = tiny_m3.random_sizes(
         3, vocab_size=96, hidden_size=32, num_hidden_layers=5, index_block_size=16,
         mlp_layer_types=["dense", *["sparse"] * 4], index_topk_blocks=2, index_local_blocks=1,
@@ -282,12 +327,17 @@ def test_draft_of_m3_reads_its_layers(tmp_path: Path, monkeypatch: pytest.Monkey
     )  # fmt: skip
     target = tiny_m3.make_model(3, **sizes)
     tiny.save(target, tmp_path / "model")
-    config, tensors, draft = make_draft("full vocabulary, norms", tmp_path)
+    variant = "full vocabulary, norms" if place == "alone" else "dspark"
+    config, tensors, draft = make_draft(variant, tmp_path)
+    fields: dict[str, Any] = {}
+    if place != "alone":
+        fields = {"method": "dspark", "model": None}
+        tiny_block_draft.join(tmp_path / "model", Path(draft), is_among=place == "among")
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     prompts = [PROMPTS[1] * 4, PROMPTS[3]]
 
     def texts(draft: str | None) -> list[list[int]]:
-        with engine(tmp_path / "model", draft, block_size=16, max_model_len=128) as llm:
+        with engine(tmp_path / "model", draft, fields, block_size=16, max_model_len=128) as llm:
             outputs = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params)]
             return [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
 

@@ -11,15 +11,17 @@ from negamax.formats.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.models.drafts import DraftModel
 from negamax.models.eagle3.config import read_spec
+from negamax.models.registry import find_draft_family
 from negamax.options.speculation import SpeculationConfig
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker import kv_cache
+from negamax.worker.block_drafts import BlockProposer
 from negamax.worker.config import WorkerConfig
 from negamax.worker.eagle3 import Eagle3Proposer
 from negamax.worker.proposer import DraftRows, TokenStates
 from negamax.worker.request_state import RequestState
-from tests import tiny_draft
+from tests import tiny_block_draft, tiny_draft
 from tests.kernel_cases.attention import run_metadata
 
 HERE = torch.device("cpu")
@@ -39,6 +41,18 @@ def draft_spec(**fields: Any) -> Any:
     return read_spec(tiny_draft.config(**sizes | ids | fields, torch_dtype="bfloat16"))
 
 
+def block_spec(variant: str, **fields: Any) -> Any:
+    sizes = {"vocab_size": 64, "hidden_size": 128, "ids": [0, 1, 2]}
+    own = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "rotary_dim": 64}
+    own |= {"dspark_noise_token_id": 63}
+    config = tiny_block_draft.config(variant, **sizes) | own | {"torch_dtype": "bfloat16"} | fields
+    if "dflash_config" in config:
+        config["dflash_config"] |= {"mask_token_id": 63}
+    family = find_draft_family(config)
+    assert family is not None
+    return family.read_spec(config)
+
+
 def worker_config(draft: DraftModel) -> WorkerConfig:
     return WorkerConfig(
         spec=SPEC, eos_token_ids=(), folder=None, layout=ParallelLayout(), device="cpu",
@@ -52,9 +66,12 @@ def worker_config(draft: DraftModel) -> WorkerConfig:
 
 class DraftRun:
     def __init__(self, kernels: KernelTable, **fields: Any) -> None:
-        draft = DraftModel(draft_spec(**fields), None)
+        variant = fields.pop("variant", None)
+        spec = block_spec(variant, **fields) if variant else draft_spec(**fields)
+        draft = DraftModel(spec, None)
         config = worker_config(draft)
-        self.proposer = Eagle3Proposer(config, draft, kernels=kernels)
+        proposer = BlockProposer if variant else Eagle3Proposer
+        self.proposer = proposer(config, draft, kernels=kernels)
         target = gpu_model(random_weights(SPEC, 3), keep_quantized=False)
         self.proposer.load(target, ParallelContext.single(), HERE)
         self.proposer.use_caches(
@@ -88,6 +105,8 @@ class DraftRun:
     [
         pytest.param({"draft_vocab_size": 40}, marks=pytest.mark.full),
         {"draft_vocab_size": 48, "norm_output": True, "fc_norm": True},
+        {"variant": "dspark", "sliding_window": 19},
+        {"variant": "dflash"},
     ],
     ids=str,
 )

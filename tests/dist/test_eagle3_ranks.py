@@ -20,6 +20,10 @@ PARAMS = [
 # the first of three stages has none of the layers that the draft reads
 CASES = [
     ("biases, two layers", {"tp": 2}),
+    ("dspark", {"tp": 2}),
+    full("dflash", {"tp": 2}),
+    full("dspark", {"pp": 3}),
+    full("dspark, causal", {"pp": 2, "tp": 2}),
     full("borrows embedding and head", {"tp": 2}),
     full("borrows embedding and head", {"pp": 3}),
     full("biases, two layers", {"pp": 2, "pp_layer_partition": "4,1"}),
@@ -45,7 +49,7 @@ def test_ranks_propose_the_drafts_of_plain_pytorch(
             return [prompt + list(out) for prompt, out in zip(PROMPTS, outputs, strict=True)]
 
     expected = texts()
-    speculative = {"method": "eagle3", "model": draft, "adaptive": False}
+    speculative = {"model": draft, "num_speculative_tokens": 3, "adaptive": False}
     assert texts(**parallel(**layout), speculative_config=speculative) == expected
     seen = [json.loads(file.read_text()) for file in tmp_path.glob("rank*")]
     proposed = [of_rank for of_rank in seen if of_rank]  # those of the last stage

@@ -28,18 +28,23 @@ def m2(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def eagle3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the configuration of a draft that reads residual streams of all tokens."""
-    folder = tmp_path_factory.mktemp("draft") / "draft"
-    sizes = {"vocab_size": 96, "hidden_size": 32}
-    _, _, draft = tiny_draft.make("biases, two layers", folder, ids=[1, 2, 3], **sizes)
-    return {"method": "eagle3", "model": draft, "adaptive": False}
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, dict[str, Any]]:
+    """Return configurations by method: drafts that read residual streams of all tokens, n-grams."""
+    sizes, found = {"vocab_size": 96, "hidden_size": 32}, dict[str | None, dict[str, Any]]()
+    common = {"num_speculative_tokens": 3, "adaptive": False}
+    for method, variant in (("eagle3", "biases, two layers"), ("dspark", "dspark")):
+        folder = tmp_path_factory.mktemp("draft") / "draft"
+        _, _, draft = tiny_draft.make(variant, folder, ids=[1, 2, 3], **sizes)
+        found[method] = {"method": method, "model": draft} | common
+    return found | {"ngram": NGRAM}
 
 
 @pytest.mark.parametrize(
     ("method", "layout"),
     [
         ("eagle3", parallel(pcp=2)),
+        full("dspark", parallel(pcp=2)),
+        full("dspark", parallel(dp=2)),
         ("ngram", parallel(pp=2)),
         full("eagle3", parallel(dp=2)),
         full("eagle3", parallel(pcp=2, dp=2)),
@@ -51,10 +56,9 @@ def eagle3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ids=str,
 )
 def test_drafts_keep_text(
-    method: str, layout: dict[str, Any], m2: str, eagle3: dict[str, Any]
+    method: str, layout: dict[str, Any], m2: str, drafts: dict[str | None, dict[str, Any]]
 ) -> None:
-    drafts = eagle3 if method == "eagle3" else NGRAM
-    options = {"block_size": 4, "max_num_batched_tokens": 20, "speculative_config": drafts}
+    options = {"block_size": 4, "max_num_batched_tokens": 20, "speculative_config": drafts[method]}
     with LLM(m2, **COMMON, **options) as llm:
         expected, of_one = generate_tokens(llm, PROMPTS, GREEDY), llm.stats()
     with LLM(m2, **COMMON, **options, **layout) as llm:
@@ -103,6 +107,7 @@ def test_stages_receive_accepted_counts(
     [
         (parallel(pcp=2), None),
         (parallel(pp=2), "eagle3"),
+        full(parallel(pp=2), "dspark"),
         full(parallel(pp=2, tp=2), None),
         full(parallel(pcp=2, dp=2), None),
         full(parallel(dp=2), None),
@@ -115,7 +120,7 @@ def test_captured_steps_keep_the_text(
     layout: dict[str, Any],
     method: str | None,
     m2: str,
-    eagle3: dict[str, Any],
+    drafts: dict[str | None, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Cover fixed buffers, padded rows, ranks without rows, and tokens received without a plan.
@@ -134,7 +139,7 @@ def test_captured_steps_keep_the_text(
         with LLM(m2, **options) as llm:
             expected = generate_tokens(llm, PROMPTS, params)
     if method is not None:
-        options["speculative_config"] = eagle3 if method == "eagle3" else NGRAM
+        options["speculative_config"] = drafts[method]
     replace_ranks(monkeypatch, "captured")
     with LLM(m2, **options, **layout) as llm:
         assert generate_tokens(llm, PROMPTS, params) == expected

@@ -30,7 +30,7 @@ from tests.kernel_cases.case import Apply, Case, Cost, OpCases, Rows, both, num_
 
 # tokens, heads, KV heads, width of a head, rotated columns
 _QK_NORM_SMALL = ((0, 2, 1, 16, 8), (1, 8, 2, 128, 64), (5, 6, 3, 20, 10))
-_HEAD_NORM_SMALL = ((0, 2, 1, 16, 8), (1, 16, 1, 128, 64), (5, 6, 3, 20, 20))
+_HEAD_NORM_SMALL = ((0, 2, 1, 16, 8), (3, 0, 2, 16, 8), (1, 16, 1, 128, 64), (5, 6, 3, 20, 20))
 _ROPE_SMALL = ((0, 2, 1, 16, 16), (1, 6, 1, 128, 128), (5, 3, 3, 20, 20))
 # and the blocks of the cache, their size, the dtype of an FP8 cache
 _QK_NORM_WIDE = (
@@ -40,6 +40,7 @@ _QK_NORM_WIDE = (
 )  # fmt: skip
 _HEAD_NORM_WIDE = (
     (1, 16, 1, 128, 64, (32, 128)),
+    (7, 0, 1, 128, 64, (32, 128)),  # keys and values alone
     (100, 64, 4, 128, 64, (32, 128)),
     (3001, 16, 1, 128, 64, (32, 128)),
     (100, 16, 1, 128, 64, (32, 128), FP8),

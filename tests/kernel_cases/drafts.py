@@ -3,8 +3,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED, EMBED_NORMS, RECORD_DRAFTS
+from negamax.kernels.attention.metadata import PagedShape
+from negamax.kernels.drafts.op import (
+    ADVANCE_ROWS,
+    ATTEND_BLOCK,
+    COUNT_ACCEPTED,
+    EMBED_NORMS,
+    RECORD_DRAFTS,
+    BlockContext,
+)
+from negamax.kernels.kvcache.op import FP8, KvCache
 from negamax.kernels.op import AnyKernel
+from tests.kernel_cases.attention import describe_lengths, paged_caches
 from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn, tabled
 
 
@@ -121,9 +131,73 @@ def embed_cost(case: Case) -> Cost:
     return Cost(num_bytes=4 * num_bytes(hidden), flops=8 * hidden.numel())
 
 
+# lengths, rows, KV heads, group, width of a head, block size, window, causal, dtype of the caches
+_BLOCK_SMALL = (
+    ((0,), 2, 1, 1, 8, 16, 0, False),
+    ((1, 70), 4, 2, 3, 12, 5, 9, False),
+    ((150, 0, 64, 65), 7, 1, 16, 20, 16, 66, False),
+    ((200, 63), 5, 2, 2, 16, 16, 0, True),
+)
+_BLOCK_WIDE = (
+    ((8064,), 7, 1, 16, 128, 128, 4096, False),
+    ((8064, 100, 0, 4099), 7, 4, 16, 128, 128, 4096, False, FP8),
+    ((1064,) * 64, 7, 1, 16, 128, 128, 4096, False),
+    ((60_000,), 16, 2, 4, 128, 64, 0, True),
+)
+
+
+def _block_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    lengths: tuple[int, ...],
+    rows: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    window: int,
+    is_causal: bool,
+    cache_dtype: torch.dtype | None = None,
+) -> Case:
+    shape, count = PagedShape(kv_heads, group, block_size), len(lengths)
+    normal, device = partial(randn, dtype=dtype, generator=generator), generator.device
+    tensors = {
+        "q": normal(count * rows, kv_heads * group, head_dim),
+        "k": normal(count, kv_heads, rows, head_dim),
+        "v": normal(count, kv_heads, rows, head_dim),
+        **paged_caches(cache_dtype or dtype, generator, lengths, shape=shape, head_dim=head_dim),
+        "slots": torch.arange(count, device=device),
+        "lengths": torch.tensor(lengths, dtype=torch.int32, device=device),
+    }
+    label = f"{describe_lengths(lengths)} {rows=} {kv_heads=} {group=} {head_dim=} {window=}"
+    return Case(
+        f"{label} {is_causal=} {cache_dtype or dtype}",
+        tensors,
+        {"sliding_window": window, "is_causal": is_causal},
+    )
+
+
+def apply_block(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    q, k, v, k_cache, v_cache, *context = case.tensors.values()
+    cache = KvCache(k_cache, v_cache)
+    return (kernel.run(q, KvCache(k, v), cache, BlockContext(*context), **case.numbers),)
+
+
+def block_cost(case: Case) -> Cost:
+    q, window = case.tensors["q"], case.numbers["sliding_window"]
+    (_, kv_heads, rows, head_dim), cache = case.tensors["k"].shape, case.tensors["k_cache"]
+    lengths = case.tensors["lengths"].tolist() if q.device.type != "meta" else []
+    read = sum(min(length, window or length) for length in lengths)
+    return Cost(
+        num_bytes=2 * read * kv_heads * head_dim * cache.element_size() + 2 * num_bytes(q),
+        flops=4 * (read + rows * len(lengths)) * rows * q.shape[1] * head_dim,
+    )
+
+
 CASES = {
     COUNT_ACCEPTED: OpCases(count_small, apply_count, count_cost),
     ADVANCE_ROWS: OpCases(advance_small, apply_advance, advance_cost),
     RECORD_DRAFTS: OpCases(record_small, apply_record, record_cost),
+    ATTEND_BLOCK: tabled(_block_case, _BLOCK_SMALL, apply_block, block_cost, _BLOCK_WIDE),
     EMBED_NORMS: tabled(_embed_case, _EMBED_SMALL, apply_embed, embed_cost, _EMBED_WIDE),
 }

@@ -84,6 +84,14 @@ def test_switches_are_on_until_switched_off() -> None:
             "--speculative-ngram-max-match-window-size 12",
             {"method": "NGRAM", "num_draft_tokens": 8, "prompt_lookup_max": 12},
         ),
+        (
+            "--speculative-algorithm DSPARK --speculative-dspark-block-size 7",
+            {"method": "DSPARK", "num_speculative_tokens": 7},
+        ),
+        (
+            "--speculative-algorithm DFLASH --spec-model a/b --speculative-dflash-block-size 8",
+            {"method": "DFLASH", "model": "a/b", "num_draft_tokens": 8},
+        ),
         ("--spec-method ngram --spec-tokens 2", {"method": "ngram", "num_speculative_tokens": 2}),
         ("--speculative-algorithm none", None),
     ],
@@ -99,7 +107,7 @@ def test_refused_speculation() -> None:
     with pytest.raises(ConfigError, match="has no method"):
         parsed("nano", "--speculative-config", "{}")
     assert parsed("nano", "--speculative-config", "").speculative_config is None
-    with pytest.raises(ConfigError, match="allowed: eagle3, ngram"):
+    with pytest.raises(ConfigError, match="allowed: eagle3, dspark, dflash, ngram"):
         parsed("nano", "--speculative-algorithm", "NEXTN")
 
 

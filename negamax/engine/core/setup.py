@@ -191,7 +191,7 @@ def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -
         return draft
     names = import_draft_names(draft.spec)
     with name_draft_errors(draft.folder):
-        found = {names.respell(name) for name in read_entries(Path(draft.folder))}
+        found = names.list_slots(read_entries(Path(draft.folder)))
     rotation = folder and rotation_file(read_json_object(folder / "config.json"), folder)
     spec = replace(
         draft.spec,

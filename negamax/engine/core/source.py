@@ -12,6 +12,7 @@ from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import read_quantization
 from negamax.models.drafts import DraftFamily, DraftModel, DraftSpec, IsDraft, name_draft_errors
+from negamax.models.dspark.config import holds_dspark
 from negamax.models.registry import (
     DRAFTS,
     bundled_names,
@@ -23,12 +24,14 @@ from negamax.models.registry import (
     read_spec,
 )
 from negamax.options.engine import EngineOptions
-from negamax.options.speculation import NGRAM, SpeculationConfig
+from negamax.options.speculation import DSPARK, NGRAM, SpeculationConfig
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 from negamax.quantization import online
 from negamax.quantization.detect import detect
 from negamax.quantization.names import check_name, quantized
+
+DRAFT_FOLDER = "dspark"  # in a model's folder
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,12 @@ def locate(options: EngineOptions) -> ModelSource:
     speculation = options.speculation
     if speculation is None or speculation.method == NGRAM:
         return replace(source, speculation=speculation)
-    with name_draft_errors(speculation.model):
-        found = _locate_draft(speculation, options, target=source.spec)
+    with name_draft_errors(speculation.model or f"of {source.name}"):
+        found = _locate_draft(speculation, options, source)
         family = DRAFTS[found.spec.architecture]
         speculation = replace(speculation, method=family.method)
         speculation = speculation.as_long_as(found.spec.speculative_tokens)
+        _check_length(found.spec, speculation)
     if found.spec.verifier is not None:
         note = f"the draft's files name {found.spec.verifier} as its model; this is {source.name}"
         speculation = replace(speculation, notes=(*speculation.notes, note))
@@ -128,6 +132,7 @@ def _locate_target(options: EngineOptions) -> ModelSource:
         options.source,
         check=partial(_read_spec, options=options),
         needs_weights=options.load_format != "synthetic",
+        subfolder=_find_subfolder(options.speculation),
     )
     spec = _read_spec(folder, options=options)
     weights = None if options.load_format == "synthetic" else folder
@@ -150,14 +155,20 @@ def _read_generation(
 
 
 def _locate_draft(
-    speculation: SpeculationConfig, options: EngineOptions, *, target: ModelSpec
+    speculation: SpeculationConfig, options: EngineOptions, source: ModelSource
 ) -> DraftModel:
-    """Find (or download) a draft model for `target`. Errors: `ConfigError`, `CheckpointError`."""
-    name, is_drawn = speculation.model or "", options.load_format == "synthetic"
+    """Find (or download) a draft model for the model of `source`, without a name in its folder.
+
+    Errors: `ConfigError`, `CheckpointError`.
+    """
+    target, is_drawn = source.spec, options.load_format == "synthetic"
+    name = speculation.model or _find_beside(source)
 
     def quantized_as_asked(spec: DraftSpec) -> DraftSpec:
         if speculation.draft_lm_head_quantization is None:
             return spec
+        if not spec.own_head or spec.most_tokens is not None:
+            raise ConfigError("draft_lm_head_quantization is for drafts of method eagle3")
         if spec.quantization is not None:
             raise ConfigError(
                 f"draft_lm_head_quantization is {speculation.draft_lm_head_quantization}; the "
@@ -189,6 +200,28 @@ def _locate_draft(
     return DraftModel(spec, None if is_drawn else str(folder))
 
 
+def _find_subfolder(speculation: SpeculationConfig | None) -> str | None:
+    """Return the subfolder of the model's repository that holds its draft, if one is asked for."""
+    is_beside = speculation and speculation.method == DSPARK and speculation.model is None
+    return DRAFT_FOLDER if is_beside else None
+
+
+def _find_beside(source: ModelSource) -> str:
+    """Return the folder of the DSpark draft in the model's own folder. Errors: `ConfigError`."""
+    folder = source.tokenizer_folder
+    if (folder / DRAFT_FOLDER / "config.json").is_file():
+        return str(folder / DRAFT_FOLDER)
+    if source.name not in bundled_names() and holds_dspark(
+        read_json_object(folder / "config.json")
+    ):
+        return str(folder)
+    raise ConfigError(
+        f"{source.name} has no folder {DRAFT_FOLDER}/ with a draft, and its config.json describes "
+        "none",
+        hint='give "model": the folder or hub id of the draft',
+    )
+
+
 def _read_draft(folder: Path, *, speculation: SpeculationConfig, target: ModelSpec) -> DraftSpec:
     """Read the draft in `folder`. Errors: `ConfigError`, `CheckpointError`."""
     config = read_json_object(folder / "config.json")
@@ -200,6 +233,16 @@ def _read_draft(folder: Path, *, speculation: SpeculationConfig, target: ModelSp
     spec = replace(spec, quantization=read_quantization(config, folder))
     detect(spec.quantization)
     return spec.adapt_to(target, speculation.aux_layer_ids)
+
+
+def _check_length(spec: DraftSpec, speculation: SpeculationConfig) -> None:
+    """Refuse more draft tokens than the draft proposes at once. Errors: `ConfigError`."""
+    most, asked = spec.most_tokens, speculation.num_speculative_tokens
+    if most is not None and asked > most:
+        raise ConfigError(
+            f"num_speculative_tokens is {asked}; the draft proposes {most} at once",
+            hint=f"use {most} or less",
+        )
 
 
 def _check_method(family: DraftFamily, speculation: SpeculationConfig) -> None:

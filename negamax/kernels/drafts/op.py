@@ -1,8 +1,12 @@
-"""Verification of draft tokens, and both ends of a draft model's pass."""
+"""Verification of draft tokens, ends of a draft model's pass, attention of block drafts."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from negamax.kernels.attention.op import ATTENTION_TOLERANCE, rows_of
+from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.norm.op import WIDE_ERROR, NormWeight, rms
 from negamax.kernels.op import FLOAT_DTYPES, Tolerance, op, rounding_tolerance
 
@@ -90,6 +94,48 @@ def embed_norms(
     return torch.cat([normed, hidden], dim=-1)
 
 
+class BlockContext(NamedTuple):
+    """The cached tokens before R blocks."""
+
+    tables: Tensor  # [slots, most blocks], of the paged caches
+    slots: Tensor  # [R] int64, the row of each in `tables`
+    lengths: Tensor  # [R] int32, tokens; 0 for padding
+
+
+def attend_block(
+    q: Tensor,  # [R * N, heads, head_dim]
+    own: KvCache,  # keys and values of the rows, [R, kv_heads, N, head_dim], unscaled
+    cache: KvCache,
+    context: BlockContext,
+    /,
+    *,
+    sliding_window: int,  # tokens, the row's own included; 0: all
+    is_causal: bool,
+) -> Tensor:
+    """Attend with R blocks of N rows -> [R * N, heads * head_dim].
+
+    A row attends to the context within its window, and to all rows of its block; with `is_causal`
+    to itself and those before it.
+    """
+    (num_blocks, kv_heads, rows, head_dim), device = own.k.shape, q.device
+    queries = q.view(num_blocks, rows, kv_heads, -1, head_dim).float()
+    out, places = torch.empty_like(queries), torch.arange(rows, device=device)
+    for block, length in enumerate(context.lengths.tolist()):
+        table = context.tables[context.slots[block]].long()
+        k, v = (
+            torch.cat([rows_of(cached, table, length) * scale, new[block].transpose(0, 1).float()])
+            for cached, new, scale in zip(cache[:2], own[:2], cache.scales, strict=True)
+        )
+        scores = torch.einsum("nhgd,jhd->hgnj", queries[block], k) * head_dim**-0.5
+        keys, positions = torch.arange(length + rows, device=device), length + places.unsqueeze(1)
+        is_hidden = (keys <= positions - sliding_window) & (keys < length) & (sliding_window > 0)
+        if is_causal:
+            is_hidden |= keys > positions
+        weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
+        out[block] = torch.einsum("hgnj,jhd->nhgd", weights, v)
+    return out.view(q.shape[0], -1).to(q.dtype)
+
+
 _EXACT = dict.fromkeys(FLOAT_DTYPES, Tolerance(0.0, 0.0, "integers"))
 
 COUNT_ACCEPTED = op(
@@ -121,4 +167,12 @@ EMBED_NORMS = op(
     sequence=("embedding", "norm.add_rms", "norm.add_rms", "concatenate"),
     tolerance=rounding_tolerance(scale=2.0, reason="as norm.add_rms"),
     wide_error=WIDE_ERROR,
+)
+ATTEND_BLOCK = op(
+    "drafts.attend_block",
+    attend_block,
+    None,
+    summary="rows of draft blocks against their paged context and their own keys and values",
+    tolerance=ATTENTION_TOLERANCE,
+    wide_error=5e-3,
 )

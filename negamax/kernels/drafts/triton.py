@@ -8,7 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.drafts import op as spec
-from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED, EMBED_NORMS, RECORD_DRAFTS
+from negamax.kernels.drafts.op import (
+    ADVANCE_ROWS,
+    ATTEND_BLOCK,
+    COUNT_ACCEPTED,
+    EMBED_NORMS,
+    RECORD_DRAFTS,
+)
+from negamax.kernels.drafts.triton_block import attend_block
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
 from negamax.kernels.launch.triton_words import as_words, make_word_indices
 from negamax.kernels.norm import tiles
@@ -226,4 +233,5 @@ KERNELS = (
     triton_kernel(ADVANCE_ROWS, advance_rows, dtypes=FLOAT_DTYPES),
     triton_kernel(RECORD_DRAFTS, record_drafts, dtypes=FLOAT_DTYPES),
     triton_kernel(EMBED_NORMS, embed_norms),
+    triton_kernel(ATTEND_BLOCK, attend_block),
 )

@@ -28,7 +28,7 @@ from negamax.kernels.rotary import signed_frequencies
 from negamax.kernels.steps.op import EMBED_TOKENS
 from negamax.layers.attention import GroupedQueryKind, GroupedQueryStep, KvCaches, prepare_attention
 from negamax.layers.basic import RmsNorm, VocabEmbedding
-from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel
+from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel, cat_columns
 from negamax.layers.mlp import Mlp
 from negamax.layers.weights import LayerSetup, StoredPart, WeightSlot, slots_by_name
 from negamax.models.decoder import Decoder, attention_sizes
@@ -297,12 +297,7 @@ class Eagle3Draft:
         if self.spec.norm_before_fc:
             joined = _run_norm(norms[names.FC_INPUT_NORM], torch.cat(list(streams), dim=-1))
             return self._fc(joined[:, columns.start : columns.stop].contiguous())
-        width, shares = self.spec.target_hidden_size, []
-        for number, stream in enumerate(streams):
-            ends = (end - number * width for end in (columns.start, columns.stop))
-            start, stop = (min(max(end, 0), width) for end in ends)
-            shares.append(stream[:, start:stop])
-        return self._fc(torch.cat(shares, dim=-1))
+        return self._fc(cat_columns(streams, columns))
 
     def forward(
         self, x: Partial, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]

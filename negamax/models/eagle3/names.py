@@ -55,11 +55,17 @@ _SPELLINGS = Spellings(
         (r"(?:^|\.)rotary_emb\.inv_freq$", "rotary frequencies, computed from config.json"),
     ),
 )
-respell = _SPELLINGS.respell
+
+
+def list_slots(names: Iterable[str]) -> set[str]:
+    """Return the slots of the draft that tensors `names` fill."""
+    return set(map(_SPELLINGS.respell, names))
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
-    return {name: _SPELLINGS.place(respell(name), respell(name)) for name in names}
+    return {
+        name: _SPELLINGS.place(slot, slot) for name in names for slot in [_SPELLINGS.respell(name)]
+    }
 
 
 def weights(spec: Eagle3Spec) -> Iterator[WeightSpec]:

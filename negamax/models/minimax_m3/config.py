@@ -235,7 +235,7 @@ def _read_moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, 
         **_read_layers(config, "mlp_layer_types", ("dense", "sparse"), num_layers),
     }
     if "first_k_dense_replace" in config:
-        dense = _read_count(config, "first_k_dense_replace")
+        dense = fields.read_count(config, "first_k_dense_replace")
         found["first_k_dense_replace"] = tuple(layer >= dense for layer in range(num_layers))
     return _agree(found, (True,) * num_layers)
 
@@ -288,10 +288,10 @@ def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
     """
     own = int(which == "local")  # the block of the token itself
     names = (f"sparse_{which}_block", f"index_{which}_blocks")
-    found = {name: _read_count(given, name) for name in names if given.get(name) is not None}
+    found = {name: fields.read_count(given, name) for name in names if given.get(name) is not None}
     tokens = f"sparse_{which}_tokens"
     if given.get(tokens) is not None:
-        count = _read_count(given, tokens)
+        count = fields.read_count(given, tokens)
         found[f"{tokens} {count} in blocks"] = -(-count // block_size) + own
     return _agree(found, own)
 
@@ -309,14 +309,6 @@ def _read_layers(
         if isinstance(entry, bool) or entry not in values:
             refuse(f"{name}[{layer}]", entry, " or ".join(map(repr, values)))
     return {name: tuple(entry == values[1] for entry in given)}
-
-
-def _read_count(config: Mapping[str, Any], name: str) -> int:
-    """Read an integer from 0."""
-    value = config[name]
-    if type(value) is not int or not 0 <= value <= fields.MAX_SIZE:
-        refuse(name, value, f"an integer from 0 to {fields.MAX_SIZE}")
-    return int(value)
 
 
 def _agree(found: Mapping[str, T], default: T) -> T:

@@ -1,0 +1,1 @@
+"""Block drafts, DSpark and DFlash: small decoders that propose several tokens in one pass."""

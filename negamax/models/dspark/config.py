@@ -1,0 +1,292 @@
+"""Block drafts: the spec, the readers of DSpark's and DFlash's config.json, the published draft.
+
+DSpark's fields may begin with `dspark_` and then replace those without the prefix, which are the
+target's in a file for both. Layers of the target are named by their output, from 0.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from negamax.base.errors import ConfigError
+from negamax.config import fields
+from negamax.config.fields import refuse
+from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
+from negamax.config.quantization import QuantizationSpec
+from negamax.models.drafts import DraftFamily, DraftSpec
+
+DSPARK, DFLASH = "DSparkMiniMaxDraftModel", "DFlashDraftModel"
+_DSPARK_NAMES = (DSPARK, "Qwen3DSparkModel", "DSparkDraftModel")
+_PREFIX = "dspark_"
+_NESTED = ("dflash_config", "dspark_config")
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+_FIXED: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hybrid_context_fusion": False,
+    "sparse_attention_config": None,
+    "markov_head_type": "vanilla",
+    "qk_norm_type": "per_head",
+    "use_qk_norm": True,
+}
+_OF_MINIMAX = {"use_gemma_norm": True, "swiglu_beta": 1.0}
+_OF_DFLASH = {"markov_rank": 0, "enable_confidence_head": False}
+# Spellings of one field; the first is ours.
+_SPELLINGS = (
+    ("mask_token_id", "noise_token_id"),
+    ("intermediate_size", "ffn_hidden_size"),
+    ("num_hidden_layers", "num_layers"),
+)
+_READ = {
+    "block_size", "causal", "confidence_head_with_markov", "draft_vocab_size",
+    "enable_confidence_head", "hidden_act", "layer_types", "markov_rank", "num_target_layers",
+    "sliding_window", "swa_window_size", "swiglu_alpha", "swiglu_limit", "target_hidden_size",
+    "target_layer_ids", "text_config", "tie_word_embeddings", "use_sliding_window", "use_swa",
+    *_NESTED, *(name for names in _SPELLINGS for name in names),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDraftSpec(DraftSpec):
+    """A decoder that reads the context as keys and values, and runs all rows of a block at once."""
+
+    own_head: bool = False
+    block_size: int  # rows: the last known token, and masks
+    mask_token_id: int
+    samples_anchor: bool  # the first row proposes the next token, too, and each row its follower
+    markov_rank: int = 0  # of the matrices that add the effect of the token before; 0: none
+    windows: tuple[int, ...]  # tokens that a row of each layer attends to; 0: all
+    is_causal: bool = False  # rows do not attend to later rows
+    intermediate_size: int
+    swiglu: tuple[float, float | None, float] = (1.0, None, 0.0)  # as `SwiGlu`
+    is_gemma: bool = False  # norms multiply by 1 + w
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_size("intermediate_size")
+        if not 2 <= self.block_size <= 16:
+            refuse("block_size", self.block_size, "2 to 16")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            refuse("mask_token_id", self.mask_token_id, f"0 to {self.vocab_size - 1}")
+        if len(self.windows) != self.num_layers:
+            refuse("layer_types", self.windows, f"{self.num_layers} entries, one per layer")
+        for tokens in self.windows:
+            if 0 < tokens < self.block_size:
+                refuse("sliding_window", tokens, f"block_size ({self.block_size}) or more")
+        if self.is_rotated_back:
+            raise ConfigError(
+                "the model's weights are rotated (QuaRot), and block drafts do not read a rotated "
+                "model",
+                hint="use a draft of method eagle3",
+            )
+
+    @property
+    def most_tokens(self) -> int:
+        return self.block_size if self.samples_anchor else self.block_size - 1
+
+    def kv_caches(self) -> KvCacheSpecs:
+        """Return keys and values of the context; those of a block's rows are not kept."""
+        return [
+            [
+                KvCacheSpec(name, self.num_kv_heads, self.head_dim, most_read_tokens=tokens or None)
+                for name in ("k", "v")
+            ]
+            for tokens in self.windows
+        ]
+
+    def mlp_widths(self) -> Mapping[str, int]:
+        return {
+            "draft's intermediate_size": self.intermediate_size,
+            "input width of the draft's fc": self.num_aux * self.target_hidden_size,
+        }
+
+
+def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec:
+    """Read the spec from a parsed config.json. Errors: `ConfigError` naming the field."""
+    family = FAMILIES[architecture]
+    named = config.get("architectures")
+    is_own = isinstance(named, list) and len(named) == 1 and named[0] in family.architectures
+    flat = _flatten(config, is_own=is_own)
+    if not is_own and f"{_PREFIX}block_size" not in _text(config):
+        refuse("architectures", named, " or ".join(f"[{n!r}]" for n in family.architectures))
+    is_minimax = named == [DSPARK] or not is_own
+    notes: list[str] = []
+    common = fields.read_common(
+        flat,
+        default_theta=5_000_000.0 if is_minimax else 10_000.0,
+        rotates_fully=not is_minimax,
+        notes=notes,
+    )
+    fixed = _FIXED | (_OF_MINIMAX if is_minimax else {})
+    fields.check_fixed(flat, fixed | (_OF_DFLASH if architecture == DFLASH else {}))
+    activations = ("swigluoai", "silu") if is_minimax else ("silu",)  # both are MiniMax's
+    if flat.get("hidden_act", "silu") not in activations:
+        refuse("hidden_act", flat["hidden_act"], " or ".join(map(repr, activations)))
+    fields.check_fixed(flat, {"draft_vocab_size": common["vocab_size"]})
+    if is_own:
+        fields.note_unknown(flat, {*_READ, *fixed, *_OF_DFLASH}, notes=notes)
+
+    def size(name: str, default: Any) -> Any:
+        return default if flat.get(name) is None else fields.read_size(flat, name)
+
+    layers = _read_layers(flat.get("target_layer_ids"))
+    samples_anchor = architecture == DSPARK
+    block_size = fields.read_size(flat, "block_size")
+    return BlockDraftSpec(
+        architecture=architecture,
+        **common | {"bos_token_id": None, "eos_token_ids": ()},
+        target_hidden_size=size("target_hidden_size", common["hidden_size"]),
+        aux_layers=layers,
+        num_aux=len(layers),
+        target_num_layers=size("num_target_layers", None),
+        speculative_tokens=block_size if samples_anchor else block_size - 1,
+        block_size=block_size,
+        mask_token_id=fields.read_count(flat, "mask_token_id"),
+        samples_anchor=samples_anchor,
+        markov_rank=fields.read_size(flat, "markov_rank") if samples_anchor else 0,
+        windows=_read_windows(flat, common["num_layers"]),
+        is_causal=_read_switch(flat, "causal"),
+        intermediate_size=fields.read_size(flat, "intermediate_size"),
+        swiglu=_read_swiglu(flat) if is_minimax else (1.0, None, 0.0),
+        is_gemma=is_minimax,
+        notes=tuple(notes),
+    )
+
+
+def holds_dspark(config: Mapping[str, Any]) -> bool:
+    """Return whether a target's config.json also describes a DSpark draft in the same files."""
+    return f"{_PREFIX}block_size" in _text(config)
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get("text_config") or {}
+    if not isinstance(nested, Mapping):
+        refuse("text_config", nested, "an object or null")
+    return {**config, **nested}
+
+
+def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
+    """Merge nested objects, and name each field once. Of a target's file (not `is_own`) the sizes
+    of layers must have the prefix.
+    """
+    flat = {name: value for name, value in _text(config).items() if value is not None}
+    for name in _NESTED:
+        nested = flat.get(name) or {}
+        if not isinstance(nested, Mapping):
+            refuse(name, nested, "an object or null")
+        flat = fields.merge_fields(flat, nested, inner=name)
+    own = {
+        name.removeprefix(_PREFIX): value
+        for name, value in flat.items()
+        if name.startswith(_PREFIX) and name not in _NESTED
+    }
+    if unknown := fields.list_unknown(own, {*_READ, *_FIXED, *_OF_MINIMAX}):
+        name = f"{_PREFIX}{unknown[0]}"
+        refuse(name, flat[name], "no such field; update Negamax, or serve the model without drafts")
+    if not is_own:
+        of_target = {"num_hidden_layers", "intermediate_size", "layer_types", "sliding_window"}
+        of_target |= {"sparse_attention_config", "use_sliding_window"}
+        flat = {name: value for name, value in flat.items() if name not in of_target}
+    flat = {name: value for name, value in flat.items() if not name.startswith(_PREFIX)} | own
+    for name, *others in _SPELLINGS:
+        for other in others:
+            if other in own or (other in flat and name not in own):
+                flat = {**flat, name: flat[other]}
+    return flat
+
+
+def _read_layers(ids: object) -> tuple[int, ...]:
+    """Return the layers whose input is the output of layers `ids`."""
+    given = ids if isinstance(ids, list | tuple) else ()
+    layers = tuple(one + 1 for one in given if type(one) is int and one >= 0)
+    if not layers or [one + 1 for one in given] != sorted(set(layers)):
+        refuse("target_layer_ids", ids, "a list of layers, in ascending order")
+    return layers
+
+
+def _read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return the sliding window of each layer; 0: none."""
+    types = config.get("layer_types")
+    slides = _read_switch(config, "use_swa") or _read_switch(config, "use_sliding_window")
+    if types is None:
+        types = [_SLIDING if slides else _FULL] * num_layers
+    if not isinstance(types, list | tuple) or len(types) != num_layers:
+        refuse("layer_types", types, f"{num_layers} entries, one per layer")
+    for layer, kind in enumerate(types):
+        if kind not in (_SLIDING, _FULL):
+            refuse(f"layer_types[{layer}]", kind, f"{_SLIDING!r} or {_FULL!r}")
+    if _SLIDING not in types:
+        return (0,) * num_layers
+    name = "swa_window_size" if config.get("swa_window_size") is not None else "sliding_window"
+    tokens = fields.read_size(config, name)
+    return tuple(tokens if kind == _SLIDING else 0 for kind in types)
+
+
+def _read_switch(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name)
+    if value not in (None, True, False):
+        refuse(name, value, "true or false")
+    return bool(value)
+
+
+def _read_swiglu(config: Mapping[str, Any]) -> tuple[float, float, float]:
+    alpha, limit = (
+        fields.read_required_number(config, name) for name in ("swiglu_alpha", "swiglu_limit")
+    )
+    return alpha, limit, 1.0
+
+
+# of MiniMax-M3.1-Flash
+_M31 = BlockDraftSpec(
+    architecture=DSPARK,
+    vocab_size=200_064,
+    hidden_size=6144,
+    target_hidden_size=6144,
+    num_layers=5,
+    num_heads=64,
+    num_kv_heads=4,
+    head_dim=128,
+    rotary_dim=64,
+    rope_theta=5_000_000.0,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=1_048_576,
+    dtype="bfloat16",
+    bos_token_id=None,
+    eos_token_ids=(),
+    quantization=QuantizationSpec("mxfp8", {"quant_method": "mxfp8", "weight_block_size": [1, 32]}),
+    aux_layers=(4, 18, 32, 46, 60),
+    num_aux=5,
+    speculative_tokens=7,
+    block_size=7,
+    mask_token_id=200_058,
+    samples_anchor=True,
+    markov_rank=256,
+    windows=(4096,) * 5,
+    intermediate_size=12_288,
+    swiglu=(1.702, 7.0, 1.0),
+    is_gemma=True,
+)
+_COMMON: dict[str, Any] = {
+    "model_types": ("qwen3", "minimax_m3"),
+    "package": "negamax.models.dspark",
+    "spec": BlockDraftSpec,
+}
+FAMILIES = {
+    DSPARK: DraftFamily(
+        method="dspark",
+        architecture=DSPARK,
+        architectures=_DSPARK_NAMES,
+        read_spec=partial(read_spec, architecture=DSPARK),
+        bundled={"minimax-m3.1-dspark": _M31},
+        **_COMMON,
+    ),
+    DFLASH: DraftFamily(
+        method="dflash",
+        architecture=DFLASH,
+        architectures=(DFLASH,),
+        read_spec=partial(read_spec, architecture=DFLASH),
+        **_COMMON,
+    ),
+}

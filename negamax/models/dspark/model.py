@@ -1,0 +1,255 @@
+"""A block draft on one rank.
+
+  context of token t:  c = rms(fc(the target's residual streams of t, concatenated))
+                       each layer keeps k = rope(rms(k_proj c)) and v = v_proj c
+  rows of a block:     embeddings of the last known token at position L, and of masks at L + 1, ...
+                       per layer h += attention(rms(h)); h += mlp(rms(h))
+  logits of a row = head(rms(h)) + markov_w2 markov_w1[token before]
+
+Rows attend to the context and to one another; their keys and values are not kept. DSpark's row j
+proposes the token at L + 1 + j, DFlash's row j that at L + j, without Markov matrices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from negamax.config.model_spec import ModelSpec
+from negamax.kernels.activations import QuantizedActivations, SwiGlu
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.op import HEAD_NORM_ROPE_WRITE, HeadNorm
+from negamax.kernels.drafts.op import ATTEND_BLOCK, BlockContext
+from negamax.kernels.gemm.op import LinearOutput
+from negamax.kernels.kvcache.op import LOCATE, KvCache, TokenPlaces, cache_rows
+from negamax.kernels.rotary import cos_sin, signed_frequencies
+from negamax.kernels.steps.op import EMBED_TOKENS
+from negamax.layers.attention import KvCaches
+from negamax.layers.basic import RmsNorm, VocabEmbedding
+from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel, cat_columns
+from negamax.layers.mlp import Mlp
+from negamax.layers.qk_norm import PerHeadNorm
+from negamax.layers.weights import LayerSetup, WeightSlot, slots_by_name
+from negamax.models.decoder import Decoder, DecoderLayer, attention_sizes
+from negamax.models.dspark import names
+from negamax.models.dspark.config import BlockDraftSpec
+from negamax.parallel.collectives import Partial
+from negamax.parallel.layout import shard
+
+_KIND = "draft block"  # in `AttentionMetadata.prepared`
+
+
+@dataclass(frozen=True)
+class BlockStep:
+    """What all layers share in a pass over R blocks of N rows."""
+
+    rows: TokenPlaces  # angles, and places in caches of R blocks with N tokens
+    context: BlockContext
+
+
+class BlockAttention:
+    """Attention of the rows to the context and to one another, split by heads over the ranks."""
+
+    gives_quantized = False
+
+    def __init__(self, spec: BlockDraftSpec, layer: int, setup: LayerSetup) -> None:
+        view, kernels, own = setup.context.layout.attention, setup.kernels, names.attention(layer)
+        heads, kv_heads = view.heads(spec.num_heads), view.kv_heads(spec.num_kv_heads)
+        sizes = attention_sizes(spec)
+        self._qkv = ColumnParallel(
+            sizes.qkv(own.qkv, heads, kv_heads), spec.hidden_size, setup=setup
+        )
+        self._out = sizes.out(own.out, setup)
+        self._norms = PerHeadNorm(own, sizes, gemma=spec.is_gemma, setup=setup)
+        weight, counts = self._norms.norm.weight, (len(heads), len(kv_heads))
+        self._row_norm = HeadNorm(weight, *counts, spec.rms_norm_eps)
+        self._context_norm = HeadNorm(weight, 0, counts[1], spec.rms_norm_eps)
+        self._write, self._attend = kernels[HEAD_NORM_ROPE_WRITE].run, kernels[ATTEND_BLOCK].run
+        self._sliding_window, self._is_causal = spec.windows[layer], spec.is_causal
+        self._rows, self._head_dim = spec.block_size, spec.head_dim
+        self.activation = self._qkv.activation
+        self.slots = [*self._qkv.slots, *self._out.slots, *self._norms.slots]
+
+    def finish_loading(self) -> None:
+        self._norms.finish_loading()
+        q, kv = (
+            count * self._head_dim for count in (self._row_norm.heads, self._row_norm.kv_heads)
+        )
+        self._kv = self._qkv.copy_rows(range(q, q + 2 * kv))
+        self._qkv.finish_loading()
+        self._out.finish_loading()
+
+    def __call__(
+        self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
+    ) -> Partial:
+        """x [R * N, hidden] -> [R * N, hidden]."""
+        step: BlockStep = metadata.prepared[_KIND]
+        qkv, cached = self._qkv(x), kv["k"]
+        shape = len(step.context.slots), cached.shape[1], self._rows, self._head_dim
+        own = KvCache(qkv.new_empty(shape), qkv.new_empty(shape))
+        q = self._write(qkv, self._row_norm, step.rows, own)
+        attended = self._attend(
+            q,
+            own,
+            KvCache(cached, kv["v"]),
+            step.context,
+            sliding_window=self._sliding_window,
+            is_causal=self._is_causal,
+        )
+        return self._out(attended, in_parts=True)
+
+    def write_context(
+        self, x: Tensor | QuantizedActivations, at: TokenPlaces, kv: KvCaches
+    ) -> None:
+        """Write the keys and values of x [T, hidden]."""
+        self._write(self._kv(x), self._context_norm, at, KvCache(kv["k"], kv["v"]))
+
+
+class BlockDraft:
+    """The loader writes weights through `weight_slots`, then calls `finish_loading` once."""
+
+    def __init__(self, spec: BlockDraftSpec, setup: LayerSetup) -> None:
+        self.spec, layout, device = spec, setup.context.layout, setup.weights.device
+        hidden, streams = spec.hidden_size, spec.num_aux * spec.target_hidden_size
+        plain = replace(setup, weights=replace(setup.weights, keep_quantized=False))
+        self._columns = shard(streams, rank=layout.tp_rank, size=layout.tp, what="streams")
+        self._fc = RowParallel(names.FC, (hidden, streams), columns=self._columns, setup=plain)
+        self._attentions = [BlockAttention(spec, layer, setup) for layer in range(spec.num_layers)]
+        own: dict[str, Any] = {"eps": spec.rms_norm_eps, "gemma": spec.is_gemma, "setup": setup}
+        self._layers = [
+            DecoderLayer(
+                attention,
+                Mlp(
+                    names.mlp(layer),
+                    hidden_size=hidden,
+                    width=spec.intermediate_size,
+                    activation=SwiGlu(*spec.swiglu),
+                    setup=setup,
+                ),
+                hidden,
+                norms=names.norms(layer),
+                **own,
+            )
+            for layer, attention in enumerate(self._attentions)
+        ]
+        read = {attention.activation for attention in self._attentions}
+        activation = read.pop() if len(read) == 1 else None
+        self._context_norm = RmsNorm(names.CONTEXT_NORM, hidden, activation=activation, **own)
+        self._norm = RmsNorm(names.NORM, hidden, activation=None, **own)
+        parts: list[Any] = [self._fc, *self._layers, self._context_norm, self._norm]
+        slots = [slot for part in parts for slot in part.slots]
+        self._embed, self._group = setup.kernels[EMBED_TOKENS].run, setup.context.attention_group
+        self.vocab_range = layout.vocab(spec.vocab_size)
+        self._embedding: VocabEmbedding | None = None
+        if spec.own_embedding:
+            self._embedding = VocabEmbedding(
+                names.EMBEDDING,
+                (spec.vocab_size, hidden),
+                rows=self.vocab_range,
+                group=self._group,
+                weights=setup.weights,
+            )
+            slots += self._embedding.slots
+        self._head = self._markov_out = None
+        if spec.own_head:
+            part = ProjectionPart(names.HEAD, spec.vocab_size, self.vocab_range)
+            self._head = ColumnParallel([part], hidden, setup=plain)
+            slots += self._head.slots
+        if spec.markov_rank:
+            shape = spec.vocab_size, spec.markov_rank
+            self._markov_in = torch.empty(shape, dtype=setup.weights.dtype, device=device)
+            part = ProjectionPart(names.MARKOV_OUT, spec.vocab_size, self.vocab_range)
+            self._markov_out = ColumnParallel([part], spec.markov_rank, setup=plain)
+            slots.append(WeightSlot(names.MARKOV_IN, shape, target=self._markov_in))
+            slots += self._markov_out.slots
+        self._kv_heads = len(layout.attention.kv_heads(spec.num_kv_heads))
+        self._frequencies = signed_frequencies(spec.rotary_dim, spec.rope_theta).to(device)
+        self._locate, self._places = (
+            setup.kernels[LOCATE].run,
+            torch.arange(spec.block_size, device=device),
+        )
+        self._slots = slots_by_name(slots)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        return self._slots
+
+    def finish_loading(self, target: Decoder) -> None:
+        """Prepare all weights for their kernels; missing ones are the `target`'s."""
+        for name, slot in self._slots.items():
+            assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
+        for part in (self._fc, *self._layers, self._head, self._markov_out):
+            if part is not None:
+                part.finish_loading()
+        self._target = target
+
+    def write_context(
+        self, streams: Sequence[Tensor], metadata: AttentionMetadata, kv: Sequence[KvCaches]
+    ) -> None:
+        """Write the keys and values of T tokens from their residual streams, [T, width] each."""
+        x = self._fc(cat_columns(streams, self._columns))
+        context = self._context_norm(x, torch.zeros_like(x.x))
+        at = TokenPlaces(
+            *self._locate(
+                metadata.token_tables,
+                self._frequencies,
+                kv_heads=self._kv_heads,
+                block_size=kv[0]["k"].shape[2],
+            )
+        )
+        for attention, caches in zip(self._attentions, kv, strict=True):
+            attention.write_context(context, at, caches)
+
+    def run_blocks(
+        self,
+        anchors: Tensor,
+        context: BlockContext,
+        metadata: AttentionMetadata,
+        kv: Sequence[KvCaches],
+    ) -> Tensor:
+        """Run R blocks after their context -> inputs of the head [R, N, hidden].
+
+        anchors [R] int64 are the tokens at the positions `context.lengths`. `metadata` is any.
+        """
+        num_blocks, rows = len(anchors), self.spec.block_size
+        token_ids = anchors.new_full((num_blocks, rows), self.spec.mask_token_id)
+        token_ids[:, 0] = anchors
+        positions = (context.lengths.unsqueeze(1) + self._places).flatten()
+        scratch = torch.arange(num_blocks * rows, device=anchors.device)
+        at = TokenPlaces(
+            *cos_sin(positions, self._frequencies),
+            cache_rows(scratch, kv_heads=self._kv_heads, block_size=rows),
+        )
+        metadata = replace(metadata, prepared={_KIND: BlockStep(at, context)})
+        x, residual = self._embed_rows(token_ids.flatten())
+        for layer, caches in zip(self._layers, kv, strict=True):
+            x = layer(layer.input_norm(x, residual), residual, metadata, caches)
+        hidden = self._norm(x, residual)
+        assert isinstance(hidden, Tensor)
+        return hidden.unflatten(0, (num_blocks, rows))
+
+    def _embed_rows(self, token_ids: Tensor) -> tuple[Partial, Tensor]:
+        if self._embedding is None:
+            return self._target.embed(token_ids)
+        first_id = self.vocab_range.start
+        x, residual = self._embed(token_ids, self._embedding.table, first_id=first_id)
+        return Partial(x, self._group), residual
+
+    def local_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> [R, len(vocab_range)] fp32, for the tokens of this rank."""
+        if self._head is None:
+            return self._target.local_logits(hidden)
+        return self._head(hidden, LinearOutput(torch.float32))
+
+    def local_bias(self, previous: Tensor) -> Tensor | None:
+        """Return what tokens `previous` [R] int64 add to the next logits [R, len(vocab_range)]."""
+        if self._markov_out is None:
+            return None
+        return self._markov_out(self._markov_in[previous], LinearOutput(torch.float32))
+
+
+def build(spec: ModelSpec, setup: LayerSetup) -> BlockDraft:
+    """Build a draft without weights."""
+    assert isinstance(spec, BlockDraftSpec)
+    return BlockDraft(spec, setup)

@@ -1,0 +1,100 @@
+"""Tensors of block drafts, in files of their own or among those of their target."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from negamax.formats.tensor_format import Axis
+from negamax.layers.names import AttentionNames, MlpNames
+from negamax.models.dspark.config import BlockDraftSpec
+from negamax.models.family import Placement, Spellings, WeightSpec, mlp_weights
+from negamax.models.family import layer_of as layer_of
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+FC, CONTEXT_NORM, NORM = "fc.weight", "hidden_norm.weight", "norm.weight"
+MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+
+
+def attention(layer: int) -> AttentionNames:
+    """Name the attention of a layer."""
+    prefix = f"layers.{layer}.self_attn"
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    weights = (f"{prefix}.{part}.weight" for part in parts)
+    return AttentionNames(*weights, k_scale=f"{prefix}.k_scale", v_scale=f"{prefix}.v_scale")
+
+
+def mlp(layer: int) -> MlpNames:
+    """Name the MLP of a layer."""
+    return MlpNames(*(f"layers.{layer}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")))
+
+
+def norms(layer: int) -> tuple[str, str]:
+    """Name the norms before the attention and before the MLP of a layer."""
+    prefix = f"layers.{layer}"
+    return f"{prefix}.input_layernorm.weight", f"{prefix}.post_attention_layernorm.weight"
+
+
+_OWN = re.compile(r"(?:^|\.)dspark\.")  # among the tensors of a target
+_SPELLINGS = Spellings(
+    aliases=(
+        (r"^(?:language_model\.)?(?:model\.)?dspark\.", ""),
+        (r"^(?:draft_model|model)\.", ""),
+        (r"^midlayer\.", "layers.0."),
+        (r"^(layers\.\d+\.)(?:decoder_layer|midlayer)\.", r"\1"),
+        (r"^final_norm\.", "norm."),
+    ),
+    fused=(
+        (r"(\.self_attn\.)qkv_proj\.", (r"\1q_proj.", r"\1k_proj.", r"\1v_proj.")),
+        (r"(\.mlp\.)gate_up_proj\.", (r"\1gate_proj.", r"\1up_proj.")),
+    ),
+    skipped=(
+        (
+            r"(?:^|\.)confidence_head\.",
+            "the confidence head: the draft length is chosen from measured acceptance",
+        ),
+        (r"(?:^|\.)rotary_emb\.inv_freq$", "rotary frequencies, computed from config.json"),
+    ),
+)
+
+
+def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
+    names = list(names)
+    is_shared, placed = any(map(_OWN.search, names)), {}
+    for name in names:
+        if is_shared and not _OWN.search(name):
+            placed[name] = Placement((f"target.{name}",), "tensors of the model")
+        else:
+            placed[name] = _SPELLINGS.place(name, _SPELLINGS.respell(name))
+    return placed
+
+
+def list_slots(names: Iterable[str]) -> set[str]:
+    """Return the slots of the draft that tensors `names` fill."""
+    return {slot for placed in place(names, num_layers=0).values() for slot in placed.slots}
+
+
+def weights(spec: BlockDraftSpec) -> Iterator[WeightSpec]:
+    """List the draft's own tensors (see `WeightNames`)."""
+    hidden, streams = spec.hidden_size, spec.num_aux * spec.target_hidden_size
+    q_rows, kv_rows = (heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads))
+    if spec.own_embedding:
+        yield WeightSpec(EMBEDDING, (spec.vocab_size, hidden), is_table=True)
+    yield WeightSpec(FC, (hidden, streams), splits=Axis.COLUMNS, is_head=True)
+    for name in (CONTEXT_NORM, NORM):
+        yield WeightSpec(name, (hidden,), parts=1)
+    for layer in range(spec.num_layers):
+        own = attention(layer)
+        yield WeightSpec(own.q, (q_rows, hidden), parts=spec.num_heads, splits=Axis.ROWS)
+        for name in (own.k, own.v):
+            yield WeightSpec(name, (kv_rows, hidden), parts=spec.num_kv_heads, splits=Axis.ROWS)
+        yield WeightSpec(own.out, (hidden, q_rows), parts=spec.num_heads, splits=Axis.COLUMNS)
+        for name in (own.q_norm, own.k_norm):
+            yield WeightSpec(name, (spec.head_dim,), parts=1, dtype="float32")
+        yield from mlp_weights(mlp(layer), hidden, spec.intermediate_size)
+        for name in norms(layer):
+            yield WeightSpec(name, (hidden,), parts=1)
+    if spec.markov_rank:
+        shape = spec.vocab_size, spec.markov_rank
+        yield WeightSpec(MARKOV_IN, shape, parts=1, is_table=True)
+        yield WeightSpec(MARKOV_OUT, shape, splits=Axis.ROWS, is_head=True)
+    if spec.own_head:
+        yield WeightSpec(HEAD, (spec.vocab_size, hidden), splits=Axis.ROWS, is_head=True)

@@ -1,0 +1,66 @@
+"""Proposes draft tokens by a block draft (`models/dspark`), which keeps its context in the blocks
+of the target model.
+
+Every step writes the context of its tokens from the target's residual streams, prompt chunks and
+steps without drafts included. An entry depends on tokens up to its own only, so prefix-cache hits
+reuse it, and those of rejected drafts are overwritten once their positions are run again. A
+proposal runs all rows of the trained block, whose own keys and values are not kept, and takes the
+first tokens.
+"""
+
+from torch import Tensor
+
+from negamax.kernels.drafts.op import BlockContext
+from negamax.layers.weights import LayerSetup, WeightSlot
+from negamax.models.decoder import Decoder
+from negamax.models.dspark.model import BlockDraft, build
+from negamax.worker.draft_model import DraftModelProposer
+from negamax.worker.proposer import DraftRows, TokenStates
+from negamax.worker.request_state import RequestState
+
+
+class BlockProposer(DraftModelProposer):
+    """Proposes several tokens by one pass of the draft; Markov matrices then link them."""
+
+    _model: BlockDraft
+
+    def _build(self, setup: LayerSetup) -> dict[str, WeightSlot]:
+        self._model = build(self._draft.spec, setup)
+        return self._model.weight_slots()
+
+    def _finish_loading(self, target: Decoder) -> None:
+        self._model.finish_loading(target)
+
+    def propose(
+        self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
+    ) -> Tensor:
+        slots, lengths, _ = rows
+        model, num_rows = self._model, len(slots)
+        model.write_context(states.residuals, states.metadata, self._kv)
+        if not num_tokens or not num_rows:
+            return slots.new_empty(num_rows, num_tokens)
+        before = lengths - 1  # tokens of the context
+        # surplus rows may end after the context length
+        anchors = requests.tokens[slots, before.clamp(0, requests.tokens.shape[1] - 1)].long()
+        seen = before.masked_fill(slots == requests.padding_slot, 0).clamp_min(0).int()
+        context = BlockContext(requests.block_tables, slots, seen)
+        hidden = model.run_blocks(anchors, context, states.metadata, self._kv)
+        first = 0 if model.spec.samples_anchor else 1
+        hidden = hidden[:, first : first + num_tokens].flatten(0, 1)
+        logits = model.local_logits(hidden).unflatten(0, (num_rows, num_tokens))
+        drafts, previous = slots.new_empty(num_rows, num_tokens), anchors
+        for place in range(num_tokens):
+            bias = model.local_bias(previous)
+            of_place = logits[:, place].contiguous() if bias is None else logits[:, place] + bias
+            drafts[:, place] = self._choose(of_place, slots, lengths + place, requests)
+            previous = drafts[:, place].clamp_min(0)
+        return drafts
+
+    def _choose(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, requests: RequestState
+    ) -> Tensor:
+        """Choose tokens [R] int64 by logits [R, tokens of this rank] fp32."""
+        first_id = self._model.vocab_range.start
+        if not self._draws:
+            return self._pick_greedy(logits, first_id=first_id)
+        return self._sample(logits, slots, positions, requests, first_id=first_id)
