@@ -10,8 +10,8 @@ keys. The output is meaningless.
 
 A workload is INPUTxOUTPUT:REQUESTS[,REQUESTS ...]. Prompts longer than one step are read once, and
 decode is timed with cached prompts. `--drafts LENGTH` times each workload without drafts and with
-three draft tokens, of which a random share is accepted: LENGTH tokens per step. (Their sharded `fc`
-is whole.)
+`--num-drafts` draft tokens, of which a random share is accepted: LENGTH tokens per step. (Their
+sharded `fc` is whole.)
 """
 
 import argparse
@@ -25,16 +25,18 @@ from negamax.bench import offline
 from negamax.bench.group import Group
 from negamax.config.model_spec import ModelSpec
 from negamax.engine.core.setup import start_loop
-from negamax.models.eagle3 import config as eagle3
-from negamax.models.registry import FAMILIES
+from negamax.models.registry import DRAFTS, FAMILIES
 from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.draft_length import FixedDraftLength
 
 CUT = ("num_heads", "num_kv_heads", "vocab_size", "draft_vocab_size", "intermediate_size",
        "expert_width", "shared_width", "dense_width")  # fmt: skip
-NUM_DRAFTS = 3
-DRAFTS = {"minimax-m2": "minimax-m2.5-eagle3", "minimax-m3": "minimax-m3-eagle3"}
+OWN_DRAFTS = {
+    "minimax-m2": "minimax-m2.5-eagle3",
+    "minimax-m3": "minimax-m3-eagle3",
+    "minimax-m3.1": "minimax-m3.1-dspark",
+}
 ONE_STEP = 8192  # tokens
 
 
@@ -49,12 +51,14 @@ def share_of(spec: ModelSpec, ranks: int) -> ModelSpec:
     if sparse := getattr(spec, "sparse", None):
         heads = max(1, sparse.index_heads // ranks)
         changed["sparse"] = replace(sparse, index_heads=heads)
+    if "mask_token_id" in names:
+        changed["mask_token_id"] = 0
     return replace(spec, bos_token_id=0, eos_token_ids=(1,), **changed)
 
 
 def become_share(ranks: int) -> None:
     """Replace the bundled specs of this process by the shard of one of `ranks` ranks."""
-    for family in (*FAMILIES.values(), eagle3.FAMILY):
+    for family in (*FAMILIES.values(), *DRAFTS.values()):
         specs = family.bundled
         assert isinstance(specs, dict)
         specs |= {name: share_of(spec, ranks) for name, spec in specs.items()}
@@ -109,17 +113,18 @@ def main() -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.92)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--drafts", type=float, metavar="LENGTH")
+    parser.add_argument("--num-drafts", type=int, default=3)
     parser.add_argument("--json", type=Path)
     words = vars(parser.parse_args())
     workloads, ranks, file = (words.pop(name) for name in ("workloads", "ranks", "json"))
-    length, draft_lengths = words.pop("drafts"), [0]
+    length, num_drafts, draft_lengths = words.pop("drafts"), words.pop("num_drafts"), [0]
     if length is not None:
-        family = words["model"][: len("minimax-m2")]
+        family = max(name for name in OWN_DRAFTS if words["model"].startswith(name))
         words["speculative_config"] = {
-            "method": "eagle3", "model": DRAFTS[family], "num_speculative_tokens": NUM_DRAFTS,
+            "model": OWN_DRAFTS[family], "num_speculative_tokens": num_drafts,
             "rejection_sample_method": "synthetic", "synthetic_acceptance_length": length,
         }  # fmt: skip
-        draft_lengths.append(NUM_DRAFTS)
+        draft_lengths.append(num_drafts)
     longest = max(each.input_len + each.output_len for each in workloads)
     most = max(max(each.concurrency) for each in workloads)
     become_share(ranks)
