@@ -114,7 +114,7 @@ SPELLINGS = Spellings(
     ),
     skipped=(
         (r"(^|[._])mtp([._]|$)", _MTP),
-        (r"(^|\.)dspark\.", "the DSpark draft, which is not read yet"),
+        (r"(^|\.)dspark\.", "the DSpark draft, which method dspark of --speculative-config reads"),
         (
             r"\.(k_scale|v_scale|kv_scale|[kv]_cache\.scale|[kv]_proj\.output_scale)$",
             "KV-cache scales of no layer here",
