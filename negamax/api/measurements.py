@@ -148,7 +148,6 @@ class Counts:
     def __init__(
         self, names: Sequence[str], *, numbers: SharedNumbers, index: int, start: int
     ) -> None:
-        """The counts are in row `index` of `numbers`, from column `start`."""
         self._columns = {name: start + place for place, name in enumerate(names)}
         self._numbers = numbers
         self._row = numbers.row(index)

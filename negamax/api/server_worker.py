@@ -125,7 +125,6 @@ class ServerWorker:
         self._ending = asyncio.create_task(server.abort())
 
     async def take(self, message: wire.EngineMessage) -> None:
-        """Apply a message about an engine."""
         replica = message.replica
         if isinstance(message, wire.UseEngine):
             self._close(replica)

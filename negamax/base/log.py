@@ -71,7 +71,6 @@ def recent_lines() -> list[str]:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of module `name` (pass `__name__`)."""
     return logging.getLogger(name)
 
 

@@ -62,7 +62,6 @@ class DraftCounts:
         return DraftCounts(drafts, draft_tokens, accepted, accepted_at, SYNTHETIC in sums)
 
     def subtract(self, earlier: "DraftCounts") -> "DraftCounts":
-        """Subtract earlier counts."""
         return self._plus(earlier, -1)
 
     def __add__(self, other: "DraftCounts") -> "DraftCounts":

@@ -58,7 +58,6 @@ def picture(help: str) -> Any:
 
 
 def json_option() -> Any:
-    """Declare the option --json."""
     help = "Write the raw results to this file."
     return setting(None, help, "--json", panel=OUTPUT, callback=_check_file)
 

@@ -37,7 +37,6 @@ class EngineBackend:
         return cls(runner.run(EngineSupervisor.start(options)), runner)
 
     def answer(self, prompt: ChatInput, show: Show) -> TokenCounts:
-        """Answer, as in `Backend`."""
         return self._runner.run(self._answer(prompt, show))
 
     def shutdown(self) -> None:

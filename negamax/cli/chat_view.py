@@ -35,7 +35,6 @@ class ChatView:
         return sys.stdin.isatty() and self.console.is_terminal
 
     def answer(self) -> "AnswerView":
-        """Return the view of the next answer."""
         return AnswerView(self.console, self._thinking, is_markdown=self._is_markdown)
 
     def note(self, text: str) -> None:
@@ -66,7 +65,6 @@ class AnswerView:
         self._complete_calls = 0
 
     def show(self, shown: Sequence[events.ParserEvent]) -> None:
-        """Show new events."""
         for event in shown:
             self._show(event)
 
@@ -148,7 +146,6 @@ class MarkdownStream:
         self._drawn = 0.0  # monotonic seconds
 
     def push(self, text: str) -> None:
-        """Add text."""
         self._block += text
         complete, self._block = split_blocks(self._block)
         if complete:

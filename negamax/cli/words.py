@@ -56,7 +56,6 @@ class Option:
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
         return f"NEGAMAX_{self.key.upper()}"
 
 
@@ -135,7 +134,6 @@ class OptionNames:
         return self.own[name].option.kind if name in self.own else self.foreign[name].kind
 
     def key_of(self, name: str) -> str | None:
-        """Return the key of an option of ours."""
         return self.own[name].option.key if name in self.own else None
 
     def find_key(self, key: str) -> str | None:

@@ -64,7 +64,6 @@ class ModelSpec:
             refuse(name, value, f"1 to {MAX_SIZE}")
 
     def first_layers(self, num_layers: int) -> Self:
-        """Return the model of the first `num_layers` layers."""
         return replace(self, num_layers=num_layers)
 
     def shard_index(self) -> Self:

@@ -165,7 +165,6 @@ def read_together(weights: Sequence[Weight], reader: CheckpointReader) -> Mappin
 
 
 def split_read(read: Mapping[str, Tensor], at: int) -> dict[str, Tensor]:
-    """Return the tensors of the weight `at`."""
     start = f"{at} "
     return {key.removeprefix(start): read[key] for key in read if key.startswith(start)}
 
@@ -200,6 +199,5 @@ def _with_common_scale(
 
 @cache
 def _dtypes(stored: TensorFormat) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of the tensors that the quantizer makes."""
     made = encode(stored, torch.zeros(stored.unit(Axis.ROWS), stored.unit(Axis.COLUMNS)))
     return tuple(made[tensor.name].dtype for tensor in stored.tensors)

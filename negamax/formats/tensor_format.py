@@ -131,7 +131,6 @@ class StoredTensor:
         return replace(self, dims=(Dim(Axis.ROWS),)) if self.is_number else self
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """Return its shape for a matrix of `shape`."""
         return tuple(dim.size(shape) for dim in self.dims)
 
     def part(self, region: Region) -> tuple[range, ...]:
@@ -182,7 +181,6 @@ class TensorFormat:
 
     @property
     def values(self) -> StoredTensor:
-        """The tensor of the values."""
         return self.tensors[0]
 
     def is_held_as(self, other: TensorFormat) -> bool:

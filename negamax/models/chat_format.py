@@ -115,7 +115,6 @@ class ChatFormat:
         )
 
     def call_style(self) -> CallStyle:
-        """Return the call style for the grammar of one request."""
         family = self.family
         ids = {tag: i for tag, i in self.tag_ids.items() if tag in family.token_tags}
         return family.call_style(ids)

@@ -98,7 +98,6 @@ class DecoderLayer:
 
 
 def attention_sizes(spec: ModelSpec) -> AttentionSizes:
-    """Return the sizes of the model's attention."""
     return AttentionSizes(
         spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rms_norm_eps
     )

@@ -29,7 +29,6 @@ def attention(layer: int) -> AttentionNames:
 
 
 def moe(layer: int) -> MoeNames:
-    """Name the mixture of experts of a layer."""
     prefix = f"model.layers.{layer}.block_sparse_moe"
     return MoeNames(
         router=f"{prefix}.gate.weight",

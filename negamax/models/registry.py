@@ -134,12 +134,10 @@ def bundled_names() -> tuple[str, ...]:
 
 
 def import_names(spec: ModelSpec) -> WeightNames:
-    """Import the weight names of `spec`'s family."""
     return cast(WeightNames, import_module(f"{find_family(spec.architecture).package}.names"))
 
 
 def import_draft_names(spec: DraftSpec) -> DraftNames:
-    """Import the weight names of a draft's family."""
     return cast(DraftNames, import_names(spec))
 
 

@@ -102,7 +102,6 @@ def flags_of(options: type[Any]) -> tuple[Flag, ...]:
 
 
 def flag_name(field: str) -> str:
-    """Return the flag of a field, for messages."""
     return f"--{field.replace('_', '-')}"
 
 

@@ -113,7 +113,6 @@ class ParallelOptions:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one engine."""
         stage = self.tensor_parallel_size * self.prefill_context_parallel_size
         return self.pipeline_parallel_size * self.data_parallel_size * stage
 

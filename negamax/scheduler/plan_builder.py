@@ -25,7 +25,6 @@ class PlanBuilder:
         self.chunks: list[tuple[int, bool, Sequence]] = []  # tokens, whether it samples, sequence
 
     def append_block(self, sequence: Sequence) -> None:
-        """Append the sequence's newest block to the plan."""
         self.appended_slots.append(sequence.slot)
         self.appended_blocks.append(sequence.block_ids[-1])
 

@@ -95,7 +95,6 @@ def find_types(schemas: Iterable[Any], *, root: Any) -> frozenset[str]:
 
 
 def type_name(value: Any) -> str:
-    """Return the JSON type of a value."""
     return _TYPE_NAMES.get(type(value), "object")
 
 

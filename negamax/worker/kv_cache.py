@@ -68,7 +68,6 @@ def allocate(
 def _zeros(
     layers: int, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """Allocate `layers` zeroed tensors of `shape` together."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     stride = -(-num_bytes // ALIGNMENT) * ALIGNMENT
     if device.type == "cpu":

@@ -53,7 +53,6 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, *, most_bytes: int = FRAME_BY
 
 
 def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Connect to the endpoint of a `bind`."""
     if endpoint.startswith(_TCP):
         own = _secret_key("connects")
         socket.ipv6 = "[" in endpoint

@@ -181,7 +181,6 @@ class RequestState:
             self._new_failures[slot] = self.failures[slot]
 
     def failures_of(self, slots: Iterable[int]) -> dict[int, str]:
-        """Return the failures among `slots`, by index."""
         if not self.failures:
             return {}
         return {i: self.failures[slot] for i, slot in enumerate(slots) if slot in self.failures}

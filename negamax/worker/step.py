@@ -194,7 +194,6 @@ class StepRunner:
         return Executed(began, hidden, states)
 
     def _sample_inputs(self, batch: Batch) -> SampleInputs:
-        """Locate the samples of the executed step."""
         layout = batch.layout
         if batch.replay is not None:
             graphs, shape = batch.replay

@@ -95,7 +95,6 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         return b""
 
     def end(self) -> bytes:
-        """Return the end of a stream."""
         return DONE
 
     def failure(self, error: Exception) -> bytes:

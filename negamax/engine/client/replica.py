@@ -115,7 +115,6 @@ class Replica:
     async def record_experts(
         self, action: wire.RecordAction, *, server: int
     ) -> wire.ExpertDump | None:
-        """As of `AsyncEngine.record_experts`; `server`: this server process."""
         if not self.alive:
             raise self.unavailable()
         self._num_records += 1

@@ -203,7 +203,6 @@ class EngineLoop:
             self._committed_at = time.monotonic()  # do not count the command as step time
 
     def dump_crash(self, reason: str, error: BaseException) -> None:
-        """Write a crash dump of the state when `error` was raised."""
         self._crash_dumps.write(reason, details=self._crash_details, error=error)
 
     def shutdown(self, *, restarts: bool = False) -> None:

@@ -68,7 +68,6 @@ class H200AttentionTiles(AttentionTiles):
 
 
 def tiles_for(device: torch.device) -> AttentionTiles:
-    """Return the sizes for `device`."""
     return H200AttentionTiles() if has_h200_tiles(device) else AttentionTiles()
 
 

@@ -251,7 +251,6 @@ class BlockSparsePrefillPlan:
 def attention_kernels(
     decode: PagedDecode, provider: str, **properties: Any
 ) -> tuple[AnyKernel, AnyKernel]:
-    """Make the kernels of decode and prefill that use `decode`."""
 
     def plan_decode(queries: AttentionMetadata, shape: SparseShape) -> BlockSparseDecodePlan:
         assert not shape.quantize, "FP8 output is made on the GPU only"

@@ -75,7 +75,6 @@ class BlockSelection:
         return cls(*torch.empty(size, dtype=torch.int32, device=device).unbind())
 
     def select(self, tokens: slice) -> "BlockSelection":
-        """Return the selection of some of the tokens."""
         return BlockSelection(self.ids[tokens], self.pages[tokens])
 
 

@@ -52,5 +52,4 @@ class H200SelectionTiles(SelectionTiles):
 
 
 def tiles_for(device: torch.device) -> SelectionTiles:
-    """Return the sizes for `device`."""
     return H200SelectionTiles() if has_h200_tiles(device) else SelectionTiles()

@@ -46,7 +46,6 @@ class PartialResults:
         return cls.of(torch.empty(num_bytes, dtype=torch.uint8, device=q.device), q)
 
     def gathered(self, group: Collective) -> "PartialResults":
-        """Gather the results of all ranks of the group."""
         messages = group.all_gather(self.message.unsqueeze(0), dim=0)
         return PartialResults.of(messages, self.out.unflatten(-1, (self.lse.shape[-1], -1)))
 

@@ -205,7 +205,6 @@ class H200GemmTiles(GemmTiles):
 
 
 def tiles_for(device: torch.device) -> GemmTiles:
-    """Return the sizes for `device`."""
     here = platform.platform_of(device)
     if here.vendor == "cpu":  # the interpreter
         return H200GemmTiles()

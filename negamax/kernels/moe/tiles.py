@@ -245,5 +245,4 @@ def search_chunk(num_tokens: int) -> int:
 
 
 def tiles_for(device: torch.device) -> MoeTiles:
-    """Return the sizes for `device`."""
     return H200MoeTiles() if has_h200_tiles(device) else MoeTiles()

@@ -70,7 +70,6 @@ class Codes:
         return numbers
 
     def _numbers(self) -> Tensor:
-        """Return the numbers of the codes in fp32."""
         return e2m1_numbers(self.values) if self.is_e2m1 else _floats(self.values)
 
 

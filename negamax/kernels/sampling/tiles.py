@@ -21,7 +21,6 @@ _BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # cpu: the interpreter
 
 
 def tiles_for(device: torch.device) -> SamplingTiles:
-    """Return the sizes for `device`."""
     return _BY_ARCH.get(platform.platform_of(device).arch, SamplingTiles())
 
 

@@ -91,11 +91,9 @@ class Schemas:
         return found
 
     def admits(self, nodes: Nodes, value: Any) -> bool:
-        """Whether `value` follows `nodes`."""
         return any(self._fits(shape, value) for shape in self.shapes(nodes))
 
     def member(self, shape: ObjectShape, name: str) -> Nodes:
-        """Return the schema of the member `name`."""
         if name in shape.listed:
             return shape.listed[name]
         for language, nodes in shape.others:

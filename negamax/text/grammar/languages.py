@@ -146,7 +146,6 @@ class Languages:
         return Language(self.derive(self.join([self.everything, searched]), BEGIN))
 
     def all_of(self, parts: Sequence[Language]) -> Language:
-        """Return the texts that are in all of `parts`."""
         distinct = list(dict.fromkeys(parts))
         runs = [self.read_run(part) for part in distinct]
         if len(distinct) == 1:

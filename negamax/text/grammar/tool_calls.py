@@ -88,7 +88,6 @@ class CallStyle(ABC):
         return sequence([opener, value, closer])
 
     def any_arguments(self) -> Format:
-        """Return free arguments."""
         name = {"type": "regex", "pattern": self._key_pattern(0, self.free_key[2])}
         return {"type": "star", "content": self.any_argument(name, self.raw())}
 
@@ -147,7 +146,6 @@ class CallStyle(ABC):
         return f"{first}{others}{{{least},{'' if most is None else most}}}"
 
     def value(self, nodes: Nodes, schemas: Schemas, *, depth: int) -> Format:
-        """Return a value that follows `nodes`."""
         self.budget.spend()
         shapes = schemas.shapes(nodes)
         texts: list[Format] = []
@@ -174,7 +172,6 @@ class CallStyle(ABC):
         return any_of([*texts, *nested])
 
     def raw(self, *, most: int | None = None) -> Format:
-        """Return any raw string of at most `most` characters."""
         limits = {} if most is None else {"max_chars": most}
         return {"type": "any_text", "excludes": [self.end_of_text], **limits}
 

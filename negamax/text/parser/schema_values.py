@@ -152,7 +152,6 @@ class ValueSchema:
         return self._view(self._others)
 
     def item(self, place: int) -> ValueSchema:
-        """Return the schema of the item at `place` of an array."""
         return self._view(
             [first[place] if place < len(first) else others for first, others in self._arrays]
         )
@@ -247,7 +246,6 @@ def write_json(value: Any) -> str:
 
 
 def write_object(members: Iterable[tuple[str, str]]) -> str:
-    """Write an object of JSON values by name."""
     return "{" + ", ".join(f"{json_string(name)}: {value}" for name, value in members) + "}"
 
 

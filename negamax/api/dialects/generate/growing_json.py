@@ -27,7 +27,6 @@ class GrowingList:
         return len(self._text)
 
     def json(self) -> Any:
-        """Return the list so far as raw JSON."""
         return msgspec.Raw(b"".join((b"[", self._text, b"]")))
 
 
