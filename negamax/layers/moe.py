@@ -1,7 +1,8 @@
 """Mixture of experts: every rank routes its tokens and runs its routed and shared experts."""
 
 from collections.abc import Iterable, Sequence
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from negamax.parallel.collectives import Partial
 from negamax.quantization.scheme import WeightFormat
 
 ALL_TOKENS = StepTokens()
+# Up to so many tokens the shared expert runs beside the others. M3.1 on an H200: 2 % less time at
+# one token, 1 % at 16, 1 % more at 64.
+_FORK_MAX_M = 32
 
 
 class SparseMoe:
@@ -195,7 +199,11 @@ class SparseMoe:
         if self._observed is not None:
             count = min(len(ids), len(self._observed))
             self._observed[:count].copy_(ids[:count, : self.top_k])
-        shared = None if self._shared_mlp is None else self._shared_mlp(x)
+        shared, beside = None, None
+        if self._shared_mlp is not None:
+            beside = _fork(ids)
+            with nullcontext() if beside is None else torch.cuda.stream(beside):
+                shared = self._shared_mlp(x)
         if self._quantize is not None:
             x = self._quantize(x)
         given = self._dispatch.dispatch(x, ids, weights, tokens)
@@ -205,8 +213,26 @@ class SparseMoe:
         out: Tensor = self._experts_kernel.run(given.x, selected, self.expert_weights)
         part = self._dispatch.combine(out, given, len(ids))
         if shared is not None:
+            if beside is not None:
+                torch.cuda.current_stream().wait_stream(beside)
             (part.x if part.x.dim() == 2 else part.x[:, 0]).add_(shared.x)
         return part
+
+
+def _fork(ids: Tensor) -> torch.cuda.Stream | None:
+    """Return a stream whose kernels run beside those of the current one from here on, in captured
+    steps of few tokens, ids [T, top_k]. None in others: the host sets their pace, or the bytes do.
+    """
+    if not ids.is_cuda or len(ids) > _FORK_MAX_M or not torch.cuda.is_current_stream_capturing():
+        return None
+    stream = _side_stream(ids.device)
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _formats(names: MlpNames, weights: WeightFormat) -> set[TensorFormat]:
