@@ -26,7 +26,8 @@ COMMON, OWN, M31, FLASH, TARGET = json.loads("""[
 }, {
     "dspark_block_size": 7, "dspark_noise_token_id": 200058, "dspark_markov_rank": 256,
     "dspark_target_layer_ids": [3, 17, 31, 45, 59], "dspark_ffn_hidden_size": 12288,
-    "dspark_hybrid_context_fusion": false, "dspark_markov_head_type": "vanilla"
+    "dspark_hybrid_context_fusion": false, "dspark_markov_head_type": "vanilla",
+    "dspark_use_dense_ffn": true
 }, {
     "architectures": ["DSparkMiniMaxDraftModel"], "hidden_act": "swigluoai", "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0, "sliding_window": 4096, "use_gemma_norm": true,
@@ -50,6 +51,11 @@ def test_the_published_draft_is_read() -> None:
     assert PUBLISHED is not None
     spec = FAMILIES[DSPARK].read_spec(M31)
     assert spec == PUBLISHED and spec.notes == ()
+    around = ("architectures", "quantization_config")  # of the text model's fields, in the files
+    text = {name: value for name, value in M31.items() if name not in around}
+    text |= {"dense_intermediate_size": 12288, "moe_layer_freq": [0] * 5, "dspark_config": {}}
+    nested = {name: M31[name] for name in around} | {"text_config": text}
+    assert FAMILIES[DSPARK].read_spec(nested) == PUBLISHED
     assert PUBLISHED.adapt_to(bundled_spec("minimax-m3.1-flash"), None) == PUBLISHED
     assert weight_bytes(PUBLISHED, dtype="bfloat16") == pytest.approx(2.302e9, rel=1e-3)
     per_token = sum(one.heads * one.width * 2 for caches in spec.kv_caches() for one in caches)
@@ -69,32 +75,40 @@ def test_a_dflash_draft_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "changes", "words"),
+    ("method", "changes", "words"),
     [
-        (M31, {"dspark_markov_head_type": "gated"}, "markov_head_type is 'gated'"),
-        (M31, {"dspark_hybrid_context_fusion": True}, "hybrid_context_fusion is True"),
-        (M31, {"sparse_attention_config": {"a": 1}}, "sparse_attention_config is {'a': 1}"),
-        (M31, {"dspark_new": 1}, "dspark_new is 1; supported: no such field"),
-        (M31, {"dspark_block_size": 17}, "block_size is 17; supported: 2 to 16"),
-        (M31, {"dspark_noise_token_id": 200064}, "mask_token_id is 200064"),
-        (M31, {"dspark_target_layer_ids": [5, 3]}, "target_layer_ids is [5, 3]"),
-        (M31, {"layer_types": ["linear_attention"] * 5}, "layer_types[0] is 'linear_attention'"),
-        (M31, {"layer_types": ["full_attention"]}, "5 entries, one per layer"),
-        (M31, {"sliding_window": 4}, "sliding_window is 4; supported: block_size (7) or more"),
-        (M31, {"draft_vocab_size": 32000}, "draft_vocab_size is 32000"),
-        (M31, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        (M31, {"dspark_markov_rank": None}, "no markov_rank"),
-        (FLASH, {"markov_rank": 8}, "markov_rank is 8; supported: 0"),
-        (FLASH, {"architectures": ["DFlash2DraftModel"]}, "architectures is ['DFlash2DraftModel']"),
+        ("dspark", {"dspark_markov_head_type": "gated"}, "markov_head_type is 'gated'"),
+        ("dspark", {"dspark_hybrid_context_fusion": True}, "hybrid_context_fusion is True"),
+        ("dspark", {"sparse_attention_config": {"a": 1}}, "sparse_attention_config is {'a': 1}"),
+        ("dspark", {"moe_layer_freq": [0, 0, 0, 0, 1]}, "moe_layer_freq[4] is 1"),
+        ("dspark", {"dspark_config": {"hybrid_context_fusion": True}}, "hybrid_context_fusion is"),
+        ("dspark", {"dspark_new": 1}, "dspark_new is 1; supported: no such field"),
+        ("dspark", {"dspark_block_size": 17}, "block_size is 17; supported: 2 to 16"),
+        ("dspark", {"dspark_noise_token_id": 200064}, "mask_token_id is 200064"),
+        ("dspark", {"dspark_target_layer_ids": [5, 3]}, "target_layer_ids is [5, 3]"),
+        (
+            "dspark",
+            {"layer_types": ["linear_attention"] * 5},
+            "layer_types[0] is 'linear_attention'",
+        ),
+        ("dspark", {"layer_types": ["full_attention"]}, "5 entries, one per layer"),
+        ("dspark", {"sliding_window": 4}, "sliding_window is 4; supported: block_size (7) or more"),
+        ("dspark", {"draft_vocab_size": 32000}, "draft_vocab_size is 32000"),
+        ("dspark", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("dspark", {"dspark_markov_rank": None}, "no markov_rank"),
+        ("dflash", {"markov_rank": 8}, "markov_rank is 8; supported: 0"),
+        (
+            "dflash",
+            {"architectures": ["DFlash2DraftModel"]},
+            "architectures is ['DFlash2DraftModel']",
+        ),
     ],
     ids=str,
 )
-def test_refuses_what_it_does_not_compute(
-    config: dict[str, Any], changes: dict[str, Any], words: str
-) -> None:
-    family = FAMILIES[DSPARK if config is M31 else DFLASH]
+def test_refuses_what_it_does_not_compute(method: str, changes: dict[str, Any], words: str) -> None:
+    architecture, config = {"dspark": (DSPARK, M31), "dflash": (DFLASH, FLASH)}[method]
     with pytest.raises(ConfigError) as caught:
-        family.read_spec(config | changes)
+        FAMILIES[architecture].read_spec(config | changes)
     assert words in caught.value.message
 
 

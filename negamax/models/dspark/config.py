@@ -30,13 +30,15 @@ _FIXED: dict[str, Any] = {
     "markov_head_type": "vanilla",
     "qk_norm_type": "per_head",
     "use_qk_norm": True,
+    "use_dense_ffn": True,
 }
+_PER_LAYER = {"moe_layer_freq": 0}
 _OF_MINIMAX = {"use_gemma_norm": True, "swiglu_beta": 1.0}
 _OF_DFLASH = {"markov_rank": 0, "enable_confidence_head": False}
 # Spellings of one field; the first is ours.
 _SPELLINGS = (
     ("mask_token_id", "noise_token_id"),
-    ("intermediate_size", "ffn_hidden_size"),
+    ("intermediate_size", "dense_intermediate_size", "ffn_hidden_size"),
     ("num_hidden_layers", "num_layers"),
 )
 _READ = {
@@ -125,8 +127,9 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
     if flat.get("hidden_act", "silu") not in activations:
         refuse("hidden_act", flat["hidden_act"], " or ".join(map(repr, activations)))
     fields.check_fixed(flat, {"draft_vocab_size": common["vocab_size"]})
+    fields.check_per_layer(flat, _PER_LAYER, num_layers=common["num_layers"])
     if is_own:
-        fields.note_unknown(flat, {*_READ, *fixed, *_OF_DFLASH}, notes=notes)
+        fields.note_unknown(flat, {*_READ, *fixed, *_OF_DFLASH, *_PER_LAYER}, notes=notes)
 
     def size(name: str, default: Any) -> Any:
         return default if flat.get(name) is None else fields.read_size(flat, name)
@@ -172,11 +175,6 @@ def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
     of layers must have the prefix.
     """
     flat = {name: value for name, value in _text(config).items() if value is not None}
-    for name in _NESTED:
-        nested = flat.get(name) or {}
-        if not isinstance(nested, Mapping):
-            refuse(name, nested, "an object or null")
-        flat = fields.merge_fields(flat, nested, inner=name)
     own = {
         name.removeprefix(_PREFIX): value
         for name, value in flat.items()
@@ -185,9 +183,15 @@ def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
     if unknown := fields.list_unknown(own, {*_READ, *_FIXED, *_OF_MINIMAX}):
         name = f"{_PREFIX}{unknown[0]}"
         refuse(name, flat[name], "no such field; update Negamax, or serve the model without drafts")
+    for name in _NESTED:
+        nested = flat.get(name) or {}
+        if not isinstance(nested, Mapping):
+            refuse(name, nested, "an object or null")
+        flat, own = (fields.merge_fields(each, nested, inner=name) for each in (flat, own))
     if not is_own:
         of_target = {"num_hidden_layers", "intermediate_size", "layer_types", "sliding_window"}
-        of_target |= {"sparse_attention_config", "use_sliding_window"}
+        of_target |= {"sparse_attention_config", "use_sliding_window", *_PER_LAYER}
+        of_target |= {"dense_intermediate_size"}
         flat = {name: value for name, value in flat.items() if name not in of_target}
     flat = {name: value for name, value in flat.items() if not name.startswith(_PREFIX)} | own
     for name, *others in _SPELLINGS:
