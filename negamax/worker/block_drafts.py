@@ -8,6 +8,7 @@ proposal runs all rows of the trained block, whose own keys and values are not k
 first tokens.
 """
 
+import torch
 from torch import Tensor
 
 from negamax.kernels.drafts.op import BlockContext
@@ -29,7 +30,8 @@ class BlockProposer(DraftModelProposer):
         return self._model.weight_slots()
 
     def _finish_loading(self, target: Decoder) -> None:
-        self._model.finish_loading(target)
+        rows = max(self._config.max_num_seqs, self._config.cudagraph_size)
+        self._model.finish_loading(target, most_blocks=rows)
 
     def propose(
         self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
@@ -39,27 +41,26 @@ class BlockProposer(DraftModelProposer):
         model.write_context(states.residuals, states.metadata, self._kv)
         if not num_tokens or not num_rows:
             return slots.new_empty(num_rows, num_tokens)
-        before = lengths - 1  # tokens of the context
         # surplus rows may end after the context length
-        anchors = requests.tokens[slots, before.clamp(0, requests.tokens.shape[1] - 1)].long()
-        seen = before.masked_fill(slots == requests.padding_slot, 0).clamp_min(0).int()
+        before = (lengths - 1).clamp(0, requests.tokens.shape[1] - 1)
+        anchors = requests.tokens[slots, before].long()
+        seen = before.masked_fill(slots == requests.padding_slot, 0).int()
         context = BlockContext(requests.block_tables, slots, seen)
         hidden = model.run_blocks(anchors, context, states.metadata, self._kv)
         first = 0 if model.spec.samples_anchor else 1
         hidden = hidden[:, first : first + num_tokens].flatten(0, 1)
         logits = model.local_logits(hidden).unflatten(0, (num_rows, num_tokens))
-        drafts, previous = slots.new_empty(num_rows, num_tokens), anchors
+        drafts = [anchors]
         for place in range(num_tokens):
-            bias = model.local_bias(previous)
+            bias = model.local_bias(drafts[-1])
             of_place = logits[:, place].contiguous() if bias is None else logits[:, place] + bias
-            drafts[:, place] = self._choose(of_place, slots, lengths + place, requests)
-            previous = drafts[:, place].clamp_min(0)
-        return drafts
+            drafts.append(self._choose(of_place, slots, lengths + place, requests))
+        return torch.stack(drafts[1:], dim=1)
 
     def _choose(
         self, logits: Tensor, slots: Tensor, positions: Tensor, requests: RequestState
     ) -> Tensor:
-        """Choose tokens [R] int64 by logits [R, tokens of this rank] fp32."""
+        """Choose tokens [R] int64 by logits [R, tokens of this rank] fp32; -1: not finite."""
         first_id = self._model.vocab_range.start
         if not self._draws:
             return self._pick_greedy(logits, first_id=first_id)

@@ -126,6 +126,8 @@ def draft_buffers(config: WorkerConfig) -> int:
         return 0
     rows = config.cudagraph_size * speculation.num_speculative_tokens
     logits = rows * -(-spec.vocab_size // config.layout.attention.size) * 4
+    if config.draft and config.draft.spec.most_tokens is not None:  # it computes as many itself
+        logits *= 2
     streams = len(config.draft.spec.aux_layers) if config.draft else 0
     return logits + streams * config.max_num_batched_tokens * spec.hidden_size * 2
 

@@ -16,6 +16,7 @@ import torch
 from negamax import LLM, SamplingParams
 from negamax.base import env
 from negamax.base.errors import CheckpointError, ResourceError
+from negamax.config.grammar import Grammar
 from negamax.engine.core import source
 from negamax.models.memory import draft_bytes, weight_bytes
 from negamax.models.registry import find_draft_family
@@ -193,6 +194,38 @@ def test_accepted_drafts_leave_complete_caches(
     assert stats.num_accepted_tokens > 20 and stats.num_draft_tokens > stats.num_accepted_tokens
     found, compared = tiny_draft.count_differing(seen, target, texts, LAYERS, *draft[:2])
     assert found == 0 and compared > 50
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_block_drafts_keep_grammars_and_stop_strings(
+    tmp_path: Path, is_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"vocab_size": 4160, "hidden_size": 256}
+    draft = tiny_draft.make("dspark", tmp_path / "draft", ids=[0, 1, 2], **sizes)[2]
+    fields: list[dict[str, Any]] = [
+        {"grammar": Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")},
+        {"grammar": Grammar(kind="regex", text="[a-z ]{15,20}"), "temperature": 0.0},
+        {"stop": ["e"]},
+        {"logprobs": 2, "frequency_penalty": 0.5, "n": 2},
+    ]
+    params = [SamplingParams(seed=seed, max_tokens=24, **one) for seed, one in enumerate(fields)]
+    prompts = [[5, 6, 7 + seed] * 5 for seed in range(len(params))]
+    if is_captured:
+        pool = graph_support.capture(monkeypatch)
+
+    def answers(draft: str | None) -> list[Any]:
+        with engine(Path("nano"), draft, max_model_len=64) as llm:
+            made = [one for each in llm.generate(prompts, params) for one in each.outputs]
+            accepted.append(llm.stats().num_accepted_tokens)
+            return [(one.token_ids, one.text) for one in made]
+
+    accepted: list[int] = []
+    expected = answers(None)
+    told = [prompt + list(one[0]) for prompt, one in zip(prompts, expected, strict=False)]
+    tiny_draft.watch(monkeypatch.setattr, told)
+    assert answers(draft) == expected
+    assert accepted[1] > 5
+    assert not is_captured or pool.num_replays > 0
 
 
 @pytest.mark.parametrize("variant", ["plain", "dspark", "dflash"])

@@ -11,7 +11,6 @@ import pytest
 from negamax.base.errors import ConfigError
 from negamax.engine.core.source import ModelSource, locate
 from negamax.models import registry
-from negamax.models.dspark import names
 from negamax.models.dspark.config import DFLASH, DSPARK, FAMILIES
 from negamax.models.memory import draft_bytes, weight_bytes
 from negamax.models.registry import bundled_spec, find_bundled_draft
@@ -164,11 +163,3 @@ def test_a_draft_beside_its_model_is_found(tmp_path: Path) -> None:
     assert draft().windows == (128,) * 5
     with pytest.raises(ConfigError, match="DSparkMiniMaxDraftModel is a draft model"):
         registry.read_spec(M31)
-
-
-def test_tensors_of_the_model_are_no_tensors_of_its_draft() -> None:
-    own = ["language_model.model.dspark.layers.0.decoder_layer.mlp.up_proj.weight", "norm.weight"]
-    placed = names.place([*own, "model.dspark.confidence_head.proj.bias"], num_layers=1)
-    assert placed[own[0]].slots == ("layers.0.mlp.up_proj.weight",)
-    assert [one.skip_reason is None for one in placed.values()] == [True, False, False]
-    assert "norm.weight" not in names.list_slots(own)

@@ -175,14 +175,16 @@ class BlockDraft:
     def weight_slots(self) -> dict[str, WeightSlot]:
         return self._slots
 
-    def finish_loading(self, target: Decoder) -> None:
+    def finish_loading(self, target: Decoder, *, most_blocks: int) -> None:
         """Prepare all weights for their kernels; missing ones are the `target`'s."""
         for name, slot in self._slots.items():
             assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
         for part in (self._fc, *self._layers, self._head, self._markov_out):
             if part is not None:
                 part.finish_loading()
-        self._target = target
+        self._target, size = target, self.spec.block_size
+        rows = torch.arange(most_blocks * size, device=self._frequencies.device)
+        self._cache_rows = cache_rows(rows, kv_heads=self._kv_heads, block_size=size)
 
     def write_context(
         self, streams: Sequence[Tensor], metadata: AttentionMetadata, kv: Sequence[KvCaches]
@@ -216,10 +218,9 @@ class BlockDraft:
         token_ids = anchors.new_full((num_blocks, rows), self.spec.mask_token_id)
         token_ids[:, 0] = anchors
         positions = (context.lengths.unsqueeze(1) + self._places).flatten()
-        scratch = torch.arange(num_blocks * rows, device=anchors.device)
         at = TokenPlaces(
             *cos_sin(positions, self._frequencies),
-            cache_rows(scratch, kv_heads=self._kv_heads, block_size=rows),
+            self._cache_rows[: len(positions) * self._kv_heads],
         )
         metadata = replace(metadata, prepared={_KIND: BlockStep(at, context)})
         x, residual = self._embed_rows(token_ids.flatten())
@@ -243,7 +244,10 @@ class BlockDraft:
         return self._head(hidden, LinearOutput(torch.float32))
 
     def local_bias(self, previous: Tensor) -> Tensor | None:
-        """Return what tokens `previous` [R] int64 add to the next logits [R, len(vocab_range)]."""
+        """Return what tokens `previous` [R] int64 add to the next logits [R, len(vocab_range)].
+
+        A missing token, -1, adds anything.
+        """
         if self._markov_out is None:
             return None
         return self._markov_out(self._markov_in[previous], LinearOutput(torch.float32))
