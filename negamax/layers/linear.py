@@ -7,7 +7,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from negamax.formats.tensor_format import Axis
+from negamax.formats.tensor_format import Axis, StoredWeight
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.gemm.op import IN_PARTS, LIKE_INPUT, LINEAR, LinearOutput
 from negamax.kernels.op import Prepared
@@ -71,13 +71,32 @@ class ColumnParallel(_Linear):
         """x [T, in] -> [T, this rank's rows of all parts]."""
         return self._run(x, self._weight, output)
 
-    def copy_rows(self, rows: range) -> Callable[[Tensor | QuantizedActivations], Tensor]:
-        """Return a GEMM of its own, x [T, in] -> [T, rows], before `finish_loading`.
 
-        `rows` of this rank's weight must not cut a group of its format.
-        """
-        weight = self._prepare(self._matrix.copy_rows(rows))
-        return lambda x: self._run(x, weight, LIKE_INPUT)
+def stack_rows(
+    parts: Sequence[tuple[ColumnParallel, range]],
+) -> Callable[[Tensor | QuantizedActivations], list[Tensor]]:
+    """Return a GEMM with copied rows of several, x [T, in] -> [T, rows] of each.
+
+    The weights must be written and not yet packed; rows must not cut a group of their format.
+    Weights in different formats, or in one that does not stack, have a GEMM each.
+    """
+    copies = [part._matrix.copy_rows(rows) for part, rows in parts]
+    first, (part, _) = copies[0].format, parts[0]
+    kept = [tensor for tensor in first.tensors if tensor.is_kept]
+    axes = {tensor.name: [dim.axis for dim in tensor.held().dims] for tensor in kept}
+    if any(copy.format != first for copy in copies) or not all(
+        Axis.ROWS in of_tensor for of_tensor in axes.values()
+    ):
+        alone = [
+            (one._run, one._prepare(copy)) for (one, _), copy in zip(parts, copies, strict=True)
+        ]
+        return lambda x: [run(x, weight, LIKE_INPUT) for run, weight in alone]
+    joined = {
+        name: torch.cat([copy.tensors[name] for copy in copies], dim=of_tensor.index(Axis.ROWS))
+        for name, of_tensor in axes.items()
+    }
+    stacked, sizes = part._prepare(StoredWeight(first, joined)), [len(rows) for _, rows in parts]
+    return lambda x: list(part._run(x, stacked, LIKE_INPUT).split(sizes, dim=-1))
 
 
 class ColumnParallels:

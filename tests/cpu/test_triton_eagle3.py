@@ -7,14 +7,20 @@ from test_triton_model import SPEC, gpu_model, kernel_table, use_few_programs
 from torch import Tensor
 from triton_support import launches
 
+from negamax.checkpoint.synthetic import fill_synthetic
+from negamax.config.quantization import QuantizationSpec
 from negamax.formats.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
+from negamax.layers.linear import ColumnParallel, ProjectionPart, stack_rows
+from negamax.layers.weights import LayerSetup
 from negamax.models.drafts import DraftModel
 from negamax.models.eagle3.config import read_spec
 from negamax.models.registry import find_draft_family
 from negamax.options.speculation import SpeculationConfig
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
+from negamax.quantization.detect import detect
+from negamax.quantization.scheme import WeightFormat
 from negamax.worker import kv_cache
 from negamax.worker.block_drafts import BlockProposer
 from negamax.worker.config import WorkerConfig
@@ -129,3 +135,30 @@ def test_one_more_draft_token_takes_few_launches(monkeypatch: pytest.MonkeyPatch
     with launches(monkeypatch) as three:
         draft_run.propose(3)
     assert three == one + 2 * PASS
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        None,
+        {"quant_method": "mxfp8", "weight_block_size": [1, 32]},
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ],
+    ids=str,
+)
+def test_stacked_rows_equal_those_of_their_layers(fields: dict[str, Any] | None) -> None:
+    scheme = detect(QuantizationSpec(fields["quant_method"], fields)) if fields else None
+    weights = WeightFormat(torch.bfloat16, HERE, scheme)
+    setup = LayerSetup(ParallelContext.single(), weights, kernel_table())
+    parts = []
+    for layer in range(2):
+        own = [ProjectionPart(f"{layer}.{name}.weight", 128, range(128)) for name in "qkv"]
+        parts.append((ColumnParallel(own, 128, setup=setup), range(128, 384)))
+        slots = {slot.name: slot for slot in parts[-1][0].slots}
+        fill_synthetic(slots, draft_spec(), seed=layer)
+    run = stack_rows(parts)
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.inference_mode():
+        for (layer, rows), found in zip(parts, run(x), strict=True):
+            layer.finish_loading()
+            assert torch.equal(found, layer(x)[:, rows.start :])

@@ -105,7 +105,10 @@ def apply_norm(
         heads = {"heads": n["heads"], "kv_heads": k_cache.shape[1]}
         norm = (kernel.prepare(t["norm_weight"], eps=1e-6, **heads, **ranks),)
     cache = KvCache(k_cache, v_cache, n.get("kv_scales", (1.0, 1.0)))
-    q = kernel.run(t["qkv"].clone(), *norm, TokenPlaces(*angles, rows), cache)
+    qkv = t["qkv"].clone()
+    if n["heads"] == 0:  # columns of a wider tensor
+        qkv = torch.cat([qkv, qkv], dim=1)[:, : qkv.shape[1]]
+    q = kernel.run(qkv, *norm, TokenPlaces(*angles, rows), cache)
     return q, k_cache, v_cache
 
 

@@ -97,7 +97,10 @@ def head_norm_rope_write(
     *,
     group: Collective | None = None,
 ) -> Tensor:
-    """Do `qk_norm_rope_write` with `head_norm` of q and k; `group` is not used."""
+    """Do `qk_norm_rope_write` with `head_norm` of q and k; `group` is not used.
+
+    Rows of qkv may be apart, as columns of a larger tensor.
+    """
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = (
         half_split(head_norm(x, weight, norm.eps), at.cos, at.sin)

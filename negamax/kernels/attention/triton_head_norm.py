@@ -162,6 +162,7 @@ def _head_norm_rope_write_kernel(
     eps,
     inverse_k_scale,
     inverse_v_scale,
+    stride,  # of the rows of projected
     rank,  # of this rank among INDEX_RANKS
     C: tl.constexpr,
     PDL: tl.constexpr,
@@ -169,9 +170,8 @@ def _head_norm_rope_write_kernel(
     """Write some heads of one token."""
     TILES: tl.constexpr = triton.cdiv(C.HEADS + 2 * C.KV_HEADS, C.BLOCK_H)
     QKV: tl.constexpr = (C.HEADS + 2 * C.KV_HEADS) * C.DIM
-    INDEX: tl.constexpr = (C.INDEX_HEADS + 1) * C.INDEX_DIM
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x = projected + token * (QKV + INDEX)
+    x = projected + token * stride
     angles = (cos + token * (2 * C.HALF), sin + token * (2 * C.HALF))
     slots = slot_mapping + token * C.KV_HEADS
     if tile < TILES:
@@ -196,7 +196,7 @@ def launch_norm_rope_write(
 ) -> Tensor:
     """Launch the kernel -> q [T, heads, head_dim]; `norm`: weight, eps; negative rows: skipped."""
     (num_tokens, width), (_, kv_heads, block_size, head_dim) = projected.shape, cache.k.shape
-    assert projected.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
+    assert projected.stride(1) == 1 and cache.k.is_contiguous() and cache.v.is_contiguous()
     index_heads, index_dim = (0, 0) if index is None else index.q.shape[1:]
     assert width == (heads + 2 * kv_heads) * head_dim + (index_heads + 1) * index_dim
     q = projected.new_empty(num_tokens, heads, head_dim)
@@ -216,7 +216,8 @@ def launch_norm_rope_write(
     index_weight, index_q, index_cache, rank, _, rows = index or (None, None, None, 0, 1, None)
     _head_norm_rope_write_kernel[(num_tokens, tiles)](
         projected, weight, index_weight, at.cos, at.sin, q, index_q, cache.k, cache.v, index_cache,
-        at.rows, rows, eps, 1.0 / cache.scales[0], 1.0 / cache.scales[1], rank, constants,
+        at.rows, rows, eps, 1.0 / cache.scales[0], 1.0 / cache.scales[1],
+        projected.stride(0), rank, constants,
         num_warps=4, **launch_options(projected.device),
     )  # fmt: skip
     return q

@@ -144,7 +144,8 @@ def _write_heads(
     index_q: Tensor | None,
     of_index: tuple[int, int, int] = (0, 0, 1),  # heads, rank, ranks
 ) -> None:
-    assert projected.is_contiguous() and at.cos.is_contiguous() and at.sin.is_contiguous()
+    assert at.cos.is_contiguous() and at.sin.is_contiguous()
+    projected = projected.contiguous()
     tensors = (
         projected, norm.weight, index_weight, at.cos, at.sin, *caches, at.rows, q, index_q
     )  # fmt: skip

@@ -28,7 +28,13 @@ from negamax.kernels.rotary import cos_sin, signed_frequencies
 from negamax.kernels.steps.op import EMBED_TOKENS
 from negamax.layers.attention import KvCaches
 from negamax.layers.basic import RmsNorm, VocabEmbedding
-from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel, cat_columns
+from negamax.layers.linear import (
+    ColumnParallel,
+    ProjectionPart,
+    RowParallel,
+    cat_columns,
+    stack_rows,
+)
 from negamax.layers.mlp import Mlp
 from negamax.layers.qk_norm import PerHeadNorm
 from negamax.layers.weights import LayerSetup, WeightSlot, slots_by_name
@@ -63,21 +69,22 @@ class BlockAttention:
         )
         self._out = sizes.out(own.out, setup)
         self._norms = PerHeadNorm(own, sizes, gemma=spec.is_gemma, setup=setup)
-        weight, counts = self._norms.norm.weight, (len(heads), len(kv_heads))
-        self._row_norm = HeadNorm(weight, *counts, spec.rms_norm_eps)
-        self._context_norm = HeadNorm(weight, 0, counts[1], spec.rms_norm_eps)
+        weight, eps = self._norms.norm.weight, spec.rms_norm_eps
+        self._row_norm = HeadNorm(weight, len(heads), len(kv_heads), eps)
+        self._context_norm = HeadNorm(weight, 0, len(kv_heads), eps)
         self._write, self._attend = kernels[HEAD_NORM_ROPE_WRITE].run, kernels[ATTEND_BLOCK].run
         self._sliding_window, self._is_causal = spec.windows[layer], spec.is_causal
         self._rows, self._head_dim = spec.block_size, spec.head_dim
         self.activation = self._qkv.activation
         self.slots = [*self._qkv.slots, *self._out.slots, *self._norms.slots]
 
+    def get_context_rows(self) -> tuple[ColumnParallel, range]:
+        """Return the projection, and its rows of keys and values."""
+        heads, kv_heads = self._row_norm.heads, self._row_norm.kv_heads
+        return self._qkv, range(heads * self._head_dim, (heads + 2 * kv_heads) * self._head_dim)
+
     def finish_loading(self) -> None:
         self._norms.finish_loading()
-        q, kv = (
-            count * self._head_dim for count in (self._row_norm.heads, self._row_norm.kv_heads)
-        )
-        self._kv = self._qkv.copy_rows(range(q, q + 2 * kv))
         self._qkv.finish_loading()
         self._out.finish_loading()
 
@@ -100,11 +107,9 @@ class BlockAttention:
         )
         return self._out(attended, in_parts=True)
 
-    def write_context(
-        self, x: Tensor | QuantizedActivations, at: TokenPlaces, kv: KvCaches
-    ) -> None:
-        """Write the keys and values of x [T, hidden]."""
-        self._write(self._kv(x), self._context_norm, at, KvCache(kv["k"], kv["v"]))
+    def write_context(self, projected: Tensor, at: TokenPlaces, kv: KvCaches) -> None:
+        """Write keys and values, [T, rows of `get_context_rows`] before norm and rope."""
+        self._write(projected, self._context_norm, at, KvCache(kv["k"], kv["v"]))
 
 
 class BlockDraft:
@@ -179,6 +184,8 @@ class BlockDraft:
         """Prepare all weights for their kernels; missing ones are the `target`'s."""
         for name, slot in self._slots.items():
             assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
+        rows = [attention.get_context_rows() for attention in self._attentions]
+        self._project_context = stack_rows(rows)
         for part in (self._fc, *self._layers, self._head, self._markov_out):
             if part is not None:
                 part.finish_loading()
@@ -191,7 +198,7 @@ class BlockDraft:
     ) -> None:
         """Write the keys and values of T tokens from their residual streams, [T, width] each."""
         x = self._fc(cat_columns(streams, self._columns))
-        context = self._context_norm(x, torch.zeros_like(x.x))
+        projected = self._project_context(self._context_norm(x, torch.zeros_like(x.x)))
         at = TokenPlaces(
             *self._locate(
                 metadata.token_tables,
@@ -200,8 +207,8 @@ class BlockDraft:
                 block_size=kv[0]["k"].shape[2],
             )
         )
-        for attention, caches in zip(self._attentions, kv, strict=True):
-            attention.write_context(context, at, caches)
+        for attention, part, caches in zip(self._attentions, projected, kv, strict=True):
+            attention.write_context(part, at, caches)
 
     def run_blocks(
         self,
