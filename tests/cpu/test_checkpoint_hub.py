@@ -31,6 +31,8 @@ FILES = {
     b'{"global_rotation": "optional/quarot.safetensors"}}}}',
     "optional/quarot.safetensors": b"rotation",
     "optional/other.safetensors": b"other",
+    "dspark/config.json": b"{}",
+    "dspark/model.safetensors": b"draft",
     "README.md": b"readme",
 }
 
@@ -70,9 +72,11 @@ import negamax.base.progress
 negamax.base.progress.LOG_SECONDS = 0.0
 source, cache = sys.argv[1:3]
 for argument in sys.argv[3:]:
+    argument, _, folder = argument.partition(":")
     model, _, revision = argument.partition("@")
+    place = revision or None, cache.strip(".") or None, source
     try:
-        print(resolve_model(model, revision or None, cache.strip(".") or None, source))
+        print(resolve_model(model, *place, subfolder=folder or None))
     except NegamaxError as error:
         print(type(error).__name__, error)
 assert "torch" not in sys.modules
@@ -93,10 +97,10 @@ def resolve_from_modelscope(
     return output.strip(), logged
 
 
-def assert_files(folder: Path) -> None:
+def assert_files(folder: Path, *more: str) -> None:
     """Check that the folder has weights and JSON, but never code or pickles."""
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert files == KEPT
+    assert files == {*KEPT, *more}
     assert all((folder / name).read_bytes() == FILES[name] for name in KEPT)
 
 
@@ -129,6 +133,17 @@ def test_download_offline_start_and_progress(hub: TinyHub, tmp_path: Path) -> No
     finally:
         for path in files:
             path.chmod(0o755)
+
+
+def test_draft_in_a_subfolder_is_fetched_if_asked_for(
+    hub: TinyHub, modelscope: TinyModelScope, tmp_path: Path
+) -> None:
+    (plain,) = resolve_all(hub.environment, tmp_path, "lab/model")
+    assert_files(Path(plain))
+    (folder,) = resolve_all(hub.environment, tmp_path, "lab/model:dspark")
+    other, _ = resolve_from_modelscope(modelscope.environment, tmp_path / "m", "lab/model:dspark")
+    for found in (folder, other):
+        assert_files(Path(found), "dspark/config.json", "dspark/model.safetensors")
 
 
 def test_hub_errors_are_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> None:
