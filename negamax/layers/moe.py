@@ -72,6 +72,7 @@ class SparseMoe:
                     setup=setup,
                 )
         self._dispatch = expert_dispatch(table, setup=setup)
+        self.table = self._dispatch.table  # the expert in each slot at start
         self.num_experts, self.top_k = num_experts, top_k
         self._scaling, self._between = routed_scaling, activation
         self._is_shared = len(experts) > num_experts
@@ -146,11 +147,6 @@ class SparseMoe:
         if self._shared_mlp is not None:
             self._shared_mlp.finish_loading()
         del self._gate, self._bias, self._gate_up, self._down
-
-    @property
-    def table(self) -> tuple[int, ...]:
-        """The expert in each slot at start."""
-        return self._dispatch.table
 
     @property
     def slots_here(self) -> range:

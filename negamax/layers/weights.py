@@ -63,7 +63,7 @@ class WeightSlot:
         self.name, self.shape, self.source = name, shape, source
         self.region = region or tuple(range(size) for size in shape)
         self.optional, self.reason, self.written = optional, reason, False
-        self._target, self._part = target, stored
+        self.target, self._part = target, stored
         self.needed = target is not None or (stored is not None and stored.is_compared)
         self.dtype = None if target is None else target.dtype
         self.device = None if target is None else target.device
@@ -75,11 +75,6 @@ class WeightSlot:
     def stored(self) -> StoredTensor | None:
         """The stored tensor that the slot takes; None: the dequantized matrix."""
         return None if self._part is None else self._part.tensor
-
-    @property
-    def target(self) -> Tensor | None:
-        """The parameter, or a view of one, until it is written."""
-        return self._target
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -95,7 +90,7 @@ class WeightSlot:
 
     def split_rows(self, count: int) -> "Iterator[WeightSlot]":
         """Replace this slot by slots for at most `count` entries of the first dimension each."""
-        target, self._target, self.written = self._target, None, True
+        target, self.target, self.written = self.target, None, True
         first, *rest = self.region
         for at in range(0, len(first), count):
             region, stored = (first[at : at + count], *rest), None
@@ -141,7 +136,7 @@ class WeightSlot:
         if self._part is not None and self._part.is_compared:
             matrix = matrix or self.matrix_shape
             check_entries(self._part.tensor, part, self.region, matrix, name=self.name)
-        target, self._target = self._target, None
+        target, self.target = self.target, None
         self.written = True
         if target is None:
             return part
@@ -157,7 +152,7 @@ class WeightSlot:
 
     def mark_written(self) -> None:
         """Record that the caller has filled `target` itself."""
-        self._target, self.written = None, True
+        self.target, self.written = None, True
 
     def _check_shape(self, tensor: Tensor, expected: tuple[int, ...]) -> None:
         if tuple(tensor.shape) != expected:

@@ -28,7 +28,7 @@ def test_magnitudes_are_those_of_a_trained_model() -> None:
     assert isinstance(SPEC, MiniMaxM3Spec)
     model = build(SPEC, loaded=False)
     slots = model.weight_slots()
-    targets = {name: vars(slot)["_target"] for name, slot in slots.items()}
+    targets = {name: slot.target for name, slot in slots.items()}
     fill_synthetic(slots, SPEC, 0)
     for name, values in targets.items():
         if name.endswith("norm.weight"):

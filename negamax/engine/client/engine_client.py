@@ -28,7 +28,6 @@ from negamax.engine.client.placement import (
 from negamax.engine.client.replica import Replica
 from negamax.engine.core.source import locate
 from negamax.options.engine import EngineOptions
-from negamax.options.parallel import ParallelOptions
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
@@ -102,6 +101,7 @@ class AsyncEngine:
             )
             for replica in range(options.num_replicas)
         ]
+        self.parallel = options.parallel
         self._options = options
         self._index = index
         self._prefixes = PrefixTable(queue.prefixes)
@@ -158,10 +158,6 @@ class AsyncEngine:
     @property
     def stats(self) -> wire.EngineStats:
         return wire.sum_stats([replica.stats for replica in self.replicas])
-
-    @property
-    def parallel(self) -> ParallelOptions:
-        return self._options.parallel
 
     @property
     def num_open(self) -> int:

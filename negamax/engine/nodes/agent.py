@@ -68,6 +68,7 @@ class Agent:
         self._silence = Silence()
         self._num_received = 1
         self._node_0 = ""
+        self._waiting = f"waiting for node 0 at {options.master_addr}:{options.master_port}"
         self._logged, self._logged_at = "", 0.0
         self._folder: PrivateFolder | None = None
         self._session = ""  # of node 0, until node 0 has received the end of the ranks
@@ -163,16 +164,11 @@ class Agent:
 
     def _what_is_missing(self) -> str:
         """Return why this node is not ready. Called by another thread, for probes."""
-        options = self._options
-        if self._ranks is not None:
-            return ""
-        return f"waiting for node 0 at {options.master_addr}:{options.master_port}"
+        return self._waiting if self._ranks is None else ""
 
     def _log_waiting(self, reason: str) -> None:
         """Log why this node waits, once and then every `_REMINDER_SECONDS`."""
-        options = self._options
-        text = f"waiting for node 0 at {options.master_addr}:{options.master_port}"
-        text += f" ({reason})" if reason else ""
+        text = f"{self._waiting} ({reason})" if reason else self._waiting
         if text != self._logged or time.monotonic() > self._logged_at + _REMINDER_SECONDS:
             logger.info("%s", text)
             self._logged, self._logged_at = text, time.monotonic()
