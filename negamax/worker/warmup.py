@@ -17,15 +17,15 @@ _MOST_THREADS = 8  # compilation holds the GIL half of the time
 
 
 def warmup_layers(layers: Sequence[object], caches: KvCacheSpecs) -> int:
-    """Return how many of the first `layers` launch every kernel: one of each kind, at least two
-    because only the first reads the embedding's output.
+    """Return how many of the first `layers` launch every kernel: one of each kind, and the layer
+    after it, whose first norm completes its output.
     """
     sorts = [
         (*map(type, (layer, *vars(layer).values())), *own)
         # (those after the layers' belong to a draft)
         for layer, own in zip(layers, caches, strict=False)
     ]
-    return max(2, *(sorts.index(sort) + 1 for sort in sorts))
+    return min(len(layers), max(sorts.index(sort) + 2 for sort in sorts))
 
 
 def cut(num_tokens: int, longest: int) -> list[int]:
