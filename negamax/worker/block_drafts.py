@@ -54,14 +54,6 @@ class BlockProposer(DraftModelProposer):
         for place in range(num_tokens):
             bias = model.local_bias(drafts[-1])
             of_place = logits[:, place].contiguous() if bias is None else logits[:, place] + bias
-            drafts.append(self._choose(of_place, slots, lengths + place, requests))
+            at: dict[str, int] = {"place": place, "first_id": model.vocab_range.start}
+            drafts.append(self._choose(of_place, slots, lengths, requests, **at))
         return torch.stack(drafts[1:], dim=1)
-
-    def _choose(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, requests: RequestState
-    ) -> Tensor:
-        """Choose tokens [R] int64 by logits [R, tokens of this rank] fp32; -1: not finite."""
-        first_id = self._model.vocab_range.start
-        if not self._draws:
-            return self._pick_greedy(logits, first_id=first_id)
-        return self._sample(logits, slots, positions, requests, first_id=first_id)

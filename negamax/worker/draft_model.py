@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,8 +57,7 @@ class DraftModelProposer(Proposer):
                 summary = fill(slots, self._plan).summary()
                 self._finish_loading(target)
         else:
-            drawn = self._keep_drawn(slots)
-            fill_synthetic(drawn, spec, self._config.seed, device=device)
+            fill_synthetic(self._keep_drawn(slots), spec, self._config.seed, device=device)
             summary = "synthetic weights"
             self._finish_loading(target)
         rows = max(self._config.max_num_seqs, self._config.cudagraph_size) + 1
@@ -85,23 +85,26 @@ class DraftModelProposer(Proposer):
         """Return the slots whose synthetic weights are drawn; write the others."""
         return slots
 
-    def _pick_greedy(self, logits: Tensor, *, first_id: int) -> Tensor:
-        """Return the most likely tokens [R] int64 of this rank's logits; -1 without a finite one.
+    def _choose(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        requests: RequestState,
+        *,
+        place: int,
+        first_id: int,
+    ) -> Tensor:
+        """Choose tokens [R] int64 by logits [R, tokens of this rank] fp32; -1: not finite.
 
-        logits [R, tokens of this rank] fp32, from `first_id` on.
+        With "probabilistic" as the target samples at lengths + place [R] of `slots` [R].
         """
-        zeros = self._zeros[: len(logits)]
-        rows = RowSampling(self._greedy, self._zeros, zeros, zeros)
-        return self._pick(logits, rows, first_id=first_id, group=self._group)
-
-    def _sample(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, requests: RequestState,
-        *, first_id: int,
-    ) -> Tensor:  # fmt: skip
-        """Sample as the target would at `positions` [R] of `slots` [R]; else as `_pick_greedy`."""
-        rows = requests.get_sampling(slots, positions)
-        picked = self._pick(logits, rows, first_id=first_id, group=self._group)
-        drawn: Tensor = self._draw_leading(
-            logits, rows, first_id=first_id, otherwise=picked, group=self._group
-        )
+        shard: dict[str, Any] = {"first_id": first_id, "group": self._group}
+        if not self._draws:
+            zeros = self._zeros[: len(logits)]
+            rows = RowSampling(self._greedy, self._zeros, zeros, zeros)
+            return self._pick(logits, rows, **shard)
+        rows = requests.get_sampling(slots, lengths + place)
+        picked = self._pick(logits, rows, **shard)
+        drawn: Tensor = self._draw_leading(logits, rows, otherwise=picked, **shard)
         return drawn

@@ -97,12 +97,11 @@ class Eagle3Proposer(DraftModelProposer):
         """Sample the token at lengths + place from hidden [R, hidden] -> [R] int64, an index of
         `_target_ids`; -1 without a finite logit.
         """
-        model, logits = self._model, self._model.local_logits(hidden)
-        if not self._draws:
-            return self._pick_greedy(logits, first_id=model.vocab_range.start)
-        # noise is keyed by the target's ids
-        whole = model.scatter_logits(logits)
-        return self._sample(whole, slots, lengths + place, requests, first_id=0)
+        model = self._model
+        logits, first_id = model.local_logits(hidden), model.vocab_range.start
+        if self._draws:  # noise is keyed by the target's ids
+            logits, first_id = model.scatter_logits(logits), 0
+        return self._choose(logits, slots, lengths, requests, place=place, first_id=first_id)
 
     def _single_tokens(
         self, slots: Tensor, positions: Tensor, seq_lens: Tensor, requests: RequestState

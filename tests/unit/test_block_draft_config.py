@@ -68,7 +68,7 @@ def test_a_dflash_draft_is_read() -> None:
     spec: Any = FAMILIES[DFLASH].read_spec(FLASH)
     assert (spec.most_tokens, spec.aux_layers, spec.windows) == (7, (2, 31, 59), (0,) * 5)
     assert not spec.samples_anchor and not spec.markov_rank and not spec.is_gemma
-    slides = FLASH | {"use_swa": True, "swa_window_size": 64, "causal": True}
+    slides = FLASH | {"swa_window_size": 64, "causal": True}
     spec = FAMILIES[DFLASH].read_spec(slides)
     assert spec.windows == (64,) * 5 and spec.is_causal
 
@@ -96,6 +96,8 @@ def test_a_dflash_draft_is_read() -> None:
         ("dspark", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("dspark", {"dspark_markov_rank": None}, "no markov_rank"),
         ("dflash", {"markov_rank": 8}, "markov_rank is 8; supported: 0"),
+        ("dflash", {"projector_type": "dspark"}, "projector_type is 'dspark'"),
+        ("dflash", {"selector_rank": 256}, "selector_rank is 256; supported: null"),
         (
             "dflash",
             {"architectures": ["DFlash2DraftModel"]},

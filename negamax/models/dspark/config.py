@@ -31,10 +31,16 @@ _FIXED: dict[str, Any] = {
     "qk_norm_type": "per_head",
     "use_qk_norm": True,
     "use_dense_ffn": True,
+    "attention_mode": "gqa",
 }
 _PER_LAYER = {"moe_layer_freq": 0}
 _OF_MINIMAX = {"use_gemma_norm": True, "swiglu_beta": 1.0}
-_OF_DFLASH = {"markov_rank": 0, "enable_confidence_head": False}
+_OF_DFLASH = {
+    "projector_type": "dflash",
+    "markov_rank": 0,
+    "enable_confidence_head": False,
+    "selector_rank": None,  # of DFlash2
+}
 # Spellings of one field; the first is ours.
 _SPELLINGS = (
     ("mask_token_id", "noise_token_id"),
@@ -213,7 +219,8 @@ def _read_layers(ids: object) -> tuple[int, ...]:
 def _read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the sliding window of each layer; 0: none."""
     types = config.get("layer_types")
-    slides = _read_switch(config, "use_swa") or _read_switch(config, "use_sliding_window")
+    slides = any(_read_switch(config, name) for name in ("use_swa", "use_sliding_window"))
+    slides |= config.get("swa_window_size") is not None and config.get("use_swa") is None
     if types is None:
         types = [_SLIDING if slides else _FULL] * num_layers
     if not isinstance(types, list | tuple) or len(types) != num_layers:
