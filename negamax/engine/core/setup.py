@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
 from negamax.base import env
 from negamax.base.crash_dump import CrashDumps
@@ -43,6 +44,7 @@ from negamax.text.script import Script, read_script
 from negamax.worker.config import WorkerConfig, WorkerReady
 
 logger = get_logger(__name__)
+Spec = TypeVar("Spec", bound=ModelSpec)
 
 
 def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
@@ -127,6 +129,8 @@ def _make_worker_config(
     if device == "cpu":
         env.set_batch_invariant_gemms()
     spec = _choose_weight_format(options, spec, device)
+    if draft is not None:
+        draft = replace(draft, spec=_choose_weight_format(options, draft.spec, device))
     limits, max_num_seqs = STEP_LIMITS[device], options.sequences_per_step(device)
     block_size = choose_block_size(spec.kv_caches(), options.block_size, default=limits.block_size)
     options.parallel.check_interleave(block_size)
@@ -164,7 +168,7 @@ def _make_worker_config(
     )
 
 
-def _choose_weight_format(options: EngineOptions, spec: ModelSpec, device: str) -> ModelSpec:
+def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Spec:
     """Hold MXFP8 matrices as FP8 blocks on GPUs that multiply these (Hopper), unless
     `--quantization` names a format.
     """

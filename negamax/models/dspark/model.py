@@ -118,7 +118,8 @@ class BlockDraft:
     def __init__(self, spec: BlockDraftSpec, setup: LayerSetup) -> None:
         self.spec, layout, device = spec, setup.context.layout, setup.weights.device
         hidden, streams = spec.hidden_size, spec.num_aux * spec.target_hidden_size
-        plain = replace(setup, weights=replace(setup.weights, keep_quantized=False))
+        # in all published drafts, whether their configuration says so or not
+        plain = replace(setup, weights=replace(setup.weights, scheme=None))
         self._columns = shard(streams, rank=layout.tp_rank, size=layout.tp, what="streams")
         self._fc = RowParallel(names.FC, (hidden, streams), columns=self._columns, setup=plain)
         self._attentions = [BlockAttention(spec, layer, setup) for layer in range(spec.num_layers)]
