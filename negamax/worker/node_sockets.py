@@ -23,6 +23,7 @@ from negamax.options.nodes import KEY_VARIABLE
 
 _TCP = "tcp://"
 FRAME_BYTES = 16 * 2**20  # most of a frame without log-probabilities
+_CONNECT_MS = 2000  # a lost packet is repeated after 1 s, then after twice as long each time
 _HANDSHAKE_MS = 5000  # for a new connection to prove the key
 _MOST_STRANGERS = 64  # connections beyond those that the nodes need
 
@@ -55,6 +56,7 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, *, most_bytes: int = FRAME_BY
 def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
     if endpoint.startswith(_TCP):
         own = _secret_key("connects")
+        socket.connect_timeout, socket.handshake_ivl = _CONNECT_MS, _HANDSHAKE_MS
         socket.ipv6 = "[" in endpoint
         socket.curve_serverkey = zmq.curve_public(_secret_key("listens"))
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_public(own), own

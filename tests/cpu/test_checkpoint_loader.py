@@ -87,9 +87,7 @@ def test_checkpoint_saved_by_transformers(
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
-def test_every_plain_dtype_is_cast_to_the_compute_dtype(
-    tmp_path: Path, stored: torch.dtype, compute: torch.dtype
-) -> None:
+def test_plain_dtypes_are_cast(tmp_path: Path, stored: torch.dtype, compute: torch.dtype) -> None:
     tensors = random_tensors(SPEC, dtype=stored)
     model = SlotModel(SPEC, dtype=compute)
     load_weights(model.weight_slots(), SPEC, save_single(tmp_path, tensors))

@@ -70,9 +70,7 @@ def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.full), 6])
-def test_rows_that_verify_drafts_select_their_own_blocks(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_select_blocks(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = tiny_m3.random_sizes(seed)
     model = tiny_m3.make_model(seed, **sizes)
     prompts = prompts_of(seed, sizes)

@@ -329,3 +329,20 @@ def test_an_orderly_stop_reaches_agents(setting: Setting, caplog: pytest.LogCapt
     assert not stopping.is_alive() and setting.group.death() is None
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     setting.is_stopped = True
+
+
+def test_unanswered_connection_is_tried_again() -> None:
+    """The system alone would repeat the lost packet ever later, seconds after a link is back."""
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):
+            other = stack.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(full.getsockname())
+        context = zmq.Context()
+        stack.callback(context.destroy, linger=0)
+        peer = context.socket(zmq.DEALER)
+        events = peer.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
+        connect(peer, f"tcp://127.0.0.1:{full.getsockname()[1]}")
+        assert events.poll(30_000)
+        peer.disable_monitor()

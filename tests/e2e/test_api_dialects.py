@@ -138,9 +138,7 @@ def test_completions_stop_within_thinking_text(http: httpx.Client, plain: Said) 
 
 
 @every_way("chat-whole", "messages-whole", "messages-stream", "responses-stream")
-def test_call_truncated_by_the_limit_does_not_look_complete(
-    http: httpx.Client, dialect: Dialect, is_streamed: bool
-) -> None:
+def test_truncated_call_is_open(http: httpx.Client, dialect: Dialect, is_streamed: bool) -> None:
     """A whole message of Anthropic's omits it: clients run every call that they get."""
     whole = dialect.ask(http, dialect.body(**WEATHER_CALL))
     ((_, arguments),) = whole.calls

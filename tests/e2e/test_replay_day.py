@@ -9,9 +9,7 @@ M3 = ("--format", "m3", "--m3-template", str(M3_LAYOUT))
 
 
 @pytest.mark.parametrize("options", [pytest.param((), id="m2", marks=pytest.mark.full), M3])
-def test_scripted_day_reaches_every_client_as_written_and_keeps_the_prefix(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_scripted_day_reaches_clients_as_written(tmp_path: Path, options: tuple[str, ...]) -> None:
     found = report("scripted", tmp_path, *options)
     assert found["sessions"] == "6 at once, in 6 ways"
     assert found["turns"] >= 30 and found["calls"] >= 30

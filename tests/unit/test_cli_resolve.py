@@ -212,9 +212,7 @@ M2 = json.loads((EMBEDDED["nano"] / "config.json").read_text())
         ("config.json", json.dumps({**M2, "quantization_config": MLX}), "is quantized by MLX"),
     ],
 )
-def test_folders_are_refused_by_what_they_hold(
-    refused: Any, tmp_path: Path, file: str, content: str, words: str
-) -> None:
+def test_refused_folders(refused: Any, tmp_path: Path, file: str, content: str, words: str) -> None:
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(content)
     assert words in refused(f"plan {tmp_path} --gpus 1")

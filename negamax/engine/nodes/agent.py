@@ -237,15 +237,13 @@ class Agent:
         rank, silence = (0, 0.0) if self._ranks is None else self._ranks.longest_silence()
         death = self._death or (None if self._ranks is None else self._ranks.death())
         death = death or self._neighbours.lost()
-        self._num_sent += 1
-        beat = wire.AgentHeartbeat(
-            node, self._id, self._session, self._num_sent, death, rank, silence
-        )
+        self._num_sent = number = self._num_sent + 1
+        beat = wire.AgentHeartbeat(node, self._id, self._session, number, death, rank, silence)
         self._send(beat)
         if self._datagrams is not None:
             node_0 = self._node_0, self._options.master_port
             self._datagrams.send(wire.encoder.encode(beat), node_0)
-            to_peers = wire.encoder.encode(wire.PeerHeartbeat(node, self._session, self._num_sent))
+            to_peers = wire.encoder.encode(wire.PeerHeartbeat(node, self._session, number))
             for address in self._neighbours.addresses.values():
                 self._datagrams.send(to_peers, address)
 
