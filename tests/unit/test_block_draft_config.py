@@ -146,8 +146,8 @@ def save_target(folder: Path, **more: Any) -> None:
 
 
 def test_a_draft_beside_its_model_is_found(tmp_path: Path) -> None:
-    def draft() -> Any:
-        config = {"method": "dspark"}
+    def draft(**fields: Any) -> Any:
+        config = {"method": "dspark", **fields}
         options = EngineOptions(str(tmp_path), load_format="synthetic", speculative_config=config)
         source = locate(options)
         assert source.draft is not None
@@ -162,6 +162,6 @@ def test_a_draft_beside_its_model_is_found(tmp_path: Path) -> None:
     assert replace(draft(), quantization=PUBLISHED and PUBLISHED.quantization) == PUBLISHED
     (tmp_path / "dspark").mkdir()
     (tmp_path / "dspark" / "config.json").write_text(json.dumps(M31 | {"sliding_window": 128}))
-    assert draft().windows == (128,) * 5
+    assert draft().windows == draft(model=str(tmp_path)).windows == (128,) * 5
     with pytest.raises(ConfigError, match="DSparkMiniMaxDraftModel is a draft model"):
         registry.read_spec(M31)

@@ -132,7 +132,7 @@ def _locate_target(options: EngineOptions) -> ModelSource:
         options.source,
         check=partial(_read_spec, options=options),
         needs_weights=options.load_format != "synthetic",
-        subfolder=_find_subfolder(options.speculation),
+        subfolder=DRAFT_FOLDER if _is_beside(options) else None,
     )
     spec = _read_spec(folder, options=options)
     weights = None if options.load_format == "synthetic" else folder
@@ -162,7 +162,7 @@ def _locate_draft(
     Errors: `ConfigError`, `CheckpointError`.
     """
     target, is_drawn = source.spec, options.load_format == "synthetic"
-    name = speculation.model or _find_beside(source)
+    name = _find_beside(source) if _is_beside(options) else speculation.model or ""
 
     def quantized_as_asked(spec: DraftSpec) -> DraftSpec:
         if speculation.draft_lm_head_quantization is None:
@@ -200,10 +200,12 @@ def _locate_draft(
     return DraftModel(spec, None if is_drawn else str(folder))
 
 
-def _find_subfolder(speculation: SpeculationConfig | None) -> str | None:
-    """Return the subfolder of the model's repository that holds its draft, if one is asked for."""
-    is_beside = speculation and speculation.method == DSPARK and speculation.model is None
-    return DRAFT_FOLDER if is_beside else None
+def _is_beside(options: EngineOptions) -> bool:
+    """Return whether the draft is in the model's own folder or repository."""
+    speculation = options.speculation
+    if speculation is None or speculation.method != DSPARK:
+        return False
+    return speculation.model in (None, options.model)
 
 
 def _find_beside(source: ModelSource) -> str:

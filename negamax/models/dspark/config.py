@@ -41,6 +41,11 @@ _OF_DFLASH = {
     "enable_confidence_head": False,
     "selector_rank": None,  # of DFlash2
 }
+# of the target alone, in a file for both
+_OF_TARGET = {
+    "num_hidden_layers", "intermediate_size", "dense_intermediate_size", "layer_types",
+    "sliding_window", "use_sliding_window", "sparse_attention_config", *_PER_LAYER,
+}  # fmt: skip
 # Spellings of one field; the first is ours.
 _SPELLINGS = (
     ("mask_token_id", "noise_token_id"),
@@ -195,10 +200,7 @@ def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
             refuse(name, nested, "an object or null")
         flat, own = (fields.merge_fields(each, nested, inner=name) for each in (flat, own))
     if not is_own:
-        of_target = {"num_hidden_layers", "intermediate_size", "layer_types", "sliding_window"}
-        of_target |= {"sparse_attention_config", "use_sliding_window", *_PER_LAYER}
-        of_target |= {"dense_intermediate_size"}
-        flat = {name: value for name, value in flat.items() if name not in of_target}
+        flat = {name: value for name, value in flat.items() if name not in _OF_TARGET}
     flat = {name: value for name, value in flat.items() if not name.startswith(_PREFIX)} | own
     for name, *others in _SPELLINGS:
         for other in others:

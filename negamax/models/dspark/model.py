@@ -172,10 +172,8 @@ class BlockDraft:
             slots += self._markov_out.slots
         self._kv_heads = len(layout.attention.kv_heads(spec.num_kv_heads))
         self._frequencies = signed_frequencies(spec.rotary_dim, spec.rope_theta).to(device)
-        self._locate, self._places = (
-            setup.kernels[LOCATE].run,
-            torch.arange(spec.block_size, device=device),
-        )
+        self._locate = setup.kernels[LOCATE].run
+        self._places = torch.arange(spec.block_size, device=device)
         self._slots = slots_by_name(slots)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
@@ -185,8 +183,8 @@ class BlockDraft:
         """Prepare all weights for their kernels; missing ones are the `target`'s."""
         for name, slot in self._slots.items():
             assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
-        rows = [attention.get_context_rows() for attention in self._attentions]
-        self._project_context = stack_rows(rows)
+        context = [attention.get_context_rows() for attention in self._attentions]
+        self._project_context = stack_rows(context)
         for part in (self._fc, *self._layers, self._head, self._markov_out):
             if part is not None:
                 part.finish_loading()
