@@ -47,13 +47,20 @@ class BlockProposer(DraftModelProposer):
         seen = before.masked_fill(slots == requests.padding_slot, 0).int()
         context = BlockContext(requests.block_tables, slots, seen)
         hidden = model.run_blocks(anchors, context, states.metadata, self._kv)
-        first = 0 if model.spec.samples_anchor else 1
+        first = int(not model.spec.samples_anchor)
         hidden = hidden[:, first : first + num_tokens].flatten(0, 1)
-        logits = model.local_logits(hidden).unflatten(0, (num_rows, num_tokens))
-        drafts = [anchors]
+        logits, first_id = model.local_logits(hidden), model.vocab_range.start
+        if not model.spec.markov_rank:
+            every = slots.unsqueeze(1).expand(-1, num_tokens).flatten()
+            places = torch.arange(num_tokens, device=slots.device)
+            ends = (lengths.unsqueeze(1) + places).flatten()
+            chosen = self._choose(logits, every, ends, requests, place=0, first_id=first_id)
+            return chosen.view(num_rows, num_tokens)
+        logits, drafts = logits.unflatten(0, (num_rows, num_tokens)), [anchors]
         for place in range(num_tokens):
-            bias = model.local_bias(drafts[-1])
-            of_place = logits[:, place].contiguous() if bias is None else logits[:, place] + bias
-            at: dict[str, int] = {"place": place, "first_id": model.vocab_range.start}
-            drafts.append(self._choose(of_place, slots, lengths, requests, **at))
+            of_place = logits[:, place] + model.local_bias(drafts[-1])
+            chosen = self._choose(
+                of_place, slots, lengths, requests, place=place, first_id=first_id
+            )
+            drafts.append(chosen)
         return torch.stack(drafts[1:], dim=1)

@@ -244,7 +244,7 @@ def test_captured_steps_propose_the_same(
     assert pool.num_replays > 0
 
 
-@pytest.mark.parametrize("variant", ["plain", "dspark"])
+@pytest.mark.parametrize("variant", ["plain", "dspark", full("dflash")])
 def test_sampled_drafts_change_no_answer(
     folder: Path,
     expected: list[list[int]],

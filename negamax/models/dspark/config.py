@@ -145,8 +145,7 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
     def size(name: str, default: Any) -> Any:
         return default if flat.get(name) is None else fields.read_size(flat, name)
 
-    layers = _read_layers(flat.get("target_layer_ids"))
-    samples_anchor = architecture == DSPARK
+    layers, samples_anchor = _read_layers(flat.get("target_layer_ids")), architecture == DSPARK
     block_size = fields.read_size(flat, "block_size")
     return BlockDraftSpec(
         architecture=architecture,

@@ -249,13 +249,12 @@ class BlockDraft:
             return self._target.local_logits(hidden)
         return self._head(hidden, LinearOutput(torch.float32))
 
-    def local_bias(self, previous: Tensor) -> Tensor | None:
+    def local_bias(self, previous: Tensor) -> Tensor:
         """Return what tokens `previous` [R] int64 add to the next logits [R, len(vocab_range)].
 
         A missing token, -1, adds anything.
         """
-        if self._markov_out is None:
-            return None
+        assert self._markov_out is not None
         return self._markov_out(self._markov_in[previous], LinearOutput(torch.float32))
 
 
