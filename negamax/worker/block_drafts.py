@@ -59,8 +59,6 @@ class BlockProposer(DraftModelProposer):
         logits, drafts = logits.unflatten(0, (num_rows, num_tokens)), [anchors]
         for place in range(num_tokens):
             of_place = logits[:, place] + model.local_bias(drafts[-1])
-            chosen = self._choose(
-                of_place, slots, lengths, requests, place=place, first_id=first_id
-            )
-            drafts.append(chosen)
+            at = {"place": place, "first_id": first_id}
+            drafts.append(self._choose(of_place, slots, lengths, requests, **at))
         return torch.stack(drafts[1:], dim=1)
