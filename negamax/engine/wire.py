@@ -50,6 +50,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: int = 1
     memory: str = ""  # GPU memory of cache and graphs, for people
     speculation: SpeculationConfig | None = None
+    host_block_bytes: int = 0  # of a KV block in main memory, on all ranks that share its number
 
 
 class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
@@ -84,6 +85,13 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     num_draft_tokens: int = 0  # draft tokens,
     num_accepted_tokens: int = 0  # accepted draft tokens,
     accepted_per_position: tuple[int, ...] = ()  # and those by position
+    num_host_blocks: int = 0  # KV blocks in main memory,
+    num_used_host_blocks: int = 0  # those with content,
+    num_host_queries: int = 0  # tokens that were looked up there,
+    num_host_hits: int = 0  # tokens that were found,
+    num_host_stores: int = 0  # blocks copied there,
+    num_host_loads: int = 0  # back,
+    num_host_evictions: int = 0  # and those that made room
 
 
 class EngineStats(RankStats, frozen=True, array_like=True):
@@ -102,7 +110,13 @@ class EngineStats(RankStats, frozen=True, array_like=True):
         return self.ranks or (self,)
 
 
-_GAUGES = dict.fromkeys(("num_running", "num_waiting", "num_kv_blocks", "num_free_kv_blocks"), 0)
+_GAUGES = dict.fromkeys(
+    (
+        *("num_running", "num_waiting", "num_kv_blocks", "num_free_kv_blocks"),
+        *("num_host_blocks", "num_used_host_blocks"),
+    ),
+    0,
+)
 
 
 def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:

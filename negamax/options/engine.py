@@ -23,7 +23,9 @@ PERFORMANCE_MODES = ("balanced", "interactivity", "latency", "throughput")
 GENERATION_KEYS = (
     "eos_token_id", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample",
 )  # fmt: skip
+WRITE_POLICIES = ("write_through", "write_through_selective")
 MAX_REPLICAS = 64
+MAX_HOST_GIB = 65536
 MAX_PLACEMENT_SECONDS = 86400
 MAX_THREADS = 1024
 
@@ -189,6 +191,30 @@ class EngineOptions:
         also="--num-gpu-blocks-override",
         least=1,
         is_count=True,
+    )
+    kv_offloading_size: float | None = option(
+        None,
+        "Keep evicted KV blocks in this much main memory, in GiB over all ranks of an engine. "
+        "Default: none. Set it where sessions return after others filled the KV cache.",
+        above=0,
+        most=MAX_HOST_GIB,
+    )
+    kv_offloading_ratio: float | None = option(
+        None,
+        "Keep this many KV blocks in main memory for each in the KV cache, in place of "
+        "--kv-offloading-size.",
+        above=0,
+        most=MAX_HOST_GIB,
+    )
+    kv_offloading_backend: str = option(
+        "native", "Choose where these KV blocks are kept; native: main memory.", choices=("native",)
+    )
+    kv_offloading_write_policy: str = option(
+        "write_through",
+        "Choose which KV blocks are copied to main memory; write_through_selective: only those "
+        "that a second request shares.",
+        also="--hicache-write-policy",
+        choices=WRITE_POLICIES,
     )
     enable_prefix_caching: bool = option(
         True, "Disable prefix caching, such as to measure prefill.", also="--disable-radix-cache"
@@ -380,6 +406,7 @@ class EngineOptions:
         check_keys(name, given, GENERATION_KEYS, also=also)
         self._check_weights()
         self._check_parallel()
+        self._check_offloading()
 
     def _check_weights(self) -> None:
         if self.num_hidden_layers is not None and self.load_format != "synthetic":
@@ -410,6 +437,28 @@ class EngineOptions:
                 f"{self.prefill_context_parallel_size}: with PCP, each rank holds all index keys",
                 hint="use --index-cache-sharding off",
             )
+
+    def _check_offloading(self) -> None:
+        if not self.has_host_blocks:
+            return
+        name = "--kv-offloading-ratio" if self.kv_offloading_ratio else "--kv-offloading-size"
+        dcp = self.decode_context_parallel_size
+        refusals = (
+            (not self.enable_prefix_caching, "--no-enable-prefix-caching turns off the cache"),
+            (dcp > 1, f"--decode-context-parallel-size is {dcp}: a rank lacks some of the blocks"),
+            (self.index_cache_sharding == "on", "--index-cache-sharding is on"),
+        )
+        for is_refused, reason in refusals:
+            if is_refused:
+                raise ConfigError(
+                    f"{name} keeps whole KV blocks of the prefix cache in main memory; {reason}",
+                    hint="leave one of them out",
+                )
+
+    @property
+    def has_host_blocks(self) -> bool:
+        """Whether KV blocks are kept in main memory, too."""
+        return self.kv_offloading_size is not None or self.kv_offloading_ratio is not None
 
     def sequences_per_step(self, device: str) -> int:
         """Return the largest number of sequences in one step of a data-parallel rank."""

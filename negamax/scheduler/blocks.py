@@ -11,14 +11,15 @@ class BlockPool:
     """
 
     __slots__ = (
-        "_blank", "_block_hashes", "_block_of", "_cached", "_ref_counts", "gain_count",
-        "num_blocks",
+        "_blank", "_block_hashes", "_block_of", "_cached", "_ref_counts", "eviction_count",
+        "gain_count", "num_blocks",
     )  # fmt: skip
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         # rises when a block becomes free or is indexed: an admission may succeed again
         self.gain_count = 0
+        self.eviction_count = 0  # cached blocks that were allocated for other content
         self._ref_counts = [0] * num_blocks
         self._block_hashes: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -29,6 +30,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Count free blocks, cached ones included."""
         return len(self._blank) + len(self._cached)
+
+    @property
+    def num_indexed(self) -> int:
+        """Count blocks with indexed content, held or free."""
+        return len(self._block_of)
 
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
@@ -51,6 +57,7 @@ class BlockPool:
             assert block_hash is not None
             del self._block_of[block_hash]
             self._block_hashes[block_id] = None
+            self.eviction_count += 1
         self._ref_counts[block_id] = 1
         return block_id
 

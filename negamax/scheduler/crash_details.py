@@ -73,4 +73,5 @@ def describe_plan(plan: StepPlan) -> dict[str, Any]:
         ],
         "appended_slots": plan.appended_slots,
         "appended_blocks": plan.appended_blocks,
+        "copies": plan.copies and msgspec.structs.asdict(plan.copies),
     }

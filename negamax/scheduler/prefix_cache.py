@@ -16,11 +16,11 @@ HASH_BYTES = 32  # 128 bits, against collisions found by an attacker
 class BlockHashes:
     """Hashes of full blocks, computed on demand. `tokens`: a sequence's own growing list."""
 
-    __slots__ = ("_block_size", "_hashes", "_root", "_tokens")
+    __slots__ = ("_hashes", "_root", "_tokens", "block_size")
 
     def __init__(self, tokens: list[int], *, block_size: int, salt: str) -> None:
         self._tokens = tokens
-        self._block_size = block_size
+        self.block_size = block_size
         self._root = blake2b(
             salt.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES, person=b"prefix salt"
         ).digest()
@@ -30,9 +30,9 @@ class BlockHashes:
         """Return the hash of block `index`; all its tokens must be known."""
         hashes = self._hashes
         while len(hashes) <= index:
-            start = len(hashes) * self._block_size
-            block_tokens = self._tokens[start : start + self._block_size]
-            assert len(block_tokens) == self._block_size
+            start = len(hashes) * self.block_size
+            block_tokens = self._tokens[start : start + self.block_size]
+            assert len(block_tokens) == self.block_size
             parent = hashes[-1] if hashes else self._root
             hashes.append(
                 blake2b(

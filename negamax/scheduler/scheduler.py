@@ -20,8 +20,11 @@ from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
+
 from negamax.scheduler.blocks import BlockPool
 from negamax.scheduler.draft_length import DraftLength, FixedDraftLength
+from negamax.scheduler.host_tier import HostTier
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.plan_builder import PlanBuilder
 from negamax.scheduler.prefix_cache import match_prefix
@@ -29,7 +32,13 @@ from negamax.scheduler.request_table import RequestTable
 from negamax.scheduler.sequence import NEVER, NO_SLOT, Sequence
 from negamax.scheduler.step import GrammarRow, NewRow, SequenceUpdate, StepPlan, StepResult
 from negamax.scheduler.turns import Turns
-from negamax.scheduler.waiting import WaitingQueue, by_order, rank_waiting
+from negamax.scheduler.waiting import (
+    WaitingQueue,
+    by_order,
+    choose_victim,
+    list_yielding,
+    rank_waiting,
+)
 
 # Cost of a running sequence over all its steps, in prompt tokens of equal duration: a constant, and
 # one token per so many tokens of KV cache.
@@ -68,6 +77,8 @@ class Scheduler:
         self._pool = BlockPool(limits.num_blocks)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # by order
+        size = limits.num_host_blocks
+        self.host = HostTier(size, self._pool, self._waiting) if size else None
         self._turns = Turns(limits.num_stages)
         num_slots = self._turns.most_slots(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -85,8 +96,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests without a slot: new or preempted."""
-        return len(self._waiting)
+        """Number of requests without a slot: new, preempted, or with a load under way."""
+        return len(self._waiting) + (0 if self.host is None else self.host.num_waiting)
 
     @property
     def num_free_blocks(self) -> int:
@@ -99,13 +110,15 @@ class Scheduler:
     def free(self, sequence: Sequence) -> None:
         """Drop a sequence. Its rows still in flight are dropped at commit."""
         self._requests.remove(sequence)
-        if sequence.slot == NO_SLOT:
-            self._waiting.remove(sequence)
-        else:
+        if sequence.slot != NO_SLOT:
             self._leave(sequence)
+        elif self.host is None or not self.host.detach(sequence):
+            self._waiting.remove(sequence)
 
     def reset_prefix_cache(self) -> None:
         self._pool.evict()
+        if self.host is not None:
+            self.host.evict()
 
     def grammar_rows(self, plan: StepPlan) -> list[GrammarRow]:
         """Return the grammar rows of the latest plan whose sequences have not ended since."""
@@ -141,6 +154,8 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Return the next step; None if nothing can run before a commit, `add` or pipeline turn."""
         self._turns.begin()
+        if self.host is not None:
+            self.host.take_queued()
         first = self._waiting.first(self._requests.num_rows)
         if first is not None:
             for row in self._find_yielding(first) or ():
@@ -154,6 +169,9 @@ class Scheduler:
         started = {sequence.tenant: sequence.order for sequence in reversed(unfinished)}
         while builder.budget and self._free_slots:
             first = self._waiting.first(self._requests.num_rows, after=started)
+            if first is not None and self._begin_load(first):
+                self._waiting.remove(first)  # others run meanwhile
+                continue
             new_row = None if first is None else self._admit(first)
             if first is None or new_row is None:
                 break  # the first is never overtaken
@@ -167,18 +185,26 @@ class Scheduler:
             builder.extend_chunk(sequence)
             self._look_ahead(sequence, builder)
         if not builder.sequences and not builder.chunks:
-            return None
+            host, is_idle = self.host, not self._in_flight
+            if host is None or not (host.has_new_loads or (host.has_loads and is_idle)):
+                return None
+            return self._finish(builder, num_proposed=0, is_awaited=is_idle)
         return self._finish(builder, num_proposed=num_drafts)
 
     def plan_nothing(self) -> StepPlan:
         """Return a step without rows, for a rank that runs beside other data-parallel ranks."""
         return self._finish(PlanBuilder(0, self.limits.chunk_length), num_proposed=0)
 
-    def _finish(self, builder: PlanBuilder, *, num_proposed: int) -> StepPlan:
+    def _finish(
+        self, builder: PlanBuilder, *, num_proposed: int, is_awaited: bool = False
+    ) -> StepPlan:
         has_constrained = self._requests.num_constrained > 0
         plan = builder.finish(
             self._step_count, has_constrained=has_constrained, num_proposed=num_proposed
         )
+        if self.host is not None:
+            copies = self.host.take_copies(self._step_count, is_awaited=is_awaited)
+            plan = plan if copies is None else msgspec.structs.replace(plan, copies=copies)
         self._turns.planned(builder.sequences, plan.needs_sampling)
         self._in_flight.append(_UncommittedPlan(self._step_count, builder.sequences, set()))
         self._step_count += 1
@@ -204,7 +230,8 @@ class Scheduler:
         if num_taken + promised + bool(self._running or waiting) > pool.num_free:
             self._refused = attempt
             return None
-        own = len(sequence.tokens) - len(shared) * block_size
+        num_found = len(shared) if self.host is None else self.host.count_found(sequence)
+        own = len(sequence.tokens) - num_found * block_size
         num_held = (pool.num_blocks - pool.num_free) * block_size
         num_rows = len(self._running) + len(waiting)
         return backlog + own + ROW_COST * num_rows + num_held // TOKENS_PER_COST
@@ -227,6 +254,8 @@ class Scheduler:
         step = self._take_in_flight(plan)
         postponed = step.postponed
         assert result.step_id == plan.step_id
+        if self.host is not None:
+            self.host.commit(plan.step_id, loaded_step=result.loaded_step)
         if self.limits.num_draft_tokens:
             self._draft_length.record(plan, result, seconds)
         token_ids, logprobs = result.token_ids, result.logprobs
@@ -292,7 +321,9 @@ class Scheduler:
                     token_logprobs,
                     sequence.prompt_logprobs,
                     finish_reason,
-                    self._stop_reason(sequence, tokens[-1]) if finish_reason == "stop" else None,
+                    sequence.stop_reason(self.limits.eos_token_ids)
+                    if finish_reason == "stop"
+                    else None,
                     sequence.num_cached_tokens,
                     drafts=sequence.drafts
                     if finish_reason is not None and sequence.drafts[0]
@@ -306,6 +337,8 @@ class Scheduler:
     def fail(self, plan: StepPlan, message: str) -> list[SequenceUpdate]:
         """Drop the oldest uncommitted plan, which was lost: its sequences end with an error."""
         sequences = self._take_in_flight(plan).sequences
+        if self.host is not None:
+            self.host.fail(plan.step_id)
         return [self._end(sequence, message) for sequence in sequences if not sequence.finished]
 
     def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
@@ -429,14 +462,7 @@ class Scheduler:
             kept_out == waiting.request_id and pool.gain_count < needed_gain
         ):
             return None
-        rows = [
-            row
-            for row in reversed(self._running)
-            if row.order[0] >= waiting.order[0] and row.num_total < row.limit
-        ]
-        tenant = max((row.tenant for row in rows), key=num_rows.__getitem__, default="")
-        rows = [row for row in rows if row.tenant == tenant]
-        rows.sort(key=lambda row: row.num_computed)
+        rows, tenant = list_yielding(self._running, waiting, num_rows)
         yielding: list[Sequence] = []
         missing = self._blocks_for(waiting)[2] + 1 - pool.num_free
         for row in rows[: max(0, num_rows[tenant] - own - 1)]:
@@ -448,23 +474,13 @@ class Scheduler:
             self._kept_out = waiting.request_id, pool.gain_count + missing
         return yielding if missing <= 0 and (yielding or self._free_slots) else None
 
-    def _choose_victim(self, sequence: Sequence) -> Sequence:
-        """Return the row to preempt so that `sequence` may grow, of those from it on: by priority,
-        then of the tenant with the most rows, then the last.
-        """
-        num_rows = self._requests.num_rows
-        if len(num_rows) == 1:
-            return self._running[-1]
-        rows = self._running[self._running.index(sequence) :]
-        return max(reversed(rows), key=lambda row: (row.order[0], num_rows[row.tenant]))
-
     def _grow(self, sequence: Sequence) -> bool:
         """Give a running sequence one more block, preempting later ones. False if it would be
         preempted itself and must skip the step. The first one never skips: all make progress.
         """
         pool = self._pool
         while pool.num_free == 0:
-            victim = self._choose_victim(sequence)
+            victim = choose_victim(self._running, sequence, self._requests.num_rows)
             if victim is sequence:
                 return False
             self._preempt(victim)
@@ -480,6 +496,7 @@ class Scheduler:
         self.preemption_count += 1
         self._leave(sequence)
         sequence.resume_after = self._step_count - 1
+        sequence.may_load = True
         self._waiting.push(sequence)
 
     def _admit(self, sequence: Sequence) -> NewRow | None:
@@ -487,11 +504,9 @@ class Scheduler:
         others run, one more block must be free, or the first of them to grow would preempt it. If
         none runs, every block is free: the request fits.
         """
-        if sequence.resume_after > self._last_committed:
+        if not self._may_admit(sequence):
             return None
         pool = self._pool
-        if self._running and pool.gain_count < sequence.retry_gain:
-            return None
         block_size = self.limits.block_size
         shared, num_new, num_taken = self._blocks_for(sequence)
         shortage = num_taken + (1 if self._running else 0) - pool.num_free
@@ -499,6 +514,8 @@ class Scheduler:
             sequence.retry_gain = pool.gain_count + shortage
             return None
         pool.share(shared)
+        if self.host is not None:
+            self.host.offer(sequence, 0, len(shared))
         sequence.block_ids = shared + [pool.allocate() for _ in range(num_new)]
         sequence.capacity = len(sequence.block_ids) * block_size
         sequence.num_computed = sequence.num_committed = len(shared) * block_size
@@ -523,6 +540,22 @@ class Scheduler:
             sequence.worker_sampling,
         )
 
+    def _may_admit(self, sequence: Sequence) -> bool:
+        """Whether all tokens of a waiting sequence are known and its blocks may be free."""
+        retry_gain = sequence.retry_gain if self._running else 0
+        return sequence.resume_after <= self._last_committed and self._pool.gain_count >= retry_gain
+
+    def _begin_load(self, sequence: Sequence) -> bool:
+        """Load a waiting sequence's blocks from host memory, once per admission. False if it needs
+        no load, or if there is no room for all its tokens.
+        """
+        if self.host is None or not (sequence.may_load and self._may_admit(sequence)):
+            return False
+        if self._blocks_for(sequence)[2] + bool(self._running) > self._pool.num_free:
+            return False
+        sequence.may_load = False
+        return self.host.begin(sequence)
+
     def _blocks_for(self, sequence: Sequence) -> tuple[list[int], int, int]:
         """Return a waiting sequence's cached blocks, the number of others and of free ones."""
         pool, block_size, num_tokens = self._pool, self.limits.block_size, len(sequence.tokens)
@@ -540,13 +573,10 @@ class Scheduler:
         num_full = sequence.num_committed // block_size
         for index in range(sequence.num_indexed, num_full):
             self._pool.index(sequence.block_ids[index], sequence.block_hashes[index])
+        if self.host is not None and self.limits.stores_new_blocks:
+            self.host.offer(sequence, sequence.num_indexed, num_full)
         sequence.num_indexed = num_full
         sequence.index_at = (num_full + 1) * block_size
-
-    def _stop_reason(self, sequence: Sequence, token_id: int) -> int | None:
-        """Return the stop token to report; None if the end-of-sequence token ended the sequence."""
-        is_eos = token_id in self.limits.eos_token_ids and not sequence.request.sampling.ignore_eos
-        return None if is_eos else token_id
 
     def _end(self, sequence: Sequence, error: str) -> SequenceUpdate:
         self.free(sequence)
@@ -555,6 +585,8 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._requests.leave(sequence)
+        if self.host is not None:
+            self.host.touch(sequence)
         self._pool.release(sequence.block_ids)
         self._free_slots.append(sequence.slot)
         sequence.slot = NO_SLOT

@@ -18,7 +18,7 @@ class Sequence:
 
     __slots__ = (
         "block_hashes", "block_ids", "capacity", "drafts", "finished", "index_at",
-        "is_constrained", "is_postponed", "known_at", "limit", "num_cached_tokens",
+        "is_constrained", "is_postponed", "known_at", "limit", "may_load", "num_cached_tokens",
         "num_committed", "num_computed", "num_indexed", "num_proposed", "num_total", "order",
         "prompt_len", "prompt_logprobs", "rank", "request", "request_id", "resume_after",
         "retry_gain", "slot", "stop_from", "stop_ids", "tenant", "tokens", "turn", "was_admitted",
@@ -69,6 +69,7 @@ class Sequence:
         self.num_cached_tokens = 0  # at the first admission
         # after a preemption: the last step that may still yield tokens for it
         self.resume_after = -1
+        self.may_load = True  # whether host memory is searched before the next admission
         self.retry_gain = 0  # pool.gain_count that must be exceeded before admission is tried again
         # collected so far; None: not wanted or delivered
         self.prompt_logprobs: list[TokenLogprobs] | None = None
@@ -86,6 +87,11 @@ class Sequence:
         if len(self.tokens) > self.stop_from and self.tokens[-1] in self.stop_ids:
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None
+
+    def stop_reason(self, eos_token_ids: frozenset[int]) -> int | None:
+        """Return the last token as the stop token to report; None for an end-of-sequence token."""
+        is_eos = self.tokens[-1] in eos_token_ids and not self.request.sampling.ignore_eos
+        return None if is_eos else self.tokens[-1]
 
     def end_update(self, finish_reason: str, *, error: str | None = None) -> SequenceUpdate:
         """Return the last update of a sequence that ends without a token."""

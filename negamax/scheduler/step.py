@@ -67,6 +67,19 @@ class ExpertStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     moves: list[ExpertMove] = []
 
 
+class HostCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Copies between KV blocks and blocks in host memory: the stores, then the loads. They run
+    after the steps before the plan's, and beside its own.
+    """
+
+    stored_blocks: list[int]  # KV blocks
+    stored_places: list[int]  # host block of each
+    loaded_places: list[int]  # host blocks
+    loaded_blocks: list[int]  # KV block of each
+    # whether nothing else can run: the result waits for a load, but not for long
+    is_awaited: bool = False
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One step: apply `new_rows` and `appended_*`, then run the next num_scheduled[i] tokens of
     slots[i]. Generating rows come first, longer prompt chunks last.
@@ -88,6 +101,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # with several data-parallel ranks, each of which has a plan, perhaps empty, for this step
     of_all: StepSize | None = None
     experts: ExpertStep | None = None
+    copies: HostCopies | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -153,6 +167,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     expert_counts: bytes = b""
     # by row index of the plan: number of proposed draft tokens, for rows where some are missing
     num_draft_tokens: dict[int, int] = {}
+    loaded_step: int = -1  # the loads of plans up to this step id are complete
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):

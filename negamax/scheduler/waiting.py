@@ -57,3 +57,31 @@ class WaitingQueue:
 def rank_waiting(sequence: Sequence, num_rows: Mapping[str, int]) -> tuple[int, ...]:
     """Return the sort key of a waiting sequence, as of `WaitingQueue.first`."""
     return sequence.order[0], num_rows.get(sequence.tenant, 0), *sequence.order[1:]
+
+
+def choose_victim(
+    running: list[Sequence], sequence: Sequence, num_rows: Mapping[str, int]
+) -> Sequence:
+    """Return the row to preempt so that `sequence` may grow, of those from it on: by priority, then
+    of the tenant with the most rows, then the last.
+    """
+    if len(num_rows) == 1:
+        return running[-1]
+    rows = running[running.index(sequence) :]
+    return max(reversed(rows), key=lambda row: (row.order[0], num_rows[row.tenant]))
+
+
+def list_yielding(
+    running: list[Sequence], waiting: Sequence, num_rows: Mapping[str, int]
+) -> tuple[list[Sequence], str]:
+    """Return the rows that may be preempted for a waiting sequence, the shortest first, and their
+    tenant: of those with no better priority, the one with the most rows.
+    """
+    rows = [
+        row
+        for row in reversed(running)
+        if row.order[0] >= waiting.order[0] and row.num_total < row.limit
+    ]
+    tenant = max((row.tenant for row in rows), key=num_rows.__getitem__, default="")
+    rows = [row for row in rows if row.tenant == tenant]
+    return sorted(rows, key=lambda row: row.num_computed), tenant

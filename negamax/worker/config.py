@@ -84,6 +84,8 @@ class WorkerConfig:
     draft: DraftModel | None = None
     speculation: SpeculationConfig | None = None  # its model is a folder or a bundled name
     max_logprobs: int = 20  # of a token
+    kv_offloading_size: float | None = None  # host memory for KV blocks, in GiB over all ranks
+    kv_offloading_ratio: float | None = None  # host blocks for each KV block; overrides the size
 
     def on_machine(self, share: MachineShare, addresses: RankAddresses) -> "WorkerConfig":
         """Return the configuration for ranks of a machine with its own files."""
@@ -104,6 +106,10 @@ class WorkerConfig:
     def num_cpu_ranks(self) -> int:
         """Number of ranks that share the machine's memory on the CPU."""
         return self.layout.world_size * self.num_replicas
+
+    @property
+    def has_host_blocks(self) -> bool:
+        return self.kv_offloading_size is not None or self.kv_offloading_ratio is not None
 
     @property
     def own_draft(self) -> DraftModel | None:
@@ -153,6 +159,8 @@ class WorkerReady:
     num_draft_tokens: int = 0  # draft tokens that its proposer can propose per row and step
     # of captured steps: rows, draft tokens of each, seconds
     step_seconds: tuple[tuple[int, int, float], ...] = ()
+    num_host_blocks: int = 0  # KV blocks in host memory
+    host_block_bytes: int = 0  # of one of them, on this rank
 
 
 # argument: 1 or 0; while 1, steps run without graphs and record expert ids

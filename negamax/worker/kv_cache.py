@@ -28,6 +28,10 @@ GIB = 2**30
 CPU_CACHE_SHARE = 0.25
 # GPU memory for CUDA graphs and the driver, in addition to the measured peak of a full step.
 GRAPH_RESERVE = GIB
+# Largest buffer on the device for copies to and from host memory, unless a block is larger.
+STAGING_BYTES = 128 * 2**20
+# Share of the free main memory that blocks in host memory may take.
+HOST_SHARE = 0.9
 # Alignment of layers' caches within one allocation, which kernels may rely on.
 ALIGNMENT = 512
 
@@ -71,13 +75,13 @@ def _zeros(
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     stride = -(-num_bytes // ALIGNMENT) * ALIGNMENT
     if device.type == "cpu":
-        raw = _zeros_on_large_pages(layers * stride)
+        raw = zeros_on_large_pages(layers * stride)
     else:
         raw = torch.zeros(layers * stride, dtype=torch.uint8, device=device)
     return [layer[:num_bytes].view(dtype).view(shape) for layer in raw.split(max(1, stride))]
 
 
-def _zeros_on_large_pages(num_bytes: int) -> Tensor:
+def zeros_on_large_pages(num_bytes: int) -> Tensor:
     """Allocate zeroed bytes on 2 MiB pages if possible: attention gathers small blocks from the
     whole pool, with a TLB miss each on 4 KiB pages. Untouched pages take no memory.
     """
@@ -107,6 +111,7 @@ def choose_blocks(
             - GRAPH_RESERVE
             - draft_buffers(config)
             - stage_buffers(config)
+            - staging_buffer(config, dtype=dtype)
         )
     else:
         budget = int(env.available_memory() * CPU_CACHE_SHARE) // config.num_cpu_ranks
@@ -138,6 +143,52 @@ def stage_buffers(config: WorkerConfig) -> int:
         return 0
     streams = 1 + (len(config.draft.spec.aux_layers) if config.draft else 0)
     return 4 * streams * config.max_num_batched_tokens * config.spec.hidden_size * 2
+
+
+def staging_buffer(config: WorkerConfig, *, dtype: torch.dtype) -> int:
+    """Bytes on the device for copies to and from host memory."""
+    if not config.has_host_blocks:
+        return 0
+    return max(STAGING_BYTES, bytes_of_blocks(1, config, dtype=dtype))
+
+
+def choose_host_blocks(
+    config: WorkerConfig, num_blocks: int, *, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Return how many blocks this rank keeps in host memory, beside `num_blocks` in its KV cache.
+    Errors: `ConfigError` for less than one block, `ResourceError` for more than fits.
+    """
+    size, ranks = config.kv_offloading_size, config.layout.world_size
+    per_block = bytes_of_blocks(1, config, dtype=dtype)
+    if config.kv_offloading_ratio is not None:
+        asked = f"--kv-offloading-ratio is {config.kv_offloading_ratio:g}"
+        chosen = int(config.kv_offloading_ratio * num_blocks)
+    elif size is not None:
+        asked = f"--kv-offloading-size is {size:g} (GiB)"
+        chosen = int(size * GIB / ranks) // per_block
+    else:
+        return 0
+    if not chosen:
+        raise ConfigError(
+            f"{asked}: less than one KV block of {per_block / 2**20:.2f} MiB for each of {ranks} "
+            f"ranks",
+            hint=f"use --kv-offloading-size {2 * ranks * per_block / GIB:.3g} or more",
+        )
+    local, free = config.layout.ranks_per_node, min(env.available_memory(), env.main_memory())
+    free = int(free * HOST_SHARE)
+    if device.type == "cpu":  # the KV cache takes its memory with its first use
+        free -= local * bytes_of_blocks(num_blocks, config, dtype=dtype)
+    needed = local * chosen * per_block
+    if needed > free:
+        most = max(0, free) * ranks / local / GIB
+        raise ResourceError(
+            f"{asked}: {local} ranks on this machine need {needed / GIB:.2f} GiB of main memory "
+            f"for it, {max(0, free) / GIB:.2f} GiB are available",
+            hint=f"use --kv-offloading-size {int(100 * most) / 100:g} or less"
+            if most >= 0.01
+            else "leave it out, or use a machine with more memory",
+        )
+    return chosen
 
 
 def choose_num_blocks(

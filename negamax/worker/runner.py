@@ -19,6 +19,7 @@ from negamax.worker.device import check_platform, choose_dtype, index_dtype, kv_
 from negamax.worker.eager_steps import compile_eager_steps
 from negamax.worker.expert_weights import load_recorder
 from negamax.worker.graphs import StepGraphs
+from negamax.worker.host_pool import HostPool
 from negamax.worker.loading import load_model, plan_loading
 from negamax.worker.profile import peak_bytes
 from negamax.worker.proposer import load_proposer
@@ -86,6 +87,7 @@ class ModelRunner:
             )
             self.experts = load_recorder(config, self.model, context, device)
             num_blocks = self._allocate_caches(cache_dtype)
+            self.host_pool = self._open_host_pool(num_blocks, cache_dtype)
             self.graphs, graph_summary = self._capture_graphs()
             if self.experts is not None:
                 self.experts.reset()
@@ -99,6 +101,8 @@ class ModelRunner:
             memory_summary=kv_cache.describe(num_blocks, config, dtype=cache_dtype) + graph_summary,
             num_draft_tokens=num_draft_tokens,
             step_seconds=measure_steps(self.graphs, self.requests, self.runtime, config),
+            num_host_blocks=self.host_pool.num_blocks if self.host_pool else 0,
+            host_block_bytes=self.host_pool.block_bytes if self.host_pool else 0,
         )
 
     def _allocate_caches(self, dtype: torch.dtype) -> int:
@@ -122,6 +126,20 @@ class ModelRunner:
         if self.proposer:
             self.proposer.use_caches(self.caches[len(self.model.layers) :])
         return num_blocks
+
+    def _open_host_pool(self, num_blocks: int, dtype: torch.dtype) -> HostPool | None:
+        """Allocate the blocks in host memory, as many on every rank; None: none are asked for."""
+        config, device = self.config, self.device
+        if not config.has_host_blocks:
+            return None
+        chosen = kv_cache.choose_host_blocks(config, num_blocks, dtype=dtype, device=device)
+        return HostPool(
+            self.caches,
+            self.context.world_min(chosen),
+            block_size=config.block_size,
+            device=device,
+            runtime=self.runtime,
+        )
 
     def _capture_graphs(self) -> tuple[StepGraphs | None, str]:
         """Compile eager steps and capture common ones, if possible; also return a log line."""

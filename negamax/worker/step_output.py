@@ -7,6 +7,7 @@ import torch
 
 from negamax.scheduler.step import StepResult
 from negamax.worker.device import HostTensor
+from negamax.worker.host_pool import LoadProgress
 from negamax.worker.sampler import BROKEN, LogprobEntries, Sampled
 from negamax.worker.verify import Verification
 
@@ -46,6 +47,7 @@ class StepOutput:
     grammar_rows: list[int] = field(default_factory=list)
     proposed: HostTensor | None = None  # [grammar rows, tokens] int64, proposed after each of them
     expert_counts: HostTensor | None = None  # as `StepResult.expert_counts`
+    loads: LoadProgress | None = None  # None: no host memory
 
     def result(self) -> StepResult:
         """Wait for the tensors and build the result."""
@@ -87,7 +89,15 @@ class StepOutput:
             idle_seconds,
             b"" if self.expert_counts is None else expert_bytes(self.expert_counts),
             num_draft_tokens,
+            -1 if self.loads is None else self.loads.read(),
         )
+
+
+def add_loads(output: StepOutput | StepResult, loads: LoadProgress) -> StepOutput | StepResult:
+    """Add the progress of loads from host memory to `output`."""
+    if isinstance(output, StepResult):
+        return msgspec.structs.replace(output, loaded_step=loads.read())
+    return replace(output, loads=loads)
 
 
 def add_expert_counts(

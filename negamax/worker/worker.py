@@ -15,7 +15,7 @@ from negamax.worker.runner import ModelRunner
 from negamax.worker.separate_rows import run_rows_separately
 from negamax.worker.stages import Arrived
 from negamax.worker.step import StepRunner
-from negamax.worker.step_output import StepOutput, add_expert_counts
+from negamax.worker.step_output import StepOutput, add_expert_counts, add_loads
 
 logger = get_logger(__name__)
 
@@ -51,14 +51,21 @@ class Worker:
         bitmask = PendingBitmask.of_plan(
             plan, wait_for_bitmask, vocab_size=vocab_size, requests=requests
         )
-        output = self._run(plan, bitmask)
+        loads = None if runner.host_pool is None else runner.host_pool.run(plan)
+        size = plan.of_all
+        if plan.slots or (size is not None and size.num_tokens) or loads is None:
+            output = self._run(plan, bitmask)
+        else:  # the plan has only copies
+            output = StepOutput(plan.step_id, [])
         if plan.slots:
             requests.raise_bounds(plan, postponed=bitmask.postponed)
         if isinstance(output, StepResult):
             requests.lower_bounds(plan, output.num_accepted)
         elif output.verification is not None:
             self._unverified.append((self._num_steps, Arrived(plan, output.verification, set())))
-        return output if expert_counts is None else add_expert_counts(output, expert_counts)
+        if expert_counts is not None:
+            output = add_expert_counts(output, expert_counts)
+        return output if loads is None else add_loads(output, loads)
 
     def _lower_bounds(self, arrived: list[Arrived]) -> None:
         """Apply verifications on the host: of the step before the last one and earlier."""
@@ -114,6 +121,8 @@ class Worker:
         runtime, context = self.runner.runtime, self.runner.context
         with suppress(EngineDeadError):  # ranks that end together need not wait for each other
             self.runner.stage.finish()
+        if self.runner.host_pool is not None:
+            self.runner.host_pool.close()
         del self.runner, self._steps, self._debug_commands
         runtime.release_memory()
         context.close()

@@ -24,7 +24,7 @@ from tests.dist.engines import (
     save_m3,
 )
 from tests.layouts import full, parallel
-from tests.loop_driver import admitted, drive, generate_tokens, read_tokens, token_ids
+from tests.loop_driver import admitted, drive, free_all, generate_tokens, read_tokens, token_ids
 
 # prompts run in chunks
 LIMITS = {"block_size": 4, "max_num_batched_tokens": 48, "max_num_seqs": 8, "max_model_len": 96}
@@ -144,6 +144,33 @@ def test_m3_text_equals_that_of_one_rank(m3: str, layout: dict[str, Any]) -> Non
         assert token_ids(made) == expected
         assert llm.stats().preemption_count > 0
         assert llm.generate(prompts[-1:], params[-1:])[0].num_cached_tokens >= 32
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        parallel(tp=2),
+        full(parallel(dp=2, tp=2, ep=True)),
+        full(parallel(pp=2, tp=2, pp_layer_partition="1,2")),
+        full(parallel(pcp=2, dp=2)),
+        full(parallel(dp=2, pp=2, ep=True)),
+    ],
+    ids=str,
+)
+def test_blocks_in_main_memory_keep_the_text(m3: str, layout: dict[str, Any]) -> None:
+    prompts = [[5 + at, 6, 7, 20 + at] * 17 for at in range(12)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    limits = {"block_size": 32, "max_num_batched_tokens": 48, "max_model_len": 96}
+    with LLM(m3, **COMMON, **limits) as llm:
+        expected = generate_tokens(llm, prompts, params)
+    with LLM(m3, **COMMON, **limits, num_kv_blocks=7, kv_offloading_size=0.01, **layout) as llm:
+        for _ in range(2):
+            assert generate_tokens(llm, prompts, params) == expected
+        free_all(llm)
+        ranks = llm._loop._scheduler.ranks
+        assert all(rank.host.num_loaded > 0 for rank in ranks if rank.host)
+        assert llm.stats().num_host_hits == 32 * llm.stats().num_host_loads > 32 * 10
+        assert llm.stats().num_used_host_blocks >= 24
 
 
 @pytest.mark.full

@@ -290,7 +290,8 @@ class Trace:
             self.updates[update.request_id].append(update)
 
     def check_step(self, plans: list[StepPlan]) -> None:
-        assert len(plans) == len(self.workers) and any(plan.slots for plan in plans)
+        assert len(plans) == len(self.workers)
+        assert any(plan.slots or plan.copies for plan in plans)
         assert len({plan.step_id for plan in plans}) == 1, "out of step"
         size, is_decode, longest = plans[0].of_all, True, 0
         assert all(plan.of_all == size for plan in plans) and (size is None) == (len(plans) == 1)
@@ -348,6 +349,8 @@ class Trace:
     def check_counters(self) -> None:
         for rank in self.scheduler.ranks:
             held = [block for sequence in rank._running for block in sequence.block_ids]
+            loads = [] if rank.host is None else rank.host._loads
+            held += [block for load in loads for block in load.held_blocks]
             assert rank.num_free_blocks == self.limits.num_blocks - len(set(held))
             for block in set(held):
                 assert rank._pool.ref_count(block) == held.count(block)

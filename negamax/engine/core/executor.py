@@ -286,7 +286,10 @@ class MultiProcessExecutor:
         blocks = {ready.num_kv_blocks for ready in readies}
         assert len(blocks) == 1 or config.num_kv_blocks is None
         self.ready = replace(
-            readies[0], num_kv_blocks=min(blocks), step_seconds=_find_slowest(readies)
+            readies[0],
+            num_kv_blocks=min(blocks),
+            step_seconds=_find_slowest(readies),
+            host_block_bytes=sum(ready.host_block_bytes for ready in readies) // layout.dp,
         )
 
     def launch(self, plans: Sequence[StepPlan]) -> Results:

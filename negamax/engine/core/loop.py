@@ -19,6 +19,7 @@ from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.wire import EngineStats, ExpertDump, RankStats, StepOutputs, sum_fields
 from negamax.scheduler import crash_details
 from negamax.scheduler.group import GroupScheduler
+from negamax.scheduler.host_tier import HostTier
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate, StepPlan
 from negamax.worker.config import EXPERT_COUNTS, DebugCommand, DebugResult
@@ -179,6 +180,7 @@ class EngineLoop:
                 num_draft_tokens=rank.draft_tokens,
                 num_accepted_tokens=sum(rank.accepted_per_position),
                 accepted_per_position=tuple(rank.accepted_per_position),
+                **_count_host_blocks(rank.host),
             )
             for number, rank in enumerate(ranks)
         )
@@ -308,7 +310,8 @@ class EngineLoop:
         seconds = max(device_seconds, now - max(step.started, self._committed_at))
         self._committed_at = now
         self._step_count += 1
-        self._step_tokens.append(sum(plan.num_tokens for plan in plans))
+        num_tokens = sum(plan.num_tokens for plan in plans)
+        self._step_tokens.extend([num_tokens] * (num_tokens > 0))  # not if it waits for a load
         self._prefill_tokens += sum(
             count
             for plan in plans
@@ -322,6 +325,21 @@ class EngineLoop:
         for request_id in self._grammars.advance(updates, proposed):
             self._scheduler.clear_grammar(request_id)
         return updates
+
+
+def _count_host_blocks(host: HostTier | None) -> dict[str, int]:
+    """Return the fields of `RankStats` about KV blocks in main memory."""
+    if host is None:
+        return {}
+    return {
+        "num_host_blocks": host.num_blocks,
+        "num_used_host_blocks": host.num_used,
+        "num_host_queries": host.num_queries,
+        "num_host_hits": host.num_hits,
+        "num_host_stores": host.num_stored,
+        "num_host_loads": host.num_loaded,
+        "num_host_evictions": host.num_evictions,
+    }
 
 
 def _explain(end: SequenceUpdate, rule: RequestGrammar) -> SequenceUpdate:

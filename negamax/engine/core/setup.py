@@ -83,7 +83,7 @@ def _start_loop(options: EngineOptions, started: ExitStack) -> tuple[EngineLoop,
     executor = _start_executor(config, options, source, script=script, launcher=launcher)
     started.callback(executor.shutdown)
     ready = executor.ready
-    _log_ready(ready, block_size=config.block_size)
+    _log_ready(ready, block_size=config.block_size, dp=config.layout.dp)
     max_model_len = _limit_context_length(
         config.max_model_len, ready.num_kv_blocks * config.block_size
     )
@@ -165,6 +165,8 @@ def _make_worker_config(
         draft=draft,
         addresses=None,
         experts=options.expert_mode,
+        kv_offloading_size=options.kv_offloading_size,
+        kv_offloading_ratio=options.kv_offloading_ratio,
     )
 
 
@@ -227,7 +229,7 @@ def _shard_index_keys(
     dtypes = (options.index_cache_dtype, options.dtype, spec.dtype)
     is_sharded = shards_index(
         caches,
-        "off" if layout.cp > 1 else sharding,
+        "off" if layout.cp > 1 or options.has_host_blocks else sharding,
         dtype=next(dtype for dtype in dtypes if dtype != "auto"),
         ranks=layout.attention.size,
         max_model_len=max_model_len,
@@ -235,11 +237,18 @@ def _shard_index_keys(
     return spec.shard_index() if is_sharded else spec
 
 
-def _log_ready(ready: WorkerReady, *, block_size: int) -> None:
+def _log_ready(ready: WorkerReady, *, block_size: int, dp: int) -> None:
     summary = f"{ready.load_summary}; {ready.dtype} on {ready.device}"
     logger.info("%s; %d KV blocks of %d tokens", summary, ready.num_kv_blocks, block_size)
     if ready.memory_summary:
         logger.info("%s", ready.memory_summary)
+    if ready.num_host_blocks:
+        logger.info(
+            "main memory keeps %d more tokens of KV cache (%d blocks), %.2f GiB on all ranks",
+            dp * ready.num_host_blocks * block_size,
+            dp * ready.num_host_blocks,
+            dp * ready.num_host_blocks * ready.host_block_bytes / 2**30,
+        )
     logger.debug("kernels:\n%s", ready.kernels)
 
 
@@ -282,6 +291,8 @@ def _make_scheduler(
         # synthetic acceptance ignores the grammar
         constrained_drafts=not speculation or speculation.synthetic_acceptance_rates is None,
         chunk_length=choose_chunk_length(options, config, max_model_len=max_model_len),
+        num_host_blocks=ready.num_host_blocks,
+        stores_new_blocks=options.kv_offloading_write_policy == "write_through",
     )
     if speculation is None or not speculation.adaptive or not ready.num_draft_tokens:
         return GroupScheduler(limits, [None] * num_ranks)
@@ -373,6 +384,7 @@ def _describe_model(
         device=ready.device,
         dtype=ready.dtype,
         memory=ready.memory_summary,
+        host_block_bytes=ready.host_block_bytes,
         speculation=config.speculation,
     )
 

@@ -1,0 +1,222 @@
+"""Host memory as the second level of a rank's prefix cache: its index, and the copies under way.
+
+A block in host memory has the hash of its KV block and holds all its caches. Plans carry the copies
+(`HostCopies`). The worker runs them in plan order, and each step waits on the device for copies of
+blocks that it reads or writes. So this index may run ahead of the copies:
+
+- A full KV block is *stored* with the next plan, and found once that plan is committed.
+- A waiting request's missing blocks are *loaded* into free KV blocks. The load holds both until the
+  worker reports it as complete; then the KV blocks are cached like computed ones, and the request
+  waits for its admission again.
+
+The least recently used block makes room for a new one. A sequence that leaves the batch uses its
+blocks, the first one last, so that a chain loses its end first.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from negamax.scheduler.blocks import BlockPool
+from negamax.scheduler.sequence import Sequence
+from negamax.scheduler.step import HostCopies
+from negamax.scheduler.waiting import WaitingQueue
+
+
+@dataclass(eq=False)
+class _BlockLoad:
+    """Blocks of a waiting sequence on their way from host memory."""
+
+    sequence: Sequence | None  # None: it has ended
+    held_blocks: list[int]  # KV blocks, by position: found ones and loaded ones
+    blocks: list[int]  # KV blocks that are written
+    hashes: list[bytes]  # of these
+    places: list[int]  # host blocks that are read
+    step_id: int = -1  # of the plan with its copies; -1: none yet
+
+
+@dataclass(frozen=True)
+class _BlockStore:
+    block_id: int
+    block_hash: bytes
+    place: int  # host block
+
+
+class HostTier:
+    """The blocks of one data-parallel rank in host memory. Single user: its `Scheduler`."""
+
+    def __init__(self, num_blocks: int, pool: BlockPool, waiting: WaitingQueue) -> None:
+        """`num_blocks`: in host memory. `pool`: the KV blocks. `waiting`: where sequences return to
+        after their loads.
+        """
+        self.num_blocks = num_blocks
+        self.num_queries = 0  # tokens that were looked up
+        self.num_hits = 0  # tokens that were found
+        self.num_stored = 0  # blocks, like the next one
+        self.num_loaded = 0
+        self._pool, self._waiting = pool, waiting
+        self._host = BlockPool(num_blocks)
+        self._queue: dict[bytes, None] = {}  # hashes of the KV blocks to store, in order
+        self._new_stores: list[_BlockStore] = []  # without a plan
+        self._stores: dict[int, list[_BlockStore]] = {}  # by step id of an uncommitted plan
+        self._storing: dict[bytes, int] = {}  # host blocks of all these stores, by hash
+        self._loads: list[_BlockLoad] = []  # oldest first
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests with a load under way."""
+        return sum(load.sequence is not None for load in self._loads)
+
+    @property
+    def num_used(self) -> int:
+        """Number of host blocks with content."""
+        return self._host.num_indexed + len(self._storing)
+
+    @property
+    def num_evictions(self) -> int:
+        return self._host.eviction_count
+
+    @property
+    def has_loads(self) -> bool:
+        return bool(self._loads)
+
+    @property
+    def has_new_loads(self) -> bool:
+        """Whether a load waits for a plan to carry it."""
+        return bool(self._loads) and self._loads[-1].step_id < 0
+
+    def offer(self, sequence: Sequence, first: int, stop: int) -> None:
+        """Queue the blocks `first` to `stop` of a sequence, which are cached, to be stored."""
+        for index in range(first, stop):
+            block_hash = sequence.block_hashes[index]
+            if self._host.find(block_hash) is None and block_hash not in self._storing:
+                self._queue[block_hash] = None
+
+    def take_queued(self) -> None:
+        """Store the queued blocks with the next plan. Call it before the plan allocates blocks."""
+        for block_hash in self._queue:
+            if not self._host.num_free:
+                break
+            block_id = self._pool.find(block_hash)
+            if block_id is not None:
+                store = _BlockStore(block_id, block_hash, self._host.allocate())
+                self._new_stores.append(store)
+                self._storing[block_hash] = store.place
+        self._queue.clear()
+
+    def count_found(self, sequence: Sequence) -> int:
+        """Return how many leading blocks of a waiting sequence need not be computed."""
+        return sum(1 for _ in self._match(sequence))
+
+    def begin(self, sequence: Sequence) -> bool:
+        """Load a waiting sequence's missing blocks. The pool must have room for them. False if
+        there is nothing to load.
+        """
+        found = list(self._match(sequence))
+        missing = [index for index, (block_id, _) in enumerate(found) if block_id is None]
+        block_size = sequence.block_hashes.block_size
+        self.num_queries += len(sequence.tokens) - (len(found) - len(missing)) * block_size
+        if not missing:
+            return False
+        self.num_hits += len(missing) * block_size
+        self.num_loaded += len(missing)
+        places = [place for block_id, place in found if block_id is None and place is not None]
+        self._host.share(places)
+        held = {index: block for index, (block, _) in enumerate(found) if block is not None}
+        self._pool.share(list(held.values()))
+        held |= {index: self._pool.allocate() for index in missing}
+        self._loads.append(
+            _BlockLoad(
+                sequence,
+                held_blocks=[held[index] for index in range(len(found))],
+                blocks=[held[index] for index in missing],
+                hashes=[sequence.block_hashes[index] for index in missing],
+                places=places,
+            )
+        )
+        return True
+
+    def detach(self, sequence: Sequence) -> bool:
+        """End a sequence whose load is under way; the load goes on. False if there is none."""
+        for load in self._loads:
+            if load.sequence is sequence:
+                load.sequence = None
+                return True
+        return False
+
+    def touch(self, sequence: Sequence) -> None:
+        """Count the blocks of a sequence that leaves the batch as used."""
+        hashes = (sequence.block_hashes[index] for index in range(sequence.num_indexed))
+        places = [place for each in hashes if (place := self._host.find(each)) is not None]
+        self._host.share(places)
+        self._host.release(places)
+
+    def take_copies(self, step_id: int, *, is_awaited: bool) -> HostCopies | None:
+        """Return the copies of the plan `step_id`; None if it has none."""
+        stores, self._new_stores = self._new_stores, []
+        loads = [load for load in self._loads if load.step_id < 0]
+        if not (stores or loads or is_awaited):
+            return None
+        if stores:
+            self._stores[step_id] = stores
+        for load in loads:
+            load.step_id = step_id
+        return HostCopies(
+            [store.block_id for store in stores],
+            [store.place for store in stores],
+            [place for load in loads for place in load.places],
+            [block_id for load in loads for block_id in load.blocks],
+            is_awaited,
+        )
+
+    def commit(self, step_id: int, *, loaded_step: int) -> None:
+        """Index the stores of a plan, and the loads of plans up to `loaded_step`."""
+        for store in self._stores.get(step_id, ()):
+            if self._storing.get(store.block_hash) == store.place:  # not evicted since
+                self._host.index(store.place, store.block_hash)
+                self.num_stored += 1
+        self._end_stores(step_id)
+        self._end_loads([load for load in self._loads if 0 <= load.step_id <= loaded_step])
+
+    def fail(self, step_id: int) -> None:
+        """Drop the copies of a lost plan."""
+        self._end_stores(step_id)
+        lost = [load for load in self._loads if load.step_id == step_id]
+        for load in lost:
+            load.blocks, load.hashes = [], []
+        self._end_loads(lost)
+
+    def evict(self) -> None:
+        """Drop all blocks, except those that requests are loading."""
+        self._queue.clear()
+        self._storing.clear()
+        self._host.evict()
+
+    def _match(self, sequence: Sequence) -> Iterator[tuple[int | None, int | None]]:
+        """Find leading blocks of a waiting sequence: the KV block of each, or the host block. At
+        least one token must run to be sampled from.
+        """
+        hashes = sequence.block_hashes
+        if sequence.request.sampling.prompt_logprobs is not None:
+            return
+        for index in range((len(sequence.tokens) - 1) // hashes.block_size):
+            block_id, place = self._pool.find(hashes[index]), self._host.find(hashes[index])
+            if block_id is None and place is None:
+                return
+            yield block_id, place
+
+    def _end_stores(self, step_id: int) -> None:
+        stores = self._stores.pop(step_id, [])
+        self._host.release([store.place for store in stores])
+        for store in stores:
+            if self._storing.get(store.block_hash) == store.place:
+                del self._storing[store.block_hash]
+
+    def _end_loads(self, loads: list[_BlockLoad]) -> None:
+        for load in loads:
+            self._loads.remove(load)
+            for block_id, block_hash in zip(load.blocks, load.hashes, strict=True):
+                self._pool.index(block_id, block_hash)
+            self._pool.release(load.held_blocks)
+            self._host.release(load.places)
+            if load.sequence is not None:
+                self._waiting.push(load.sequence)

@@ -1,0 +1,196 @@
+"""Host memory of one rank as a second level of its KV caches: the copies that plans ask for.
+
+On a GPU the copies run on a stream of their own, in plan order. They begin after all steps launched
+before them. A step waits on the device for the copies under way that read a block it writes, or
+write a block it reads. So no step sees half a copy, whatever the host knows about its progress.
+
+A host block holds all caches of a block. Copies pass through a staging buffer on the device: one
+gather or scatter per kind of cache, and one transfer per run of neighbouring host blocks.
+"""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from negamax.layers.attention import KvCaches
+from negamax.scheduler.step import HostCopies, StepPlan
+from negamax.worker.device import Runtime, indices
+from negamax.worker.kv_cache import STAGING_BYTES, zeros_on_large_pages
+
+AWAIT_SECONDS = 0.005  # most time that an awaited plan waits for a load: requests may arrive
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The copies of one plan, not known to be complete."""
+
+    step_id: int
+    event: torch.cuda.Event | None  # their end; None: they are complete
+    stored_blocks: frozenset[int]
+    loaded_blocks: frozenset[int]
+
+    @property
+    def is_done(self) -> bool:
+        return self.event is None or self.event.query()
+
+
+@dataclass(frozen=True)
+class LoadProgress:
+    """The loads of all plans up to a launch. Another thread than the launching one may read it."""
+
+    loaded_step: int  # those of plans up to this step id were complete at the launch
+    pending: tuple[_Batch, ...]  # the others, in plan order
+    is_awaited: bool
+
+    def read(self) -> int:
+        """Return the step id up to which all loads are complete. An awaited plan first waits for a
+        load, but not for long.
+        """
+        end = time.monotonic() + AWAIT_SECONDS * self.is_awaited
+        while self.pending and not self.pending[0].is_done and time.monotonic() < end:
+            time.sleep(AWAIT_SECONDS / 50)
+        loaded_step = self.loaded_step
+        for batch in self.pending:
+            if not batch.is_done:
+                break
+            loaded_step = batch.step_id
+        return loaded_step
+
+
+class HostPool:
+    """Blocks in pinned memory (plain memory on a CPU). Single user: the worker's thread."""
+
+    def __init__(
+        self,
+        caches: list[KvCaches],
+        num_blocks: int,
+        *,
+        block_size: int,
+        device: torch.device,
+        runtime: Runtime,
+    ) -> None:
+        """`caches` of this rank; `num_blocks` in host memory."""
+        self.num_blocks, self._block_size = num_blocks, block_size
+        self._device, self._runtime = device, runtime
+        self._caches = view_blocks(caches)
+        sizes = [cache.shape[1:] for cache in self._caches]  # [layers, words] of each kind
+        self.block_bytes = sum(8 * size.numel() for size in sizes)
+        most = self._caches[0].shape[0]
+        self._piece = min(most, max(1, STAGING_BYTES // self.block_bytes))  # blocks
+        self._staging = [
+            torch.empty(self._piece, *size, dtype=torch.int64, device=device) for size in sizes
+        ]
+        raw = [zeros_on_large_pages(num_blocks * 8 * size.numel()) for size in sizes]
+        self._stream: torch.cuda.Stream | None = None
+        self._pinned: list[Tensor] = []
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            for memory in raw:  # torch's own pinned memory takes up to twice the bytes
+                code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+                torch.cuda.check_error(int(code))
+                self._pinned.append(memory)
+        self._host = [
+            memory.view(torch.int64).view(num_blocks, *size)
+            for memory, size in zip(raw, sizes, strict=True)
+        ]
+        self._batches: deque[_Batch] = deque()  # not known to be complete
+        self._loaded_step = -1
+
+    def run(self, plan: StepPlan) -> LoadProgress:
+        """Launch the copies of a plan. The step that is launched next waits for those that it
+        must not overtake.
+        """
+        copies = plan.copies
+        if copies is not None and (copies.stored_blocks or copies.loaded_blocks):
+            self._launch(copies, plan.step_id)
+        while self._batches and self._batches[0].is_done:
+            batch = self._batches.popleft()
+            if batch.loaded_blocks:
+                self._loaded_step = batch.step_id
+        if self._batches:
+            self._order_step(plan)
+        pending = tuple(batch for batch in self._batches if batch.loaded_blocks)
+        return LoadProgress(self._loaded_step, pending, copies is not None and copies.is_awaited)
+
+    def close(self) -> None:
+        """Wait for all copies and release the memory."""
+        if self._stream is not None:
+            self._stream.synchronize()  # host-sync: the memory must outlive its copies
+        for memory in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        self._pinned.clear()
+
+    def _launch(self, copies: HostCopies, step_id: int) -> None:
+        launched = self._runtime.record_event()  # the end of the steps before
+        on_stream = contextlib.nullcontext()
+        if self._stream is not None and launched is not None:
+            self._stream.wait_event(launched)
+            on_stream = torch.cuda.stream(self._stream)
+        with on_stream:
+            for blocks, places in self._pieces(copies.stored_blocks, copies.stored_places):
+                self._store(blocks, places)
+            for blocks, places in self._pieces(copies.loaded_blocks, copies.loaded_places):
+                self._load(blocks, places)
+            ended = self._runtime.record_event()
+        stored, loaded = frozenset(copies.stored_blocks), frozenset(copies.loaded_blocks)
+        self._batches.append(_Batch(step_id, ended, stored, loaded))
+
+    def _order_step(self, plan: StepPlan) -> None:
+        """Let the next step wait for copies of blocks that it uses from this plan on."""
+        used, written = set[int](), set(plan.appended_blocks)
+        for row in plan.new_rows:
+            used.update(row.block_ids)
+            written.update(row.block_ids[row.num_computed // self._block_size :])
+        used |= written
+        for batch in self._batches:
+            is_free = batch.stored_blocks.isdisjoint(written)
+            if batch.event is not None and not (is_free and batch.loaded_blocks.isdisjoint(used)):
+                batch.event.wait()
+
+    def _pieces(self, blocks: list[int], places: list[int]) -> Iterator[tuple[list[int], ...]]:
+        """Split a list of copies into pieces that fit the staging buffer."""
+        for first in range(0, len(blocks), self._piece):
+            stop = first + self._piece
+            yield blocks[first:stop], places[first:stop]
+
+    def _store(self, blocks: list[int], places: list[int]) -> None:
+        index = indices(blocks, self._device)
+        for cache, staging, host in zip(self._caches, self._staging, self._host, strict=True):
+            torch.index_select(cache, 0, index, out=staging[: len(blocks)])
+            for rows, to in _find_runs(places):
+                host[to].copy_(staging[rows], non_blocking=True)
+
+    def _load(self, blocks: list[int], places: list[int]) -> None:
+        index = indices(blocks, self._device)
+        for cache, staging, host in zip(self._caches, self._staging, self._host, strict=True):
+            for rows, source in _find_runs(places):
+                staging[rows].copy_(host[source], non_blocking=True)
+            cache.index_copy_(0, index, staging[: len(blocks)])
+
+
+def view_blocks(caches: list[KvCaches]) -> list[Tensor]:
+    """View caches by block, as words: [blocks, layers, words] int64 for each allocation."""
+    allocations: dict[int, list[Tensor]] = {}
+    for cache in (cache for layer in caches for cache in layer.values()):
+        allocations.setdefault(cache.untyped_storage().data_ptr(), []).append(cache)
+    views = []
+    for layers in allocations.values():
+        first = layers[0].view(torch.uint8).flatten(1).view(torch.int64)  # [blocks, words]
+        stride = (layers[-1].data_ptr() - layers[0].data_ptr()) // 8 // max(1, len(layers) - 1)
+        blocks, words = first.shape
+        views.append(first.as_strided((blocks, len(layers), words), (words, stride, 1)))
+    return views
+
+
+def _find_runs(places: list[int]) -> Iterator[tuple[slice, slice]]:
+    """Yield runs of neighbouring places: their indices, and the places."""
+    ends = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
+    for first, stop in pairwise(ends):
+        yield slice(first, stop), slice(places[first], places[first] + stop - first)

@@ -1,0 +1,223 @@
+"""KV blocks in main memory: returning sessions, and the copies of every cache of a block."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from negamax import LLM, SamplingParams
+from negamax.base.errors import ConfigError, ResourceError
+from negamax.config.kv_cache import KvCacheSpec
+from negamax.scheduler.step import HostCopies, StepPlan
+from negamax.worker import host_pool
+from negamax.worker.device import runtime_of
+from negamax.worker.host_pool import HostPool
+from negamax.worker.kv_cache import allocate
+from tests.loop_driver import admitted, drive, free_all, generate_tokens, read_tokens
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+LONGER = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+# tokens of a prompt, KV blocks: two sessions do not fit beside each other
+SIZES = {"nano": (300, 32), "nano-m3": (900, 10)}
+DRAFTS = {"nano": "nano-draft", "nano-m3": "nano-m3-draft"}
+CPU = torch.device("cpu")
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(3, 331, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def start(model: str, **options: Any) -> LLM:
+    blocks = SIZES[model][1]
+    sizes = {"num_kv_blocks": blocks, "max_model_len": 1024, "max_num_seqs": 4}
+    return LLM(model, **{"num_threads": 1, "kv_offloading_size": 0.1, **sizes, **options})
+
+
+@pytest.mark.parametrize("has_draft", [False, True])
+@pytest.mark.parametrize("model", SIZES)
+def test_a_returning_session_is_loaded_and_gives_the_same_text(model: str, has_draft: bool) -> None:
+    length, num_blocks = SIZES[model]
+    options: dict[str, Any] = {}
+    if has_draft:
+        config = {"method": "eagle3", "model": DRAFTS[model], "num_speculative_tokens": 3}
+        options["speculative_config"] = config
+    turns = [prompt(seed, length) for seed in range(3)]
+    with start(model, **options, num_kv_blocks=None, kv_offloading_size=None) as plain:
+        expected = [plain.generate([turn], GREEDY)[0] for turn in turns]
+    with start(model, **options) as llm:
+        first = [llm.generate([turn], GREEDY)[0] for turn in turns]
+        size = llm._loop._scheduler.limits.block_size
+        kept = length // size * size
+        assert num_blocks < 2 * (length // size) and not any(one.num_cached_tokens for one in first)
+        again = [llm.generate([turn], GREEDY)[0] for turn in turns]
+        assert [one.num_cached_tokens for one in again] == [kept] * 3
+        for one, two, three in zip(first, again, expected, strict=True):
+            assert one.outputs[0].token_ids == two.outputs[0].token_ids
+            assert one.outputs[0].token_ids == three.outputs[0].token_ids
+        stats = llm.stats()
+        assert stats.num_host_hits >= 2 * kept and stats.num_host_loads >= 2 * kept // size
+        assert stats.cached_prompt_tokens == 3 * kept
+        if has_draft:  # their caches came back, too: as many tokens are accepted as at first
+            assert stats.num_accepted_tokens > 0
+        free_all(llm)
+
+
+def test_a_small_host_pool_evicts_and_keeps_the_text() -> None:
+    prompts = [prompt(seed, 300) for seed in range(5)]
+    with start("nano", num_kv_blocks=64, kv_offloading_size=None) as plain:
+        expected = [generate_tokens(plain, [one], GREEDY)[0] for one in prompts]
+    with start("nano", kv_offloading_size=None, kv_offloading_ratio=1.5) as llm:
+        for _ in range(2):
+            assert [generate_tokens(llm, [one], GREEDY)[0] for one in prompts] == expected
+        stats = llm.stats()
+        assert stats.num_used_host_blocks <= stats.num_host_blocks == 48
+        assert stats.num_host_evictions > 50
+        free_all(llm)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_preemption_aborts_and_a_reset_keep_the_text(overlap: bool) -> None:
+    prompts = [prompt(seed, 130 + seed) for seed in range(6)]
+    with start("nano", num_kv_blocks=200, kv_offloading_size=None) as plain:
+        expected = generate_tokens(plain, prompts, LONGER)
+    with start("nano", enable_overlap=overlap, num_kv_blocks=36) as llm:
+        assert generate_tokens(llm, prompts, LONGER) == expected
+        for prefix in (1, 2, 3):  # abort at once, with a load under way, and when it is complete
+            requests = admitted(llm, prompts, [LONGER] * 6)
+            first = drive(llm, requests, num_steps=prefix)
+            llm._loop.abort([request.request_id for request in requests[::2]])
+            updates = drive(llm, ())
+            for request, tokens in list(zip(requests, expected, strict=True))[1::2]:
+                name = request.request_id
+                assert read_tokens(first[name] + updates.get(name, [])) == tokens
+        free_all(llm)
+        assert llm.stats().num_host_loads > 20 and llm.stats().preemption_count > 0
+        llm._loop.reset_prefix_cache()
+        assert llm.stats().num_used_host_blocks == 0
+        assert llm.generate(prompts[:1], GREEDY)[0].num_cached_tokens == 0
+        free_all(llm)
+
+
+def make_pool(num_host_blocks: int) -> tuple[list[dict[str, torch.Tensor]], HostPool]:
+    """A pool for two kinds of layers with caches of three types, filled with random bytes."""
+    key, index = KvCacheSpec("k", 2, 8), KvCacheSpec("index", 1, 16, dtype="float32")
+    draft = KvCacheSpec("v", 2, 8, dtype="float8_e4m3fn")
+    caches = allocate(
+        [[key, index], [key], [key, index], [draft]], 9, block_size=4, dtype=torch.bfloat16,
+        ranks=1, device=CPU,
+    )  # fmt: skip
+    for layer in caches:
+        for cache in layer.values():
+            cache.view(torch.uint8).random_(0, 255)
+    pool = HostPool(caches, num_host_blocks, block_size=4, device=CPU, runtime=runtime_of(CPU))
+    return caches, pool
+
+
+def read_block(caches: list[dict[str, torch.Tensor]], block: int) -> list[list[int]]:
+    found = (
+        cache[block].view(torch.uint8).flatten() for layer in caches for cache in layer.values()
+    )
+    return [each.tolist() for each in found]
+
+
+def make_plan(step_id: int, *columns: list[int]) -> StepPlan:
+    return StepPlan(step_id, [], [], [], [], [], [], [], copies=HostCopies(*columns))
+
+
+@pytest.mark.parametrize("piece", [1, 2, 100])
+def test_copies_move_all_caches_of_a_block_and_nothing_else(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches, pool = make_pool(6)
+    monkeypatch.setattr(pool, "_piece", min(piece, pool._piece))
+    assert pool.block_bytes == 4 * (3 * 2 * 8 * 2 + 2 * 16 * 4 + 2 * 8)
+    before = [read_block(caches, block) for block in range(9)]
+    progress = pool.run(make_plan(3, [7, 2, 5, 0], [4, 5, 0, 2], [], []))
+    assert progress.read() == -1  # a store is no load
+    assert [read_block(caches, block) for block in range(9)] == before
+    progress = pool.run(make_plan(4, [1], [1], [5, 4, 2, 0], [8, 3, 1, 6]))
+    assert progress.read() == 4
+    sources = [0, 0, 2, 7, 4, 5, 5, 7, 2]  # of each block
+    assert [read_block(caches, block) for block in range(9)] == [before[at] for at in sources]
+
+
+def test_a_wait_for_a_load_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events stand in for those of a GPU: no copy is complete before they say so."""
+    events = [Event(), Event()]
+    monkeypatch.setattr(host_pool, "AWAIT_SECONDS", 0.05)
+    batches = tuple(
+        host_pool._Batch(step, event, frozenset(), frozenset())  # type: ignore[arg-type]
+        for step, event in enumerate(events, 5)
+    )
+    progress = host_pool.LoadProgress(2, batches, is_awaited=True)
+    assert progress.read() == 2
+    events[1].is_complete = True
+    assert progress.read() == 2
+    events[0].is_complete = True
+    assert progress.read() == 6
+
+
+class Event:
+    is_complete = False
+
+    def query(self) -> bool:
+        return self.is_complete
+
+
+def test_a_step_waits_for_copies_of_blocks_that_it_uses() -> None:
+    _, pool = make_pool(4)
+    waits: list[int] = []
+
+    class Waiting(Event):
+        def wait(self) -> None:
+            waits.append(len(waits))
+
+    def count(*rows: Any, appended: tuple[int, ...] = ()) -> int:
+        waits.clear()
+        slots = list(range(len(appended)))
+        pool.run(StepPlan(9, list(rows), slots, list(appended), [], [], [], []))
+        return len(waits)
+
+    batch = host_pool._Batch(1, Waiting(), frozenset({4, 5}), frozenset({6}))  # type: ignore[arg-type]
+    pool._batches.append(batch)
+
+    def row(num_computed: int, *blocks: int) -> Any:
+        from negamax.scheduler.step import NewRow
+
+        return NewRow(0, [1] * 12, 12, num_computed, list(blocks), SamplingParams())
+
+    assert count(row(4, 6, 1)) == 1  # reads a block that is loaded
+    assert count(row(4, 4, 5)) == 1  # writes a block that is stored
+    assert count(row(8, 4, 5, 1)) == 0  # reads blocks that are stored
+    assert count(row(0, 1, 2), appended=(3,)) == 0
+    assert count(appended=(5,)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"enable_prefix_caching": False}, "turns off the cache"),
+        ({"index_cache_sharding": "on"}, "--index-cache-sharding is on"),
+        ({"tensor_parallel_size": 4, "decode_context_parallel_size": 2}, "lacks some of"),
+        ({"kv_offloading_backend": "lmcache"}, "allowed: native"),
+        ({"kv_offloading_write_policy": "write_back"}, "allowed: write_through"),
+        ({"kv_offloading_size": -1.0}, "above 0"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM("nano", **{"kv_offloading_size": 1.0, **options})
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "words"),
+    [
+        (60000.0, ResourceError, "are available.*use --kv-offloading-size [0-9.]+ or less"),
+        (1e-9, ConfigError, "less than one KV block.*or more"),
+    ],
+)
+def test_a_size_out_of_bounds_is_refused(size: float, error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as raised:
+        start("nano", kv_offloading_size=size)
+    assert re.search(words, str(raised.value), re.DOTALL)
