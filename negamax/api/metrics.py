@@ -48,13 +48,31 @@ _COUNTERS = (
     ("num_drafts", "Drafts proposed.", "vllm:spec_decode_num_drafts"),
     ("num_draft_tokens", "Draft tokens proposed.", "vllm:spec_decode_num_draft_tokens"),
     ("num_accepted_tokens", "Draft tokens accepted.", "vllm:spec_decode_num_accepted_tokens"),
+    (
+        "num_host_queries",
+        "Tokens looked up among the KV blocks in main memory.",
+        "vllm:external_prefix_cache_queries",
+    ),
+    (
+        "num_host_hits",
+        "Tokens found among the KV blocks in main memory.",
+        "vllm:external_prefix_cache_hits",
+    ),
+    (
+        "num_host_evictions",
+        "KV blocks in main memory that made room for others.",
+        "negamax:kv_offload_evictions",
+    ),
 )
+# Copies of KV blocks: field of the statistics, vLLM's name of the direction.
+_COPIES = (("num_host_stores", "GPU_to_CPU"), ("num_host_loads", "CPU_to_GPU"))
 _RUNNING, _WAITING = "Sequences in the running batch.", "Sequences waiting to run."
 _ACCEPTED = "Tokens per draft: the accepted ones and the bonus token."
 _OPEN = "Requests that are being answered, also in the background."
 _LAG = "How late the event loop was."
 _HITS = "Share of prompt tokens found in the prefix cache, lately."
 _CACHE = "Share of KV blocks in use, 0 to 1."
+_HOST = "Share of the KV blocks in main memory with content, 0 to 1."
 _BALANCE = "Mean of the ranks' tokens for experts over the busiest rank's, lately; 1: balanced."
 _SYNTHETIC = "Tokens per verified sequence that a benchmark asked for; no draft is compared."
 
@@ -158,6 +176,13 @@ class ServerMetrics(Collector):
         rates = info.speculation.synthetic_acceptance_rates if info.speculation else None
         if rates is not None:
             gauges.append((SYNTHETIC_ACCEPTANCE, _SYNTHETIC, 1.0 + sum(rates)))
+        if stats.num_host_blocks:
+            used, total = stats.num_used_host_blocks, stats.num_host_blocks
+            gauges += [
+                ("vllm:cpu_cache_usage_perc", _HOST, used / total),
+                ("sglang:hicache_host_used_tokens", "Tokens in them.", used * info.block_size),
+                ("sglang:hicache_host_total_tokens", "Room for tokens.", total * info.block_size),
+            ]
         if stats.experts is not None:
             gauges.append(("negamax:expert_balancedness", _BALANCE, stats.experts.balancedness))
         return gauges
@@ -187,6 +212,15 @@ class ServerMetrics(Collector):
             samples = [((rank,), getattr(stats, field)) for rank, stats in ranks]
             for name in names.split():
                 yield self._metric(CounterMetricFamily, name, text, samples, "engine")
+        name, text = "vllm:kv_offload_total_bytes", "Bytes copied from and to main memory."
+        num_bytes = self._engine.info.host_block_bytes
+        copied = [
+            ((rank, direction), getattr(stats, field) * num_bytes)
+            for rank, stats in ranks
+            for field, direction in _COPIES
+        ]
+        labels = ("engine", "transfer_type")
+        yield self._metric(CounterMetricFamily, name, text, copied, *labels)
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         accepted = [
             ((rank, str(position)), count)
