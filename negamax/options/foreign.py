@@ -231,6 +231,24 @@ def _eplb(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
     return Translation((("--eplb-config", json.dumps({entry.argument: known})),))
 
 
+def _host_cache(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    """Keep KV blocks in main memory: SGLang's GB of each rank, or a multiple of the KV cache."""
+    if not value:
+        return Translation()
+    size = line.get("hicache_size", "0")
+    if not _NUMBER.fullmatch(size) or not float(size):
+        return Translation((("--kv-offloading-ratio", line.get("hicache_ratio", "2")),))
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+    tp, pp = (_number(line.get(name, "1")) or 1 for name in sizes)
+    gib = float(size) * 1e9 * tp * pp / 2**30
+    return Translation((("--kv-offloading-size", f"{gib:.6g}"),))
+
+
+def _host_cache_size(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    is_read = "enable_hierarchical_cache" in line or "enable_hicache" in line
+    return Translation(note=None if is_read else entry.reason)
+
+
 def _kv_transfer(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
     role = value.get("kv_role", "kv_both") if isinstance(value, dict) else ""
     if role == "kv_both":
@@ -280,6 +298,6 @@ _RULES: Mapping[str, Rule] = {
     for rule in (
         *(_rename, _switch, _compilation, _capture_sizes, _attention, _attention_groups),
         *(_replicas, _local_ranks, _first_local_rank, _meeting_point, _headless, _ray),
-        *(_speculation, _eplb, _kv_transfer, _tokenizer, _overrides),
+        *(_host_cache, _host_cache_size, _speculation, _eplb, _kv_transfer, _tokenizer, _overrides),
     )
 }
