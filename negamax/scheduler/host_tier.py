@@ -45,8 +45,8 @@ class HostTier:
     """The blocks of one data-parallel rank in host memory. Single user: its `Scheduler`."""
 
     def __init__(self, num_blocks: int, pool: BlockPool, waiting: WaitingQueue) -> None:
-        """`num_blocks`: in host memory. `pool`: the KV blocks. `waiting`: where sequences return to
-        after their loads.
+        """`num_blocks`: in host memory, perhaps 0. `pool`: the KV blocks. `waiting`: the queue that
+        sequences return to after their loads.
         """
         self.num_blocks = num_blocks
         self.num_queries = 0  # tokens that were looked up
@@ -86,7 +86,7 @@ class HostTier:
 
     def offer(self, sequence: Sequence, first: int, stop: int) -> None:
         """Queue the blocks `first` to `stop` of a sequence, which are cached, to be stored."""
-        for index in range(first, stop):
+        for index in range(first, stop) if self.num_blocks else ():
             block_hash = sequence.block_hashes[index]
             if self._host.find(block_hash) is None and block_hash not in self._storing:
                 self._queue[block_hash] = None
@@ -103,9 +103,9 @@ class HostTier:
                 self._storing[block_hash] = store.place
         self._queue.clear()
 
-    def count_found(self, sequence: Sequence) -> int:
-        """Return how many leading blocks of a waiting sequence need not be computed."""
-        return sum(1 for _ in self._match(sequence))
+    def count_found(self, sequence: Sequence, first: int) -> int:
+        """Return how many blocks of a waiting sequence, from `first` on, need not be computed."""
+        return sum(1 for _ in self._match(sequence, first))
 
     def begin(self, sequence: Sequence) -> bool:
         """Load a waiting sequence's missing blocks. The pool must have room for them. False if
@@ -145,6 +145,8 @@ class HostTier:
 
     def touch(self, sequence: Sequence) -> None:
         """Count the blocks of a sequence that leaves the batch as used."""
+        if not self.num_blocks:
+            return
         hashes = (sequence.block_hashes[index] for index in range(sequence.num_indexed))
         places = [place for each in hashes if (place := self._host.find(each)) is not None]
         self._host.share(places)
@@ -191,14 +193,14 @@ class HostTier:
         self._storing.clear()
         self._host.evict()
 
-    def _match(self, sequence: Sequence) -> Iterator[tuple[int | None, int | None]]:
-        """Find leading blocks of a waiting sequence: the KV block of each, or the host block. At
-        least one token must run to be sampled from.
+    def _match(self, sequence: Sequence, first: int = 0) -> Iterator[tuple[int | None, int | None]]:
+        """Find the blocks of a waiting sequence from `first` on: the KV block of each, or the host
+        block. At least one token must run to be sampled from.
         """
         hashes = sequence.block_hashes
         if sequence.request.sampling.prompt_logprobs is not None:
             return
-        for index in range((len(sequence.tokens) - 1) // hashes.block_size):
+        for index in range(first, (len(sequence.tokens) - 1) // hashes.block_size):
             block_id, place = self._pool.find(hashes[index]), self._host.find(hashes[index])
             if block_id is None and place is None:
                 return

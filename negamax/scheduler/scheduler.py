@@ -77,8 +77,7 @@ class Scheduler:
         self._pool = BlockPool(limits.num_blocks)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # by order
-        size = limits.num_host_blocks
-        self.host = HostTier(size, self._pool, self._waiting) if size else None
+        self.host = HostTier(limits.num_host_blocks, self._pool, self._waiting)
         self._turns = Turns(limits.num_stages)
         num_slots = self._turns.most_slots(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -97,7 +96,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Number of requests without a slot: new, preempted, or with a load under way."""
-        return len(self._waiting) + (0 if self.host is None else self.host.num_waiting)
+        return len(self._waiting) + self.host.num_waiting
 
     @property
     def num_free_blocks(self) -> int:
@@ -112,13 +111,12 @@ class Scheduler:
         self._requests.remove(sequence)
         if sequence.slot != NO_SLOT:
             self._leave(sequence)
-        elif self.host is None or not self.host.detach(sequence):
+        elif not self.host.detach(sequence):
             self._waiting.remove(sequence)
 
     def reset_prefix_cache(self) -> None:
         self._pool.evict()
-        if self.host is not None:
-            self.host.evict()
+        self.host.evict()
 
     def grammar_rows(self, plan: StepPlan) -> list[GrammarRow]:
         """Return the grammar rows of the latest plan whose sequences have not ended since."""
@@ -154,8 +152,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Return the next step; None if nothing can run before a commit, `add` or pipeline turn."""
         self._turns.begin()
-        if self.host is not None:
-            self.host.take_queued()
+        self.host.take_queued()
         first = self._waiting.first(self._requests.num_rows)
         if first is not None:
             for row in self._find_yielding(first) or ():
@@ -167,7 +164,8 @@ class Scheduler:
         prefills = self._plan_decodes(builder, num_drafts)
         unfinished = self._plan_shares(builder, prefills) if prefills else []
         started = {sequence.tenant: sequence.order for sequence in reversed(unfinished)}
-        while builder.budget and self._free_slots:
+        # each sequence with a load under way will need a slot
+        while builder.budget and len(self._free_slots) > self.host.num_waiting:
             first = self._waiting.first(self._requests.num_rows, after=started)
             if first is not None and self._begin_load(first):
                 self._waiting.remove(first)  # others run meanwhile
@@ -185,8 +183,8 @@ class Scheduler:
             builder.extend_chunk(sequence)
             self._look_ahead(sequence, builder)
         if not builder.sequences and not builder.chunks:
-            host, is_idle = self.host, not self._in_flight
-            if host is None or not (host.has_new_loads or (host.has_loads and is_idle)):
+            is_idle = not self._in_flight
+            if not (self.host.has_new_loads or (self.host.has_loads and is_idle)):
                 return None
             return self._finish(builder, num_proposed=0, is_awaited=is_idle)
         return self._finish(builder, num_proposed=num_drafts)
@@ -202,9 +200,9 @@ class Scheduler:
         plan = builder.finish(
             self._step_count, has_constrained=has_constrained, num_proposed=num_proposed
         )
-        if self.host is not None:
-            copies = self.host.take_copies(self._step_count, is_awaited=is_awaited)
-            plan = plan if copies is None else msgspec.structs.replace(plan, copies=copies)
+        copies = self.host.take_copies(self._step_count, is_awaited=is_awaited)
+        if copies is not None:
+            plan = msgspec.structs.replace(plan, copies=copies)
         self._turns.planned(builder.sequences, plan.needs_sampling)
         self._in_flight.append(_UncommittedPlan(self._step_count, builder.sequences, set()))
         self._step_count += 1
@@ -230,7 +228,7 @@ class Scheduler:
         if num_taken + promised + bool(self._running or waiting) > pool.num_free:
             self._refused = attempt
             return None
-        num_found = len(shared) if self.host is None else self.host.count_found(sequence)
+        num_found = len(shared) + self.host.count_found(sequence, len(shared))
         own = len(sequence.tokens) - num_found * block_size
         num_held = (pool.num_blocks - pool.num_free) * block_size
         num_rows = len(self._running) + len(waiting)
@@ -254,8 +252,7 @@ class Scheduler:
         step = self._take_in_flight(plan)
         postponed = step.postponed
         assert result.step_id == plan.step_id
-        if self.host is not None:
-            self.host.commit(plan.step_id, loaded_step=result.loaded_step)
+        self.host.commit(plan.step_id, loaded_step=result.loaded_step)
         if self.limits.num_draft_tokens:
             self._draft_length.record(plan, result, seconds)
         token_ids, logprobs = result.token_ids, result.logprobs
@@ -337,8 +334,7 @@ class Scheduler:
     def fail(self, plan: StepPlan, message: str) -> list[SequenceUpdate]:
         """Drop the oldest uncommitted plan, which was lost: its sequences end with an error."""
         sequences = self._take_in_flight(plan).sequences
-        if self.host is not None:
-            self.host.fail(plan.step_id)
+        self.host.fail(plan.step_id)
         return [self._end(sequence, message) for sequence in sequences if not sequence.finished]
 
     def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
@@ -514,8 +510,7 @@ class Scheduler:
             sequence.retry_gain = pool.gain_count + shortage
             return None
         pool.share(shared)
-        if self.host is not None:
-            self.host.offer(sequence, 0, len(shared))
+        self.host.offer(sequence, 0, len(shared))
         sequence.block_ids = shared + [pool.allocate() for _ in range(num_new)]
         sequence.capacity = len(sequence.block_ids) * block_size
         sequence.num_computed = sequence.num_committed = len(shared) * block_size
@@ -549,7 +544,7 @@ class Scheduler:
         """Load a waiting sequence's blocks from host memory, once per admission. False if it needs
         no load, or if there is no room for all its tokens.
         """
-        if self.host is None or not (sequence.may_load and self._may_admit(sequence)):
+        if not (self.host.num_blocks and sequence.may_load and self._may_admit(sequence)):
             return False
         if self._blocks_for(sequence)[2] + bool(self._running) > self._pool.num_free:
             return False
@@ -573,7 +568,7 @@ class Scheduler:
         num_full = sequence.num_committed // block_size
         for index in range(sequence.num_indexed, num_full):
             self._pool.index(sequence.block_ids[index], sequence.block_hashes[index])
-        if self.host is not None and self.limits.stores_new_blocks:
+        if self.limits.stores_new_blocks:
             self.host.offer(sequence, sequence.num_indexed, num_full)
         sequence.num_indexed = num_full
         sequence.index_at = (num_full + 1) * block_size
@@ -585,8 +580,7 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._requests.leave(sequence)
-        if self.host is not None:
-            self.host.touch(sequence)
+        self.host.touch(sequence)
         self._pool.release(sequence.block_ids)
         self._free_slots.append(sequence.slot)
         sequence.slot = NO_SLOT

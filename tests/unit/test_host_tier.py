@@ -63,7 +63,6 @@ class HostTrace(Trace):
             self.launch(plans)
             self.commit()
         for rank in self.scheduler.ranks:
-            assert rank.host is not None
             unplanned = len(rank.host._new_stores)  # the next plan would carry them
             assert rank.host._host.num_free + unplanned == rank.host.num_blocks
             assert not rank.host.has_loads and rank.num_waiting == 0
@@ -117,7 +116,7 @@ def test_random_traces_load_and_evict() -> None:
         rules = {"num_requests": 100, "depth": 1, "trouble": True}
         traces = [run_trace(limits, seed=seed, **rules) for seed in range(10)]
         loaded = sum(worker.num_loaded for trace in traces for worker in trace.workers)  # type: ignore[attr-defined]
-        hosts = [rank.host for trace in traces for rank in trace.scheduler.ranks if rank.host]
+        hosts = [rank.host for trace in traces for rank in trace.scheduler.ranks]
         assert loaded > 100
         assert host_blocks > 12 or sum(host.num_evictions for host in hosts) > 100
 
@@ -179,12 +178,26 @@ def test_others_run_while_a_load_is_under_way_and_an_abort_keeps_the_blocks_unti
     assert scheduler.num_free_blocks == 12
 
 
+def test_each_load_under_way_keeps_a_slot_for_its_sequence() -> None:
+    scheduler = make_tier(num_blocks=40, num_host_blocks=60, max_num_seqs=3)
+    for name in "abcd":
+        run_alone(scheduler, name, 20)
+    for name in "efghi":  # evict all others
+        run_alone(scheduler, name, 32)
+    for name in "abcd":
+        scheduler.add(f"{name} again", [1000 * ord(name) + at for at in range(20)])
+    plan = scheduler.next_plan()
+    assert plan.copies is not None and not plan.slots
+    assert len(plan.copies.loaded_blocks) == 3 * 4
+    scheduler.commit(plan, msgspec.structs.replace(make_result(plan), loaded_step=plan.step_id))
+    assert [row.num_computed for row in scheduler.next_plan().new_rows] == [16] * 3
+
+
 def test_another_salt_or_token_finds_nothing_in_host_memory() -> None:
     scheduler = make_tier(num_host_blocks=32)
     for name, length in (("a", 20), ("b", 32)):
         run_alone(scheduler, name, length)
     host, tokens = scheduler.rank.host, [1000 * ord("a") + at for at in range(20)]
-    assert host is not None
     run_alone(scheduler, "salted", tokens, cache_salt="x")
     run_alone(scheduler, "changed", [1, *tokens[1:]])
     assert host.num_hits == scheduler.cached_prompt_tokens == 0 < host.num_queries
@@ -198,14 +211,13 @@ def test_a_full_host_pool_evicts_the_least_recently_used_chain_from_its_end() ->
         run_alone(scheduler, name, 17)
     run_alone(scheduler, "d", 4)  # carries the stores of c
     host = scheduler.rank.host
-    assert host is not None and host.num_used == 8 and host.num_evictions >= 4
+    assert host.num_used == 8 and host.num_evictions >= 4
     assert host.num_stored == 12
 
 
 def test_selective_writes_store_only_blocks_that_were_hit() -> None:
     scheduler = make_tier(num_blocks=16, stores_new_blocks=False)
     host = scheduler.rank.host
-    assert host is not None
     run_alone(scheduler, "a", 17)
     run_alone(scheduler, "b", 17)
     assert host.num_stored == 0

@@ -349,8 +349,7 @@ class Trace:
     def check_counters(self) -> None:
         for rank in self.scheduler.ranks:
             held = [block for sequence in rank._running for block in sequence.block_ids]
-            loads = [] if rank.host is None else rank.host._loads
-            held += [block for load in loads for block in load.held_blocks]
+            held += [block for load in rank.host._loads for block in load.held_blocks]
             assert rank.num_free_blocks == self.limits.num_blocks - len(set(held))
             for block in set(held):
                 assert rank._pool.ref_count(block) == held.count(block)

@@ -19,7 +19,6 @@ from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.wire import EngineStats, ExpertDump, RankStats, StepOutputs, sum_fields
 from negamax.scheduler import crash_details
 from negamax.scheduler.group import GroupScheduler
-from negamax.scheduler.host_tier import HostTier
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate, StepPlan
 from negamax.worker.config import EXPERT_COUNTS, DebugCommand, DebugResult
@@ -180,7 +179,13 @@ class EngineLoop:
                 num_draft_tokens=rank.draft_tokens,
                 num_accepted_tokens=sum(rank.accepted_per_position),
                 accepted_per_position=tuple(rank.accepted_per_position),
-                **_count_host_blocks(rank.host),
+                num_host_blocks=rank.host.num_blocks,
+                num_used_host_blocks=rank.host.num_used,
+                num_host_queries=rank.host.num_queries,
+                num_host_hits=rank.host.num_hits,
+                num_host_stores=rank.host.num_stored,
+                num_host_loads=rank.host.num_loaded,
+                num_host_evictions=rank.host.num_evictions,
             )
             for number, rank in enumerate(ranks)
         )
@@ -325,21 +330,6 @@ class EngineLoop:
         for request_id in self._grammars.advance(updates, proposed):
             self._scheduler.clear_grammar(request_id)
         return updates
-
-
-def _count_host_blocks(host: HostTier | None) -> dict[str, int]:
-    """Return the fields of `RankStats` about KV blocks in main memory."""
-    if host is None:
-        return {}
-    return {
-        "num_host_blocks": host.num_blocks,
-        "num_used_host_blocks": host.num_used,
-        "num_host_queries": host.num_queries,
-        "num_host_hits": host.num_hits,
-        "num_host_stores": host.num_stored,
-        "num_host_loads": host.num_loaded,
-        "num_host_evictions": host.num_evictions,
-    }
 
 
 def _explain(end: SequenceUpdate, rule: RequestGrammar) -> SequenceUpdate:
