@@ -24,9 +24,9 @@ from negamax.scheduler.waiting import WaitingQueue
 
 @dataclass(eq=False)
 class _BlockLoad:
-    """Blocks of a waiting sequence on their way from host memory."""
+    """Blocks of waiting sequences on their way from host memory."""
 
-    sequence: Sequence | None  # None: it has ended
+    sequences: list[Sequence]  # that have not ended
     held_blocks: list[int]  # KV blocks, by position: found ones and loaded ones
     blocks: list[int]  # KV blocks that are written
     hashes: list[bytes]  # of these
@@ -64,7 +64,7 @@ class HostTier:
     @property
     def num_waiting(self) -> int:
         """Number of requests with a load under way."""
-        return sum(load.sequence is not None for load in self._loads)
+        return sum(len(load.sequences) for load in self._loads)
 
     @property
     def num_used(self) -> int:
@@ -108,11 +108,16 @@ class HostTier:
         return sum(1 for _ in self._match(sequence, first))
 
     def begin(self, sequence: Sequence) -> bool:
-        """Load a waiting sequence's missing blocks. The pool must have room for them. False if
-        there is nothing to load.
+        """Load a waiting sequence's missing blocks, or wait for a load of the first of them. The
+        pool must have room for them. False if there is nothing to load.
         """
         found = list(self._match(sequence))
         missing = [index for index, (block_id, _) in enumerate(found) if block_id is None]
+        for load in self._loads if missing else ():
+            if sequence.block_hashes[missing[0]] in load.hashes:
+                load.sequences.append(sequence)
+                return True
+        sequence.may_load = False
         block_size = sequence.block_hashes.block_size
         self.num_queries += len(sequence.tokens) - (len(found) - len(missing)) * block_size
         if not missing:
@@ -126,7 +131,7 @@ class HostTier:
         held |= {index: self._pool.allocate() for index in missing}
         self._loads.append(
             _BlockLoad(
-                sequence,
+                [sequence],
                 held_blocks=[held[index] for index in range(len(found))],
                 blocks=[held[index] for index in missing],
                 hashes=[sequence.block_hashes[index] for index in missing],
@@ -138,8 +143,8 @@ class HostTier:
     def detach(self, sequence: Sequence) -> bool:
         """End a sequence whose load is under way; the load goes on. False if there is none."""
         for load in self._loads:
-            if load.sequence is sequence:
-                load.sequence = None
+            if sequence in load.sequences:
+                load.sequences.remove(sequence)
                 return True
         return False
 
@@ -220,5 +225,5 @@ class HostTier:
                 self._pool.index(block_id, block_hash)
             self._pool.release(load.held_blocks)
             self._host.release(load.places)
-            if load.sequence is not None:
-                self._waiting.push(load.sequence)
+            for sequence in load.sequences:
+                self._waiting.push(sequence)

@@ -548,7 +548,6 @@ class Scheduler:
             return False
         if self._blocks_for(sequence)[2] + bool(self._running) > self._pool.num_free:
             return False
-        sequence.may_load = False
         return self.host.begin(sequence)
 
     def _blocks_for(self, sequence: Sequence) -> tuple[list[int], int, int]:

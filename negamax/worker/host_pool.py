@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from negamax.base.errors import ResourceError
 from negamax.layers.attention import KvCaches
 from negamax.scheduler.step import HostCopies, StepPlan
 from negamax.worker.device import Runtime, indices
@@ -94,7 +95,12 @@ class HostPool:
             self._stream = torch.cuda.Stream(device)
             for memory in raw:  # torch's own pinned memory takes up to twice the bytes
                 code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-                torch.cuda.check_error(int(code))
+                if int(code):
+                    raise ResourceError(
+                        f"{memory.numel() / 2**30:.2f} GiB of main memory cannot be pinned for KV "
+                        f"blocks: CUDA error {int(code)}",
+                        hint="use a smaller --kv-offloading-size",
+                    )
                 self._pinned.append(memory)
         self._host = [
             memory.view(torch.int64).view(num_blocks, *size)

@@ -9,7 +9,7 @@ import torch
 from negamax import LLM, SamplingParams
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.config.kv_cache import KvCacheSpec
-from negamax.scheduler.step import HostCopies, StepPlan
+from negamax.scheduler.step import HostCopies, NewRow, StepPlan
 from negamax.worker import host_pool
 from negamax.worker.device import runtime_of
 from negamax.worker.host_pool import HostPool
@@ -183,8 +183,6 @@ def test_a_step_waits_for_copies_of_blocks_that_it_uses() -> None:
     pool._batches.append(batch)
 
     def row(num_computed: int, *blocks: int) -> Any:
-        from negamax.scheduler.step import NewRow
-
         return NewRow(0, [1] * 12, 12, num_computed, list(blocks), SamplingParams())
 
     assert count(row(4, 6, 1)) == 1  # reads a block that is loaded

@@ -193,6 +193,21 @@ def test_each_load_under_way_keeps_a_slot_for_its_sequence() -> None:
     assert [row.num_computed for row in scheduler.next_plan().new_rows] == [16] * 3
 
 
+def test_requests_with_the_same_prefix_share_a_load() -> None:
+    scheduler = make_tier(num_blocks=24, num_host_blocks=60)
+    for name in "abcde":
+        run_alone(scheduler, name, 20 if name == "a" else 32)
+    tokens = [1000 * ord("a") + at for at in range(20)]
+    for number in range(3):
+        scheduler.add(f"{number}", [*tokens, 7 + number])
+    plan = scheduler.next_plan()
+    assert plan.copies is not None and len(plan.copies.loaded_blocks) == 5
+    assert scheduler.num_waiting == 3
+    assert scheduler.end("1", "abort") is not None and scheduler.num_waiting == 2
+    scheduler.commit(plan, msgspec.structs.replace(make_result(plan), loaded_step=plan.step_id))
+    assert [row.num_computed for row in scheduler.next_plan().new_rows] == [20, 20]
+
+
 def test_another_salt_or_token_finds_nothing_in_host_memory() -> None:
     scheduler = make_tier(num_host_blocks=32)
     for name, length in (("a", 20), ("b", 32)):
