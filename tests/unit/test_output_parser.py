@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -336,6 +337,18 @@ def test_a_quoted_call_is_not_made() -> None:
     quoted = f"See {M3_WRITE}{M}<path>/etc/passwd{M}</path>{M3_END}."
     found = m3_arguments(f"{M3_WRITE}{M}<content>{quoted}{M}</content>{M3_END}")
     assert found == {"content": quoted}
+
+
+@pytest.mark.parametrize("tail", ['<parameter name="until>\nabc', '<parameter name="any" x="">y'])
+def test_an_unreadable_call_is_shown_whole_and_once(tail: str) -> None:
+    """Also in pieces within a tag whose beginning is that of a declared name, `until>`."""
+    head = '<minimax:tool_call>\n<invoke name="write_file">\n{x'
+    for begin, end in itertools.combinations(range(len(tail) + 1), 2):
+        chunks = parsing.text_chunks([head + tail[:begin], tail[begin:end], tail[end:]])
+        events = [
+            event for step in parsing.stream(MINIMAX_M2, chunks, tools=TOOLS) for event in step
+        ]
+        assert collect(events).content == head + tail
 
 
 def test_a_string_beyond_the_longest_undecided_text_stays_a_string() -> None:

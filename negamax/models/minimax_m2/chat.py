@@ -178,9 +178,12 @@ class MiniMaxM2Block(CallBlock):
                 self._end_block()
             return not self._opener
         if kind is TagKind.PARAMETER_OPEN:
-            key = argument_name(lexeme.text, self._arguments)
+            key, was_announced = (
+                argument_name(lexeme.text, self._arguments),
+                self._calls.is_announced,
+            )
             if not self._read_stray():
-                self._unread += [lexeme.text] if self._calls.is_announced else []
+                self._unread += [lexeme.text] if was_announced else []  # else it is in `_raw`
             elif key:
                 self._calls.announce()
                 self._begin_value(key)

@@ -207,7 +207,7 @@ class TagLexer:
             stays_inside = self._is_inside and not may_end_tag and "<" not in text
             text = self._held + text
             if (stays_inside and len(text) <= MAX_ATTRIBUTE_CHARS) or text in tables.starts:
-                self._held = text
+                self._held, self._is_inside = text, stays_inside
                 self._is_tag = self._is_tag or may_end_tag
                 return
             may_end_tag = may_end_tag or self._is_tag
