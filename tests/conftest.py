@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     place: dict[Path, float] = {}
     for folders in (WAITING, COMPUTING):
         files = [path for path in size if _folder(path) in folders]
-        files.sort(key=lambda path: (folders.index(_folder(path)), -size[path]))
+        files.sort(key=lambda path: (folders.index(_folder(path)), -size[path], path))
         sums = list(accumulate((size[path] for path in files), initial=0))
         place |= {path: before / sums[-1] for path, before in zip(files, sums, strict=False)}
     items.sort(key=lambda item: (-_long_limit(item), place[item.path]))

@@ -30,6 +30,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tokens to experts and back", ("_dispatch_kernel", "_combine_kernel")),
     ("add + norm", ("_add_rms", "_sum_parts")),
     ("embedding + norms of a draft", ("_embed_norms",)),
+    ("attention of a draft's block", ("_attend_block", "_merge_block")),
     ("both ends of a step", ("_locate_kernel", "_place_kernel", "_embed_kernel", "_store_kernel")),
     ("QK norm + rope + KV write", ("_qk_norm", "_head_norm", "_sums_kernel")),
     ("attention", ("_decode", "_prefill", "reduce_kernel")),

@@ -227,7 +227,7 @@ class AnyDraftLength(FixedDraftLength):
 def fill(slots: Mapping[str, Any], *_args: Any, **_options: Any) -> None:
     for slot in slots.values():
         if not slot.optional:
-            slot._target, slot.written = None, True
+            slot.target, slot.written = None, True
 
 
 def load_model(model: Any, *_args: Any, **_options: Any) -> str:

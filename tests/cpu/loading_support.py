@@ -36,7 +36,7 @@ def build_rank(
 ) -> tuple[Decoder, dict[str, Tensor]]:
     """Build one rank's model for loading; return it and the tensors of its slots."""
     model = build(spec, context=ParallelContext(layout), loaded=False, **options)
-    return model, {name: vars(slot)["_target"] for name, slot in model.weight_slots().items()}
+    return model, {name: slot.target for name, slot in model.weight_slots().items()}
 
 
 def load(

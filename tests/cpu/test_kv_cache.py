@@ -170,6 +170,6 @@ def test_messages_state_the_bytes_of_a_token_of_m3() -> None:
     drafts = replace(config, speculation=SpeculationConfig("ngram", 3), cudagraph_size=256)
     logits = 256 * 3 * config.spec.vocab_size // 4 * 4
     assert kv_cache.draft_buffers(drafts) == logits
-    read = SimpleNamespace(spec=SimpleNamespace(aux_layers=(1, 2, 4)))
+    read = SimpleNamespace(spec=SimpleNamespace(aux_layers=(1, 2, 4), most_tokens=None))
     streams = 3 * 16 * config.spec.hidden_size * 2
     assert kv_cache.draft_buffers(replace(drafts, draft=read)) == logits + streams

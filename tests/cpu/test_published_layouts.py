@@ -587,10 +587,10 @@ def spec_of(name: str, folder: Path, *, layers: int) -> ModelSpec:
 def held_bytes(slots: dict[str, WeightSlot]) -> tuple[int, int]:
     parameters, written = {}, 0
     for slot in slots.values():
-        if slot.needed and not slot.optional and slot._target is not None:
-            storage = slot._target.untyped_storage()
+        if slot.needed and not slot.optional and slot.target is not None:
+            storage = slot.target.untyped_storage()
             parameters[storage._cdata] = storage.nbytes()
-            written += slot._target.nbytes
+            written += slot.target.nbytes
     return sum(parameters.values()), written
 
 
