@@ -170,7 +170,8 @@ class MiniMaxM2Block(CallBlock):
         if kind in (TagKind.INVOKE_OPEN, TagKind.BLOCK_OPEN, TagKind.BLOCK_CLOSE):
             self._end_call()
             return self._take_in_block(lexeme)
-        if not self._calls.is_announced and kind is not TagKind.CUT:
+        is_raw = not self._calls.is_announced and kind is not TagKind.CUT
+        if is_raw:
             self._raw.append(lexeme.text)
         if kind is TagKind.INVOKE_CLOSE:
             self._end_call()
@@ -178,12 +179,9 @@ class MiniMaxM2Block(CallBlock):
                 self._end_block()
             return not self._opener
         if kind is TagKind.PARAMETER_OPEN:
-            key, was_announced = (
-                argument_name(lexeme.text, self._arguments),
-                self._calls.is_announced,
-            )
+            key = argument_name(lexeme.text, self._arguments)
             if not self._read_stray():
-                self._unread += [lexeme.text] if was_announced else []  # else it is in `_raw`
+                self._unread += [] if is_raw else [lexeme.text]
             elif key:
                 self._calls.announce()
                 self._begin_value(key)
