@@ -30,7 +30,8 @@ VARIANTS: dict[str, dict[str, Any]] = json.loads("""{
     "dspark, causal": {
         "architectures": ["Qwen3DSparkModel"], "block_size": 4, "mask_token_id": 90,
         "markov_rank": 8, "intermediate_size": 40, "hidden_act": "silu", "causal": true,
-        "rope_theta": 1e4, "model_type": "qwen3", "own": true
+        "rope_theta": 1e4, "model_type": "qwen3", "own": true, "enable_confidence_head": true,
+        "confidence_head_with_markov": false
     },
     "dflash": {
         "architectures": ["DFlashDraftModel"], "block_size": 5, "intermediate_size": 40,
@@ -82,8 +83,9 @@ def weights(variant: str, config: dict[str, Any], seed: int) -> Weights:
         made["markov_head.markov_w1.weight"] = torch.randn(vocab_size, rank, generator=generator)
         made["markov_head.markov_w2.weight"] = 2 * matrix(vocab_size, rank)
     if config.get("enable_confidence_head"):
-        made["confidence_head.proj.weight"] = matrix(1, hidden + rank)
-        made["confidence_head.proj.bias"] = torch.zeros(1)
+        width = hidden + rank if config.get("confidence_head_with_markov", True) else hidden
+        made["confidence_head.proj.weight"] = 2 * matrix(1, width)
+        made["confidence_head.proj.bias"] = torch.tensor([0.3])
     if VARIANTS[variant]["own"]:
         made["embed_tokens.weight"] = torch.randn(vocab_size, hidden, generator=generator)
         made["lm_head.weight"] = 3 * matrix(vocab_size, hidden)
@@ -178,7 +180,8 @@ class Oracle:
             x = self.norm(h, f"{own}.post_attention_layernorm")
             gate, up = (self.linear(x, f"{own}.mlp.{part}_proj") for part in ("gate", "up"))
             h = h + self.linear(self.activate(gate, up), f"{own}.mlp.down_proj")
-        logits = self.norm(h, "norm") @ self.head.T
+        h = self.norm(h, "norm")
+        logits = h @ self.head.T
         if not self.markov_rank:
             return logits[1 : count + 1].argmax(-1).tolist()
         proposed = [int(tokens[-1])]
@@ -187,6 +190,12 @@ class Oracle:
                 self.tensors["markov_head.markov_w1.weight"][proposed[-1]], "markov_head.markov_w2"
             )
             proposed.append(int((row + bias).argmax()))
+        head = self.tensors.get("confidence_head.proj.weight")
+        if head is not None:
+            before = self.tensors["markov_head.markov_w1.weight"][proposed[: self.block_size]]
+            read = torch.cat([h[: len(before)], before], -1)[:, : head.shape[1]]
+            bias = self.tensors["confidence_head.proj.bias"]
+            self.confidences = torch.sigmoid(read @ head[0] + bias).tolist()
         return proposed[1:]
 
     def activate(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ Committed steps update both estimates:
   so that uncertain lengths are tried. The error grows in steps without the length.
 - p_i: shares over recent trials, with a prior. Old trials decay, so an abandoned length, also
   drafting as a whole, is tried again: soon at first, then less and less often.
+  Where the draft estimates its acceptance (a confidence head), p_i is the mean of its recent
+  estimates plus their mean error over these trials. So it follows a change before many trials.
 
 Deterministic: the same calls give the same choices.
 """
@@ -34,6 +36,10 @@ _GAIN = 1.01  # relative gain that another length must promise
 # Acceptance: trials, or else steps, in which older trials decay to a third; the prior and its
 # weight in trials.
 _TRIALS, _TRIAL_STEPS, _PRIOR, _PRIOR_TRIALS = 192, 8, 0.6, 12.0
+# The draft's own estimates: rows, or else steps, in which older ones decay to a third; the least
+# trials that they count as once they end; the fewest and most trials that correct them.
+_ESTIMATES, _ESTIMATE_STEPS, _ESTIMATE_TRIALS = 32, 2, 48.0
+_LEAST_BIAS_TRIALS, _BIAS_TRIALS = 32.0, 1024.0
 _FIRST_REST, _LAST_REST = 16.0, 256.0
 _UNTIMED_STEPS = 256  # steps until a length is tried without known times
 # Variances of logarithms of times (measured times exclude the host). Error of the longest drafts,
@@ -148,6 +154,31 @@ class _Shares:
     tried: int = 0  # steps with trials since the length was dropped, and later steps without
     untried: int = 0
     rest: float = _FIRST_REST  # steps in which trials decay to a third
+    estimate: float | None = None  # the draft's, of its recent tokens here; None: it made none
+    latest: float = 0.0  # of its latest tokens
+    error: float = 0.0  # accepted minus expected, over the trials that count
+    bias: float = 0.0  # mean error per trial, over more of them, `bias_trials`
+    bias_trials: float = 0.0
+
+    def share(self, prior: float) -> float:
+        """Return the share that is accepted; `prior`: that of the place before."""
+        if self.estimate is None or self.bias_trials < _LEAST_BIAS_TRIALS:  # not corrected yet
+            return (self.accepted + prior * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
+        error = (self.error + self.bias * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
+        return min(1.0, max(0.0, self.estimate + error))
+
+    def expect(self, share: float | None, num_rows: int) -> None:
+        """Update with the draft's estimate for `num_rows` new tokens; None: it proposed none."""
+        if share is not None:
+            weight = 1.0 - math.exp(-min(num_rows / _ESTIMATES, 1.0 / _ESTIMATE_STEPS))
+            before = share if self.estimate is None else self.estimate
+            self.estimate, self.latest = before + weight * (share - before), share
+        elif self.estimate is not None:
+            if self.bias_trials >= _LEAST_BIAS_TRIALS:  # the trials may be from before a change
+                most = max(self.trials, _ESTIMATE_TRIALS)
+                self.accepted, self.error = self.share(0.0) * most, self.bias * most
+                self.trials = most
+            self.estimate = None
 
     def end_step(self, num_rows: int) -> None:
         """Finish a step with `num_rows` new trials. Without trials, old ones decay."""
@@ -163,6 +194,13 @@ class _Shares:
             kept = math.exp(-min(1.0, num_rows / 4) / self.rest)
         self.accepted = self.accepted * kept + self.new_accepted
         self.trials = self.trials * kept + self.new_trials
+        self.error *= kept
+        if self.estimate is not None and self.new_trials:
+            error = self.new_accepted - self.new_trials * self.latest
+            self.error += error
+            self.bias_trials = min(self.bias_trials + self.new_trials, _BIAS_TRIALS)
+            share = min(1.0, self.new_trials / self.bias_trials)
+            self.bias += share * (error / self.new_trials - self.bias)
         self.new_accepted = self.new_trials = 0
 
 
@@ -183,6 +221,8 @@ class AdaptiveDraftLength:
             if drafts in self._measured and seconds > 0.0:
                 self._measured[drafts].append((rows, math.log(seconds)))
         self._is_measured = all(self._measured.values())
+        # rows with estimates of the draft in this step, and their expected acceptance by place
+        self._num_expected, self._expected = 0, [0.0] * len(self._places)
         self._num_steps = 0
         self._timed_at = 0  # the latest step with a usable time
         self._chosen, self._chosen_for = len(lengths), -1
@@ -209,7 +249,7 @@ class AdaptiveDraftLength:
         """Estimate for each place the share of drafts accepted up to it."""
         shares, share, prior = [], 1.0, _PRIOR
         for place in self._places:
-            prior = (place.accepted + prior * _PRIOR_TRIALS) / (place.trials + _PRIOR_TRIALS)
+            prior = place.share(prior)
             share *= prior
             shares.append(share)
         return shares
@@ -232,6 +272,8 @@ class AdaptiveDraftLength:
             is_even &= plan.num_tokens == len(drafts) + num_drafts
             is_even &= 0.9 * full <= num_drafts <= full
             num_proposed, num_rows = plan.num_proposed, max(num_rows, len(drafts))
+            if result.expected or not plan.num_proposed:
+                self.add_expected(sum(plan.needs_sampling), result.expected)
         self.end_step(num_rows, num_proposed if is_even else None, seconds)
 
     def add_rows(self, num_rows: int, num_drafts: int, num_accepted: int) -> None:
@@ -241,11 +283,25 @@ class AdaptiveDraftLength:
         for place in self._places[:num_accepted]:
             place.new_accepted += num_rows
 
+    def add_expected(self, num_rows: int, shares: Sequence[float]) -> None:
+        """Record new drafts of rows: up to each place a share of rows is expected to accept all.
+        Places after `shares` have no estimate.
+        """
+        self._num_expected += num_rows
+        for place, share in enumerate(shares[: len(self._places)]):
+            self._expected[place] += num_rows * share
+
     def end_step(self, num_rows: int, num_drafts: int | None, seconds: float) -> None:
         """Record a step. `num_drafts` None: rows differ or other tokens ran; ignore `seconds`."""
         self._num_steps += 1
         for place in self._places:
             place.end_step(num_rows)
+        if self._num_expected:
+            reached = float(self._num_expected)
+            for place, share in zip(self._places, self._expected, strict=True):
+                place.expect(share / reached if share > 0.0 else None, self._num_expected)
+                reached = share
+            self._num_expected, self._expected = 0, [0.0] * len(self._places)
         if num_drafts in self._measured and num_rows and seconds > 0.0:
             found = math.log(seconds) - self._log_seconds(num_rows, num_drafts)
             index, self._timed_at = self._lengths.index(num_drafts), self._num_steps

@@ -168,6 +168,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # by row index of the plan: number of proposed draft tokens, for rows where some are missing
     num_draft_tokens: dict[int, int] = {}
     loaded_step: int = -1  # the loads of plans up to this step id are complete
+    # by place: share of rows whose proposed drafts up to there are accepted, as the draft model
+    # estimates, also for the place after the last one; empty: no estimate
+    expected: list[float] = []
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):

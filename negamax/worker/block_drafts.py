@@ -5,7 +5,7 @@ Every step writes the context of its tokens from the target's residual streams, 
 steps without drafts included. An entry depends on tokens up to its own only, so prefix-cache hits
 reuse it, and those of rejected drafts are overwritten once their positions are run again. A
 proposal runs all rows of the trained block, whose own keys and values are not kept, and takes the
-first tokens.
+first tokens. A confidence head also estimates how likely each is accepted.
 """
 
 import torch
@@ -27,6 +27,10 @@ class BlockProposer(DraftModelProposer):
 
     def _build(self, setup: LayerSetup) -> dict[str, WeightSlot]:
         self._model = build(self._draft.spec, setup)
+        if self._model.spec.confidence_width:
+            rows = max(self._config.max_num_seqs, self._config.cudagraph_size) + 1
+            shape = rows, self.num_draft_tokens
+            self.confidences = torch.zeros(shape, device=setup.weights.device)
         return self._model.weight_slots()
 
     def _finish_loading(self, target: Decoder) -> None:
@@ -48,8 +52,8 @@ class BlockProposer(DraftModelProposer):
         context = BlockContext(requests.block_tables, slots, seen)
         hidden = model.run_blocks(anchors, context, states.metadata, self._kv)
         first = int(not model.spec.samples_anchor)
-        hidden = hidden[:, first : first + num_tokens].flatten(0, 1)
-        logits, first_id = model.local_logits(hidden), model.vocab_range.start
+        of_tokens = hidden[:, first : first + num_tokens].flatten(0, 1)
+        logits, first_id = model.local_logits(of_tokens), model.vocab_range.start
         if not model.spec.markov_rank:
             every = slots.unsqueeze(1).expand(-1, num_tokens).flatten()
             places = torch.arange(num_tokens, device=slots.device)
@@ -61,4 +65,9 @@ class BlockProposer(DraftModelProposer):
             of_place = logits[:, place] + model.local_bias(drafts[-1])
             at = {"place": place, "first_id": first_id}
             drafts.append(self._choose(of_place, slots, lengths, requests, **at))
+        if self.confidences is not None:
+            count = min(num_tokens + 1, self.num_draft_tokens)
+            previous = torch.stack(drafts[:count], dim=1)
+            estimated = model.estimate_acceptance(hidden[:, :count], previous)
+            self.confidences[:num_rows, :count] = estimated
         return torch.stack(drafts[1:], dim=1)

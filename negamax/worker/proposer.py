@@ -54,6 +54,9 @@ class Proposer:
     capture: tuple[int, ...] = ()  # layers whose residual stream it reads
     has_gaps: bool = False  # whether proposed tokens may be missing
     acceptance: SyntheticAcceptance | None = None  # accepts by a schedule instead of by comparison
+    # of the latest proposal [rows, num_draft_tokens] fp32, also of the place after its last token:
+    # estimated chance that a draft is accepted, given that those before it are; None: no estimate
+    confidences: Tensor | None = None
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
         """Load the proposer's own weights, after the target model's; return text for the log."""

@@ -123,7 +123,18 @@ class StepRunner:
             verification=verification,
             grammar_rows=grammar_rows,
             proposed=proposed,
+            confidences=self._copy_confidences(plan),
         )
+
+    def _copy_confidences(self, plan: StepPlan) -> HostTensor | None:
+        """Copy those of the proposed drafts to the host, unless a schedule accepts drafts."""
+        if self._verifier is None or not plan.num_proposed or not any(plan.needs_sampling):
+            return None
+        proposer, num_rows = self._verifier.proposer, sum(plan.needs_sampling)
+        if proposer.confidences is None or proposer.acceptance is not None:
+            return None
+        # a copy, because the next step may replace them
+        return HostTensor(proposer.confidences[:num_rows, : plan.num_proposed + 1].clone())
 
     def _prepare(self, plan: StepPlan) -> Batch:
         """Lay out the tokens of `plan`, and choose the captured step that runs them."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 import torch
+from torch import Tensor
 
 from negamax.scheduler.step import StepResult
 from negamax.worker.device import HostTensor
@@ -48,6 +49,7 @@ class StepOutput:
     proposed: HostTensor | None = None  # [grammar rows, tokens] int64, proposed after each of them
     expert_counts: HostTensor | None = None  # as `StepResult.expert_counts`
     loads: LoadProgress | None = None  # None: no host memory
+    confidences: HostTensor | None = None  # [R, places] fp32, see `Proposer.confidences`
 
     def result(self) -> StepResult:
         """Wait for the tensors and build the result."""
@@ -90,6 +92,7 @@ class StepOutput:
             b"" if self.expert_counts is None else expert_bytes(self.expert_counts),
             num_draft_tokens,
             -1 if self.loads is None else self.loads.read(),
+            [] if self.confidences is None else _expect_accepted(self.confidences.read()),
         )
 
 
@@ -107,6 +110,12 @@ def add_expert_counts(
     if isinstance(output, StepResult):
         return msgspec.structs.replace(output, expert_counts=expert_bytes(counts))
     return replace(output, expert_counts=counts)
+
+
+def _expect_accepted(confidences: Tensor) -> list[float]:
+    """Return `StepResult.expected`. Rows that failed are not finite."""
+    shares: list[float] = confidences.nan_to_num(0.0).cumprod(dim=1).mean(dim=0).tolist()
+    return shares
 
 
 def expert_bytes(counts: HostTensor) -> bytes:

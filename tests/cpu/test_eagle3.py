@@ -22,6 +22,8 @@ from negamax.models.memory import draft_bytes, weight_bytes
 from negamax.models.registry import find_draft_family
 from negamax.scheduler.draft_length import FixedDraftLength
 from negamax.worker import kv_cache
+from negamax.worker.block_drafts import BlockProposer
+from negamax.worker.step import StepRunner
 from tests import tiny, tiny_block_draft, tiny_draft, tiny_m3
 from tests.layouts import full
 from tests.tiny_block_draft import VARIANTS as BLOCK_VARIANTS
@@ -242,6 +244,80 @@ def test_captured_steps_propose_the_same(
         assert outputs(llm) == without
     assert check_proposals(seen, target, without, draft) == 0
     assert pool.num_replays > 0
+
+
+@pytest.mark.parametrize(
+    ("variant", "is_captured"), [("dspark", False), ("dspark", True), ("dspark, causal", False)]
+)
+def test_confidences_equal_plain_pytorch(
+    folder: Path,
+    target: Any,
+    tmp_path: Path,
+    variant: str,
+    is_captured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also the one after the last draft; results have the mean of the rows' products."""
+    config, tensors, model = make_draft(variant, tmp_path)
+    lengths, seen = cycle([1, 3, 0, 2]), list[Any]()
+    steps: dict[int, list[Any]] = {}  # what each proposed for
+    results: dict[int, list[float]] = {}
+    propose, run = BlockProposer.propose, StepRunner.run
+
+    def record(self: Any, states: Any, rows: Any, requests: Any, num_tokens: int) -> torch.Tensor:
+        drafts = propose(self, states, rows, requests, num_tokens)
+        for row, slot in enumerate(rows.slots.tolist() if num_tokens else ()):
+            known = requests.tokens[slot, : rows.lengths[row]].tolist()
+            if slot != requests.padding_slot:
+                seen.append((known, self.confidences[row].clone(), num_tokens))
+        return drafts
+
+    def record_step(self: Any, plan: Any, bitmask: Any) -> Any:
+        seen.clear()
+        output = run(self, plan, bitmask)
+        steps[plan.step_id] = [(*one, plan.num_proposed) for one in seen]
+        return output
+
+    class Varying(FixedDraftLength):
+        def choose(self, num_rows: int) -> int:
+            return next(lengths)
+
+        def record(self, plan: Any, result: Any, seconds: float) -> None:
+            results[plan.step_id] = result.expected
+
+    if is_captured:
+        pool = graph_support.capture(monkeypatch)
+    monkeypatch.setattr(BlockProposer, "propose", record)
+    monkeypatch.setattr(StepRunner, "run", record_step)
+    sizes = {"max_num_seqs": len(PROMPTS), "max_num_batched_tokens": sum(map(len, PROMPTS))}
+    with engine(folder, None, **sizes) as llm:
+        expected = outputs(llm)
+    with engine(folder, model, **sizes) as llm:
+        (scheduler,) = llm._loop._scheduler.ranks
+        scheduler._draft_length = Varying(NUM_DRAFT_TOKENS)
+        assert outputs(llm) == expected
+    for step, shares in results.items():
+        found = [one[: proposed + 1] for _, one, _, proposed in steps[step]]
+        means = torch.stack(found).cumprod(1).mean(0).tolist() if found else []
+        assert shares == pytest.approx(means, abs=1e-6)
+    texts = [prompt + output for prompt, output in zip(PROMPTS, expected, strict=True)]
+    weights = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    embedding, head = (weight.detach() for weight in weights)
+    oracle = tiny_block_draft.Oracle(config, tensors, embedding=embedding, head=head)
+    compared, values = 0, set()
+    for known, found, count, _ in (one for of_step in steps.values() for one in of_step):
+        text = next((text for text in texts if text[: len(known)] == known), None)
+        if text is None:
+            continue  # a row in flight after its end
+        with torch.no_grad():
+            streams = target(torch.tensor([text]), output_hidden_states=True).hidden_states
+        read = [streams[layer][0][: len(known) - 1] for layer in LAYERS]
+        oracle.propose(read, torch.tensor(known), count)
+        most = min(count + 1, NUM_DRAFT_TOKENS)
+        assert found[:most].tolist() == pytest.approx(oracle.confidences[:most], abs=2e-5)
+        compared, values = compared + most, values | {round(float(found[0]), 2)}
+    assert compared > 60 and len(values) > 10
+    assert not is_captured or pool.num_replays > 0
 
 
 @pytest.mark.parametrize("variant", ["plain", "dspark", full("dflash")])

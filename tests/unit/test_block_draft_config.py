@@ -26,11 +26,11 @@ COMMON, OWN, M31, FLASH, TARGET = json.loads("""[
     "dspark_block_size": 7, "dspark_noise_token_id": 200058, "dspark_markov_rank": 256,
     "dspark_target_layer_ids": [3, 17, 31, 45, 59], "dspark_ffn_hidden_size": 12288,
     "dspark_hybrid_context_fusion": false, "dspark_markov_head_type": "vanilla",
-    "dspark_use_dense_ffn": true
+    "dspark_use_dense_ffn": true, "enable_confidence_head": true,
+    "confidence_head_with_markov": true
 }, {
     "architectures": ["DSparkMiniMaxDraftModel"], "hidden_act": "swigluoai", "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0, "sliding_window": 4096, "use_gemma_norm": true,
-    "enable_confidence_head": true, "confidence_head_with_markov": true,
     "quantization_config": {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
 }, {
     "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_act": "silu",
@@ -55,6 +55,10 @@ def test_the_published_draft_is_read() -> None:
     text |= {"dense_intermediate_size": 12288, "moe_layer_freq": [0] * 5, "dspark_config": {}}
     nested = {name: M31[name] for name in around} | {"text_config": text}
     assert FAMILIES[DSPARK].read_spec(nested) == PUBLISHED
+    assert spec.confidence_width == 6400
+    for fields, width in (({}, 6144), ({"enable_confidence_head": False}, 0)):
+        own = M31 | {"confidence_head_with_markov": False, **fields}
+        assert FAMILIES[DSPARK].read_spec(own) == replace(spec, confidence_width=width)
     assert PUBLISHED.adapt_to(bundled_spec("minimax-m3.1-flash"), None) == PUBLISHED
     assert weight_bytes(PUBLISHED, dtype="bfloat16") == pytest.approx(2.302e9, rel=1e-3)
     per_token = sum(one.heads * one.width * 2 for caches in spec.kv_caches() for one in caches)
@@ -95,6 +99,9 @@ def test_a_dflash_draft_is_read() -> None:
         ("dspark", {"draft_vocab_size": 32000}, "draft_vocab_size is 32000"),
         ("dspark", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("dspark", {"dspark_markov_rank": None}, "no markov_rank"),
+        ("dspark", {"enable_confidence_head": "gated"}, "enable_confidence_head is 'gated'"),
+        ("dspark", {"confidence_head_with_markov": 2}, "confidence_head_with_markov is 2"),
+        ("dspark", {"dspark_confidence_head_type": "mlp"}, "dspark_confidence_head_type is 'mlp'"),
         ("dflash", {"markov_rank": 8}, "markov_rank is 8; supported: 0"),
         ("dflash", {"projector_type": "dspark"}, "projector_type is 'dspark'"),
         ("dflash", {"selector_rank": 256}, "selector_rank is 256; supported: null"),

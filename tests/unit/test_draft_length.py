@@ -28,6 +28,15 @@ CURVES = {
     "none": (0.02, 0.02, 0.02),
 }
 Curve = tuple[float, ...]
+Head = Callable[[float, random.Random], float]  # acceptance rate of a draft -> its confidence
+HEADS: dict[str, Head] = {
+    "exact": lambda rate, rng: rate,
+    "too high": lambda rate, rng: rate**0.5,
+    "too low": lambda rate, rng: rate**2,
+    "always high": lambda rate, rng: 0.9,
+    "always low": lambda rate, rng: 0.02,
+    "random": lambda rate, rng: rng.random(),
+}
 
 
 def accept(drafts: int, curve: Curve, rng: random.Random) -> int:
@@ -71,6 +80,17 @@ class Engine:
         self.rng = random.Random(rows)
         self.chosen: list[int] = []
         self.tokens, self.seconds = 0, 0.0
+        self.head: Head | None = None
+        self.rates: list[Curve] = []  # with a head, of each row's new drafts
+
+    def propose(self, drafts: int, curve: Curve) -> None:
+        """Draw acceptance rates around `curve`, and report the head's estimates of them."""
+        assert self.head is not None
+        draw, places = self.rng.betavariate, range(min(drafts + 1, MOST) if drafts else 0)
+        self.rates = [tuple(draw(3 * p, 3 - 3 * p) for p in curve) for _ in range(self.rows)]
+        told = [[self.head(rate, self.rng) for rate in row] for row in self.rates]
+        shares = [sum(math.prod(row[: place + 1]) for row in told) / self.rows for place in places]
+        self.policy.add_expected(self.rows, shares)
 
     def run(
         self, steps: int, curve: Curve, *, slower: Callable[[int], float] = lambda _: 1,
@@ -79,10 +99,13 @@ class Engine:
         for _ in range(steps):
             drafts = self.policy.choose(self.rows)
             self.chosen.append(drafts)
-            alike = Counter(accept(drafts, curve, self.rng) for _ in range(self.rows))
+            rates = self.rates or [curve] * self.rows
+            alike = Counter(accept(drafts, rate, self.rng) for rate in rates)
             for accepted, rows in alike.items():
                 self.policy.add_rows(rows, drafts, accepted)
                 self.tokens += rows * (1 + accepted)
+            if self.head is not None:
+                self.propose(drafts, curve)
             noise = self.rng.gauss(-(self.noise**2) / 2, self.noise)
             took = seconds(self.rows, drafts) * slower(len(self.chosen)) * math.exp(noise)
             self.seconds += took
@@ -100,6 +123,12 @@ class Engine:
                 fixed[k] += (self.tokens - before) / speed
         return min(fixed) / self.seconds
 
+    def share_by_choices(self, curve: Curve) -> float:
+        """Return the share by mean speeds: which tokens were accepted does not matter."""
+        fixed, took = speeds(self.rows, curve), [seconds(self.rows, k) for k in self.chosen]
+        made = sum(fixed[k] * one for k, one in zip(self.chosen, took, strict=True))
+        return made / sum(took) / max(fixed)
+
     def changes(self) -> int:
         return sum(one != other for one, other in zip(self.chosen, self.chosen[1:], strict=False))
 
@@ -116,6 +145,33 @@ def test_is_as_fast_as_the_best_fixed_number(rows: int, start: str) -> None:
         engine.run(1600 if rows < 16 else 800, curve)
         share = engine.tokens / engine.seconds / max(speeds(rows, curve))
         assert share > 0.97, (name, share, engine.chosen[-100:])
+
+
+@pytest.mark.parametrize("rows", [full(1), 4, full(16), full(64)])
+@pytest.mark.parametrize("head", HEADS)
+def test_confidences_keep_the_speed(rows: int, head: str) -> None:
+    """Measured acceptance corrects them."""
+    for name, curve in CURVES.items():
+        engine = Engine(informed(0.04), rows, noise=0.03)
+        engine.head = HEADS[head]
+        engine.run(1600 if rows < 16 else 800, curve)
+        assert engine.share_by_choices(curve) > (0.96 if head == "random" else 0.97), name
+
+
+@pytest.mark.parametrize("rows", [full(1), 8, full(32)])
+@pytest.mark.parametrize("after", ["none", "falling"])
+def test_confidences_follow_a_sudden_change(rows: int, after: str) -> None:
+    lost = dict.fromkeys(("none", "exact", "too high", "too low"), 0.0)
+    for head, seed in product(lost, range(8)):
+        engine = Engine(informed(0.02), rows, noise=0.03)
+        engine.rng.seed(seed)
+        engine.head = HEADS.get(head)
+        engine.run(200, CURVES["code"])
+        engine.chosen.clear()
+        engine.run(60, CURVES[after])
+        lost[head] += 1.0 - engine.share_by_choices(CURVES[after])
+    without = lost.pop("none")
+    assert max(lost.values()) < 0.7 * without, (without, lost)
 
 
 @pytest.mark.parametrize("rows", [1, full(4), 16, full(64)])
@@ -294,6 +350,25 @@ def test_acceptance_is_that_of_the_rows() -> None:
             plan([4] * 4, [3] * 4, proposed=3), StepResult(0, [], {}, {}, {}, accepted), 0
         )
     assert policy.acceptance() == pytest.approx([0.5, 0.26, 0.26], abs=0.03)
+
+
+def test_estimates_of_ranks_count_by_rows_and_end_with_the_drafts() -> None:
+    policy = AdaptiveDraftLength(LENGTHS)
+    for _ in range(100):  # one row has two drafts accepted, three have none
+        ranks = [
+            (
+                plan([4], [3], proposed=3),
+                StepResult(0, [], {}, {}, {}, {0: 2}, expected=[0.9, 0.8]),
+            ),
+            (plan([4] * 3, [3] * 3, proposed=3), StepResult(0, [], {}, {}, {}, expected=[0.1, 0])),
+        ]
+        policy.record_all(ranks, 0.0)
+    assert policy.acceptance() == pytest.approx([0.25, 0.25, 0.03], abs=0.01)
+    assert policy._places[0].estimate == pytest.approx((0.9 + 3 * 0.1) / 4)
+    assert policy._places[1].estimate == pytest.approx(0.8 / (0.9 + 3 * 0.1))
+    policy.record(plan([1], [0], proposed=0), StepResult(0, [], {}, {}, {}), 0.0)
+    assert [place.estimate for place in policy._places] == [None] * MOST
+    assert policy.acceptance() == pytest.approx([0.25, 0.25, 0.03], abs=0.03)
 
 
 @pytest.mark.parametrize("name", ["code", "none"])

@@ -70,6 +70,7 @@ class BlockDraftSpec(DraftSpec):
     mask_token_id: int
     samples_anchor: bool  # the first row proposes the next token, too, and each row its follower
     markov_rank: int = 0  # of the matrices that add the effect of the token before; 0: none
+    confidence_width: int = 0  # of the input of the head that estimates acceptance; 0: no head
     windows: tuple[int, ...]  # tokens that a row of each layer attends to; 0: all
     is_causal: bool = False  # rows do not attend to later rows
     intermediate_size: int
@@ -147,6 +148,7 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
 
     layers, samples_anchor = _read_layers(flat.get("target_layer_ids")), architecture == DSPARK
     block_size = fields.read_size(flat, "block_size")
+    markov_rank = fields.read_size(flat, "markov_rank") if samples_anchor else 0
     return BlockDraftSpec(
         architecture=architecture,
         **common | {"bos_token_id": None, "eos_token_ids": ()},
@@ -158,7 +160,8 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
         block_size=block_size,
         mask_token_id=fields.read_count(flat, "mask_token_id"),
         samples_anchor=samples_anchor,
-        markov_rank=fields.read_size(flat, "markov_rank") if samples_anchor else 0,
+        markov_rank=markov_rank,
+        confidence_width=_read_confidence_width(flat, common["hidden_size"], markov_rank),
         windows=_read_windows(flat, common["num_layers"]),
         is_causal=_read_switch(flat, "causal"),
         intermediate_size=fields.read_size(flat, "intermediate_size"),
@@ -243,6 +246,14 @@ def _read_switch(config: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
+def _read_confidence_width(config: Mapping[str, Any], hidden_size: int, markov_rank: int) -> int:
+    name = "confidence_head_with_markov"
+    with_markov = _read_switch({name: True, **config}, name)
+    if not _read_switch(config, "enable_confidence_head"):
+        return 0
+    return hidden_size + markov_rank if with_markov else hidden_size
+
+
 def _read_swiglu(config: Mapping[str, Any]) -> tuple[float, float, float]:
     alpha, limit = (
         fields.read_required_number(config, name) for name in ("swiglu_alpha", "swiglu_limit")
@@ -275,6 +286,7 @@ _M31 = BlockDraftSpec(
     mask_token_id=200_058,
     samples_anchor=True,
     markov_rank=256,
+    confidence_width=6144 + 256,
     windows=(4096,) * 5,
     intermediate_size=12_288,
     swiglu=(1.702, 7.0, 1.0),

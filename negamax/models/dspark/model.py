@@ -5,6 +5,7 @@
   rows of a block:     embeddings of the last known token at position L, and of masks at L + 1, ...
                        per layer h += attention(rms(h)); h += mlp(rms(h))
   logits of a row = head(rms(h)) + markov_w2 markov_w1[token before]
+  confidence of a row = sigmoid(proj [rms(h), markov_w1[token before]] + bias)
 
 Rows attend to the context and to one another; their keys and values are not kept. DSpark's row j
 proposes the token at L + 1 + j, DFlash's row j that at L + j, without Markov matrices.
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.config.model_spec import ModelSpec
@@ -170,11 +172,27 @@ class BlockDraft:
             self._markov_out = ColumnParallel([part], spec.markov_rank, setup=plain)
             slots.append(WeightSlot(names.MARKOV_IN, shape, target=self._markov_in))
             slots += self._markov_out.slots
+            slots += self._make_confidence_slots(device)
         self._kv_heads = len(layout.attention.kv_heads(spec.num_kv_heads))
         self._frequencies = signed_frequencies(spec.rotary_dim, spec.rope_theta).to(device)
         self._locate = setup.kernels[LOCATE].run
         self._places = torch.arange(spec.block_size, device=device)
         self._slots = slots_by_name(slots)
+
+    def _make_confidence_slots(self, device: torch.device) -> list[WeightSlot]:
+        """Without the head in config.json, its tensors may exist and are not read."""
+        used = self.spec.confidence_width
+        width = used or self.spec.hidden_size + self.spec.markov_rank
+        parts = {names.CONFIDENCE: (1, width), names.CONFIDENCE_BIAS: (1,)}
+        empty = {
+            name: torch.empty(shape, dtype=torch.float32, device=device) if used else None
+            for name, shape in parts.items()
+        }
+        self._confidence = tuple(empty.values())  # weight and bias
+        return [
+            WeightSlot(name, parts[name], target=target, optional=not used)
+            for name, target in empty.items()
+        ]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         return self._slots
@@ -256,6 +274,18 @@ class BlockDraft:
         """
         assert self._markov_out is not None
         return self._markov_out(self._markov_in[previous], LinearOutput(torch.float32))
+
+    def estimate_acceptance(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Estimate how likely the token of each row is accepted, given that those before it are.
+
+        hidden [R, N, hidden] of `run_blocks`, the tokens before `previous` [R, N] int64 -> [R, N]
+        fp32.
+        """
+        weight, bias = self._confidence
+        assert weight is not None
+        if self.spec.confidence_width > self.spec.hidden_size:
+            hidden = torch.cat([hidden, self._markov_in[previous]], dim=-1)
+        return F.linear(hidden.float(), weight, bias).squeeze(-1).sigmoid()
 
 
 def build(spec: ModelSpec, setup: LayerSetup) -> BlockDraft:

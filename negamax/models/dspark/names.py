@@ -12,6 +12,7 @@ from negamax.models.family import layer_of as layer_of
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 FC, CONTEXT_NORM, NORM = "fc.weight", "hidden_norm.weight", "norm.weight"
 MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 
 
 def attention(layer: int) -> AttentionNames:
@@ -46,13 +47,7 @@ _SPELLINGS = Spellings(
         (r"(\.self_attn\.)qkv_proj\.", (r"\1q_proj.", r"\1k_proj.", r"\1v_proj.")),
         (r"(\.mlp\.)gate_up_proj\.", (r"\1gate_proj.", r"\1up_proj.")),
     ),
-    skipped=(
-        (
-            r"(?:^|\.)confidence_head\.",
-            "the confidence head: the draft length is chosen from measured acceptance",
-        ),
-        (r"(?:^|\.)rotary_emb\.inv_freq$", "rotary frequencies, computed from config.json"),
-    ),
+    skipped=((r"(?:^|\.)rotary_emb\.inv_freq$", "rotary frequencies, computed from config.json"),),
 )
 
 
@@ -96,5 +91,8 @@ def weights(spec: BlockDraftSpec) -> Iterator[WeightSpec]:
         shape = spec.vocab_size, spec.markov_rank
         yield WeightSpec(MARKOV_IN, shape, parts=1, is_table=True)
         yield WeightSpec(MARKOV_OUT, shape, splits=Axis.ROWS, is_head=True)
+    if spec.confidence_width:
+        yield WeightSpec(CONFIDENCE, (1, spec.confidence_width), parts=1, dtype="float32")
+        yield WeightSpec(CONFIDENCE_BIAS, (1,), parts=1, dtype="float32")
     if spec.own_head:
         yield WeightSpec(HEAD, (spec.vocab_size, hidden), splits=Axis.ROWS, is_head=True)
