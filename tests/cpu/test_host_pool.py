@@ -143,7 +143,7 @@ def test_copies_move_all_caches_of_a_block_and_nothing_else(
 
 
 def test_a_wait_for_a_load_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events stand in for those of a GPU: no copy is complete before they say so."""
+    """The test replaces CUDA events, and so decides when a copy is complete."""
     events = [Event(), Event()]
     monkeypatch.setattr(host_pool, "AWAIT_SECONDS", 0.05)
     batches = tuple(

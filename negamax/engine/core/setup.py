@@ -181,7 +181,8 @@ def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Sp
     if not multiplies_blocks(device) or (blocks := find_blocks_spec(spec.quantization)) is None:
         return spec
     logger.info(
-        "MXFP8 weights are held as FP8 blocks of 128 x 128 (--quantization mxfp8: as stored)"
+        "MXFP8 weights of %s are held as FP8 blocks of 128 x 128 (--quantization mxfp8: as stored)",
+        spec.architecture,
     )
     return replace(spec, quantization=blocks)
 
