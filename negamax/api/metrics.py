@@ -63,6 +63,16 @@ _COUNTERS = (
         "KV blocks in main memory that made room for others.",
         "negamax:kv_offload_evictions",
     ),
+    (
+        "num_kv_event_batches",
+        "Batches of events of the prefix cache that were sent.",
+        "negamax:kv_event_batches",
+    ),
+    (
+        "num_dropped_kv_events",
+        "Steps whose events of the prefix cache were dropped.",
+        "negamax:kv_events_dropped",
+    ),
 )
 # Copies of KV blocks: field of the statistics, vLLM's name of the direction.
 _COPIES = (("num_host_stores", "GPU_to_CPU"), ("num_host_loads", "CPU_to_GPU"))

@@ -92,6 +92,8 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     num_host_stores: int = 0  # blocks copied there,
     num_host_loads: int = 0  # back,
     num_host_evictions: int = 0  # and those that made room
+    num_kv_event_batches: int = 0  # events of the prefix cache: batches sent,
+    num_dropped_kv_events: int = 0  # and steps whose changes were dropped
 
 
 class EngineStats(RankStats, frozen=True, array_like=True):
@@ -172,6 +174,7 @@ class StartEngine(msgspec.Struct, frozen=True):
     options: EngineOptions
     num_servers: int  # server processes, each with its own sockets
     parent: ParentPulse | None = None  # to be watched
+    replica: int = 0
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):

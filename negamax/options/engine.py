@@ -8,6 +8,7 @@ from negamax.base.errors import ConfigError
 from negamax.base.unicode import valid_unicode
 from negamax.options.eplb import COUNTED, FIXED, IN_ORDER, MOVED, RECORDER_MODES, EplbConfig
 from negamax.options.flags import check_keys, check_options, flag_name, option
+from negamax.options.kv_events import KvEventsConfig
 from negamax.options.nodes import LAUNCHERS, MASTER_PORT, MP, RAY, NodeOptions
 from negamax.options.parallel import ALL2ALL_BACKENDS, ParallelOptions
 from negamax.options.speculation import SpeculationConfig
@@ -216,6 +217,13 @@ class EngineOptions:
         also="--hicache-write-policy",
         choices=WRITE_POLICIES,
     )
+    # keys: options/kv_events.py
+    kv_events_config: dict[str, Any] | None = option(
+        None,
+        "Publish the prefix cache's blocks for routers: enable_kv_cache_events, endpoint, "
+        "replay_endpoint and the other keys in docs/kv-events.md. Default: nothing is published.",
+        is_json=True,
+    )
     enable_prefix_caching: bool = option(
         True, "Disable prefix caching, such as to measure prefill.", also="--disable-radix-cache"
     )
@@ -406,7 +414,7 @@ class EngineOptions:
         check_keys(name, given, GENERATION_KEYS, also=also)
         self._check_weights()
         self._check_parallel()
-        self._check_offloading()
+        self._check_cache()
 
     def _check_weights(self) -> None:
         if self.num_hidden_layers is not None and self.load_format != "synthetic":
@@ -438,7 +446,13 @@ class EngineOptions:
                 hint="use --index-cache-sharding off",
             )
 
-    def _check_offloading(self) -> None:
+    def _check_cache(self) -> None:
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                "--kv-events-config publishes the prefix cache's blocks; "
+                "--no-enable-prefix-caching turns off the cache",
+                hint="leave one of them out",
+            )
         if not self.has_host_blocks:
             return
         name = "--kv-offloading-ratio" if self.kv_offloading_ratio else "--kv-offloading-size"
@@ -490,6 +504,12 @@ class EngineOptions:
                 refusal = "--eplb-config is given, and experts stay where they are"
                 raise ConfigError(refusal, hint="add --enable-eplb")
         return EplbConfig.read(given)
+
+    @property
+    def kv_events(self) -> KvEventsConfig | None:
+        """Settings for events of the prefix cache; None: none. Errors: `ConfigError`."""
+        num_ranks = self.data_parallel_size * self.num_replicas
+        return KvEventsConfig.read(self.kv_events_config or {}, num_ranks=num_ranks)
 
     @property
     def expert_mode(self) -> str:

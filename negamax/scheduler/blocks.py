@@ -11,12 +11,14 @@ class BlockPool:
     """
 
     __slots__ = (
-        "_blank", "_block_hashes", "_block_of", "_cached", "_ref_counts", "eviction_count",
-        "gain_count", "num_blocks",
+        "_blank", "_block_hashes", "_block_of", "_cached", "_changes", "_ref_counts",
+        "eviction_count", "gain_count", "num_blocks",
     )  # fmt: skip
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, changes: list[tuple[bytes, bool]] | None = None) -> None:
+        """`changes`: receives the hash of each block that is indexed (True) or evicted."""
         self.num_blocks = num_blocks
+        self._changes = changes
         # rises when a block becomes free or is indexed: an admission may succeed again
         self.gain_count = 0
         self.eviction_count = 0  # cached blocks that were allocated for other content
@@ -53,10 +55,7 @@ class BlockPool:
             block_id = self._blank.pop()
         else:
             block_id, _ = self._cached.popitem(last=False)
-            block_hash = self._block_hashes[block_id]
-            assert block_hash is not None
-            del self._block_of[block_hash]
-            self._block_hashes[block_id] = None
+            self._drop(block_id)
             self.eviction_count += 1
         self._ref_counts[block_id] = 1
         return block_id
@@ -82,10 +81,7 @@ class BlockPool:
     def evict(self) -> None:
         """Drop the content of every free block from the index."""
         for block_id in self._cached:
-            block_hash = self._block_hashes[block_id]
-            assert block_hash is not None
-            del self._block_of[block_hash]
-            self._block_hashes[block_id] = None
+            self._drop(block_id)
         self._blank += reversed(self._cached)
         self._cached.clear()
 
@@ -96,3 +92,14 @@ class BlockPool:
             self._block_of[block_hash] = block_id
             self._block_hashes[block_id] = block_hash
             self.gain_count += 1
+            if self._changes is not None:
+                self._changes.append((block_hash, True))
+
+    def _drop(self, block_id: int) -> None:
+        """Remove a block's content from the index."""
+        block_hash = self._block_hashes[block_id]
+        assert block_hash is not None
+        del self._block_of[block_hash]
+        self._block_hashes[block_id] = None
+        if self._changes is not None:
+            self._changes.append((block_hash, False))

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from negamax.scheduler.blocks import BlockPool
+from negamax.scheduler.cache_log import CacheLog
 from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import HostCopies
 from negamax.scheduler.waiting import WaitingQueue
@@ -44,17 +45,19 @@ class _BlockStore:
 class HostTier:
     """The blocks of one data-parallel rank in host memory. Single user: its `Scheduler`."""
 
-    def __init__(self, num_blocks: int, pool: BlockPool, waiting: WaitingQueue) -> None:
+    def __init__(
+        self, num_blocks: int, pool: BlockPool, waiting: WaitingQueue, log: CacheLog | None = None
+    ) -> None:
         """`num_blocks`: in host memory, perhaps 0. `pool`: the KV blocks. `waiting`: the queue that
-        sequences return to after their loads.
+        sequences return to after their loads. `log`: receives the changes of the index.
         """
         self.num_blocks = num_blocks
         self.num_queries = 0  # tokens that were looked up
         self.num_hits = 0  # tokens that were found
         self.num_stored = 0  # blocks, like the next one
         self.num_loaded = 0
-        self._pool, self._waiting = pool, waiting
-        self._host = BlockPool(num_blocks)
+        self._pool, self._waiting, self._log = pool, waiting, log
+        self._host = BlockPool(num_blocks, log.host if log else None)
         self._queue: dict[bytes, None] = {}  # hashes of the KV blocks to store, in order
         self._new_stores: list[_BlockStore] = []  # without a plan
         self._stores: dict[int, list[_BlockStore]] = {}  # by step id of an uncommitted plan
@@ -86,6 +89,8 @@ class HostTier:
 
     def offer(self, sequence: Sequence, first: int, stop: int) -> None:
         """Queue the blocks `first` to `stop` of a sequence, which are cached, to be stored."""
+        if self._log is not None and first < stop:
+            self._log.chains.append((sequence.block_hashes, first, stop))
         for index in range(first, stop) if self.num_blocks else ():
             block_hash = sequence.block_hashes[index]
             if self._host.find(block_hash) is None and block_hash not in self._storing:

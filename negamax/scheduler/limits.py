@@ -26,4 +26,5 @@ class SchedulerLimits:
     num_host_blocks: int = 0  # KV blocks in host memory, the second level of the prefix cache
     # whether full blocks are stored there at once; False: once another request shares them
     stores_new_blocks: bool = True
+    logs_cache_changes: bool = False  # whether `Scheduler.cache_log` is kept
     chunk_length: ChunkLength = field(default_factory=EvenChunks)  # lengths of prompt chunks

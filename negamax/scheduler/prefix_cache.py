@@ -16,11 +16,12 @@ HASH_BYTES = 32  # 128 bits, against collisions found by an attacker
 class BlockHashes:
     """Hashes of full blocks, computed on demand. `tokens`: a sequence's own growing list."""
 
-    __slots__ = ("_hashes", "_root", "_tokens", "block_size")
+    __slots__ = ("_hashes", "_root", "_tokens", "block_size", "salt")
 
     def __init__(self, tokens: list[int], *, block_size: int, salt: str) -> None:
         self._tokens = tokens
         self.block_size = block_size
+        self.salt = salt
         self._root = blake2b(
             salt.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES, person=b"prefix salt"
         ).digest()
@@ -40,6 +41,14 @@ class BlockHashes:
                 ).digest()
             )
         return hashes[index]
+
+    def computed(self, first: int, stop: int) -> list[bytes]:
+        """Return the hashes of blocks `first` to `stop`, which are computed."""
+        return self._hashes[first:stop]
+
+    def tokens(self, first: int, stop: int) -> list[int]:
+        """Return the tokens of blocks `first` to `stop`."""
+        return self._tokens[first * self.block_size : stop * self.block_size]
 
 
 def match_prefix(pool: BlockPool, block_hashes: BlockHashes, *, max_blocks: int) -> list[int]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import msgspec
 
 from negamax.scheduler.blocks import BlockPool
+from negamax.scheduler.cache_log import CacheLog
 from negamax.scheduler.draft_length import DraftLength, FixedDraftLength
 from negamax.scheduler.host_tier import HostTier
 from negamax.scheduler.limits import SchedulerLimits
@@ -74,10 +75,11 @@ class Scheduler:
         self.draft_tokens = 0  # draft tokens of these rows
         # accepted ones by place in the row
         self.accepted_per_position = [0] * limits.num_draft_tokens
-        self._pool = BlockPool(limits.num_blocks)
+        self.cache_log = log = CacheLog() if limits.logs_cache_changes else None
+        self._pool = BlockPool(limits.num_blocks, log.kv if log else None)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # by order
-        self.host = HostTier(limits.num_host_blocks, self._pool, self._waiting)
+        self.host = HostTier(limits.num_host_blocks, self._pool, self._waiting, log)
         self._turns = Turns(limits.num_stages)
         num_slots = self._turns.most_slots(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -569,6 +571,8 @@ class Scheduler:
             self._pool.index(sequence.block_ids[index], sequence.block_hashes[index])
         if self.limits.stores_new_blocks:
             self.host.offer(sequence, sequence.num_indexed, num_full)
+        elif self.cache_log is not None:
+            self.cache_log.chains.append((sequence.block_hashes, sequence.num_indexed, num_full))
         sequence.num_indexed = num_full
         sequence.index_at = (num_full + 1) * block_size
 

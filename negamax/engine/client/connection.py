@@ -175,13 +175,14 @@ class EngineConnection:
         module: str,
         parent: ParentPulse | None = None,
         variables: Mapping[str, str] | None = None,
+        replica: int = 0,
     ) -> None:
         """Start the process with `variables`; it watches the pulse of `parent`."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._folder = PrivateFolder()
         self.address = wire.EngineAddress(self._folder.path)
         self.channel = EngineChannel(self.address, 0, receive=receive, failed=self.ended.set_result)
-        self._start = wire.StartEngine(options, num_servers, parent)
+        self._start = wire.StartEngine(options, num_servers, parent, replica)
         self._hang_seconds = hang_seconds
         self._beat_seconds = min(BEAT_TIMEOUT_SECONDS, hang_seconds)
         if options.nodes.nnodes > 1 or options.nodes.launcher == RAY:

@@ -160,6 +160,7 @@ class _SupervisedEngine:
             module=servers.module,
             parent=servers.parent,
             variables=self._variables,
+            replica=self._replica,
         )
         try:
             info = await connection.handshake()

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from negamax.base.errors import EngineDeadError, EngineError, InvalidRequestErro
 from negamax.base.log import get_logger
 from negamax.engine.core.executor import Executor, Results
 from negamax.engine.core.expert_balancer import ExpertBalancer
+from negamax.engine.core.kv_events import EventPublisher
 from negamax.engine.grammar.manager import GrammarManager, RequestGrammar
 from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.wire import EngineStats, ExpertDump, RankStats, StepOutputs, sum_fields
@@ -51,7 +52,9 @@ class EngineLoop:
         experts: ExpertBalancer | None = None,
         crash_dumps: CrashDumps,
         launcher: RayLauncher | None = None,
+        publishers: Sequence[EventPublisher] = (),
     ) -> None:
+        """`publishers`: of events of the prefix cache, by data-parallel rank, or none."""
         self._scheduler = scheduler
         self.executor = executor
         self._grammars = grammars
@@ -59,6 +62,7 @@ class EngineLoop:
         self._experts = experts
         self._crash_dumps = crash_dumps
         self._launcher = launcher  # launcher of other nodes
+        self._publishers = publishers
         self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # for a crash dump
         # launched and not committed, oldest first; None for a round without a plan
         self._in_flight: deque[_InFlight | None] = deque()
@@ -111,6 +115,7 @@ class EngineLoop:
 
     def reset_prefix_cache(self) -> None:
         self._scheduler.reset_prefix_cache()
+        self._publish_cache()
 
     def step(self) -> list[SequenceUpdate]:
         """Launch the next step, commit the oldest due one, and return the requests' updates."""
@@ -126,6 +131,7 @@ class EngineLoop:
             self._admitted.extend(
                 (request_id, launched.started) for request_id in self._scheduler.take_admitted()
             )
+            self._publish_cache()  # the publisher works while this thread waits for results
         updates, self._pending_updates = self._pending_updates, []
         if launched is None and not any(self._in_flight) and not updates:
             self._wait()
@@ -137,6 +143,8 @@ class EngineLoop:
         if launched is not None and not self._overlap:
             updates += self._commit(launched)
             launched = None
+        if launched is None:
+            self._publish_cache()
         self._in_flight.append(launched)
         return updates
 
@@ -158,6 +166,13 @@ class EngineLoop:
             ranks=ranks if len(ranks) > 1 else (),
             experts=None if self._experts is None else self._experts.stats,
         )
+
+    def _publish_cache(self) -> None:
+        """Publish what changed in the prefix caches."""
+        for publisher, rank in zip(self._publishers, self._scheduler.ranks, strict=False):
+            changes = rank.cache_log and rank.cache_log.take()
+            if changes is not None:
+                publisher.publish(changes)
 
     def _rank_stats(self) -> tuple[RankStats, ...]:
         """By data-parallel rank. Requests without a rank count as waiting at the first."""
@@ -186,8 +201,11 @@ class EngineLoop:
                 num_host_stores=rank.host.num_stored,
                 num_host_loads=rank.host.num_loaded,
                 num_host_evictions=rank.host.num_evictions,
+                num_kv_event_batches=sum(each.num_batches for each in publishers),
+                num_dropped_kv_events=sum(each.num_dropped for each in publishers),
             )
             for number, rank in enumerate(ranks)
+            for publishers in (self._publishers[number : number + 1],)
         )
 
     def record_experts(self, action: str) -> ExpertDump | None:
@@ -218,6 +236,8 @@ class EngineLoop:
         try:
             self.executor.shutdown(restarts=restarts)
         finally:
+            for publisher in self._publishers:
+                publisher.close()
             if self._launcher is not None:
                 self._launcher.close()
 

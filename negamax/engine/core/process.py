@@ -64,7 +64,7 @@ def _serve(
         with large_imports():
             from negamax.engine.core.setup import start_loop
 
-        loop, info = start_loop(start.options)
+        loop, info = start_loop(start.options, replica=start.replica)
     except (NegamaxError, OSError) as error:
         refusal = ResourceError.of_system(error) if isinstance(error, OSError) else error
         outbox.send_first(wire.EngineFailed(str(refusal), refusal.exit_code))

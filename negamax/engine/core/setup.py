@@ -16,6 +16,7 @@ from negamax.config.quantization import rotation_file
 from negamax.engine.core.executor import Executor, start_executor
 from negamax.engine.core.expert_balancer import ExpertBalancer
 from negamax.engine.core.expert_location import place_experts
+from negamax.engine.core.kv_events import EventPublisher
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.scripted_executor import ScriptedExecutor
 from negamax.engine.core.source import ModelSource, choose_context_length, locate
@@ -47,15 +48,17 @@ logger = get_logger(__name__)
 Spec = TypeVar("Spec", bound=ModelSpec)
 
 
-def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
-    """Start executor and scheduler for `options`. After an error nothing keeps running."""
+def start_loop(options: EngineOptions, *, replica: int = 0) -> tuple[EngineLoop, ModelInfo]:
+    """Start executor and scheduler of a replica. After an error nothing keeps running."""
     with ExitStack() as started:
-        loop, info = _start_loop(options, started)
+        loop, info = _start_loop(options, started, replica)
         started.pop_all()  # the loop shuts it down
     return loop, info
 
 
-def _start_loop(options: EngineOptions, started: ExitStack) -> tuple[EngineLoop, ModelInfo]:
+def _start_loop(
+    options: EngineOptions, started: ExitStack, replica: int
+) -> tuple[EngineLoop, ModelInfo]:
     """Start the loop; `started` shuts down everything started before an error."""
     launcher = None  # starts the agents of the other nodes
     if options.distributed_executor_backend == RAY:
@@ -68,6 +71,7 @@ def _start_loop(options: EngineOptions, started: ExitStack) -> tuple[EngineLoop,
             hint="start the other nodes with `negamax serve`",
         )
     check_key(options.nodes)
+    publishers = _open_publishers(options, replica, started)
     source = locate(options)
     script = None if options.script is None else read_script(options.script)
     config = _make_worker_config(options, source, script)
@@ -89,6 +93,8 @@ def _start_loop(options: EngineOptions, started: ExitStack) -> tuple[EngineLoop,
     )
     scheduler = _make_scheduler(options, config, ready, max_model_len=max_model_len)
     info = _describe_model(options, source, config, ready, max_model_len=max_model_len)
+    for publisher in publishers:
+        publisher.start()
     return EngineLoop(
         scheduler,
         executor,
@@ -98,7 +104,21 @@ def _start_loop(options: EngineOptions, started: ExitStack) -> tuple[EngineLoop,
         experts=None if options.script else _make_balancer(options, config),
         crash_dumps=CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options)),
         launcher=launcher,
+        publishers=publishers,
     ), info
+
+
+def _open_publishers(
+    options: EngineOptions, replica: int, started: ExitStack
+) -> list[EventPublisher]:
+    """Open the publishers of cache events, so that subscribers connect while the model loads."""
+    publishers: list[EventPublisher] = []
+    if options.kv_events is not None:
+        for rank in range(options.data_parallel_size):
+            number = replica * options.data_parallel_size + rank
+            publishers.append(EventPublisher(options.kv_events, number))
+            started.callback(publishers[-1].close)
+    return publishers
 
 
 def _make_worker_config(
@@ -293,6 +313,7 @@ def _make_scheduler(
         constrained_drafts=not speculation or speculation.synthetic_acceptance_rates is None,
         chunk_length=choose_chunk_length(options, config, max_model_len=max_model_len),
         num_host_blocks=ready.num_host_blocks,
+        logs_cache_changes=options.kv_events is not None,
         stores_new_blocks=options.kv_offloading_write_policy == "write_through",
     )
     if speculation is None or not speculation.adaptive or not ready.num_draft_tokens:

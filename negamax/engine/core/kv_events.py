@@ -1,0 +1,307 @@
+"""Events of a rank's prefix cache for routers, in vLLM's schema: ZeroMQ, MessagePack, replay.
+
+The loop hands over a step's changes (`EventPublisher.publish`), which costs it microseconds. A
+thread turns them into events and sends them. A subscriber that is slow or absent loses batches and
+sees a gap in the sequence numbers. If the thread itself falls behind, changes are dropped and
+counted, and `AllBlocksCleared` follows: what a subscriber then holds is incomplete but true.
+"""
+
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from queue import SimpleQueue
+
+import msgspec
+import zmq
+
+from negamax.base.errors import ConfigError
+from negamax.base.log import get_logger
+from negamax.options.kv_events import KvEventsConfig, listens
+from negamax.scheduler.cache_log import CacheChanges
+from negamax.scheduler.prefix_cache import HASH_BYTES, BlockHashes
+
+logger = get_logger(__name__)
+
+KV, HOST = "GPU", "CPU"  # vLLM's names of the levels: KV cache on any device, host memory
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+# A copy to host memory may be complete this many changed steps after its block left the KV cache.
+KEPT_STEPS = 128
+_LOST, _STOP = "lost", "stop"
+_LINGER_MS = 500
+
+
+class KvEvent(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """An event; on the wire a map with its class in "type"."""
+
+
+class BlockStored(KvEvent, kw_only=True):
+    """Consecutive blocks of a chain, which are cached from now on."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None  # None: the first one starts the chain
+    token_ids: msgspec.Raw  # of all these blocks, a list of integers
+    block_size: int
+    lora_id: None
+    medium: str
+    lora_name: None
+    extra_keys: list[list[str] | None] | None = None  # the cache salt, for the start of a chain
+    group_idx: int
+    kv_cache_spec_kind: str
+
+
+class BlockRemoved(KvEvent):
+    block_hashes: list[int]
+    medium: str
+    group_idx: int
+
+
+class AllBlocksCleared(KvEvent):
+    pass
+
+
+class EventBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float  # seconds since 1970
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive blocks of a chain that were indexed together."""
+
+    parent: bytes | None
+    hashes: list[bytes]
+    tokens: msgspec.Raw  # encoded, which is compact and done once
+    salt: str  # of a chain that starts here
+    block_size: int
+
+
+class CacheMirror:
+    """The cached blocks of a rank as its events tell them. Single user: the publisher's thread.
+
+    The engine's loop waits while this runs, so the work per block is done by built-in functions.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[bytes, _Run] = {}  # by the hash of each block
+        self._cached: dict[str, set[bytes]] = {KV: set(), HOST: set()}
+        # cached blocks whose tokens are not known yet, in the order of their changes
+        self._unknown: dict[str, dict[bytes, None]] = {KV: {}, HOST: {}}
+        self._touched: deque[set[bytes]] = deque()  # blocks that changed, by step
+
+    def clear(self) -> list[KvEvent]:
+        """Forget all blocks."""
+        self._runs.clear()
+        for medium in (KV, HOST):
+            self._cached[medium].clear()
+            self._unknown[medium].clear()
+        return [AllBlocksCleared()]
+
+    def apply(self, changes: CacheChanges) -> list[KvEvent]:
+        """Return the events of a step's changes. A block without known tokens has none."""
+        touched: set[bytes] = set()
+        events: list[KvEvent] = []
+        for chain, first, stop in changes.chains:
+            hashes = self._learn(chain, first, stop)
+            touched.update(hashes)
+            for medium, unknown in self._unknown.items():
+                found = [one for one in hashes if one in unknown] if unknown else []
+                events += self._store(found, medium)
+                for block_hash in found:
+                    del unknown[block_hash]
+        for medium, of_medium in ((KV, changes.kv), (HOST, changes.host)):
+            for is_cached, group in groupby(of_medium, itemgetter(1)):
+                hashes = list(map(itemgetter(0), group))
+                if is_cached:
+                    events += self._store(hashes, medium)
+                else:
+                    touched.update(hashes)
+                    events += self._remove(hashes, medium)
+        self._touched.append(touched)
+        if len(self._touched) > KEPT_STEPS:
+            for block_hash in self._touched.popleft().difference(*self._cached.values()):
+                self._runs.pop(block_hash, None)
+        return events if any(self._cached.values()) or not events else [AllBlocksCleared()]
+
+    def _learn(self, chain: BlockHashes, first: int, stop: int) -> list[bytes]:
+        """Describe the blocks `first` to `stop` from the first unknown one on. Return these."""
+        hashes = chain.computed(first, stop)
+        num_known = next(
+            (at for at, one in enumerate(hashes) if one not in self._runs), len(hashes)
+        )
+        first += num_known
+        hashes = hashes[num_known:]
+        if hashes:
+            parent = chain.computed(first - 1, first)[0] if first else None
+            tokens = _encode_tokens(chain.tokens(first, stop))
+            run = _Run(parent, hashes, tokens, "" if first else chain.salt, chain.block_size)
+            self._runs.update(dict.fromkeys(hashes, run))
+        return hashes
+
+    def _store(self, hashes: list[bytes], medium: str) -> Iterator[BlockStored]:
+        """Yield an event for each part of a run."""
+        start = 0
+        while start < len(hashes):
+            run = self._runs.get(hashes[start])
+            if run is None:
+                self._unknown[medium][hashes[start]] = None
+                start += 1
+                continue
+            place = run.hashes.index(hashes[start])
+            stop = start + len(run.hashes) - place
+            while hashes[start:stop] != run.hashes[place : place + len(hashes[start:stop])]:
+                stop = (start + min(stop, len(hashes))) // 2  # another sequence had some of them
+            part = hashes[start:stop]
+            self._cached[medium].update(part)
+            yield _describe(run, place, part, medium)
+            start += len(part)
+
+    def _remove(self, hashes: list[bytes], medium: str) -> Iterator[BlockRemoved]:
+        for block_hash in self._unknown[medium].keys() & hashes if self._unknown[medium] else ():
+            del self._unknown[medium][block_hash]
+        known = self._cached[medium].intersection(hashes)
+        if known:
+            gone = [block_hash for block_hash in hashes if block_hash in known]
+            self._cached[medium] -= known
+            yield BlockRemoved(block_hashes=_shorten(gone), medium=medium, group_idx=0)
+
+
+def _describe(run: _Run, place: int, hashes: list[bytes], medium: str) -> BlockStored:
+    """Describe the blocks of a run from `place` on."""
+    tokens, size = run.tokens, run.block_size
+    if len(hashes) < len(run.hashes):
+        all_tokens = msgspec.msgpack.decode(tokens, type=list[int])
+        tokens = _encode_tokens(all_tokens[place * size : (place + len(hashes)) * size])
+    parent = run.hashes[place - 1] if place else run.parent
+    has_salt = run.salt and not place
+    return BlockStored(
+        block_hashes=_shorten(hashes),
+        parent_block_hash=None if parent is None else _shorten([parent])[0],
+        token_ids=tokens,
+        block_size=size,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+        extra_keys=[[run.salt], *[None] * (len(hashes) - 1)] if has_salt else None,
+        group_idx=0,
+        kv_cache_spec_kind="full_attention",
+    )
+
+
+def _encode_tokens(tokens: list[int]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(tokens))
+
+
+def _shorten(hashes: list[bytes]) -> list[int]:
+    """Return 64 bits of each hash, as vLLM does: some subscribers read only integers."""
+    return array("Q", b"".join(hashes))[:: HASH_BYTES // 8].tolist()
+
+
+class EventPublisher:
+    """The sockets of a rank and a thread for each. `publish` and `close`: one other thread."""
+
+    def __init__(self, config: KvEventsConfig, rank: int) -> None:
+        """Open the sockets. `rank`: data-parallel rank, counted over replicas. Errors:
+        `ConfigError` if an address cannot be used.
+        """
+        self.num_batches = 0  # sent
+        self.num_dropped = 0  # steps whose changes were dropped
+        self._config, self._rank = config.add_rank(rank), rank
+        self._topic = config.topic.encode()
+        # `_LOST`: changes were dropped before the next ones
+        self._queue: SimpleQueue[CacheChanges | str] = SimpleQueue()
+        self._is_behind = False
+        self._mirror, self._encoder = CacheMirror(), msgspec.msgpack.Encoder()
+        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._has_blocks = False  # whether a batch with blocks was sent
+        self._context = zmq.Context()
+        self._events = self._context.socket(zmq.PUB)
+        self._events.set_hwm(config.hwm)
+        self._events.linger = _LINGER_MS
+        self._replays = self._context.socket(zmq.ROUTER)
+        self._replays.set_hwm(config.buffer_steps + 1)  # room for one replay
+        self._replays.linger = 0
+        self._threads = [
+            threading.Thread(target=run, name="kv-events", daemon=True)
+            for run in (self._send_events, self._answer_replays)
+        ]
+        try:
+            self._open(self._events, "endpoint", self._config.endpoint)
+            if self._config.replay_endpoint is not None:
+                self._open(self._replays, "replay_endpoint", self._config.replay_endpoint)
+        except ConfigError:
+            self.close()
+            raise
+
+    def start(self) -> None:
+        """Tell subscribers of an earlier process that its blocks are gone, and start to send."""
+        self._send([AllBlocksCleared()])
+        for thread in self._threads:
+            thread.start()
+
+    def publish(self, changes: CacheChanges) -> None:
+        """Queue a step's changes; never wait."""
+        if self._queue.qsize() >= self._config.max_queue_size:
+            self.num_dropped += 1
+            self._is_behind = True
+            return
+        if self._is_behind:
+            self._is_behind = False
+            self._queue.put(_LOST)
+        self._queue.put(changes)
+
+    def close(self) -> None:
+        """Send what is queued and close the sockets."""
+        if self._threads[0].is_alive():
+            self._queue.put(_STOP)
+            self._context.term()  # waits for the threads, which close their sockets
+        else:
+            self._context.destroy(linger=0)
+
+    def _open(self, socket: zmq.Socket[bytes], key: str, address: str) -> None:
+        verb = "listen at" if listens(address) else "connect to"
+        try:
+            socket.bind(address) if listens(address) else socket.connect(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"--kv-events-config: cannot {verb} {key} {address}: {error.strerror}",
+                hint="use another address",
+            ) from error
+        logger.info("KV events of rank %d: %s %s %s", self._rank, key, verb, address)
+
+    def _send_events(self) -> None:
+        with self._events:
+            while (changes := self._queue.get()) != _STOP:
+                if isinstance(changes, CacheChanges):
+                    self._send(self._mirror.apply(changes))
+                else:
+                    self._send(self._mirror.clear())
+
+    def _send(self, events: list[KvEvent]) -> None:
+        if not events:
+            return
+        if not self._has_blocks and isinstance(events[0], BlockStored):
+            # for subscribers that had not connected yet when the first batch was sent
+            events.insert(0, AllBlocksCleared())
+            self._has_blocks = True
+        sequence = self.num_batches.to_bytes(8, "big")
+        payload = self._encoder.encode(EventBatch(time.time(), events, self._rank))
+        self._events.send_multipart([self._topic, sequence, payload])
+        self._sent.append((sequence, payload))
+        self.num_batches += 1
+
+    def _answer_replays(self) -> None:
+        """Send the kept batches from the asked sequence number on, and the end marker."""
+        with self._replays, suppress(zmq.ContextTerminated):
+            while True:
+                *route, first = self._replays.recv_multipart()
+                for sequence, payload in tuple(self._sent):
+                    if sequence >= first:
+                        self._replays.send_multipart([*route, self._topic, sequence, payload])
+                self._replays.send_multipart([*route, b"", END_OF_REPLAY, b""])

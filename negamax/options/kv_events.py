@@ -1,0 +1,95 @@
+"""Settings for events of the prefix cache, with the keys of vLLM's `--kv-events-config`."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NoReturn
+
+from negamax.base.errors import ConfigError
+from negamax.options.flags import check_keys
+
+_FLAG = "--kv-events-config"
+_PUBLISHERS = ("zmq", "null")
+_LEAST = {"buffer_steps": 0, "hwm": 1, "max_queue_size": 1}
+_MOST = 2**31 - 1  # a ZeroMQ option is a C int
+_ADDRESS = re.compile(r"(tcp://(?:\[[^\]]+\]|[^:/\s]+)):(\d{1,5})|ipc://\S+")
+_NO_PORT = -1  # of a path
+# hosts of a socket that listens; others are dialed
+_OWN = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::1?\]|localhost|127(\.\d+){3}):|ipc://")
+
+
+@dataclass(frozen=True)
+class KvEventsConfig:
+    """Where and how a rank publishes its events. Errors of `read`: `ConfigError`."""
+
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None  # None: no replay
+    buffer_steps: int = 10_000  # batches kept for replay
+    hwm: int = 100_000  # batches that wait for one subscriber; more are lost for it
+    max_queue_size: int = 100_000  # batches that wait for the publisher; more are lost
+    topic: str = ""
+
+    @staticmethod
+    def read(given: Mapping[str, Any], *, num_ranks: int) -> "KvEventsConfig | None":
+        """Read the keys of the option; None: nothing is published. `num_ranks`: of all replicas.
+
+        Without `enable_kv_cache_events`, "publisher": "zmq" is enough, as in SGLang.
+        """
+        known = {field.name for field in fields(KvEventsConfig)}
+        check_keys(_FLAG, given, known, also={"enable_kv_cache_events", "publisher"})
+        is_enabled = given.get("enable_kv_cache_events")
+        if type(is_enabled) not in (bool, type(None)):
+            _refuse("enable_kv_cache_events", is_enabled, "true or false")
+        publisher = given.get("publisher") or ("zmq" if is_enabled else "null")
+        if publisher not in _PUBLISHERS:
+            _refuse("publisher", publisher, " or ".join(_PUBLISHERS))
+        for key, least in _LEAST.items():
+            value = given.get(key, least)
+            if type(value) is not int or not least <= value <= _MOST:
+                _refuse(key, value, f"a whole number, {least} to {_MOST}")
+        if not isinstance(given.get("topic", ""), str):
+            _refuse("topic", given["topic"], "a text")
+        config = KvEventsConfig(**{key: value for key, value in given.items() if key in known})
+        ports = [_check_address("endpoint", config.endpoint, num_ranks)]
+        if config.replay_endpoint is not None:
+            ports.append(_check_address("replay_endpoint", config.replay_endpoint, num_ranks))
+            if not listens(config.replay_endpoint):
+                _refuse("replay_endpoint", config.replay_endpoint, "an address of this machine")
+        if len(ports) == 2 and _NO_PORT not in ports and abs(ports[0] - ports[1]) < num_ranks:
+            raise ConfigError(
+                f"{_FLAG}: the ports {ports[0]} and {ports[1]} overlap, because each of "
+                f"{num_ranks} data-parallel ranks adds its number to both",
+                hint=f"put {num_ranks} ports or more between them",
+            )
+        return config if publisher == "zmq" and is_enabled is not False else None
+
+    def add_rank(self, rank: int) -> "KvEventsConfig":
+        """Return the settings of a data-parallel rank, counted over replicas."""
+        replay = self.replay_endpoint and _shift_port(self.replay_endpoint, rank)
+        return replace(self, endpoint=_shift_port(self.endpoint, rank), replay_endpoint=replay)
+
+
+def listens(endpoint: str) -> bool:
+    """Whether a socket listens at an address; else it connects to a subscriber that listens."""
+    return _OWN.match(endpoint) is not None
+
+
+def _shift_port(endpoint: str, rank: int) -> str:
+    """Add `rank` to the port, as vLLM does."""
+    found = _ADDRESS.fullmatch(endpoint)
+    if found is None or found[2] is None:
+        return f"{endpoint}_dp{rank}" if rank else endpoint
+    return f"{found[1]}:{int(found[2]) + rank}"
+
+
+def _check_address(key: str, address: object, num_ranks: int) -> int:
+    """Check an address; return its port, or `_NO_PORT`."""
+    found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    port = int(found[2]) if found is not None and found[2] else _NO_PORT
+    if found is None or (found[2] and not 1 <= port <= 65536 - num_ranks):
+        _refuse(key, address, "tcp://HOST:PORT or ipc://PATH, with a port for each rank")
+    return port
+
+
+def _refuse(key: str, value: object, allowed: str) -> NoReturn:
+    raise ConfigError(f"{_FLAG}: {key} is {repr(value)[:80]}; allowed: {allowed}")
