@@ -11,6 +11,7 @@ from nano.suites import retrieval, tool_calls
 from negamax import LLM, SamplingParams
 from negamax.engine.llm import Generation
 from negamax.scheduler.chunk_length import EvenTimes
+from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import StepPlan
 from tests.dist.engines import (
     COMMON,
@@ -23,8 +24,11 @@ from tests.dist.engines import (
     save_m2,
     save_m3,
 )
+from tests.e2e.conftest import eventually
 from tests.layouts import full, parallel
 from tests.loop_driver import admitted, drive, free_all, generate_tokens, read_tokens, token_ids
+from tests.ports import free_port
+from tests.unit.event_support import shorten, view_of_replay
 
 # prompts run in chunks
 LIMITS = {"block_size": 4, "max_num_batched_tokens": 48, "max_num_seqs": 8, "max_model_len": 96}
@@ -146,6 +150,13 @@ def test_m3_text_equals_that_of_one_rank(m3: str, layout: dict[str, Any]) -> Non
         assert llm.generate(prompts[-1:], params[-1:])[0].num_cached_tokens >= 32
 
 
+def tells_content(rank: Scheduler, replay_port: int) -> bool:
+    """Whether the events of a rank tell what its cache holds."""
+    view = view_of_replay(f"tcp://127.0.0.1:{replay_port}")
+    pools = {"GPU": rank._pool, "CPU": rank.host._host}
+    return view.cached == {name: set(map(shorten, pools[name]._block_of)) for name in pools}
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -163,7 +174,11 @@ def test_blocks_in_main_memory_keep_the_text(m3: str, layout: dict[str, Any]) ->
     limits = {"block_size": 32, "max_num_batched_tokens": 48, "max_model_len": 96}
     with LLM(m3, **COMMON, **limits) as llm:
         expected = generate_tokens(llm, prompts, params)
-    with LLM(m3, **COMMON, **limits, num_kv_blocks=7, kv_offloading_size=0.01, **layout) as llm:
+    port = free_port()
+    addresses = {"endpoint": port, "replay_endpoint": port + 9}
+    events = {name: f"tcp://127.0.0.1:{number}" for name, number in addresses.items()}
+    layout |= {"kv_offloading_size": 0.01, "kv_events_config": events | {"publisher": "zmq"}}
+    with LLM(m3, **COMMON, **limits, num_kv_blocks=7, **layout) as llm:
         for _ in range(2):
             assert generate_tokens(llm, prompts, params) == expected
         free_all(llm)
@@ -171,6 +186,7 @@ def test_blocks_in_main_memory_keep_the_text(m3: str, layout: dict[str, Any]) ->
         assert all(rank.host.num_loaded > 0 for rank in ranks)
         assert llm.stats().num_host_hits == 32 * llm.stats().num_host_loads > 32 * 10
         assert llm.stats().num_used_host_blocks >= 24
+        assert eventually(lambda: all(map(tells_content, ranks, range(port + 9, port + 11))))
 
 
 @pytest.mark.full

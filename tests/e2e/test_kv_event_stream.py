@@ -14,7 +14,7 @@ from tests.e2e.api_support import CHAT, GREEDY, HELLO, post
 from tests.e2e.conftest import Server, eventually, launch, serving
 from tests.e2e.test_engine_restarts import wait_until_ready
 from tests.ports import free_port
-from tests.unit.event_support import CacheView, Subscriber, replay
+from tests.unit.event_support import Subscriber, view_of_replay
 
 SIZES = ("--num-kv-blocks=40", "--block-size=16", "--max-model-len=512")
 
@@ -89,10 +89,7 @@ def test_view_of_a_subscriber_is_the_cache_of_the_engine(tmp_path: Path) -> None
         assert check_view(subscriber, server, http, [make_prompt() for _ in range(8)]) > 200
 
         catch_up(subscriber, server)
-        late = CacheView()
-        for _, payload in replay(address):
-            late.apply(payload)
-        assert late.cached == live
+        assert view_of_replay(address).cached == live
 
         assert http.post("/flush_cache").status_code == 200
         catch_up(subscriber, server)

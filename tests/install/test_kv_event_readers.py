@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.e2e.api_support import CHAT, GREEDY, post
 from tests.e2e.conftest import eventually, serving
 from tests.e2e.test_kv_event_stream import complete, make_option
 from tests.ports import free_port
@@ -62,6 +63,15 @@ def test_vllm_router_sends_prompts_where_their_prefix_is_cached(tmp_path: Path) 
                     assert complete((a, b)[at % 2], prompts[at]) == 0
                 assert eventually(lambda: complete(http, [*prompts[11], 50]) == 320)
                 assert [complete(http, [*prompt, 60, 61]) for prompt in prompts] == [320] * 12
+                chats = [
+                    GREEDY | {"messages": [{"role": "user", "content": f"{at} apples. " * 60}]}
+                    for at in range(8)
+                ]
+                for at, chat in enumerate(chats):
+                    post((a, b)[at % 2], CHAT, **chat, max_tokens=2)
+                for chat in chats:
+                    usage = post(http, CHAT, **chat, max_tokens=2)["usage"]
+                    assert usage["prompt_tokens_details"]["cached_tokens"] > 160
         finally:
             router.terminate()
             router.wait(60)

@@ -136,6 +136,13 @@ class Subscriber:
         return has_some
 
 
+def view_of_replay(endpoint: str) -> CacheView:
+    view = CacheView()
+    for _, payload in replay(endpoint):
+        view.apply(payload)
+    return view
+
+
 def replay(endpoint: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
     """Return the batches from a sequence number on, as vLLM's replay sends them."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:

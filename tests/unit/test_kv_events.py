@@ -19,7 +19,7 @@ from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.prefix_cache import BlockHashes
 from tests.e2e.conftest import eventually
 from tests.ports import free_port
-from tests.unit.event_support import CacheView, Subscriber, replay, shorten
+from tests.unit.event_support import CacheView, Subscriber, replay, shorten, view_of_replay
 from tests.unit.plan_support import make_scheduler
 from tests.unit.test_host_tier import HostTrace
 from tests.unit.test_scheduler_traces import any_limits
@@ -265,9 +265,7 @@ def test_a_full_queue_drops_changes_and_clears_the_view() -> None:
         publisher.publish(make_changes([9] * 8))
         assert eventually(lambda: publisher.num_batches == 5)
         assert publisher._config.replay_endpoint is not None
-        view = CacheView()
-        for _, payload in replay(publisher._config.replay_endpoint):
-            view.apply(payload)
+        view = view_of_replay(publisher._config.replay_endpoint)
         assert view.num_cleared == 3
         assert view.cached == {"GPU": {shorten(name) for name, _ in make_changes([9] * 8).kv}}
     finally:
