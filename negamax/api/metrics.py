@@ -64,6 +64,16 @@ _COUNTERS = (
         "negamax:kv_offload_evictions",
     ),
     (
+        "num_file_evictions",
+        "Files of KV blocks deleted to keep --kv-offloading-path-size.",
+        "negamax:kv_file_evictions",
+    ),
+    (
+        "num_file_errors",
+        "Damaged files of KV blocks, and errors of the system.",
+        "negamax:kv_file_errors",
+    ),
+    (
         "num_kv_event_batches",
         "Batches of events of the prefix cache that were sent.",
         "negamax:kv_event_batches",
@@ -76,6 +86,12 @@ _COUNTERS = (
 )
 # Copies of KV blocks: field of the statistics, vLLM's name of the direction.
 _COPIES = (("num_host_stores", "GPU_to_CPU"), ("num_host_loads", "CPU_to_GPU"))
+# The same of files: field of the statistics, SGLang's name, help.
+_FILES = (
+    ("num_file_reads", "sglang:prefetched_tokens", "Tokens of KV cache read from files."),
+    ("num_file_writes", "sglang:backuped_tokens", "Tokens of KV cache written into files."),
+)
+_FILE_BYTES = (("num_file_bytes_read", "read"), ("num_file_bytes_written", "write"))
 _RUNNING, _WAITING = "Sequences in the running batch.", "Sequences waiting to run."
 _ACCEPTED = "Tokens per draft: the accepted ones and the bonus token."
 _OPEN = "Requests that are being answered, also in the background."
@@ -83,6 +99,7 @@ _LAG = "How late the event loop was."
 _HITS = "Share of prompt tokens found in the prefix cache, lately."
 _CACHE = "Share of KV blocks in use, 0 to 1."
 _HOST = "Share of the KV blocks in main memory with content, 0 to 1."
+_IN_FILES = "Share of the KV blocks in files with content, 0 to 1."
 _BALANCE = "Mean of the ranks' tokens for experts over the busiest rank's, lately; 1: balanced."
 _SYNTHETIC = "Tokens per verified sequence that a benchmark asked for; no draft is compared."
 
@@ -193,6 +210,9 @@ class ServerMetrics(Collector):
                 ("sglang:hicache_host_used_tokens", "Tokens in them.", used * info.block_size),
                 ("sglang:hicache_host_total_tokens", "Room for tokens.", total * info.block_size),
             ]
+        if stats.num_file_blocks:
+            used, total = stats.num_used_file_blocks, stats.num_file_blocks
+            gauges.append(("negamax:kv_file_usage_perc", _IN_FILES, used / total))
         if stats.experts is not None:
             gauges.append(("negamax:expert_balancedness", _BALANCE, stats.experts.balancedness))
         return gauges
@@ -222,15 +242,25 @@ class ServerMetrics(Collector):
             samples = [((rank,), getattr(stats, field)) for rank, stats in ranks]
             for name in names.split():
                 yield self._metric(CounterMetricFamily, name, text, samples, "engine")
-        name, text = "vllm:kv_offload_total_bytes", "Bytes copied from and to main memory."
-        num_bytes = self._engine.info.host_block_bytes
-        copied = [
-            ((rank, direction), getattr(stats, field) * num_bytes)
-            for rank, stats in ranks
-            for field, direction in _COPIES
-        ]
-        labels = ("engine", "transfer_type")
-        yield self._metric(CounterMetricFamily, name, text, copied, *labels)
+        info, labels = self._engine.info, ("engine", "transfer_type")
+        for field, name, text in _FILES:
+            samples = [((rank,), getattr(stats, field) * info.block_size) for rank, stats in ranks]
+            yield self._metric(CounterMetricFamily, name, text, samples, "engine")
+        for name, text, num_bytes, fields in (
+            (
+                "vllm:kv_offload_total_bytes",
+                "Bytes copied from and to main memory.",
+                info.host_block_bytes,
+                _COPIES,
+            ),
+            ("negamax:kv_file_bytes", "Bytes of KV blocks read and written.", 1, _FILE_BYTES),
+        ):
+            copied = [
+                ((rank, direction), getattr(stats, field) * num_bytes)
+                for rank, stats in ranks
+                for field, direction in fields
+            ]
+            yield self._metric(CounterMetricFamily, name, text, copied, *labels)
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         accepted = [
             ((rank, str(position)), count)

@@ -92,6 +92,14 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     num_host_stores: int = 0  # blocks copied there,
     num_host_loads: int = 0  # back,
     num_host_evictions: int = 0  # and those that made room
+    num_file_blocks: int = 0  # KV blocks that files hold,
+    num_used_file_blocks: int = 0  # those with content,
+    num_file_reads: int = 0  # blocks that were read,
+    num_file_writes: int = 0  # and written
+    num_file_bytes_read: int = 0
+    num_file_bytes_written: int = 0
+    num_file_evictions: int = 0  # files deleted to keep the bound
+    num_file_errors: int = 0  # damaged files, and errors of the system
     num_kv_event_batches: int = 0  # events of the prefix cache: batches sent,
     num_dropped_kv_events: int = 0  # and steps whose changes were dropped
 
@@ -115,7 +123,7 @@ class EngineStats(RankStats, frozen=True, array_like=True):
 _GAUGES = dict.fromkeys(
     (
         *("num_running", "num_waiting", "num_kv_blocks", "num_free_kv_blocks"),
-        *("num_host_blocks", "num_used_host_blocks"),
+        *("num_host_blocks", "num_used_host_blocks", "num_file_blocks", "num_used_file_blocks"),
     ),
     0,
 )

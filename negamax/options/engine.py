@@ -26,7 +26,7 @@ GENERATION_KEYS = (
 )  # fmt: skip
 WRITE_POLICIES = ("write_through", "write_through_selective")
 MAX_REPLICAS = 64
-MAX_HOST_GIB = 65536
+MAX_HOST_GIB, MAX_FILE_GIB = 65536, 1 << 24
 MAX_PLACEMENT_SECONDS = 86400
 MAX_THREADS = 1024
 
@@ -216,6 +216,14 @@ class EngineOptions:
         "that a second request shares.",
         also="--hicache-write-policy",
         choices=WRITE_POLICIES,
+    )
+    kv_offloading_path: str | None = option(
+        None,
+        "Keep KV blocks in files of this folder, too, below main memory. Default: none. Set it "
+        "where sessions return after a restart, or need more room than main memory.",
+    )
+    kv_offloading_path_size: float = option(
+        64.0, "Limit the files in this folder, in GiB.", above=0, most=MAX_FILE_GIB
     )
     # keys: options/kv_events.py
     kv_events_config: dict[str, Any] | None = option(
@@ -454,6 +462,12 @@ class EngineOptions:
                 hint="leave one of them out",
             )
         if not self.has_host_blocks:
+            if self.kv_offloading_path is not None:
+                raise ConfigError(
+                    "--kv-offloading-path keeps KV blocks of main memory in files; none are kept "
+                    "in main memory",
+                    hint="add --kv-offloading-size",
+                )
             return
         name = "--kv-offloading-ratio" if self.kv_offloading_ratio else "--kv-offloading-size"
         dcp = self.decode_context_parallel_size

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from negamax.base import env
 from negamax.options.flags import Kind
 
 SERVER, BENCH = "options", "bench"  # tables in foreign.toml
@@ -249,6 +250,16 @@ def _host_cache_size(entry: Foreign, value: Any, line: Mapping[str, str]) -> Tra
     return Translation(note=None if is_read else entry.reason)
 
 
+def _host_cache_files(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    """Keep KV blocks in files where SGLang keeps them. Its other backends are servers."""
+    if value != "file":
+        return Translation(note=entry.reason)
+    if _host_cache_size(entry, value, line).note:
+        return Translation(note="it has no effect without --enable-hierarchical-cache")
+    folder = env.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR") or "/tmp/hicache"
+    return Translation((("--kv-offloading-path", folder),))
+
+
 def _kv_transfer(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
     role = value.get("kv_role", "kv_both") if isinstance(value, dict) else ""
     if role == "kv_both":
@@ -298,6 +309,7 @@ _RULES: Mapping[str, Rule] = {
     for rule in (
         *(_rename, _switch, _compilation, _capture_sizes, _attention, _attention_groups),
         *(_replicas, _local_ranks, _first_local_rank, _meeting_point, _headless, _ray),
-        *(_host_cache, _host_cache_size, _speculation, _eplb, _kv_transfer, _tokenizer, _overrides),
+        *(_host_cache, _host_cache_size, _host_cache_files),
+        *(_speculation, _eplb, _kv_transfer, _tokenizer, _overrides),
     )
 }

@@ -49,6 +49,11 @@ class GroupScheduler:
         return bool(self._requests.sequences)
 
     @property
+    def has_writes(self) -> bool:
+        """Whether plans are needed to write KV blocks into files, although no request needs any."""
+        return any(rank.host.has_writes for rank in self.ranks)
+
+    @property
     def num_waiting(self) -> int:
         """Number of requests without a slot: new or preempted."""
         return len(self._waiting) + sum(rank.num_waiting for rank in self.ranks)

@@ -10,7 +10,8 @@ blocks that it reads or writes. So this index may run ahead of the copies:
   waits for its admission again.
 
 The least recently used block makes room for a new one. A sequence that leaves the batch uses its
-blocks, the first one last, so that a chain loses its end first.
+blocks, the first one last, so that a chain loses its end first. Files may be a third level
+(`FileTier`): their blocks are read into host memory before they are loaded.
 """
 
 from collections.abc import Iterator
@@ -18,8 +19,10 @@ from dataclasses import dataclass
 
 from negamax.scheduler.blocks import BlockPool
 from negamax.scheduler.cache_log import CacheLog
+from negamax.scheduler.file_tier import FileTier
+from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.sequence import Sequence
-from negamax.scheduler.step import HostCopies
+from negamax.scheduler.step import HostCopies, StepResult
 from negamax.scheduler.waiting import WaitingQueue
 
 
@@ -46,18 +49,20 @@ class HostTier:
     """The blocks of one data-parallel rank in host memory. Single user: its `Scheduler`."""
 
     def __init__(
-        self, num_blocks: int, pool: BlockPool, waiting: WaitingQueue, log: CacheLog | None = None
+        self, limits: SchedulerLimits, pool: BlockPool, waiting: WaitingQueue, log: CacheLog | None
     ) -> None:
-        """`num_blocks`: in host memory, perhaps 0. `pool`: the KV blocks. `waiting`: the queue that
-        sequences return to after their loads. `log`: receives the changes of the index.
+        """`limits`: with the numbers of blocks in host memory and files, perhaps 0. `pool`: the KV
+        blocks. `waiting`: the queue that sequences return to after their loads. `log`: receives the
+        changes of the index.
         """
-        self.num_blocks = num_blocks
+        self.num_blocks = num_blocks = limits.num_host_blocks
         self.num_queries = 0  # tokens that were looked up
         self.num_hits = 0  # tokens that were found
         self.num_stored = 0  # blocks, like the next one
         self.num_loaded = 0
         self._pool, self._waiting, self._log = pool, waiting, log
         self._host = BlockPool(num_blocks, log.host if log else None)
+        self.files = FileTier(limits.num_file_blocks, self._host, waiting)
         self._queue: dict[bytes, None] = {}  # hashes of the KV blocks to store, in order
         self._new_stores: list[_BlockStore] = []  # without a plan
         self._stores: dict[int, list[_BlockStore]] = {}  # by step id of an uncommitted plan
@@ -66,8 +71,8 @@ class HostTier:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests with a load under way."""
-        return sum(len(load.sequences) for load in self._loads)
+        """Number of requests with a load or a read under way."""
+        return sum(len(load.sequences) for load in self._loads) + self.files.num_waiting
 
     @property
     def num_used(self) -> int:
@@ -80,12 +85,19 @@ class HostTier:
 
     @property
     def has_loads(self) -> bool:
-        return bool(self._loads)
+        """Whether requests wait for a load or a read."""
+        return bool(self._loads) or self.files.has_reads
 
     @property
     def has_new_loads(self) -> bool:
-        """Whether a load waits for a plan to carry it."""
-        return bool(self._loads) and self._loads[-1].step_id < 0
+        """Whether a load or a read waits for a plan to carry it."""
+        return bool(self._loads and self._loads[-1].step_id < 0) or self.files.has_new_reads
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether plans are needed to write files, although no request needs them."""
+        has_stores = bool(self._queue or self._new_stores or self._stores)
+        return self.files.has_writes or (has_stores and self.files.num_blocks > 0)
 
     def offer(self, sequence: Sequence, first: int, stop: int) -> None:
         """Queue the blocks `first` to `stop` of a sequence, which are cached, to be stored."""
@@ -107,16 +119,24 @@ class HostTier:
                 self._new_stores.append(store)
                 self._storing[block_hash] = store.place
         self._queue.clear()
+        self.files.take_queued()
 
     def count_found(self, sequence: Sequence, first: int) -> int:
         """Return how many blocks of a waiting sequence, from `first` on, need not be computed."""
         return sum(1 for _ in self._match(sequence, first))
 
     def begin(self, sequence: Sequence) -> bool:
-        """Load a waiting sequence's missing blocks, or wait for a load of the first of them. The
-        pool must have room for them. False if there is nothing to load.
+        """Load a waiting sequence's missing blocks, or wait for a load of the first of them; those
+        in files are read first. The pool must have room for them. False if there is nothing to do.
         """
         found = list(self._match(sequence))
+        unread = [index for index, block in enumerate(found) if block == (None, None)]
+        if unread:
+            places = [place for _, place in found if place is not None]
+            hashes = [sequence.block_hashes[index] for index in unread]
+            if sequence.may_read and self.files.begin(sequence, hashes, places):
+                return True
+            del found[unread[0] :]
         missing = [index for index, (block_id, _) in enumerate(found) if block_id is None]
         for load in self._loads if missing else ():
             if sequence.block_hashes[missing[0]] in load.hashes:
@@ -151,22 +171,25 @@ class HostTier:
             if sequence in load.sequences:
                 load.sequences.remove(sequence)
                 return True
-        return False
+        return self.files.detach(sequence)
 
     def touch(self, sequence: Sequence) -> None:
         """Count the blocks of a sequence that leaves the batch as used."""
         if not self.num_blocks:
             return
-        hashes = (sequence.block_hashes[index] for index in range(sequence.num_indexed))
+        hashes = [sequence.block_hashes[index] for index in range(sequence.num_indexed)]
         places = [place for each in hashes if (place := self._host.find(each)) is not None]
         self._host.share(places)
         self._host.release(places)
+        for block_hash in reversed(hashes) if self.files.num_blocks else ():
+            self.files.touch(block_hash)
 
     def take_copies(self, step_id: int, *, is_awaited: bool) -> HostCopies | None:
         """Return the copies of the plan `step_id`; None if it has none."""
         stores, self._new_stores = self._new_stores, []
         loads = [load for load in self._loads if load.step_id < 0]
-        if not (stores or loads or is_awaited):
+        files = self.files.take_copies(step_id)
+        if not (stores or loads or files or is_awaited):
             return None
         if stores:
             self._stores[step_id] = stores
@@ -178,20 +201,25 @@ class HostTier:
             [place for load in loads for place in load.places],
             [block_id for load in loads for block_id in load.blocks],
             is_awaited,
+            files,
         )
 
-    def commit(self, step_id: int, *, loaded_step: int) -> None:
-        """Index the stores of a plan, and the loads of plans up to `loaded_step`."""
-        for store in self._stores.get(step_id, ()):
+    def commit(self, result: StepResult) -> None:
+        """Index the stores of a plan, and the loads, reads and writes that are complete."""
+        for store in self._stores.get(result.step_id, ()):
             if self._storing.get(store.block_hash) == store.place:  # not evicted since
                 self._host.index(store.place, store.block_hash)
                 self.num_stored += 1
-        self._end_stores(step_id)
-        self._end_loads([load for load in self._loads if 0 <= load.step_id <= loaded_step])
+                self.files.offer(store.block_hash)
+        self._end_stores(result.step_id)
+        self._end_loads([load for load in self._loads if 0 <= load.step_id <= result.loaded_step])
+        if result.files is not None:
+            self.files.commit(result.files)
 
     def fail(self, step_id: int) -> None:
-        """Drop the copies of a lost plan."""
+        """Drop the copies of a lost plan; those of files are repeated."""
         self._end_stores(step_id)
+        self.files.fail(step_id)
         lost = [load for load in self._loads if load.step_id == step_id]
         for load in lost:
             load.blocks, load.hashes = [], []
@@ -202,17 +230,18 @@ class HostTier:
         self._queue.clear()
         self._storing.clear()
         self._host.evict()
+        self.files.evict()
 
     def _match(self, sequence: Sequence, first: int = 0) -> Iterator[tuple[int | None, int | None]]:
-        """Find the blocks of a waiting sequence from `first` on: the KV block of each, or the host
-        block. At least one token must run to be sampled from.
+        """Find the blocks of a waiting sequence from `first` on: the KV block of each, the host
+        block, or neither for a file. At least one token must run to be sampled from.
         """
         hashes = sequence.block_hashes
         if sequence.request.sampling.prompt_logprobs is not None:
             return
         for index in range(first, (len(sequence.tokens) - 1) // hashes.block_size):
             block_id, place = self._pool.find(hashes[index]), self._host.find(hashes[index])
-            if block_id is None and place is None:
+            if block_id is None and place is None and hashes[index] not in self.files:
                 return
             yield block_id, place
 

@@ -24,7 +24,8 @@ class SchedulerLimits:
     num_shards: int = 1  # context-parallel ranks, which split the tokens of prompts
     constrained_drafts: bool = True  # whether rows with grammar masks verify drafts
     num_host_blocks: int = 0  # KV blocks in host memory, the second level of the prefix cache
-    # whether full blocks are stored there at once; False: once another request shares them
+    num_file_blocks: int = 0  # those in files, the third level
+    # whether full blocks are stored in host memory at once; False: once another request shares them
     stores_new_blocks: bool = True
     logs_cache_changes: bool = False  # whether `Scheduler.cache_log` is kept
     chunk_length: ChunkLength = field(default_factory=EvenChunks)  # lengths of prompt chunks

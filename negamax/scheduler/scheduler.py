@@ -79,7 +79,7 @@ class Scheduler:
         self._pool = BlockPool(limits.num_blocks, log.kv if log else None)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # by order
-        self.host = HostTier(limits.num_host_blocks, self._pool, self._waiting, log)
+        self.host = HostTier(limits, self._pool, self._waiting, log)
         self._turns = Turns(limits.num_stages)
         num_slots = self._turns.most_slots(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -185,8 +185,9 @@ class Scheduler:
             builder.extend_chunk(sequence)
             self._look_ahead(sequence, builder)
         if not builder.sequences and not builder.chunks:
-            is_idle = not self._in_flight
-            if not (self.host.has_new_loads or (self.host.has_loads and is_idle)):
+            is_idle, host = not self._in_flight, self.host
+            is_needed = host.has_loads or host.has_writes
+            if not (host.has_new_loads or (is_needed and is_idle)):
                 return None
             return self._finish(builder, num_proposed=0, is_awaited=is_idle)
         return self._finish(builder, num_proposed=num_drafts)
@@ -254,7 +255,7 @@ class Scheduler:
         step = self._take_in_flight(plan)
         postponed = step.postponed
         assert result.step_id == plan.step_id
-        self.host.commit(plan.step_id, loaded_step=result.loaded_step)
+        self.host.commit(result)
         if self.limits.num_draft_tokens:
             self._draft_length.record(plan, result, seconds)
         token_ids, logprobs = result.token_ids, result.logprobs
@@ -494,7 +495,7 @@ class Scheduler:
         self.preemption_count += 1
         self._leave(sequence)
         sequence.resume_after = self._step_count - 1
-        sequence.may_load = True
+        sequence.may_load = sequence.may_read = True
         self._waiting.push(sequence)
 
     def _admit(self, sequence: Sequence) -> NewRow | None:
@@ -543,8 +544,8 @@ class Scheduler:
         return sequence.resume_after <= self._last_committed and self._pool.gain_count >= retry_gain
 
     def _begin_load(self, sequence: Sequence) -> bool:
-        """Load a waiting sequence's blocks from host memory, once per admission. False if it needs
-        no load, or if there is no room for all its tokens.
+        """Load a waiting sequence's blocks from host memory, once per admission, perhaps after
+        reading files. False if it needs no load, or if there is no room for all its tokens.
         """
         if not (self.host.num_blocks and sequence.may_load and self._may_admit(sequence)):
             return False

@@ -18,11 +18,11 @@ class Sequence:
 
     __slots__ = (
         "block_hashes", "block_ids", "capacity", "drafts", "finished", "index_at",
-        "is_constrained", "is_postponed", "known_at", "limit", "may_load", "num_cached_tokens",
-        "num_committed", "num_computed", "num_indexed", "num_proposed", "num_total", "order",
-        "prompt_len", "prompt_logprobs", "rank", "request", "request_id", "resume_after",
-        "retry_gain", "slot", "stop_from", "stop_ids", "tenant", "tokens", "turn", "was_admitted",
-        "worker_sampling",
+        "is_constrained", "is_postponed", "known_at", "limit", "may_load", "may_read",
+        "num_cached_tokens", "num_committed", "num_computed", "num_indexed", "num_proposed",
+        "num_total", "order", "prompt_len", "prompt_logprobs", "rank", "request", "request_id",
+        "resume_after", "retry_gain", "slot", "stop_from", "stop_ids", "tenant", "tokens", "turn",
+        "was_admitted", "worker_sampling",
     )  # fmt: skip
 
     def __init__(
@@ -69,7 +69,8 @@ class Sequence:
         self.num_cached_tokens = 0  # at the first admission
         # after a preemption: the last step that may still yield tokens for it
         self.resume_after = -1
-        self.may_load = True  # whether host memory is searched before the next admission
+        self.may_load = True  # whether host memory is searched before the next admission,
+        self.may_read = True  # and whether files are
         self.retry_gain = 0  # pool.gain_count that must be exceeded before admission is tried again
         # collected so far; None: not wanted or delivered
         self.prompt_logprobs: list[TokenLogprobs] | None = None

@@ -12,6 +12,9 @@ the drafts after it, and samples after each. Drafts are accepted up to the first
 from the token sampled in its place. Accepted drafts plus one bonus token are kept.
 """
 
+from collections.abc import Collection, Iterable
+from typing import Self
+
 import msgspec
 
 from negamax.scheduler.request import SamplingParams
@@ -67,6 +70,17 @@ class ExpertStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     moves: list[ExpertMove] = []
 
 
+class FileCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Copies between blocks in host memory and files, which are named by the blocks' hashes."""
+
+    written_places: list[int]  # host blocks
+    written_hashes: list[bytes]  # file of each
+    read_hashes: list[bytes]  # files
+    read_places: list[int]  # host block of each
+    used_hashes: list[bytes] = []  # files that count as used
+    deletes_all: bool = False  # whether all files are deleted after the writes
+
+
 class HostCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Copies between KV blocks and blocks in host memory: the stores, then the loads. They run
     after the steps before the plan's, and beside its own.
@@ -76,8 +90,9 @@ class HostCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stored_places: list[int]  # host block of each
     loaded_places: list[int]  # host blocks
     loaded_blocks: list[int]  # KV block of each
-    # whether nothing else can run: the result waits for a load, but not for long
+    # whether nothing else can run: the result waits for a load or a file, but not for long
     is_awaited: bool = False
+    files: FileCopies | None = None
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -149,6 +164,35 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_logprobs: list[float]
 
 
+class FileProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Copies from and to files that are complete on a rank, or on all ranks of a group."""
+
+    rank: int
+    read_step: int = -1  # the reads of plans up to this step id are complete,
+    written_step: int = -1  # and the writes
+    missing: list[bytes] = []  # of the reads completed since the last report: those that failed
+    is_off: bool = False  # whether an error has switched the files off
+    # since the start: bytes read and written, files deleted to keep the bound, damaged files and
+    # errors
+    bytes_read: int = 0
+    bytes_written: int = 0
+    num_evicted: int = 0
+    num_errors: int = 0
+
+    @classmethod
+    def of_group(cls, ranks: Collection["FileProgress"], missing: Iterable[bytes]) -> Self:
+        """Join the progress of all ranks: all of them have a block, or none."""
+        sums = ("bytes_read", "bytes_written", "num_evicted", "num_errors")
+        return cls(
+            min(each.rank for each in ranks),
+            min(each.read_step for each in ranks),
+            min(each.written_step for each in ranks),
+            sorted(missing),
+            any(each.is_off for each in ranks),
+            *(sum(getattr(each, name) for each in ranks) for name in sums),
+        )
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Results of a step: each sampled row's accepted drafts and bonus token, in plan order."""
 
@@ -171,6 +215,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # by place: share of rows whose proposed drafts up to there are accepted, as the draft model
     # estimates, also for the place after the last one; empty: no estimate
     expected: list[float] = []
+    files: FileProgress | None = None
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -46,6 +46,7 @@ class MachineShare:
     draft_folder: str | None
     weight_cache: str | None
     crash_dump_dir: str | None
+    kv_offloading_path: str | None
     num_threads: int
     beats: str  # as in `RankAddresses`
     interface: str | None  # as in `RankAddresses`
@@ -86,6 +87,8 @@ class WorkerConfig:
     max_logprobs: int = 20  # of a token
     kv_offloading_size: float | None = None  # host memory for KV blocks, in GiB over all ranks
     kv_offloading_ratio: float | None = None  # host blocks for each KV block; overrides the size
+    kv_offloading_path: str | None = None  # folder for files of KV blocks
+    kv_offloading_path_size: float = 0.0  # GiB of them
 
     def on_machine(self, share: MachineShare, addresses: RankAddresses) -> "WorkerConfig":
         """Return the configuration for ranks of a machine with its own files."""
@@ -98,6 +101,7 @@ class WorkerConfig:
             draft=draft,
             weight_cache=share.weight_cache,
             crash_dump_dir=share.crash_dump_dir,
+            kv_offloading_path=share.kv_offloading_path,
             num_threads=share.num_threads,
             addresses=replace(addresses, beats=share.beats, interface=share.interface),
         )
@@ -161,6 +165,8 @@ class WorkerReady:
     step_seconds: tuple[tuple[int, int, float], ...] = ()
     num_host_blocks: int = 0  # KV blocks in host memory
     host_block_bytes: int = 0  # of one of them, on this rank
+    num_file_blocks: int = 0  # KV blocks that files hold
+    file_hashes: bytes = b""  # hashes of those found at the start, the least recently used first
 
 
 # argument: 1 or 0; while 1, steps run without graphs and record expert ids

@@ -1,4 +1,5 @@
-"""Host memory of one rank as a second level of its KV caches: the copies that plans ask for.
+"""Host memory of one rank as a second level of its KV caches: the copies that plans ask for. Files
+may be a third level (`FileStore`).
 
 On a GPU the copies run on a stream of their own, in plan order. They begin after all steps launched
 before them. A step waits on the device for the copies under way that read a block it writes, or
@@ -11,7 +12,7 @@ gather or scatter per kind of cache, and one transfer per run of neighbouring ho
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,11 +22,13 @@ from torch import Tensor
 
 from negamax.base.errors import ResourceError
 from negamax.layers.attention import KvCaches
-from negamax.scheduler.step import HostCopies, StepPlan
+from negamax.scheduler.step import FileProgress, HostCopies, StepPlan
 from negamax.worker.device import Runtime, indices
+from negamax.worker.file_store import FileStore
 from negamax.worker.kv_cache import STAGING_BYTES, zeros_on_large_pages
 
-AWAIT_SECONDS = 0.005  # most time that an awaited plan waits for a load: requests may arrive
+# most time that an awaited plan waits for a load or a file: requests may arrive
+AWAIT_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,14 @@ class LoadProgress:
     loaded_step: int  # those of plans up to this step id were complete at the launch
     pending: tuple[_Batch, ...]  # the others, in plan order
     is_awaited: bool
+    files: FileStore | None = None  # if this rank reports results
 
     def read(self) -> int:
         """Return the step id up to which all loads are complete. An awaited plan first waits for a
-        load, but not for long.
+        load or a file, but not for long.
         """
         end = time.monotonic() + AWAIT_SECONDS * self.is_awaited
-        while self.pending and not self.pending[0].is_done and time.monotonic() < end:
+        while time.monotonic() < end and not self._has_news:
             time.sleep(AWAIT_SECONDS / 50)
         loaded_step = self.loaded_step
         for batch in self.pending:
@@ -63,6 +67,16 @@ class LoadProgress:
                 break
             loaded_step = batch.step_id
         return loaded_step
+
+    def report_files(self) -> FileProgress | None:
+        """Return `FileStore.report`; the step must not fail after it."""
+        return None if self.files is None else self.files.report()
+
+    @property
+    def _has_news(self) -> bool:
+        is_busy = bool(self.pending) or (self.files is not None and self.files.is_busy)
+        has_file = self.files is not None and self.files.has_news
+        return not is_busy or has_file or bool(self.pending and self.pending[0].is_done)
 
 
 class HostPool:
@@ -108,6 +122,7 @@ class HostPool:
         ]
         self._batches: deque[_Batch] = deque()  # not known to be complete
         self._loaded_step = -1
+        self.files: FileStore | None = None  # set by the runner, if there are any
 
     def run(self, plan: StepPlan) -> LoadProgress:
         """Launch the copies of a plan. The step that is launched next waits for those that it
@@ -122,11 +137,20 @@ class HostPool:
                 self._loaded_step = batch.step_id
         if self._batches:
             self._order_step(plan)
+        if copies is not None and copies.files is not None and self.files is not None:
+            self.files.run(copies.files, plan.step_id, self._record_end())
         pending = tuple(batch for batch in self._batches if batch.loaded_blocks)
-        return LoadProgress(self._loaded_step, pending, copies is not None and copies.is_awaited)
+        is_awaited = copies is not None and copies.is_awaited
+        return LoadProgress(self._loaded_step, pending, is_awaited, self.files)
+
+    def view_bytes(self) -> list[np.ndarray]:
+        """View the blocks as [blocks, bytes] uint8, for each kind of cache."""
+        return [kind.view(self.num_blocks, -1).view(torch.uint8).numpy() for kind in self._host]
 
     def close(self) -> None:
         """Wait for all copies and release the memory."""
+        if self.files is not None:
+            self.files.close()
         if self._stream is not None:
             self._stream.synchronize()  # host-sync: the memory must outlive its copies
         for memory in self._pinned:
@@ -147,6 +171,14 @@ class HostPool:
             ended = self._runtime.record_event()
         stored, loaded = frozenset(copies.stored_blocks), frozenset(copies.loaded_blocks)
         self._batches.append(_Batch(step_id, ended, stored, loaded))
+
+    def _record_end(self) -> Callable[[], object] | None:
+        """Return a function that waits for the copies launched so far; None: they have ended."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event(blocking=True)  # a waiting thread must not spin
+        event.record(self._stream)
+        return event.synchronize
 
     def _order_step(self, plan: StepPlan) -> None:
         """Let the next step wait for copies of blocks that it uses from this plan on."""

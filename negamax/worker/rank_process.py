@@ -5,9 +5,10 @@ Then it sends StepPlans (each with grammar rows is followed by its GrammarBitmas
 DebugCommands; an empty frame stops the rank. The first byte of these frames is their type. The rank
 answers with a WorkerReady or a RankFailed, then with one DebugResult per command.
 
-The first rank of those that run a plan sends its StepResult to the results socket. A separate
-thread waits for the device, so that the next plan is launched meanwhile. Another thread writes
-heartbeats to the rank's row of the heartbeat file (`worker.heartbeat`).
+The first rank of those that run a plan sends its StepResult to the results socket; the others send
+RowFailures and FileProgress. A separate thread waits for the device, so that the next plan is
+launched meanwhile. Another thread writes heartbeats to the rank's row of the heartbeat file
+(`worker.heartbeat`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from negamax.base.log import get_logger
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.base.supervision import exit_now, exit_with_parent
 from negamax.scheduler import crash_details
-from negamax.scheduler.step import GrammarBitmask, RowFailures, StepPlan, StepResult
+from negamax.scheduler.step import FileProgress, GrammarBitmask, RowFailures, StepPlan, StepResult
 from negamax.worker.config import DebugCommand, WorkerReady, decode_config
 from negamax.worker.heartbeat import LOST_SECONDS, RankHeartbeat
 from negamax.worker.node_sockets import connect
@@ -46,7 +47,8 @@ logger = get_logger(__name__)
 
 Socket = zmq.Socket[bytes]
 
-RESULT, ROW_FAILURES = b"r", b"f"  # first byte of a frame of results
+# first byte of a frame of results
+RESULT, ROW_FAILURES, FILE_PROGRESS = b"r", b"f", b"d"
 PLAN, BITMASK, DEBUG_COMMAND = b"s", b"m", b"p"  # first byte of a frame
 IDLE_MILLISECONDS = 100  # no plan follows
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -82,15 +84,15 @@ def main(endpoint: str, rank: int) -> int:
     with (
         zmq.Context() as context,
         context.socket(zmq.PAIR) as socket,
-        context.socket(zmq.PUSH) as row_failures,  # for ranks that send no results
+        context.socket(zmq.PUSH) as reports,  # of ranks that send no results
     ):
-        socket.linger = row_failures.linger = 1000
+        socket.linger = reports.linger = 1000
         connect(socket, endpoint)
         config = decode_config(socket.recv())
         addresses, layout = config.addresses, config.layout
         assert addresses is not None
         results = addresses.results[layout.dp_rank]
-        connect(row_failures, results)
+        connect(reports, results)
         beats = SharedNumbers(1, num_rows=layout.world_size + 1, path=Path(addresses.beats))
         heartbeat = RankHeartbeat(beats, rank)
         _set_environment(addresses.interface)
@@ -114,7 +116,7 @@ def main(endpoint: str, rank: int) -> int:
         sender = None
         if layout.reports_results:
             sender = _ResultSender(context, results, dumps, heartbeat)
-        steps = _StepServer(worker, socket, row_failures, sender)
+        steps = _StepServer(worker, socket, reports, sender)
         try:
             steps.run()
         except EngineDeadError as error:
@@ -149,12 +151,13 @@ class _StepServer:
     """Executes the executor's messages, in order."""
 
     def __init__(
-        self, worker: Worker, socket: Socket, row_failures: Socket, sender: _ResultSender | None
+        self, worker: Worker, socket: Socket, reports: Socket, sender: _ResultSender | None
     ) -> None:
-        """Without a `sender`, the rank sends only its row failures."""
+        """Without a `sender`, the rank sends only `reports`."""
         self.last_plan: StepPlan | None = None
         self._worker, self._socket = worker, socket
-        self._row_failures, self._sender = row_failures, sender
+        self._reports, self._sender = reports, sender
+        self._file_progress: FileProgress | None = None  # as sent last
         self._plans = msgspec.msgpack.Decoder(StepPlan)
         self._bitmasks = msgspec.msgpack.Decoder(GrammarBitmask)
         self._commands = msgspec.msgpack.Decoder(DebugCommand)
@@ -181,9 +184,14 @@ class _StepServer:
         failures = self._worker.take_row_failures()
         if self._sender is not None:
             self._sender.put(outcome)
-        elif failures:
+            return
+        if failures:
             frame = self._encoder.encode(RowFailures(plan.step_id, failures))
-            self._row_failures.send(ROW_FAILURES + frame)
+            self._reports.send(ROW_FAILURES + frame)
+        progress = self._worker.take_file_progress(outcome)
+        if progress is not None and progress != self._file_progress:
+            self._reports.send(FILE_PROGRESS + self._encoder.encode(progress))
+            self._file_progress = progress
 
     def _next_bitmask(self) -> GrammarBitmask:
         frame = self._socket.recv()

@@ -18,6 +18,7 @@ from negamax.worker.config import WorkerConfig, WorkerReady
 from negamax.worker.device import check_platform, choose_dtype, index_dtype, kv_dtype, runtime_of
 from negamax.worker.eager_steps import compile_eager_steps
 from negamax.worker.expert_weights import load_recorder
+from negamax.worker.file_store import open_files
 from negamax.worker.graphs import StepGraphs
 from negamax.worker.host_pool import HostPool
 from negamax.worker.loading import load_model, plan_loading
@@ -91,6 +92,7 @@ class ModelRunner:
             self.graphs, graph_summary = self._capture_graphs()
             if self.experts is not None:
                 self.experts.reset()
+        files = self.host_pool.files if self.host_pool else None
         scheme = detect(config.spec.quantization)
         self.ready = WorkerReady(
             num_kv_blocks=num_blocks,
@@ -103,6 +105,8 @@ class ModelRunner:
             step_seconds=measure_steps(self.graphs, self.requests, self.runtime, config),
             num_host_blocks=self.host_pool.num_blocks if self.host_pool else 0,
             host_block_bytes=self.host_pool.block_bytes if self.host_pool else 0,
+            num_file_blocks=files.num_blocks if files else 0,
+            file_hashes=b"".join(files.found) if files else b"",
         )
 
     def _allocate_caches(self, dtype: torch.dtype) -> int:
@@ -133,13 +137,15 @@ class ModelRunner:
         if not config.has_host_blocks:
             return None
         chosen = kv_cache.choose_host_blocks(config, num_blocks, dtype=dtype, device=device)
-        return HostPool(
+        pool = HostPool(
             self.caches,
             self.context.world_min(chosen),
             block_size=config.block_size,
             device=device,
             runtime=self.runtime,
         )
+        pool.files = open_files(config, self.kernels, pool.view_bytes(), dtype=str(dtype))
+        return pool
 
     def _capture_graphs(self) -> tuple[StepGraphs | None, str]:
         """Compile eager steps and capture common ones, if possible; also return a log line."""

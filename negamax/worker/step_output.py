@@ -93,13 +93,14 @@ class StepOutput:
             num_draft_tokens,
             -1 if self.loads is None else self.loads.read(),
             [] if self.confidences is None else _expect_accepted(self.confidences.read()),
+            None if self.loads is None else self.loads.report_files(),  # the last that may fail
         )
 
 
 def add_loads(output: StepOutput | StepResult, loads: LoadProgress) -> StepOutput | StepResult:
-    """Add the progress of loads from host memory to `output`."""
+    """Add the progress of loads from host memory and files to `output`."""
     if isinstance(output, StepResult):
-        return msgspec.structs.replace(output, loaded_step=loads.read())
+        return msgspec.structs.replace(output, loaded_step=loads.read(), files=loads.report_files())
     return replace(output, loads=loads)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from negamax.base.errors import EngineDeadError
 from negamax.base.log import get_logger
-from negamax.scheduler.step import StepPlan, StepResult
+from negamax.scheduler.step import FileProgress, StepPlan, StepResult
 from negamax.worker.config import DebugCommand, DebugResult, WorkerConfig
 from negamax.worker.debug_commands import DebugCommands
 from negamax.worker.grammar_bitmask import PendingBitmask, WaitForBitmask
@@ -114,6 +114,12 @@ class Worker:
     def take_row_failures(self) -> dict[int, str]:
         """Return why rows failed since the last call, by slot."""
         return self.runner.requests.take_failures()
+
+    def take_file_progress(self, output: StepOutput | StepResult) -> FileProgress | None:
+        """Return the progress of files at a step, for a rank that sends no results."""
+        if isinstance(output, StepResult):
+            return output.files
+        return None if output.loads is None else output.loads.report_files()
 
     @torch.inference_mode()
     def close(self) -> None:

@@ -95,6 +95,9 @@ class EchoWorker:
     def take_row_failures(self) -> dict[int, str]:
         return {}
 
+    def take_file_progress(self, output: StepResult) -> None:
+        pass
+
     def idle(self) -> None:
         pass
 

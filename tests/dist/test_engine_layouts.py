@@ -11,6 +11,7 @@ from nano.suites import retrieval, tool_calls
 from negamax import LLM, SamplingParams
 from negamax.engine.llm import Generation
 from negamax.scheduler.chunk_length import EvenTimes
+from negamax.scheduler.prefix_cache import BlockHashes
 from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import StepPlan
 from tests.dist.engines import (
@@ -187,6 +188,37 @@ def test_blocks_in_main_memory_keep_the_text(m3: str, layout: dict[str, Any]) ->
         assert llm.stats().num_host_hits == 32 * llm.stats().num_host_loads > 32 * 10
         assert llm.stats().num_used_host_blocks >= 24
         assert eventually(lambda: all(map(tells_content, ranks, range(port + 9, port + 11))))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        parallel(tp=2),
+        full(parallel(dp=2, tp=2, ep=True)),
+        full(parallel(pp=2, tp=2, pp_layer_partition="1,2")),
+        full(parallel(pcp=2, dp=2)),
+    ],
+    ids=str,
+)
+def test_blocks_in_files_outlive_the_ranks(m3: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    """A block that one rank has lost is computed again by all."""
+    prompts = [[5 + at, 6, 7, 20 + at] * 17 for at in range(6)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    options = {"block_size": 32, "max_model_len": 96, "kv_offloading_size": 0.01, **layout}
+    options |= {"kv_offloading_path": str(tmp_path), "kv_offloading_path_size": 0.1}
+    with LLM(m3, **COMMON, **options) as llm:
+        expected = generate_tokens(llm, prompts, params)
+    folders = list(tmp_path.iterdir())
+    assert len(folders) == len(llm._loop.executor._dp_ranks) // layout.get("data_parallel_size", 1)
+    lost = BlockHashes(prompts[0], block_size=32, salt="")[1]
+    (folders[-1] / lost.hex()).unlink()
+    with LLM(m3, **COMMON, **options) as llm:
+        again = llm.generate(prompts, params)
+        assert token_ids(again) == expected
+        assert [one.num_cached_tokens for one in again] == [32] + [64] * 5
+        stats = llm.stats()
+        assert stats.num_file_reads == 11 and stats.num_file_errors == 0
+        free_all(llm)
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ from negamax.worker.node_sockets import connect
 from tests.ports import free_port
 
 FACTS = {"Negamax": "1", "--seed": "0"}
-SHARE = MachineShare("/models", None, None, None, 1, "/tmp/beats", "eth1")
+SHARE = MachineShare("/models", None, None, None, "/kv", 1, "/tmp/beats", "eth1")
 
 
 class Peer:

@@ -132,7 +132,7 @@ def test_an_agent_of_ray_ends_with_its_ranks() -> None:
     options = NodeOptions(
         nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=port, interface=loopback()
     )
-    share = MachineShare(None, None, None, None, 1, "", None)
+    share = MachineShare(None, None, None, None, None, 1, "", None)
     Agent(options, facts=FACTS, share=share, waits_again=False).run()
     leader.thread.join(20.0)
     leader.context.destroy(linger=0)

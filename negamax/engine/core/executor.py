@@ -18,7 +18,7 @@ from negamax.base.shared_numbers import SharedNumbers
 from negamax.base.supervision import Supervised, stop_children
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.draft_length import StepSeconds
-from negamax.scheduler.step import GrammarBitmask, RowFailures, StepPlan, StepResult
+from negamax.scheduler.step import FileProgress, GrammarBitmask, RowFailures, StepPlan, StepResult
 from negamax.worker.config import (
     DebugCommand,
     DebugResult,
@@ -27,7 +27,15 @@ from negamax.worker.config import (
     WorkerReady,
 )
 from negamax.worker.node_sockets import FRAME_BYTES, bind
-from negamax.worker.rank_process import BITMASK, DEBUG_COMMAND, PLAN, RESULT, RankFailed, RankReport
+from negamax.worker.rank_process import (
+    BITMASK,
+    DEBUG_COMMAND,
+    PLAN,
+    RESULT,
+    ROW_FAILURES,
+    RankFailed,
+    RankReport,
+)
 
 logger = get_logger(__name__)
 
@@ -139,6 +147,27 @@ class RowFailureLog:
         return msgspec.structs.replace(result, errors=errors | result.errors)
 
 
+class FileProgressLog:
+    """The latest report of files by each rank of a group. Single user: the loop."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._latest = {rank: FileProgress(rank) for rank in ranks}
+        self._missing: set[bytes] = set()  # since the last result
+
+    def add(self, progress: FileProgress) -> None:
+        self._latest[progress.rank] = progress
+        self._missing.update(progress.missing)
+
+    def complete(self, result: StepResult) -> StepResult:
+        """Return the result with the progress of all ranks."""
+        if result.files is None:
+            return result
+        self.add(result.files)
+        joined = FileProgress.of_group(self._latest.values(), self._missing)
+        self._missing.clear()
+        return msgspec.structs.replace(result, files=joined)
+
+
 class RankHost(Protocol):
     """Some of an executor's ranks, which run on the same machine."""
 
@@ -247,6 +276,10 @@ class MultiProcessExecutor:
         self._sockets: list[zmq.Socket[bytes]] = []
         self._results = msgspec.msgpack.Decoder(StepResult)
         self._row_failures = [RowFailureLog() for _ in addresses.results]  # by data-parallel rank
+        self._file_progress = [
+            FileProgressLog([at for at, of in enumerate(self._dp_ranks) if of == dp_rank])
+            for dp_rank in range(layout.dp)
+        ]
         self._result_sockets: list[zmq.Socket[bytes]] = []  # by data-parallel rank
         local = LocalRanks(layout.ranks_of_node(0), addresses)
         self._processes = local.processes
@@ -312,13 +345,18 @@ class MultiProcessExecutor:
         ]
 
     def receive(self, dp_rank: int = 0) -> StepResult:
-        """Receive the next result, with row errors of other ranks. Errors: `EngineDeadError`."""
-        failures = self._row_failures[dp_rank]
+        """Receive the next result, with row errors and the progress of files of other ranks.
+        Errors: `EngineDeadError`.
+        """
+        failures, files = self._row_failures[dp_rank], self._file_progress[dp_rank]
         while True:
             frame = self._receive(self._result_sockets[dp_rank], self._result_pollers[dp_rank])
             if frame[:1] == RESULT:
-                return failures.complete(self._results.decode(frame[1:]))
-            failures.add(msgspec.msgpack.decode(frame[1:], type=RowFailures))
+                return files.complete(failures.complete(self._results.decode(frame[1:])))
+            if frame[:1] == ROW_FAILURES:
+                failures.add(msgspec.msgpack.decode(frame[1:], type=RowFailures))
+            else:
+                files.add(msgspec.msgpack.decode(frame[1:], type=FileProgress))
 
     def death(self) -> str | None:
         return next((death for machine in self._machines if (death := machine.death())), None)

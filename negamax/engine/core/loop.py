@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ logger = get_logger(__name__)
 # kept for the next report; the embedded LLM reads none
 _REPORT_ENTRIES = 4096
 WAIT_SECONDS = 0.005  # between polls for new requests while all requests wait for grammars
+FLUSH_SECONDS = 2.0  # most time for writing KV blocks into files at the end
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class EngineLoop:
         return (
             self._scheduler.has_unfinished
             or any(self._in_flight)
+            or self._scheduler.has_writes
             or bool(self._pending_updates)
             or bool(self._grammars.opening_ids())
         )
@@ -201,6 +204,14 @@ class EngineLoop:
                 num_host_stores=rank.host.num_stored,
                 num_host_loads=rank.host.num_loaded,
                 num_host_evictions=rank.host.num_evictions,
+                num_file_blocks=rank.host.files.num_blocks,
+                num_used_file_blocks=rank.host.files.num_used,
+                num_file_reads=rank.host.files.num_hits,
+                num_file_writes=rank.host.files.num_written,
+                num_file_bytes_read=rank.host.files.progress.bytes_read,
+                num_file_bytes_written=rank.host.files.progress.bytes_written,
+                num_file_evictions=rank.host.files.progress.num_evicted,
+                num_file_errors=rank.host.files.progress.num_errors,
                 num_kv_event_batches=sum(each.num_batches for each in publishers),
                 num_dropped_kv_events=sum(each.num_dropped for each in publishers),
             )
@@ -231,7 +242,15 @@ class EngineLoop:
         self._crash_dumps.write(reason, details=self._crash_details, error=error)
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        """Stop grammars, executor and Ray's machines. `restarts`: another engine follows."""
+        """Stop grammars, executor and Ray's machines. `restarts`: another engine follows. An
+        orderly stop writes KV blocks into files first, for a while.
+        """
+        end = time.monotonic() + FLUSH_SECONDS
+        if self._scheduler.has_writes and not restarts:
+            self.abort(self.request_ids())
+        with suppress(EngineDeadError):
+            while self._scheduler.has_writes and not restarts and time.monotonic() < end:
+                self.step()
         self._grammars.shutdown()
         try:
             self.executor.shutdown(restarts=restarts)

@@ -1,5 +1,6 @@
 """From options to a running engine: context length, worker configuration, scheduler limits."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,9 +39,10 @@ from negamax.planner.cost import Costs, Model
 from negamax.planner.gpus import MEASURED, GpuModel, visible_gpus
 from negamax.quantization.names import check_name, find_blocks_spec
 from negamax.scheduler.chunk_length import ChunkLength, EvenChunks
-from negamax.scheduler.draft_length import AdaptiveDraftLength, make_rank_lengths
+from negamax.scheduler.draft_length import AdaptiveDraftLength, DraftLength, make_rank_lengths
 from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.limits import SchedulerLimits
+from negamax.scheduler.prefix_cache import HASH_BYTES
 from negamax.text.script import Script, read_script
 from negamax.worker.config import WorkerConfig, WorkerReady
 
@@ -187,6 +189,8 @@ def _make_worker_config(
         experts=options.expert_mode,
         kv_offloading_size=options.kv_offloading_size,
         kv_offloading_ratio=options.kv_offloading_ratio,
+        kv_offloading_path=options.kv_offloading_path,
+        kv_offloading_path_size=options.kv_offloading_path_size,
     )
 
 
@@ -270,6 +274,12 @@ def _log_ready(ready: WorkerReady, *, block_size: int, dp: int) -> None:
             dp * ready.num_host_blocks,
             dp * ready.num_host_blocks * ready.host_block_bytes / 2**30,
         )
+    if ready.num_file_blocks:
+        logger.info(
+            "files keep up to %d tokens of KV cache; those found hold %d",
+            ready.num_file_blocks * block_size,
+            len(ready.file_hashes) // HASH_BYTES * block_size,
+        )
     logger.debug("kernels:\n%s", ready.kernels)
 
 
@@ -313,13 +323,21 @@ def _make_scheduler(
         constrained_drafts=not speculation or speculation.synthetic_acceptance_rates is None,
         chunk_length=choose_chunk_length(options, config, max_model_len=max_model_len),
         num_host_blocks=ready.num_host_blocks,
+        num_file_blocks=ready.num_file_blocks,
         logs_cache_changes=options.kv_events is not None,
         stores_new_blocks=options.kv_offloading_write_policy == "write_through",
     )
-    if speculation is None or not speculation.adaptive or not ready.num_draft_tokens:
-        return GroupScheduler(limits, [None] * num_ranks)
-    joint = AdaptiveDraftLength(speculation.lengths, ready.step_seconds)
-    return GroupScheduler(limits, make_rank_lengths(joint, num_ranks))
+    lengths: Sequence[DraftLength | None] = [None] * num_ranks
+    if speculation is not None and speculation.adaptive and ready.num_draft_tokens:
+        joint = AdaptiveDraftLength(speculation.lengths, ready.step_seconds)
+        lengths = make_rank_lengths(joint, num_ranks)
+    scheduler = GroupScheduler(limits, lengths)
+    found = ready.file_hashes
+    for rank in scheduler.ranks:
+        rank.host.files.add_found(
+            found[at : at + HASH_BYTES] for at in range(0, len(found), HASH_BYTES)
+        )
+    return scheduler
 
 
 def choose_chunk_length(

@@ -19,6 +19,7 @@ _OWN = {
     "num_threads", "node_rank", "interface", "master_addr", "max_queued_requests",
     "max_queued_tokens", "max_logprobs", "enable_prefix_caching", "enable_overlap", "log_level",
     "log_format", "show_progress", "crash_dump_dir",
+    "kv_offloading_path",
     "init_expert_location",  # node 0's is used
 }  # fmt: skip
 _PACKAGES = ("torch", "triton", "msgspec", "pyzmq")

@@ -270,6 +270,7 @@ def make_paths_absolute(options: EngineOptions) -> EngineOptions:
         model=whole_model(options.model),
         download_dir=whole(options.download_dir),
         weight_cache=whole(options.weight_cache),
+        kv_offloading_path=whole(options.kv_offloading_path),
         speculative_config=draft or None,
         show_progress=False,
     )

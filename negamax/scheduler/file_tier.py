@@ -1,0 +1,235 @@
+"""Files as the third level of a rank's prefix cache: their index, and the copies under way.
+
+A file has the hash of its block and holds what a host block holds. The index is a hint: other
+engines may delete files, and files may be damaged. A read that fails on any rank of the group is a
+miss on all of them.
+
+- A block that is stored in host memory is *written* to a file as soon as few writes are under way.
+- A waiting request's missing blocks are *read* into free host blocks. Then the request waits for
+  its admission again, and `HostTier` loads them.
+
+A write or a read holds its host block until all ranks have reported its end. Plans that are lost
+repeat their copies, so no host block is released while a rank may still use it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from negamax.scheduler.blocks import BlockPool
+from negamax.scheduler.sequence import Sequence
+from negamax.scheduler.step import FileCopies, FileProgress
+from negamax.scheduler.waiting import WaitingQueue
+
+MOST_WRITES = 64  # blocks under way at a time
+_NO_PROGRESS = FileProgress(0)
+
+
+@dataclass(eq=False)
+class _FileRead:
+    """Blocks of waiting sequences on their way from files."""
+
+    sequences: list[Sequence]  # that have not ended
+    hashes: list[bytes]
+    places: list[int]  # host block of each
+    held_places: list[int]  # host blocks of the same sequences with content
+    step_id: int = -1  # of the plan with its copies; -1: none yet
+
+
+@dataclass(eq=False)
+class _FileWrite:
+    block_hash: bytes
+    place: int  # host block
+    step_id: int = -1  # as of a read
+    is_kept: bool = True  # False: the cache was emptied since
+
+
+class FileTier:
+    """The blocks of one data-parallel rank in files. Single user: its `HostTier`."""
+
+    def __init__(self, num_blocks: int, host: BlockPool, waiting: WaitingQueue) -> None:
+        """`num_blocks`: that all files hold, perhaps 0. `host`: the blocks in host memory.
+        `waiting`: the queue that sequences return to after their reads.
+        """
+        self.num_blocks = num_blocks
+        self.num_hits = 0  # blocks that were read
+        self.num_written = 0  # blocks
+        self.progress = _NO_PROGRESS  # the latest report
+        self._host, self._waiting = host, waiting
+        self._most_writes = max(1, min(MOST_WRITES, host.num_blocks // 4))
+        self._index: OrderedDict[bytes, int] = OrderedDict()  # hash -> time of its last use
+        self._time = 0  # number of uses
+        self._used: list[bytes] = []  # to be reported to the ranks
+        self._queue: dict[bytes, None] = {}  # hashes of the host blocks to write, in order
+        self._writes: dict[bytes, _FileWrite] = {}
+        self._reads: list[_FileRead] = []  # oldest first
+        self._missing: set[bytes] = set()  # reads under way that failed on some rank
+        self._deletes_all = False
+        self._emptied_at = -1  # step id of the plan that deletes all files
+
+    @property
+    def num_used(self) -> int:
+        """Number of blocks that files are believed to hold."""
+        return len(self._index)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests with a read under way."""
+        return sum(len(read.sequences) for read in self._reads)
+
+    @property
+    def has_reads(self) -> bool:
+        return bool(self._reads)
+
+    @property
+    def has_new_reads(self) -> bool:
+        """Whether a read waits for a plan to carry it."""
+        return any(read.step_id < 0 for read in self._reads)
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether plans are needed to write files, although no request needs them."""
+        return bool(self._queue or self._writes or self._deletes_all)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._index
+
+    def add_found(self, hashes: Iterable[bytes]) -> None:
+        """Index files of earlier engines, the least recently used first."""
+        for block_hash in hashes:
+            self._insert(block_hash)
+
+    def offer(self, block_hash: bytes) -> None:
+        """Queue a block in host memory to be written."""
+        if self.num_blocks and block_hash not in self._index and block_hash not in self._writes:
+            self._queue[block_hash] = None
+
+    def touch(self, block_hash: bytes) -> None:
+        """Count a block as used. The ranks are told only of files that may be deleted soon."""
+        used_at = self._index.get(block_hash)
+        if used_at is not None:
+            if self._time - used_at > self.num_blocks // 4:
+                self._used.append(block_hash)
+            self._insert(block_hash)
+        elif self._host.find(block_hash) is not None:
+            self.offer(block_hash)
+
+    def take_queued(self) -> None:
+        """Write queued blocks with the next plan, as many as may be under way."""
+        while self._queue and len(self._writes) < self._most_writes:
+            block_hash = next(iter(self._queue))
+            del self._queue[block_hash]
+            place = self._host.find(block_hash)
+            if place is not None and block_hash not in self._writes:
+                self._host.share([place])
+                self._writes[block_hash] = _FileWrite(block_hash, place)
+
+    def begin(self, sequence: Sequence, hashes: list[bytes], held_places: list[int]) -> bool:
+        """Read blocks for a waiting sequence, or wait for a read of the first of them. `hashes`:
+        none of them is in host memory. `held_places`: host blocks that it needs, too. False if no
+        host block is free.
+        """
+        for read in self._reads:
+            if hashes[0] in read.hashes:
+                read.sequences.append(sequence)
+                return True
+        self._host.share(held_places)
+        most = min(self._host.num_free, (self._host.num_blocks + 1) // 2)
+        under_way = {block_hash for read in self._reads for block_hash in read.hashes}
+        hashes = [block_hash for block_hash in hashes[:most] if block_hash not in under_way]
+        if not hashes:
+            self._host.release(held_places)
+            return False
+        places = [self._host.allocate() for _ in hashes]
+        self._reads.append(_FileRead([sequence], hashes, places, held_places))
+        return True
+
+    def detach(self, sequence: Sequence) -> bool:
+        """End a sequence whose read is under way; the read goes on. False if there is none."""
+        for read in self._reads:
+            if sequence in read.sequences:
+                read.sequences.remove(sequence)
+                return True
+        return False
+
+    def take_copies(self, step_id: int) -> FileCopies | None:
+        """Return the copies of the plan `step_id`; None if it has none."""
+        writes = [write for write in self._writes.values() if write.step_id < 0]
+        reads = [read for read in self._reads if read.step_id < 0]
+        used, self._used = self._used, []
+        deletes_all, self._deletes_all = self._deletes_all, False
+        if not (writes or reads or used or deletes_all):
+            return None
+        for write in writes:
+            write.step_id = step_id
+        for read in reads:
+            read.step_id = step_id
+        if deletes_all:
+            self._emptied_at = step_id
+        return FileCopies(
+            [write.place for write in writes],
+            [write.block_hash for write in writes],
+            [block_hash for read in reads for block_hash in read.hashes],
+            [place for read in reads for place in read.places],
+            used,
+            deletes_all,
+        )
+
+    def commit(self, progress: FileProgress) -> None:
+        """Apply the report of all ranks."""
+        self.progress = progress
+        self._missing.update(progress.missing)
+        for write in list(self._writes.values()):
+            if 0 <= write.step_id <= progress.written_step:
+                del self._writes[write.block_hash]
+                self._host.release([write.place])
+                if write.is_kept and self.num_blocks:
+                    self._insert(write.block_hash)
+                    self.num_written += 1
+        for read in [read for read in self._reads if 0 <= read.step_id <= progress.read_step]:
+            self._end_read(read)
+        if progress.is_off:
+            self.num_blocks = 0
+            self._index.clear()
+            self._queue.clear()
+
+    def fail(self, step_id: int) -> None:
+        """Repeat the copies of a lost plan with the next one."""
+        for write in self._writes.values():
+            write.step_id = -1 if write.step_id == step_id else write.step_id
+        for read in self._reads:
+            read.step_id = -1 if read.step_id == step_id else read.step_id
+        self._deletes_all |= self._emptied_at == step_id
+
+    def evict(self) -> None:
+        """Drop all blocks and delete their files."""
+        self._deletes_all = self.num_blocks > 0
+        self._index.clear()
+        self._queue.clear()
+        for write in self._writes.values():
+            write.is_kept = False
+
+    def _insert(self, block_hash: bytes) -> None:
+        """Index a block as the one used last; forget the least recently used ones above the bound,
+        whose files the ranks delete.
+        """
+        self._time += 1
+        self._index[block_hash] = self._time
+        self._index.move_to_end(block_hash)
+        while len(self._index) > self.num_blocks:
+            self._index.popitem(last=False)
+
+    def _end_read(self, read: _FileRead) -> None:
+        self._reads.remove(read)
+        for block_hash, place in zip(read.hashes, read.places, strict=True):
+            if block_hash in self._missing:
+                self._missing.remove(block_hash)
+                self._index.pop(block_hash, None)
+            else:
+                self._host.index(place, block_hash)
+                self.num_hits += 1
+        self._host.release(read.places)
+        self._host.release(read.held_places)
+        for sequence in read.sequences:
+            sequence.may_read = False
+            self._waiting.push(sequence)
