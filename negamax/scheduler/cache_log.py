@@ -5,7 +5,8 @@ admitted sequence shares, tell a reader of the log which tokens a hash stands fo
 block that comes from elsewhere follows its change.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from negamax.scheduler.prefix_cache import BlockHashes
 
@@ -19,6 +20,7 @@ class CacheChanges:
     chains: list[tuple[BlockHashes, int, int]]  # blocks: from, to
     kv: list[Change]  # KV cache
     host: list[Change]  # host memory
+    files: list[Change] = field(default_factory=list)
 
 
 class CacheLog:
@@ -28,12 +30,14 @@ class CacheLog:
         self.chains: list[tuple[BlockHashes, int, int]] = []
         self.kv: list[Change] = []
         self.host: list[Change] = []
+        self.files: list[Change] = []
 
     def take(self) -> CacheChanges | None:
         """Return the changes and forget them; None: there were none."""
-        if not (self.chains or self.kv or self.host):
+        logs: tuple[list[Any], ...] = (self.chains, self.kv, self.host, self.files)
+        if not any(logs):
             return None
-        found = CacheChanges(self.chains.copy(), self.kv.copy(), self.host.copy())
-        for entries in (self.chains, self.kv, self.host):
-            entries.clear()
+        found = CacheChanges(*(log.copy() for log in logs))
+        for log in logs:
+            log.clear()
         return found

@@ -47,15 +47,22 @@ class _FileWrite:
 class FileTier:
     """The blocks of one data-parallel rank in files. Single user: its `HostTier`."""
 
-    def __init__(self, num_blocks: int, host: BlockPool, waiting: WaitingQueue) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        host: BlockPool,
+        waiting: WaitingQueue,
+        changes: list[tuple[bytes, bool]] | None = None,
+    ) -> None:
         """`num_blocks`: that all files hold, perhaps 0. `host`: the blocks in host memory.
-        `waiting`: the queue that sequences return to after their reads.
+        `waiting`: the queue that sequences return to after their reads. `changes`: receives the
+        hash of each block that is indexed (True) or discarded.
         """
         self.num_blocks = num_blocks
         self.num_hits = 0  # blocks that were read
         self.num_written = 0  # blocks
         self.progress = _NO_PROGRESS  # the latest report
-        self._host, self._waiting = host, waiting
+        self._host, self._waiting, self._changes = host, waiting, changes
         self._most_writes = max(1, min(MOST_WRITES, host.num_blocks // 4))
         self._index: OrderedDict[bytes, int] = OrderedDict()  # hash -> time of its last use
         self._time = 0  # number of uses
@@ -190,7 +197,7 @@ class FileTier:
             self._end_read(read)
         if progress.is_off:
             self.num_blocks = 0
-            self._index.clear()
+            self._discard_all()
             self._queue.clear()
 
     def fail(self, step_id: int) -> None:
@@ -204,7 +211,7 @@ class FileTier:
     def evict(self) -> None:
         """Drop all blocks and delete their files."""
         self._deletes_all = self.num_blocks > 0
-        self._index.clear()
+        self._discard_all()
         self._queue.clear()
         for write in self._writes.values():
             write.is_kept = False
@@ -214,17 +221,27 @@ class FileTier:
         whose files the ranks delete.
         """
         self._time += 1
+        if self._changes is not None and block_hash not in self._index:
+            self._changes.append((block_hash, True))
         self._index[block_hash] = self._time
         self._index.move_to_end(block_hash)
         while len(self._index) > self.num_blocks:
-            self._index.popitem(last=False)
+            self._discard(next(iter(self._index)))
+
+    def _discard(self, block_hash: bytes) -> None:
+        if self._index.pop(block_hash, None) is not None and self._changes is not None:
+            self._changes.append((block_hash, False))
+
+    def _discard_all(self) -> None:
+        for block_hash in list(self._index):
+            self._discard(block_hash)
 
     def _end_read(self, read: _FileRead) -> None:
         self._reads.remove(read)
         for block_hash, place in zip(read.hashes, read.places, strict=True):
             if block_hash in self._missing:
                 self._missing.remove(block_hash)
-                self._index.pop(block_hash, None)
+                self._discard(block_hash)
             else:
                 self._host.index(place, block_hash)
                 self.num_hits += 1

@@ -62,7 +62,9 @@ class HostTier:
         self.num_loaded = 0
         self._pool, self._waiting, self._log = pool, waiting, log
         self._host = BlockPool(num_blocks, log.host if log else None)
-        self.files = FileTier(limits.num_file_blocks, self._host, waiting)
+        self.files = FileTier(
+            limits.num_file_blocks, self._host, waiting, log.files if log else None
+        )
         self._queue: dict[bytes, None] = {}  # hashes of the KV blocks to store, in order
         self._new_stores: list[_BlockStore] = []  # without a plan
         self._stores: dict[int, list[_BlockStore]] = {}  # by step id of an uncommitted plan

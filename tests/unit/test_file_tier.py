@@ -97,7 +97,7 @@ class FileTrace(HostTrace):
 
     def restart(self) -> FileTrace:
         """Return a trace of a new engine that finds the files of this one."""
-        again = FileTrace(
+        again = type(self)(
             self.limits,
             len(self.workers),
             seed=self.rng.getrandbits(32),

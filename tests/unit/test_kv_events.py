@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +20,16 @@ from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.prefix_cache import BlockHashes
 from tests.e2e.conftest import eventually
 from tests.ports import free_port
-from tests.unit.event_support import CacheView, Subscriber, replay, shorten, view_of_replay
-from tests.unit.plan_support import make_scheduler
-from tests.unit.test_host_tier import HostTrace
+from tests.unit.event_support import (
+    AllBlocksCleared,
+    CacheView,
+    Subscriber,
+    replay,
+    shorten,
+    view_of_replay,
+)
+from tests.unit.plan_support import make_limits
+from tests.unit.test_file_tier import FileTrace
 from tests.unit.test_scheduler_traces import any_limits
 
 ENABLED: dict[str, Any] = {"enable_kv_cache_events": True}
@@ -121,13 +129,20 @@ def test_events_on_the_wire_are_maps_in_a_list() -> None:
     ]
 
 
-class EventTrace(HostTrace):
+class EventTrace(FileTrace):
     """Compares the view of a subscriber with the blocks of the cache between all steps."""
 
     def __init__(self, *limits: Any, **rules: Any) -> None:
         super().__init__(*limits, **rules)
         self.followers = {rank: (CacheMirror(), CacheView()) for rank in self.scheduler.ranks}
-        self.num_stored = self.num_removed = self.num_cleared = 0
+        self.is_second = False
+        self.counts = Counter[tuple[str, str | None]]()
+
+    def restart(self) -> EventTrace:
+        again = super().restart()
+        assert isinstance(again, EventTrace)
+        again.is_second = True
+        return again
 
     def check_counters(self) -> None:
         super().check_counters()
@@ -140,52 +155,64 @@ class EventTrace(HostTrace):
             events = [] if changes is None else mirror.apply(changes)
             if events:
                 batch = view.apply(msgspec.msgpack.encode(EventBatch(0.0, events, 0)))
-                kinds = [type(event).__name__ for event in batch.events]
-                self.num_stored += kinds.count("BlockStored")
-                self.num_removed += kinds.count("BlockRemoved")
-                self.num_cleared += kinds.count("AllBlocksCleared")
-            for medium, pool in (("GPU", rank._pool), ("CPU", rank.host._host)):
-                assert view.cached[medium] == {shorten(name) for name in pool._block_of}
+                for event in batch.events:
+                    if not isinstance(event, AllBlocksCleared):
+                        self.counts[type(event).__name__, event.medium] += len(event.block_hashes)
+            pools = {"GPU": rank._pool._block_of, "CPU": rank.host._host._block_of}
+            for medium, index in (*pools.items(), ("STORAGE", rank.host.files._index)):
+                unknown = mirror._unknown[medium].keys()  # until a sequence shares them
+                assert view.cached[medium] == set(map(shorten, index.keys() - unknown))
+                assert unknown <= index.keys() and (self.is_second or not unknown)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     limits=any_limits(),
-    num_host_blocks=st.sampled_from((0, 10, 100)),
+    sizes=st.sampled_from(((0, 0), (10, 0), (10, 200), (60, 20))),  # of host memory and files
     seed=st.integers(0, 2**32),
     num_ranks=st.sampled_from((1, 2)),
     depth=st.integers(0, 2),
 )
 def test_events_tell_the_content_of_the_cache(
-    limits: SchedulerLimits, num_host_blocks: int, num_ranks: int, **rules: Any
+    limits: SchedulerLimits, sizes: tuple[int, int], num_ranks: int, **rules: Any
 ) -> None:
+    """The second engine finds files of the first."""
     limits = replace(
         limits,
         num_blocks=min(limits.num_blocks, limits.max_model_len // limits.block_size + 6),
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=sizes[0],
+        num_file_blocks=sizes[1],
         enable_prefix_caching=True,
         logs_cache_changes=True,
     )
-    trace = EventTrace(limits, num_ranks, trouble=True, **rules)
-    trace.run(25)
-    trace.follow()
-    for rank, (mirror, _) in zip(trace.scheduler.ranks, trace.followers.values(), strict=True):
-        for _ in range(KEPT_STEPS):
+    first = EventTrace(limits, num_ranks, trouble=True, **rules)
+    first.run(25)
+    second = first.restart()
+    second.run(25)
+    for trace in (first, second):
+        trace.follow()
+    for rank, (mirror, _) in [*first.followers.items(), *second.followers.items()]:
+        for _ in range(KEPT_STEPS + 1):
             mirror.apply(CacheChanges([], [], []))
-        known = rank._pool._block_of.keys() | rank.host._host._block_of.keys()
+        known = {*rank._pool._block_of, *rank.host._host._block_of, *rank.host.files._index}
+        known.difference_update(*mirror._unknown.values())
         assert mirror._runs.keys() == known, "descriptions of blocks that are gone"
 
 
 def test_random_traces_have_all_events() -> None:
     """The traces above are worth nothing without these events."""
-    sizes = {"block_size": 2, "num_blocks": 26, "num_host_blocks": 30, "max_model_len": 50}
-    limits = replace(make_scheduler(**sizes).limits, logs_cache_changes=True)
+    sizes = {"block_size": 2, "num_blocks": 26, "num_host_blocks": 30, "num_file_blocks": 80}
+    limits = make_limits(**sizes, max_model_len=50, logs_cache_changes=True)
     traces = [EventTrace(limits, seed=seed, depth=1, trouble=True) for seed in range(5)]
     for trace in traces:
         trace.run(100)
-    assert sum(trace.num_stored for trace in traces) > 1000
-    assert sum(trace.num_removed for trace in traces) > 300
-    assert sum(trace.num_cleared for trace in traces) > 0
+    traces += [trace.restart() for trace in traces]
+    for trace in traces[5:]:
+        trace.run(100)
+    for medium, least in (("GPU", 1000), ("CPU", 1000), ("STORAGE", 300)):
+        assert sum(trace.counts["BlockStored", medium] for trace in traces[:5]) > least
+        assert sum(trace.counts["BlockRemoved", medium] for trace in traces[:5]) > 100
+        assert sum(trace.counts["BlockStored", medium] for trace in traces[5:]) > least
 
 
 def test_blocks_that_another_sequence_stored_first_split_a_run() -> None:
@@ -215,6 +242,9 @@ def test_blocks_from_elsewhere_are_told_when_their_tokens_are_known() -> None:
     names = [shorten(block_hash) for block_hash, _ in changes.kv]
     assert view.cached == {"GPU": set(names[:2]), "CPU": set(names)}
     assert mirror.apply(CacheChanges([(chain, 0, 3)], [], [])) == []
+    reset = [(name, False) for name, _ in host]
+    (event,) = mirror.apply(CacheChanges([], reset[:2], reset))
+    assert type(event).__name__ == "AllBlocksCleared"
 
 
 def make_publisher(**changes: Any) -> EventPublisher:

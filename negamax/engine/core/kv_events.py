@@ -28,7 +28,8 @@ from negamax.scheduler.prefix_cache import HASH_BYTES, BlockHashes
 
 logger = get_logger(__name__)
 
-KV, HOST = "GPU", "CPU"  # vLLM's names of the levels: KV cache on any device, host memory
+# vLLM's names of the levels: KV cache on any device, host memory, files
+KV, HOST, FILES = "GPU", "CPU", "STORAGE"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 # A copy to host memory may be complete this many changed steps after its block left the KV cache.
 KEPT_STEPS = 128
@@ -90,32 +91,34 @@ class CacheMirror:
 
     def __init__(self) -> None:
         self._runs: dict[bytes, _Run] = {}  # by the hash of each block
-        self._cached: dict[str, set[bytes]] = {KV: set(), HOST: set()}
+        self._cached: dict[str, set[bytes]] = {KV: set(), HOST: set(), FILES: set()}
         # cached blocks whose tokens are not known yet, in the order of their changes
-        self._unknown: dict[str, dict[bytes, None]] = {KV: {}, HOST: {}}
+        self._unknown: dict[str, dict[bytes, None]] = {KV: {}, HOST: {}, FILES: {}}
         self._touched: deque[set[bytes]] = deque()  # blocks that changed, by step
 
     def clear(self) -> list[KvEvent]:
         """Forget all blocks."""
         self._runs.clear()
-        for medium in (KV, HOST):
+        for medium in self._cached:
             self._cached[medium].clear()
             self._unknown[medium].clear()
         return [AllBlocksCleared()]
 
     def apply(self, changes: CacheChanges) -> list[KvEvent]:
         """Return the events of a step's changes. A block without known tokens has none."""
-        touched: set[bytes] = set()
-        events: list[KvEvent] = []
-        for chain, first, stop in changes.chains:
-            hashes = self._learn(chain, first, stop)
-            touched.update(hashes)
-            for medium, unknown in self._unknown.items():
-                found = [one for one in hashes if one in unknown] if unknown else []
-                events += self._store(found, medium)
-                for block_hash in found:
-                    del unknown[block_hash]
-        for medium, of_medium in ((KV, changes.kv), (HOST, changes.host)):
+        learned = [
+            block_hash
+            for chain, first, stop in changes.chains
+            for block_hash in self._learn(chain, first, stop)
+        ]
+        touched, events = set(learned), list[KvEvent]()
+        levels = (changes.kv, changes.host, changes.files)
+        # the KV cache has the parents of all that is learned: it comes first
+        for (medium, unknown), of_medium in zip(self._unknown.items(), levels, strict=True):
+            found = [block_hash for block_hash in learned if block_hash in unknown]
+            events += self._store(found, medium)
+            for block_hash in found:
+                del unknown[block_hash]
             for is_cached, group in groupby(of_medium, itemgetter(1)):
                 hashes = list(map(itemgetter(0), group))
                 if is_cached:
