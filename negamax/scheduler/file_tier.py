@@ -86,7 +86,8 @@ class FileTier:
 
     @property
     def has_reads(self) -> bool:
-        return bool(self._reads)
+        """Whether requests wait for a read."""
+        return any(read.sequences for read in self._reads)
 
     @property
     def has_new_reads(self) -> bool:
@@ -96,7 +97,8 @@ class FileTier:
     @property
     def has_writes(self) -> bool:
         """Whether plans are needed to write files, although no request needs them."""
-        return bool(self._queue or self._writes or self._deletes_all)
+        is_needed = bool(self._queue or self._writes or self._deletes_all)
+        return is_needed and self.num_blocks > 0
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._index
@@ -195,10 +197,12 @@ class FileTier:
                     self.num_written += 1
         for read in [read for read in self._reads if 0 <= read.step_id <= progress.read_step]:
             self._end_read(read)
-        if progress.is_off:
+        if progress.is_off:  # copies under way may never end, and keep their host blocks
             self.num_blocks = 0
             self._discard_all()
             self._queue.clear()
+            for read in self._reads:
+                self._return_sequences(read)
 
     def fail(self, step_id: int) -> None:
         """Repeat the copies of a lost plan with the next one."""
@@ -247,6 +251,11 @@ class FileTier:
                 self.num_hits += 1
         self._host.release(read.places)
         self._host.release(read.held_places)
+        self._return_sequences(read)
+
+    def _return_sequences(self, read: _FileRead) -> None:
+        """Let the sequences of a read wait for their admission."""
         for sequence in read.sequences:
             sequence.may_read = False
             self._waiting.push(sequence)
+        read.sequences.clear()

@@ -9,7 +9,8 @@ A file is written under a temporary name and renamed. It is not synced to the di
 dies loses no complete file, and after a power failure the checksum finds incomplete ones.
 
 Two groups of threads read and write beside the steps. The scheduler bounds the copies under way.
-The first error of the system switches the files off: copies end at once, without effect.
+The first error of the system, or a minute in which no copy ends, switches the files off: later
+copies end at once, without effect.
 """
 
 import hashlib
@@ -44,6 +45,7 @@ logger = get_logger(__name__)
 
 READ_THREADS = 4
 SCAN_SHARE = 16  # the folder is scanned after this part of its bound was written
+STALL_SECONDS = 60.0  # without the end of a copy, such as on a network file system
 MOST_FOUND = 1 << 18  # files of earlier engines that are used
 ABANDONED_SECONDS = 3600.0  # age of temporary files that no engine writes any more
 FINGERPRINT_BYTES = 16
@@ -114,6 +116,7 @@ class FileStore:
         self._reads: deque[_FileBatch] = deque()  # not reported yet
         self._writes: deque[_FileBatch] = deque()
         self._read_step = self._written_step = -1
+        self._active_at = 0.0  # monotonic seconds, when a copy ended last
         self._is_off = False
         self._lock = threading.Lock()  # for the counters
         self._bytes_read = self._bytes_written = self._num_evicted = self._num_errors = 0
@@ -129,6 +132,8 @@ class FileStore:
 
     def run(self, files: FileCopies, step_id: int, ended: Ended) -> None:
         """Begin the copies of a plan. They wait for `ended` first."""
+        if not self.is_busy:
+            self._active_at = time.monotonic()
         reads = zip(files.read_hashes, files.read_places, strict=True)
         tasks = [self._readers.submit(self._guard, self._read, *read, ended) for read in reads]
         if tasks:
@@ -161,6 +166,8 @@ class FileStore:
             missing += (lost for task in batch.tasks if (lost := task.result()) is not None)
         while self._writes and self._writes[0].is_done:
             self._written_step = self._writes.popleft().step_id
+        if self.is_busy and time.monotonic() - self._active_at > STALL_SECONDS:
+            self._switch_off(f"no copy has ended for {STALL_SECONDS:.0f} s")
         with self._lock:
             return FileProgress(
                 self._rank,
@@ -175,9 +182,9 @@ class FileStore:
             )
 
     def close(self) -> None:
-        """Wait for all copies: the host blocks outlive them."""
-        self._readers.shutdown()
-        self._writer.shutdown()
+        """Wait for all copies, unless the files are off: some may never end."""
+        for threads in (self._readers, self._writer):
+            threads.shutdown(wait=not self._is_off, cancel_futures=self._is_off)
 
     def _guard(self, copy: Callable[..., bytes | None], *arguments: object) -> bytes | None:
         """Run a copy; return the hash of a block that could not be read. An error ends all."""
@@ -185,19 +192,25 @@ class FileStore:
             if not self._is_off:
                 return copy(*arguments)
         except Exception as error:
-            is_new, self._is_off = not self._is_off, True
-            self._count(errors=1)
-            if is_new:
-                reason = error.strerror if isinstance(error, OSError) else repr(error)
-                logger.warning(
-                    "rank %d: KV blocks are no longer kept in files in %s: %s",
-                    self._rank,
-                    self._root,
-                    reason,
-                )
+            reason = error.strerror if isinstance(error, OSError) else None
+            self._switch_off(reason or repr(error))
+        finally:
+            self._active_at = time.monotonic()
         lost = arguments[0] if copy == self._read else None
         assert lost is None or isinstance(lost, bytes)
         return lost
+
+    def _switch_off(self, reason: str) -> None:
+        with self._lock:
+            is_new, self._is_off = not self._is_off, True
+            self._num_errors += is_new
+        if is_new:
+            logger.warning(
+                "rank %d: KV blocks are no longer kept in files in %s: %s",
+                self._rank,
+                self._root,
+                reason,
+            )
 
     def _read(self, block_hash: bytes, place: int, ended: Ended) -> bytes | None:
         """Read a file into a host block. Return its hash if there is no intact file."""

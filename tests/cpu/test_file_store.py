@@ -18,6 +18,9 @@ import pytest
 
 from negamax import LLM, SamplingParams
 from negamax.base.errors import ConfigError
+from negamax.engine.core.source import locate
+from negamax.engine.nodes.facts import collect_facts
+from negamax.options.engine import EngineOptions
 from negamax.scheduler.prefix_cache import BlockHashes
 from negamax.scheduler.step import FileCopies, FileProgress
 from negamax.worker import file_store
@@ -362,6 +365,31 @@ def test_copies_wait_for_the_device_and_are_reported_in_plan_order(
     for kind in host:
         assert (kind[0] == kind[1]).all() and (kind[3] == kind[2]).all()
     assert (host[0][0] == 200).all()
+
+
+def test_copies_that_stall_switch_the_files_off(
+    tmp_path: Path, opened: list[FileStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler then lets requests go on, and keeps the host block that may still change."""
+    _, store = open_store(tmp_path, opened)
+    stalled = threading.Event()
+    store.run(read((9, 4)), 4, stalled.wait)
+    assert not store.report().is_off
+    monkeypatch.setattr(file_store, "STALL_SECONDS", 0.0)
+    assert store.report() == FileProgress(0, is_off=True, num_errors=1)
+    store.run(write((1, 7)), 5, None)
+    store.run(read((7, 2)), 6, None)
+    stalled.set()
+    assert finish(store) == FileProgress(0, 6, 5, [name(9), name(7)], is_off=True, num_errors=1)
+    assert not list_files(tmp_path)
+
+
+def test_nodes_may_use_different_folders_but_all_or_none_keep_files() -> None:
+    facts = []
+    for folder in ("/a", "/b", None):
+        options = EngineOptions("nano", kv_offloading_size=1.0, kv_offloading_path=folder)
+        facts.append(collect_facts(options, locate(options), device="cpu"))
+    assert facts[0] == facts[1] != facts[2]
 
 
 def test_a_store_for_other_facts_finds_nothing(tmp_path: Path, opened: list[FileStore]) -> None:

@@ -2,6 +2,7 @@ import math
 import random
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,18 +94,24 @@ def test_another_way_to_run_the_same_prompts_agrees(options: dict[str, object]) 
 @pytest.mark.parametrize(
     "options", [{}, {"tensor_parallel_size": 2}, {"enforce_eager": True}], ids=str
 )
-def test_blocks_from_main_memory_give_the_answers_of_cached_ones(options: dict[str, Any]) -> None:
-    """Both compute the same tokens after the same prefixes, alone: the bits are equal."""
+def test_blocks_from_main_memory_and_files_give_the_answers_of_cached_ones(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """All compute the same tokens after the same prefixes, alone: the bits are equal."""
     skip_without(options)
-    found = []
-    for sizes in ({"num_kv_blocks": 512}, {"num_kv_blocks": 24, "kv_offloading_size": 1.0}):
+    found, loads, reads = [], [], []
+    few: dict[str, Any] = {"num_kv_blocks": 24, "kv_offloading_size": 1.0}
+    files = few | {"kv_offloading_path": str(tmp_path)}
+    for sizes in ({"num_kv_blocks": 512}, few, files, files):  # the last one finds files
         with LLM("nano-m3", device="cuda", max_model_len=3000, **sizes, **options) as llm:
             asked = [[40 + at * step % 3000 for at in range(2000)] for step in (3, 7, 11, 13)]
             passes = [[llm.generate([one], GREEDY)[0] for one in asked] for _ in range(2)]
             found.append([each.outputs[0].token_ids for each in passes[1]])
             assert all(each.num_cached_tokens > 1900 for each in passes[1])
-            loads = llm.stats().num_host_loads
-    assert loads > 20 and found[0] == found[1]
+            loads.append(llm.stats().num_host_loads)
+            reads.append(llm.stats().num_file_reads)
+    found.append([each.outputs[0].token_ids for each in passes[0]])  # from files
+    assert min(loads[1:]) > 20 and reads[3] > 20 and found == [found[0]] * 5
 
 
 def answers_of_m3(**options: object) -> list[list[int]]:

@@ -270,6 +270,21 @@ def test_blocks_are_written_without_requests_and_read_before_they_are_loaded() -
     assert row.num_computed == 8  # up to the block that was missing
 
 
+def test_a_request_does_not_wait_for_a_read_that_never_ends() -> None:
+    scheduler = make_tier()
+    for name in "abc":
+        scheduler.add(name, 20, max_tokens=1)
+        finish(scheduler)
+    scheduler.add("a again", list_tokens("a", 20), max_tokens=1)
+    plan = scheduler.next_plan()
+    assert plan.copies is not None and plan.copies.files is not None
+    off = FileProgress(0, is_off=True)
+    scheduler.commit(plan, msgspec.structs.replace(make_result(plan), files=off))
+    assert scheduler.next_plan().new_rows and not scheduler.has_writes
+    host, places = scheduler.rank.host._host, plan.copies.files.read_places
+    assert len(places) == 4 and all(host.ref_count(place) == 1 for place in places)
+
+
 def test_a_reset_forgets_blocks_on_their_way_into_files() -> None:
     scheduler = make_tier()
     files = scheduler.rank.host.files

@@ -64,6 +64,7 @@ class HostTrace(Trace):
             self.commit()
         for rank in self.scheduler.ranks:
             unplanned = len(rank.host._new_stores)  # the next plan would carry them
+            unplanned += len(rank.host.files._writes)  # only if the files are off
             assert rank.host._host.num_free + unplanned == rank.host.num_blocks
             assert not rank.host.has_loads and rank.num_waiting == 0
         return self

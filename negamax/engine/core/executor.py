@@ -323,6 +323,7 @@ class MultiProcessExecutor:
             num_kv_blocks=min(blocks),
             step_seconds=_find_slowest(readies),
             host_block_bytes=sum(ready.host_block_bytes for ready in readies) // layout.dp,
+            num_file_blocks=min(ready.num_file_blocks for ready in readies),
         )
 
     def launch(self, plans: Sequence[StepPlan]) -> Results:
