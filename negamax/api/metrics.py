@@ -83,6 +83,27 @@ _COUNTERS = (
         "Steps whose events of the prefix cache were dropped.",
         "negamax:kv_events_dropped",
     ),
+    (
+        "num_remote_prefills",
+        "Requests whose prompts were computed by another server.",
+        "negamax:remote_prefills",
+    ),
+    (
+        "num_failed_prefills",
+        "Requests whose prompts did not arrive from another server.",
+        "negamax:failed_remote_prefills",
+    ),
+    (
+        "num_local_prefills",
+        "Requests that named no other server, on one that exchanges prompts.",
+        "negamax:local_prefills",
+    ),
+    ("num_pulled_blocks", "KV blocks read from other servers.", "negamax:pulled_kv_blocks"),
+    (
+        "num_expired_leases",
+        "Prompts kept for other servers that none has read in time.",
+        "negamax:expired_kv_leases",
+    ),
 )
 # Copies of KV blocks: field of the statistics, vLLM's name of the direction.
 _COPIES = (("num_host_stores", "GPU_to_CPU"), ("num_host_loads", "CPU_to_GPU"))
@@ -100,6 +121,7 @@ _HITS = "Share of prompt tokens found in the prefix cache, lately."
 _CACHE = "Share of KV blocks in use, 0 to 1."
 _HOST = "Share of the KV blocks in main memory with content, 0 to 1."
 _IN_FILES = "Share of the KV blocks in files with content, 0 to 1."
+_LEASES = "Prompts that are kept for other servers."
 _BALANCE = "Mean of the ranks' tokens for experts over the busiest rank's, lately; 1: balanced."
 _SYNTHETIC = "Tokens per verified sequence that a benchmark asked for; no draft is compared."
 
@@ -213,6 +235,8 @@ class ServerMetrics(Collector):
         if stats.num_file_blocks:
             used, total = stats.num_used_file_blocks, stats.num_file_blocks
             gauges.append(("negamax:kv_file_usage_perc", _IN_FILES, used / total))
+        if info.transfer is not None:
+            gauges.append(("negamax:kv_leases", _LEASES, stats.num_leases))
         if stats.experts is not None:
             gauges.append(("negamax:expert_balancedness", _BALANCE, stats.experts.balancedness))
         return gauges

@@ -99,6 +99,11 @@ class LLM:
                 f"--num-replicas is {options.num_replicas}; LLM runs one engine",
                 hint="leave it out, or use `negamax serve`",
             )
+        if options.kv_transfer is not None:
+            raise ConfigError(
+                "--kv-transfer-config is given; LLM computes all prompts itself",
+                hint="leave it out, or use `negamax serve`",
+            )
         engine = {one.name: getattr(options, one.name) for one in fields(EngineOptions)}
         self._options = choose_parallel_sizes(EngineOptions(**engine))
         source = locate(self._options)

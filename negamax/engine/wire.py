@@ -30,6 +30,16 @@ class EngineAddress:
         return f"ipc://{self.folder}/outputs-{server}"
 
 
+class TransferInfo(msgspec.Struct, frozen=True):
+    """How an engine exchanges prompts with others."""
+
+    engine_id: str  # new at each start
+    role: str  # of `options.transfer.ROLES`
+    host: str
+    port: int
+    num_ranks: int
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of a started engine that the front end needs."""
 
@@ -51,6 +61,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory: str = ""  # GPU memory of cache and graphs, for people
     speculation: SpeculationConfig | None = None
     host_block_bytes: int = 0  # of a KV block in main memory, on all ranks that share its number
+    transfer: TransferInfo | None = None  # None: all prompts are computed here
 
 
 class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
@@ -102,6 +113,12 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     num_file_errors: int = 0  # damaged files, and errors of the system
     num_kv_event_batches: int = 0  # events of the prefix cache: batches sent,
     num_dropped_kv_events: int = 0  # and steps whose changes were dropped
+    num_remote_prefills: int = 0  # requests whose prompts came from other engines,
+    num_failed_prefills: int = 0  # those whose prompts did not arrive,
+    num_local_prefills: int = 0  # those that named no other engine,
+    num_pulled_blocks: int = 0  # KV blocks read from other engines,
+    num_expired_leases: int = 0  # prompts for other engines that none has read,
+    num_leases: int = 0  # and those that are kept for them
 
 
 class EngineStats(RankStats, frozen=True, array_like=True):
@@ -124,6 +141,7 @@ _GAUGES = dict.fromkeys(
     (
         *("num_running", "num_waiting", "num_kv_blocks", "num_free_kv_blocks"),
         *("num_host_blocks", "num_used_host_blocks", "num_file_blocks", "num_used_file_blocks"),
+        "num_leases",
     ),
     0,
 )

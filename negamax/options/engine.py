@@ -12,6 +12,7 @@ from negamax.options.kv_events import KvEventsConfig
 from negamax.options.nodes import LAUNCHERS, MASTER_PORT, MP, RAY, NodeOptions
 from negamax.options.parallel import ALL2ALL_BACKENDS, ParallelOptions
 from negamax.options.speculation import SpeculationConfig
+from negamax.options.transfer import HOST_GIB, KvTransferConfig, check_one_engine
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SOURCES = ("auto", "huggingface", "modelscope")
@@ -232,6 +233,12 @@ class EngineOptions:
         "replay_endpoint and the other keys in docs/kv-events.md. Default: nothing is published.",
         is_json=True,
     )
+    kv_transfer_config: dict[str, Any] | None = option(
+        None,
+        "Exchange prompts with other engines, which prefill or decode: a JSON object with vLLM's "
+        "keys. Default: compute all prompts here. See docs/disaggregation.md.",
+        is_json=True,
+    )
     enable_prefix_caching: bool = option(
         True, "Disable prefix caching, such as to measure prefill.", also="--disable-radix-cache"
     )
@@ -423,6 +430,7 @@ class EngineOptions:
         self._check_weights()
         self._check_parallel()
         self._check_cache()
+        self._check_transfer()
 
     def _check_weights(self) -> None:
         if self.num_hidden_layers is not None and self.load_format != "synthetic":
@@ -483,10 +491,27 @@ class EngineOptions:
                     hint="leave one of them out",
                 )
 
+    def _check_transfer(self) -> None:
+        if self.kv_transfer is not None:
+            check_one_engine(vars(self))
+
+    @property
+    def kv_transfer(self) -> KvTransferConfig | None:
+        """How prompts are exchanged with other engines; None: not. Errors: `ConfigError`."""
+        given = self.kv_transfer_config
+        return None if given is None else KvTransferConfig.read(given)
+
     @property
     def has_host_blocks(self) -> bool:
         """Whether KV blocks are kept in main memory, too."""
-        return self.kv_offloading_size is not None or self.kv_offloading_ratio is not None
+        return self.host_gib is not None or self.kv_offloading_ratio is not None
+
+    @property
+    def host_gib(self) -> float | None:
+        """Main memory for KV blocks, in GiB over all ranks; None: none, or given as a ratio."""
+        if self.kv_offloading_size or self.kv_offloading_ratio or self.kv_transfer is None:
+            return self.kv_offloading_size
+        return HOST_GIB
 
     def sequences_per_step(self, device: str) -> int:
         """Return the largest number of sequences in one step of a data-parallel rank."""

@@ -260,12 +260,25 @@ def _host_cache_files(entry: Foreign, value: Any, line: Mapping[str, str]) -> Tr
     return Translation((("--kv-offloading-path", folder),))
 
 
-def _kv_transfer(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    role = value.get("kv_role", "kv_both") if isinstance(value, dict) else ""
-    if role == "kv_both":
-        return Translation(note=entry.reason)
-    refusal = "prefill and decode run in one server"
-    return Translation(refusal=refusal, remedy="start one server without it")
+def _disaggregation(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    """Set a key of --kv-transfer-config from an option of SGLang's."""
+    mode, text = line.get("disaggregation_mode", "null"), str(value).lower()
+    if mode.lower() in _NO_MODE:
+        return Translation(note=None if text in _NO_MODE else entry.reason)
+    known: dict[str, str | int] = {entry.argument: text}
+    if entry.argument == "kv_role":
+        if text not in _MODES:
+            return Translation(refusal="allowed: prefill, decode, null", remedy="use one of them")
+        known = {"kv_role": _MODES[text], "kv_port": 8998}
+        if "disaggregation_bootstrap_port" in line:
+            del known["kv_port"]
+    elif entry.argument == "kv_port":
+        known = {"kv_port": int(text) if text.isdigit() else text}
+    elif text not in _LANES:
+        return Translation(refusal="allowed: nixl, tcp", remedy="use one of them")
+    else:
+        known = {"kv_connector": _LANES[text]}
+    return Translation((("--kv-transfer-config", json.dumps(known)),))
 
 
 def _overrides(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
@@ -289,6 +302,9 @@ def _overrides(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translati
     return Translation(refusal=refusal, remedy=entry.remedy)
 
 
+_NO_MODE = ("null", "none", "")
+_MODES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+_LANES = {"nixl": "NixlConnector", "tcp": "TcpConnector"}
 # Fields that choose how other engines compute: they reuse the selected blocks of a layer.
 _WITHOUT_EFFECT = ("use_index_cache", "index_topk_freq", "index_topk_pattern", "index_skip_offset")
 
@@ -310,6 +326,6 @@ _RULES: Mapping[str, Rule] = {
         *(_rename, _switch, _compilation, _capture_sizes, _attention, _attention_groups),
         *(_replicas, _local_ranks, _first_local_rank, _meeting_point, _headless, _ray),
         *(_host_cache, _host_cache_size, _host_cache_files),
-        *(_speculation, _eplb, _kv_transfer, _tokenizer, _overrides),
+        *(_speculation, _eplb, _disaggregation, _tokenizer, _overrides),
     )
 }

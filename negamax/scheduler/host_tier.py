@@ -14,7 +14,8 @@ blocks, the first one last, so that a chain loses its end first. Files may be a 
 (`FileTier`): their blocks are read into host memory before they are loaded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from negamax.scheduler.blocks import BlockPool
@@ -105,10 +106,50 @@ class HostTier:
         """Queue the blocks `first` to `stop` of a sequence, which are cached, to be stored."""
         if self._log is not None and first < stop:
             self._log.chains.append((sequence.block_hashes, first, stop))
-        for index in range(first, stop) if self.num_blocks else ():
-            block_hash = sequence.block_hashes[index]
+        if self.num_blocks:
+            self.offer_hashes(sequence.block_hashes[index] for index in range(first, stop))
+
+    def offer_hashes(self, hashes: Iterable[bytes]) -> None:
+        """Queue cached blocks to be stored, unless they are in host memory or on their way."""
+        for block_hash in hashes:
             if self._host.find(block_hash) is None and block_hash not in self._storing:
                 self._queue[block_hash] = None
+
+    @property
+    def has_new_stores(self) -> bool:
+        """Whether a store waits for a plan to carry it."""
+        return bool(self._new_stores)
+
+    @property
+    def has_room(self) -> bool:
+        return self._host.num_free > 0
+
+    def is_stored(self, block_hash: bytes) -> bool:
+        """Whether a block is in host memory."""
+        return self._host.find(block_hash) is not None
+
+    def hold(self, hashes: Items[bytes]) -> list[int] | None:
+        """Hold the host blocks with these hashes, until `release`; None if one is missing."""
+        places = [place for each in hashes if (place := self._host.find(each)) is not None]
+        if len(places) < len(hashes):
+            return None
+        self._host.share(places)
+        return places
+
+    def release(self, places: list[int]) -> None:
+        self._host.release(places)
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """Allocate host blocks to be filled from elsewhere; None without enough room."""
+        if num_blocks > self._host.num_free:
+            return None
+        return [self._host.allocate() for _ in range(num_blocks)]
+
+    def insert(self, places: list[int], hashes: Items[bytes]) -> None:
+        """Index the first of these host blocks by `hashes`, and release all of them."""
+        for place, block_hash in zip(places, hashes, strict=False):
+            self._host.index(place, block_hash)
+        self._host.release(places)
 
     def take_queued(self) -> None:
         """Store the queued blocks with the next plan. Call it before the plan allocates blocks."""

@@ -128,6 +128,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, n=1, seed=wrapped)
 
 
+class RemotePrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt that another engine has computed, or is computing, and where that engine listens."""
+
+    host: str
+    port: int
+    lease_id: str
+    engine_id: str = ""  # "": any engine there, which may have yet to compute the prompt
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to continue, with resolved sampling and n = 1."""
 
@@ -138,6 +147,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""  # tenants share the rows
     cache_salt: str = ""  # requests share prefix-cache blocks only with the same salt
     data_parallel_rank: int | None = None  # data-parallel rank that must run it; None: any
+    lease_id: str = ""  # keep the computed prompt for another engine, under this name
+    remote: RemotePrompt | None = None  # read the computed prompt from another engine
+    # prompt tokens that the other engine found cached; None: the prompt was not read from one
+    num_remote_cached_tokens: int | None = None
 
 
 def _in_range(name: str, value: float | None, low: float, high: float) -> None:

@@ -73,6 +73,9 @@ class RequestTable:
         self.num_rows[sequence.tenant] += 1
         is_first, sequence.was_admitted = not sequence.was_admitted, True
         self.admitted += [sequence.request_id] * is_first
+        if is_first:
+            remote = sequence.request.num_remote_cached_tokens
+            sequence.num_cached_tokens = sequence.num_computed if remote is None else remote
         return is_first
 
     def leave(self, sequence: Sequence) -> None:

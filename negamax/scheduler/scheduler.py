@@ -31,6 +31,7 @@ from negamax.scheduler.plan_builder import PlanBuilder
 from negamax.scheduler.prefix_cache import match_prefix
 from negamax.scheduler.request_table import RequestTable
 from negamax.scheduler.sequence import NEVER, NO_SLOT, Sequence
+from negamax.scheduler.shared_blocks import SharedBlocks
 from negamax.scheduler.step import GrammarRow, NewRow, SequenceUpdate, StepPlan, StepResult
 from negamax.scheduler.turns import Turns
 from negamax.scheduler.waiting import (
@@ -80,6 +81,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # by order
         self.host = HostTier(limits, self._pool, self._waiting, log)
+        self.shared = SharedBlocks(self._pool, self.host, block_size=limits.block_size)
         self._turns = Turns(limits.num_stages)
         num_slots = self._turns.most_slots(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -154,7 +156,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Return the next step; None if nothing can run before a commit, `add` or pipeline turn."""
         self._turns.begin()
-        self.host.take_queued()
+        self.shared.take_queued()
         first = self._waiting.first(self._requests.num_rows)
         if first is not None:
             for row in self._find_yielding(first) or ():
@@ -185,11 +187,10 @@ class Scheduler:
             builder.extend_chunk(sequence)
             self._look_ahead(sequence, builder)
         if not builder.sequences and not builder.chunks:
-            is_idle, host = not self._in_flight, self.host
-            is_needed = host.has_loads or host.has_writes
-            if not (host.has_new_loads or (is_needed and is_idle)):
+            is_awaited = (self.host.has_loads or self.host.has_writes) and not self._in_flight
+            if not (is_awaited or self.host.has_new_loads or self.shared.has_new_stores):
                 return None
-            return self._finish(builder, num_proposed=0, is_awaited=is_idle)
+            return self._finish(builder, num_proposed=0, is_awaited=is_awaited)
         return self._finish(builder, num_proposed=num_drafts)
 
     def plan_nothing(self) -> StepPlan:
@@ -255,7 +256,7 @@ class Scheduler:
         step = self._take_in_flight(plan)
         postponed = step.postponed
         assert result.step_id == plan.step_id
-        self.host.commit(result)
+        self.shared.commit(result)
         if self.limits.num_draft_tokens:
             self._draft_length.record(plan, result, seconds)
         token_ids, logprobs = result.token_ids, result.logprobs
@@ -313,6 +314,8 @@ class Scheduler:
                 places = range(first, first + len(tokens))
                 token_logprobs = [logprobs[i] for i in places if i in logprobs] or None
             if finish_reason is not None:
+                if sequence.request.lease_id:
+                    self.shared.lend(sequence, step_id=plan.step_id)
                 self.free(sequence)
             updates.append(
                 SequenceUpdate(
@@ -523,7 +526,6 @@ class Scheduler:
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs = []  # an interrupted prefill starts again
         if self._requests.admit(sequence):
-            sequence.num_cached_tokens = sequence.num_computed
             self.prompt_tokens += sequence.prompt_len
             self.cached_prompt_tokens += sequence.num_computed
         sequence.is_postponed, sequence.num_proposed = False, 0

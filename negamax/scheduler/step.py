@@ -232,5 +232,6 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_refusal: bool = False  # the request caused the error: it cannot be served
     # the request lost its grammar process, or got none in time: a retry may succeed
     is_lost: bool = False
+    lacks_prompt: bool = False  # its prompt did not arrive from another engine
     # of a finished request: rows with drafts, their draft tokens, accepted ones; None: no such rows
     drafts: tuple[int, int, int] | None = None

@@ -12,6 +12,7 @@ from negamax.models.registry import find_family
 from negamax.options.eplb import FIXED
 from negamax.options.speculation import SpeculationConfig
 from negamax.parallel.layout import ParallelLayout
+from negamax.worker.node_sockets import tcp_endpoint
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,24 @@ class RankAddresses:
             rendezvous=f"{folder}/rendezvous",
             beats=f"{folder}/beats",
         )
+
+
+@dataclass(frozen=True)
+class LaneOptions:
+    """How the ranks of an engine exchange host blocks with those of other engines."""
+
+    kind: str  # "nixl" or "tcp"
+    folder: str  # for the sockets of this engine
+    host: str | None  # address that other machines reach; None: only engines of this machine do
+
+    def reads_endpoint(self, rank: int) -> str:
+        """Where a rank listens to other engines. On a network the system assigns the port."""
+        local = f"ipc://{self.folder}/lane-{rank}"
+        return local if self.host is None else tcp_endpoint(self.host, "*")
+
+    def imports_endpoint(self, rank: int) -> str:
+        """Where a rank listens to its own engine."""
+        return f"ipc://{self.folder}/imports-{rank}"
 
 
 @dataclass(frozen=True)
@@ -89,6 +108,7 @@ class WorkerConfig:
     kv_offloading_ratio: float | None = None  # host blocks for each KV block; overrides the size
     kv_offloading_path: str | None = None  # folder for files of KV blocks
     kv_offloading_path_size: float = 0.0  # GiB of them
+    lane: LaneOptions | None = None  # None: host blocks are not exchanged with other engines
 
     def on_machine(self, share: MachineShare, addresses: RankAddresses) -> "WorkerConfig":
         """Return the configuration for ranks of a machine with its own files."""
@@ -167,6 +187,8 @@ class WorkerReady:
     host_block_bytes: int = 0  # of one of them, on this rank
     num_file_blocks: int = 0  # KV blocks that files hold
     file_hashes: bytes = b""  # hashes of those found at the start, the least recently used first
+    # endpoints where other engines read host blocks: of this rank, later of all
+    lanes: tuple[str, ...] = ()
 
 
 # argument: 1 or 0; while 1, steps run without graphs and record expert ids

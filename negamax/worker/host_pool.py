@@ -116,12 +116,13 @@ class HostPool:
                         hint="use a smaller --kv-offloading-size",
                     )
                 self._pinned.append(memory)
-        self._host = [
+        # [num_blocks, layers, words] of each kind; the copies of plans and `worker.lanes` use it
+        self.host = [
             memory.view(torch.int64).view(num_blocks, *size)
             for memory, size in zip(raw, sizes, strict=True)
         ]
         self._batches: deque[_Batch] = deque()  # not known to be complete
-        self._loaded_step = -1
+        self._loaded_step = self._last_step = -1
         self.files: FileStore | None = None  # set by the runner, if there are any
 
     def run(self, plan: StepPlan) -> LoadProgress:
@@ -131,6 +132,7 @@ class HostPool:
         copies = plan.copies
         if copies is not None and (copies.stored_blocks or copies.loaded_blocks):
             self._launch(copies, plan.step_id)
+        self._last_step = plan.step_id
         while self._batches and self._batches[0].is_done:
             batch = self._batches.popleft()
             if batch.loaded_blocks:
@@ -145,7 +147,20 @@ class HostPool:
 
     def view_bytes(self) -> list[np.ndarray]:
         """View the blocks as [blocks, bytes] uint8, for each kind of cache."""
-        return [kind.view(self.num_blocks, -1).view(torch.uint8).numpy() for kind in self._host]
+        return [kind.view(self.num_blocks, -1).view(torch.uint8).numpy() for kind in self.host]
+
+    def await_copies(self, step_id: int, *, seconds: float) -> bool:
+        """Wait until the copies of plans up to `step_id` are complete. Any thread may call it.
+        False after so many seconds.
+        """
+        end = time.monotonic() + seconds
+        while self._last_step < step_id:
+            if time.monotonic() > end:
+                return False
+            time.sleep(AWAIT_SECONDS / 50)
+        if self._stream is not None:
+            self._stream.synchronize()  # host-sync: this thread reads or writes host blocks
+        return True
 
     def close(self) -> None:
         """Wait for all copies and release the memory."""
@@ -200,14 +215,14 @@ class HostPool:
 
     def _store(self, blocks: list[int], places: list[int]) -> None:
         index = indices(blocks, self._device)
-        for cache, staging, host in zip(self._caches, self._staging, self._host, strict=True):
+        for cache, staging, host in zip(self._caches, self._staging, self.host, strict=True):
             torch.index_select(cache, 0, index, out=staging[: len(blocks)])
             for rows, to in _find_runs(places):
                 host[to].copy_(staging[rows], non_blocking=True)
 
     def _load(self, blocks: list[int], places: list[int]) -> None:
         index = indices(blocks, self._device)
-        for cache, staging, host in zip(self._caches, self._staging, self._host, strict=True):
+        for cache, staging, host in zip(self._caches, self._staging, self.host, strict=True):
             for rows, source in _find_runs(places):
                 staging[rows].copy_(host[source], non_blocking=True)
             cache.index_copy_(0, index, staging[: len(blocks)])

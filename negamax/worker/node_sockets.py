@@ -33,8 +33,8 @@ def has_key() -> bool:
     return env.get(KEY_VARIABLE) is not None
 
 
-def tcp_endpoint(address: str, port: int) -> str:
-    """The ZeroMQ endpoint of an IPv4 or IPv6 address."""
+def tcp_endpoint(address: str, port: int | str) -> str:
+    """The ZeroMQ endpoint of an IPv4 or IPv6 address; port "*": one that the system assigns."""
     return f"{_TCP}[{address}]:{port}" if ":" in address else f"{_TCP}{address}:{port}"
 
 

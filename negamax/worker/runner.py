@@ -21,6 +21,7 @@ from negamax.worker.expert_weights import load_recorder
 from negamax.worker.file_store import open_files
 from negamax.worker.graphs import StepGraphs
 from negamax.worker.host_pool import HostPool
+from negamax.worker.lanes import Lane
 from negamax.worker.loading import load_model, plan_loading
 from negamax.worker.profile import peak_bytes
 from negamax.worker.proposer import load_proposer
@@ -89,6 +90,7 @@ class ModelRunner:
             self.experts = load_recorder(config, self.model, context, device)
             num_blocks = self._allocate_caches(cache_dtype)
             self.host_pool = self._open_host_pool(num_blocks, cache_dtype)
+            self.lane = self._open_lane()
             self.graphs, graph_summary = self._capture_graphs()
             if self.experts is not None:
                 self.experts.reset()
@@ -107,6 +109,7 @@ class ModelRunner:
             host_block_bytes=self.host_pool.block_bytes if self.host_pool else 0,
             num_file_blocks=files.num_blocks if files else 0,
             file_hashes=b"".join(files.found) if files else b"",
+            lanes=(self.lane.endpoint,) if self.lane else (),
         )
 
     def _allocate_caches(self, dtype: torch.dtype) -> int:
@@ -146,6 +149,14 @@ class ModelRunner:
         )
         pool.files = open_files(config, self.kernels, pool.view_bytes(), dtype=str(dtype))
         return pool
+
+    def _open_lane(self) -> Lane | None:
+        """Open the lane to other engines; None: none is asked for."""
+        config, options = self.config, self.config.lane
+        if options is None or self.host_pool is None:
+            return None
+        rank, ranks = config.layout.rank, config.layout.world_size
+        return Lane(self.host_pool, config.kv_caches, self.caches, options, rank=rank, ranks=ranks)
 
     def _capture_graphs(self) -> tuple[StepGraphs | None, str]:
         """Compile eager steps and capture common ones, if possible; also return a log line."""

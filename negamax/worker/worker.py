@@ -127,6 +127,8 @@ class Worker:
         runtime, context = self.runner.runtime, self.runner.context
         with suppress(EngineDeadError):  # ranks that end together need not wait for each other
             self.runner.stage.finish()
+        if self.runner.lane is not None:
+            self.runner.lane.close()
         if self.runner.host_pool is not None:
             self.runner.host_pool.close()
         del self.runner, self._steps, self._debug_commands

@@ -11,6 +11,7 @@ from fastapi import Request
 
 from negamax.api.access import get_owner, get_salt
 from negamax.api.common.context import ApiContext
+from negamax.api.common.transfer import read_transfer
 from negamax.api.http.request_body import read_request
 from negamax.api.recorder import RequestRecord
 from negamax.api.schemas.request_model import RequestModel, RequestT, describe, refuse
@@ -110,6 +111,10 @@ def generate(
             param="priority",
             code="invalid_value",
         )
+    transfer = read_transfer(params, context.engine.info.transfer)
+    if transfer.only_prefills:
+        most = min(sampling.min_tokens, 1)
+        sampling = msgspec.structs.replace(sampling, max_tokens=1, min_tokens=most)
     limits = [limit for limit in (params.timeout, options.request_timeout) if limit is not None]
     interval = (stream_interval or options.stream_interval) if params.stream else _WHOLE_INTERVAL
     generation = context.engine.generate(
@@ -124,6 +129,8 @@ def generate(
         readers=readers,
         owner=get_owner(http, names),
         interval=interval,
+        lease_id=transfer.lease_id,
+        remote=transfer.remote,
     )
     record.sampling = msgspec.structs.replace(generation.sampling, n=sampling.n)
     if context.request_log is not None:

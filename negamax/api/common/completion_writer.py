@@ -7,9 +7,11 @@ from msgspec import UNSET, UnsetType
 
 from negamax.api.common.answer import AnswerSource, AnswerWriter, ChoiceT, ResponseT
 from negamax.api.common.context import FINGERPRINT, ApiContext
+from negamax.api.common.transfer import describe_lease
 from negamax.api.http.sse import DONE, encode_event
-from negamax.api.schemas.answers import CompletionAnswer, Usage
+from negamax.api.schemas.answers import CompletionAnswer, TransferParams, Usage
 from negamax.api.schemas.sampled_request import GenerationRequest
+from negamax.engine.client.open_request import OpenRequest
 
 
 class CompletionWriter(AnswerWriter[ChoiceT, ResponseT]):
@@ -27,6 +29,7 @@ class CompletionWriter(AnswerWriter[ChoiceT, ResponseT]):
     ) -> None:
         super().__init__(answer_id, source, choices)
         self._tokenizer = context.engine.tokenizer
+        self._info = context.engine.info
         self._options = params.stream_options
         self._reports_tokens = params.return_token_ids or self._options.continuous_usage_stats
         self._head: dict[str, Any] = {
@@ -40,6 +43,14 @@ class CompletionWriter(AnswerWriter[ChoiceT, ResponseT]):
         if not self._options.reports_usage:
             return DONE
         return encode_event(self.chunk_type(**self._head, choices=[], usage=self.usage)) + DONE
+
+    @property
+    def _lease(self) -> TransferParams | UnsetType:
+        """What another server needs to decode after this one's prompt."""
+        if not isinstance(self.source, OpenRequest):
+            return UNSET
+        info, request = self._info, self.source.requests[0]
+        return describe_lease(request, info.transfer, block_size=info.block_size) or UNSET
 
     @property
     def _chunk_usage(self) -> Usage | UnsetType | None:

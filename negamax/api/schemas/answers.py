@@ -76,8 +76,27 @@ class PromptLogprob(Struct, frozen=True):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; the first is null
 
 
+class TransferParams(Struct, frozen=True, kw_only=True):
+    """vLLM's `kv_transfer_params`. Routers pass those of an answer on unchanged."""
+
+    do_remote_prefill: bool = False  # another server has computed the prompt
+    do_remote_decode: bool = False  # keep the prompt: another server will decode
+    remote_block_ids: list[Any] | None = None  # positions of the kept blocks in the prompt
+    remote_engine_id: str | None = None  # the engine that has them; new at each start
+    remote_request_id: str | None = None  # the name of the kept prompt there
+    remote_host: str | None = None  # where that engine listens
+    remote_port: int | None = None  # where that engine listens
+    tp_size: int | None = None  # its tensor-parallel ranks
+    dcp_size: int | None = None  # its decode context parallel ranks: 1
+    pp_size: int | None = None  # its pipeline stages: 1
+    remote_num_tokens: int | None = None  # in these blocks
+
+
 class CompletionAnswer(Struct, frozen=True, kw_only=True):
     """The common fields of chat and plain completions."""
+
+    # for the server that will decode, if the request has do_remote_decode
+    kv_transfer_params: TransferParams | UnsetType = UNSET
 
     id: str  # the request's own id, or a random one, after a prefix
     object: str  # the kind of answer

@@ -142,6 +142,13 @@ class EngineRequest(RequestModel):
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None  # SGLang's older name for routed_dp_rank
 
+    # vLLM's object about a prompt that another server computes, or will read from this one
+    kv_transfer_params: dict[str, Any] | None = None
+    # SGLang's fields about a prompt that another server computes
+    bootstrap_host: str | None = Field(default=None, max_length=253)
+    bootstrap_port: int | None = Field(default=None, ge=1, le=65535)
+    bootstrap_room: int | None = Field(default=None, ge=0, lt=2**64)
+
 
 class SampledRequest(EngineRequest, SamplingFields):
     """Fields of every request for generated text, named as in OpenAI, vLLM and SGLang."""

@@ -28,7 +28,7 @@ from negamax.engine.client.placement import (
 from negamax.engine.client.replica import Replica
 from negamax.engine.core.source import locate
 from negamax.options.engine import EngineOptions
-from negamax.scheduler.request import GenerateRequest, SamplingParams
+from negamax.scheduler.request import GenerateRequest, RemotePrompt, SamplingParams
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
 
@@ -199,13 +199,16 @@ class AsyncEngine:
         interval: int = 1,
         readers: Sequence[TextReader] | None = None,
         owner: Owner = NOBODY,
+        lease_id: str = "",
+        remote: RemotePrompt | None = None,
     ) -> OpenRequest:
         """Admit a request to continue a prompt. Outputs of its `n` choices come interleaved. Run it
         or close it.
 
         `data_parallel_rank`: one of `num_ranks`, counted replica by replica; None: any. `deadline`:
         a `time.monotonic()`. `interval`: tokens per output. `readers`: by choice, find stop
-        strings; None: they count everywhere. Errors: `InvalidRequestError`, `ContextLengthError`,
+        strings; None: they count everywhere. `lease_id`, `remote`: as in
+        `GenerateRequest`. Errors: `InvalidRequestError`, `ContextLengthError`,
         `OverloadedError`, `UnavailableError`; later ones are those of `OpenRequest`.
         """
         self.check_alive()
@@ -227,6 +230,8 @@ class AsyncEngine:
                 tenant=owner.tenant,
                 cache_salt=cache_salt,
                 data_parallel_rank=rank,
+                lease_id="" if index else lease_id,
+                remote=remote,
             )
             for index, choice in enumerate(choices)
         ]

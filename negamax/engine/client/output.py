@@ -183,6 +183,8 @@ def check_served(update: SequenceUpdate) -> None:
     """Errors: `InvalidRequestError` for a refused request, `UnavailableError` for a lost one."""
     if update.is_lost:
         raise UnavailableError(update.error or "lost", code="no_grammar_process", retry_after=1.0)
+    if update.lacks_prompt:
+        raise UnavailableError(update.error or "lost", code="kv_load_failed", retry_after=1.0)
     if update.is_refusal:
         message = update.error or "refused"
         raise InvalidRequestError(message, param="grammar", code="invalid_grammar")

@@ -324,6 +324,7 @@ class MultiProcessExecutor:
             step_seconds=_find_slowest(readies),
             host_block_bytes=sum(ready.host_block_bytes for ready in readies) // layout.dp,
             num_file_blocks=min(ready.num_file_blocks for ready in readies),
+            lanes=tuple(lane for ready in readies for lane in ready.lanes),
         )
 
     def launch(self, plans: Sequence[StepPlan]) -> Results:

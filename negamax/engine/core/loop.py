@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import zmq
 
 from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import EngineDeadError, EngineError, InvalidRequestError, NegamaxError
@@ -16,6 +17,8 @@ from negamax.base.log import get_logger
 from negamax.engine.core.executor import Executor, Results
 from negamax.engine.core.expert_balancer import ExpertBalancer
 from negamax.engine.core.kv_events import EventPublisher
+from negamax.engine.core.transfer_sockets import TransferSockets
+from negamax.engine.core.transfers import Transfers
 from negamax.engine.grammar.manager import GrammarManager, RequestGrammar
 from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.wire import EngineStats, ExpertDump, RankStats, StepOutputs, sum_fields
@@ -55,6 +58,7 @@ class EngineLoop:
         crash_dumps: CrashDumps,
         launcher: RayLauncher | None = None,
         publishers: Sequence[EventPublisher] = (),
+        transfers: TransferSockets | None = None,
     ) -> None:
         """`publishers`: of events of the prefix cache, by data-parallel rank, or none."""
         self._scheduler = scheduler
@@ -65,6 +69,8 @@ class EngineLoop:
         self._crash_dumps = crash_dumps
         self._launcher = launcher  # launcher of other nodes
         self._publishers = publishers
+        self._sockets = transfers  # to other engines; None: prompts are computed here
+        self._transfers = None if transfers is None else transfers.transfers
         self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # for a crash dump
         # launched and not committed, oldest first; None for a round without a plan
         self._in_flight: deque[_InFlight | None] = deque()
@@ -86,7 +92,16 @@ class EngineLoop:
             or self._scheduler.has_writes
             or bool(self._pending_updates)
             or bool(self._grammars.opening_ids())
+            or (self._transfers is not None and self._transfers.has_work)
         )
+
+    def await_request(self, requests: zmq.Socket[bytes]) -> bool:
+        """Wait, while there is no work, until there may be. Return whether a request is there."""
+        if self._sockets is None:
+            return True  # its receipt waits
+        has_request = self._sockets.wait(requests)
+        self._sockets.poll()
+        return has_request
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. A refusal becomes an update with finish_reason "error"."""
@@ -98,7 +113,14 @@ class EngineLoop:
             self._pending_updates.append(
                 SequenceUpdate(request.request_id, [], finish_reason="error", error=error)
             )
-        elif request.sampling.is_constrained:
+        elif self._transfers is not None:
+            self._transfers.begin(request, now=time.monotonic())  # `_add_opened` queues it
+        else:
+            self._queue(request)
+
+    def _queue(self, request: GenerateRequest) -> None:
+        """Queue a request whose prompt is not on its way from another engine."""
+        if request.sampling.is_constrained:
             self._take_in(request, self._grammars.open)  # `_add_opened` queues it
         else:
             self._take_in(request, self._scheduler.add)
@@ -106,7 +128,8 @@ class EngineLoop:
     def abort(self, request_ids: list[str]) -> None:
         """End requests now; unknown or finished ids are ignored."""
         for request_id in request_ids:
-            if self._grammars.close(request_id):
+            is_pulled = self._transfers is not None and self._transfers.abort(request_id)
+            if is_pulled or self._grammars.close(request_id):
                 self._pending_updates.append(SequenceUpdate(request_id, [], finish_reason="abort"))
             update = self._scheduler.end(request_id, "abort")
             if update is not None:
@@ -114,7 +137,8 @@ class EngineLoop:
 
     def request_ids(self) -> list[str]:
         running = (sequence.request_id for sequence in self._scheduler.sequences())
-        return [*self._grammars.opening_ids(), *running]
+        pulled = () if self._transfers is None else self._transfers.request_ids()
+        return [*self._grammars.opening_ids(), *running, *pulled]
 
     def reset_prefix_cache(self) -> None:
         self._scheduler.reset_prefix_cache()
@@ -122,6 +146,9 @@ class EngineLoop:
 
     def step(self) -> list[SequenceUpdate]:
         """Launch the next step, commit the oldest due one, and return the requests' updates."""
+        if self._sockets is not None:
+            self._sockets.poll()
+            self._add_transferred(self._sockets.transfers)
         self._add_opened()
         plans = self._scheduler.plan()
         launched = None
@@ -149,6 +176,8 @@ class EngineLoop:
         if launched is None:
             self._publish_cache()
         self._in_flight.append(launched)
+        if self._transfers is not None:
+            self._transfers.take_updates(updates)
         return updates
 
     def report(self, updates: list[SequenceUpdate]) -> StepOutputs:
@@ -182,6 +211,7 @@ class EngineLoop:
         ranks = self._scheduler.ranks
         on_none = self._scheduler.num_waiting - sum(rank.num_waiting for rank in ranks)
         on_none += len(self._grammars.opening_ids())
+        on_none += 0 if self._transfers is None else len(self._transfers.request_ids())
         return tuple(
             RankStats(
                 num_running=rank.num_running,
@@ -214,6 +244,7 @@ class EngineLoop:
                 num_file_errors=rank.host.files.progress.num_errors,
                 num_kv_event_batches=sum(each.num_batches for each in publishers),
                 num_dropped_kv_events=sum(each.num_dropped for each in publishers),
+                **({} if self._transfers is None else self._transfers.stats()),
             )
             for number, rank in enumerate(ranks)
             for publishers in (self._publishers[number : number + 1],)
@@ -257,6 +288,8 @@ class EngineLoop:
         finally:
             for publisher in self._publishers:
                 publisher.close()
+            if self._sockets is not None:
+                self._sockets.close()
             if self._launcher is not None:
                 self._launcher.close()
 
@@ -284,6 +317,20 @@ class EngineLoop:
             self._pending_updates.append(
                 SequenceUpdate(request.request_id, [], finish_reason="error", error=message)
             )
+
+    def _add_transferred(self, transfers: Transfers) -> None:
+        """Queue requests whose blocks have arrived or are computed here, and end the others."""
+        ready, transfers.ready = transfers.ready, []
+        for request in ready:
+            self._queue(request)
+        for request_id, problem in transfers.failed:
+            error = f"the prompt did not arrive from the prefilling engine: {problem}"
+            self._pending_updates.append(
+                SequenceUpdate(
+                    request_id, [], finish_reason="error", error=error, lacks_prompt=True
+                )
+            )
+        transfers.failed.clear()
 
     def _add_opened(self) -> None:
         """Queue requests with compiled grammars, end lost ones, unblock those with late masks."""
@@ -328,6 +375,8 @@ class EngineLoop:
     def _wait(self) -> None:
         if self._grammars.is_waiting:
             self._grammars.wait(WAIT_SECONDS)
+        elif self._transfers is not None and self._transfers.shared.holds_kv_blocks:
+            time.sleep(WAIT_SECONDS)  # until a lease ends
         elif self._scheduler.has_unfinished:
             raise EngineError("the scheduler holds requests that it cannot run")
 

@@ -168,6 +168,8 @@ def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, puls
     while True:
         while not loop.has_work or requests.poll(0):
             pulse.is_idle = not loop.has_work
+            if pulse.is_idle and not loop.await_request(requests):
+                continue  # there may be work
             frame = requests.recv()
             pulse.is_idle = False
             try:

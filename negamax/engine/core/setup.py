@@ -1,15 +1,19 @@
 """From options to a running engine: context length, worker configuration, scheduler limits."""
 
+import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from negamax.base import env
 from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
+from negamax.base.private_folder import PrivateFolder
 from negamax.config.json_file import read_json_object
 from negamax.config.kv_cache import check_index_options, choose_block_size, shards_index
 from negamax.config.model_spec import ModelSpec
@@ -21,12 +25,14 @@ from negamax.engine.core.kv_events import EventPublisher
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.scripted_executor import ScriptedExecutor
 from negamax.engine.core.source import ModelSource, choose_context_length, locate
+from negamax.engine.core.transfer_sockets import TransferSockets, check_transfer_address
+from negamax.engine.core.transfers import Transfers
 from negamax.engine.grammar.manager import GrammarManager
-from negamax.engine.nodes.facts import collect_facts
+from negamax.engine.nodes.facts import collect_facts, digest_model
 from negamax.engine.nodes.group import start_on_nodes
 from negamax.engine.nodes.network import check_key
 from negamax.engine.nodes.ray_launcher import RayLauncher
-from negamax.engine.wire import ModelInfo
+from negamax.engine.wire import ModelInfo, TransferInfo
 from negamax.models.drafts import DraftModel, name_draft_errors
 from negamax.models.registry import import_draft_names, list_model_types
 from negamax.options.engine import STEP_LIMITS, EngineOptions
@@ -44,7 +50,7 @@ from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.prefix_cache import HASH_BYTES
 from negamax.text.script import Script, read_script
-from negamax.worker.config import WorkerConfig, WorkerReady
+from negamax.worker.config import LaneOptions, WorkerConfig, WorkerReady
 
 logger = get_logger(__name__)
 Spec = TypeVar("Spec", bound=ModelSpec)
@@ -75,8 +81,17 @@ def _start_loop(
     check_key(options.nodes)
     publishers = _open_publishers(options, replica, started)
     source = locate(options)
+    folder = None
+    if options.kv_transfer is not None:
+        check_transfer_address(options.kv_transfer)
+        folder = PrivateFolder()
+        started.callback(folder.remove)
     script = None if options.script is None else read_script(options.script)
     config = _make_worker_config(options, source, script)
+    if folder is not None and options.kv_transfer is not None:
+        transfer = options.kv_transfer
+        host = None if transfer.is_loopback else transfer.host
+        config = replace(config, lane=LaneOptions(transfer.lane, folder.path, host))
     grammars = GrammarManager(
         source.tokenizer_folder,
         vocab_size=config.spec.vocab_size,
@@ -97,6 +112,10 @@ def _start_loop(
     info = _describe_model(options, source, config, ready, max_model_len=max_model_len)
     for publisher in publishers:
         publisher.start()
+    sockets = None
+    if folder is not None:
+        sockets, about = _open_transfers(options, source, config, ready, scheduler, folder=folder)
+        info = msgspec.structs.replace(info, transfer=about)
     return EngineLoop(
         scheduler,
         executor,
@@ -107,6 +126,7 @@ def _start_loop(
         crash_dumps=CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options)),
         launcher=launcher,
         publishers=publishers,
+        transfers=sockets,
     ), info
 
 
@@ -121,6 +141,41 @@ def _open_publishers(
             publishers.append(EventPublisher(options.kv_events, number))
             started.callback(publishers[-1].close)
     return publishers
+
+
+def _open_transfers(
+    options: EngineOptions,
+    source: ModelSource,
+    config: WorkerConfig,
+    ready: WorkerReady,
+    scheduler: GroupScheduler,
+    *,
+    folder: PrivateFolder,
+) -> tuple[TransferSockets, TransferInfo]:
+    """Open the sockets to other engines. Errors: those of `TransferSockets`."""
+    transfer, lane = options.kv_transfer, config.lane
+    assert transfer is not None and lane is not None
+    imports = [lane.imports_endpoint(rank) for rank in range(len(ready.lanes))]
+    sockets = TransferSockets(transfer, imports, folder=folder)
+    caches = (config.block_size, ready.dtype, config.kv_cache_dtype, config.index_cache_dtype)
+    (rank,) = scheduler.ranks
+    sockets.transfers = Transfers(
+        transfer,
+        rank.shared,
+        block_size=config.block_size,
+        engine_id=uuid.uuid4().hex,
+        fingerprint=digest_model(source, caches),
+        lanes=list(ready.lanes),
+        send=sockets.send,
+        copy=sockets.copy,
+    )
+    where = f"{transfer.host}:{transfer.port}"
+    logger.info("exchanges prompts with other engines (%s): %s", transfer.role, where)
+    logger.info("KV blocks travel by %s, through %d lanes", transfer.lane, len(ready.lanes))
+    engine_id = sockets.transfers.engine_id
+    return sockets, TransferInfo(
+        engine_id, transfer.role, transfer.host, transfer.port, len(ready.lanes)
+    )
 
 
 def _make_worker_config(
@@ -187,7 +242,7 @@ def _make_worker_config(
         draft=draft,
         addresses=None,
         experts=options.expert_mode,
-        kv_offloading_size=options.kv_offloading_size,
+        kv_offloading_size=options.host_gib,
         kv_offloading_ratio=options.kv_offloading_ratio,
         kv_offloading_path=options.kv_offloading_path,
         kv_offloading_path_size=options.kv_offloading_path_size,

@@ -42,6 +42,15 @@ def collect_facts(options: EngineOptions, source: ModelSource, *, device: str) -
     return facts
 
 
+def digest_model(source: ModelSource, caches: tuple[object, ...]) -> str:
+    """Digest what engines that exchange KV blocks must agree on; `caches`: their properties."""
+    draft = source.draft
+    folder = None if draft is None or draft.folder is None else Path(draft.folder)
+    tensors = (_tensors_digest(source.weights_folder), _tensors_digest(folder))
+    specs = (source.spec, draft.spec if draft else None)
+    return _digest((negamax.__version__, specs, tensors, caches))
+
+
 def find_differences(own: dict[str, str], others: dict[str, str], *, name: str) -> Iterator[str]:
     """Yield the facts in which node 0 (`own`) and node `name` differ."""
     for fact in dict.fromkeys([*own, *others]):

@@ -171,6 +171,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
             **self._head,
             choices=[self._whole_choice(choice) for choice in self.choices],
             usage=self.usage,
+            kv_transfer_params=self._lease,
             prompt_logprobs=self._prompt_logprobs,
             prompt_token_ids=self._prompt.token_ids if self._chat.return_token_ids else UNSET,
         )

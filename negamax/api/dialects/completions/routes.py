@@ -145,7 +145,9 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
 
     def response(self) -> TextAnswer:
         choices = [self._choice(choice, last=True) for choice in self.choices]
-        return TextAnswer(**self._head, choices=choices, usage=self.usage)
+        return TextAnswer(
+            **self._head, choices=choices, usage=self.usage, kv_transfer_params=self._lease
+        )
 
     def chunk(self, choice: _TextChoice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
         self.take(choice, output, events)

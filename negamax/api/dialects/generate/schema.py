@@ -75,10 +75,6 @@ class NativeRequest(EngineRequest):
             ("image_data", "video_data", "audio_data", "input_embeds"),
             "this version of Negamax reads text only",
         ),
-        **dict.fromkeys(
-            ("bootstrap_host", "bootstrap_port", "bootstrap_room"),
-            "prefill and decode are not done on different servers",
-        ),
         "token_ids_logprob": "it is not implemented yet; use top_logprobs_num",
         "session_params": "send the whole text; its prefix is cached",
         "lora_path": "the server has no adapters",

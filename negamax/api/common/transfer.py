@@ -1,0 +1,104 @@
+"""The fields of a request and an answer about prompts that another server computes."""
+
+import secrets
+from dataclasses import dataclass
+
+import msgspec
+
+from negamax.api.schemas.answers import TransferParams
+from negamax.api.schemas.request_model import refuse
+from negamax.api.schemas.sampled_request import EngineRequest
+from negamax.base.errors import InvalidRequestError
+from negamax.engine.wire import TransferInfo
+from negamax.options.transfer import BOTH, CONSUMER, PRODUCER
+from negamax.scheduler.request import GenerateRequest, RemotePrompt
+
+_PARAMS, _ROOM = "kv_transfer_params", "bootstrap_room"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What a request asks for: to keep its prompt for another server, or to read it from one."""
+
+    lease_id: str = ""
+    remote: RemotePrompt | None = None
+    only_prefills: bool = False  # the client has sent the whole request to both servers
+
+
+def read_transfer(params: EngineRequest, info: TransferInfo | None) -> Transfer:
+    """Read the fields of vLLM or of SGLang. Errors: `InvalidRequestError` for values that this
+    server cannot follow.
+    """
+    if params.bootstrap_room is not None:
+        return _read_room(params, _check_server(info, _ROOM))
+    if params.kv_transfer_params is None:
+        return Transfer()
+    try:
+        given = msgspec.convert(params.kv_transfer_params, TransferParams)
+    except msgspec.ValidationError as error:
+        refuse(_PARAMS, str(error))
+    if given.do_remote_decode and given.do_remote_prefill:
+        refuse(_PARAMS, "do_remote_decode and do_remote_prefill are both true; send one of them")
+    if given.do_remote_decode:
+        _check_role(_check_server(info, _PARAMS), CONSUMER, _PARAMS)
+        return Transfer(lease_id=secrets.token_hex(16))
+    if not given.do_remote_prefill:
+        return Transfer()
+    _check_role(_check_server(info, _PARAMS), PRODUCER, _PARAMS)
+    host, port, name = given.remote_host, given.remote_port, given.remote_request_id
+    if not (host and port and name and given.remote_engine_id):
+        names = "remote_host, remote_port, remote_request_id and remote_engine_id"
+        refuse(_PARAMS, f"do_remote_prefill needs {names}, as the prefilling server returned them")
+    if not 1 <= port <= 65535 or len(host) > 253 or len(name) > 128:
+        refuse(_PARAMS, "remote_host, remote_port or remote_request_id is out of range")
+    return Transfer(remote=RemotePrompt(host, port, name, given.remote_engine_id))
+
+
+def describe_lease(
+    request: GenerateRequest, info: TransferInfo | None, *, block_size: int
+) -> TransferParams | None:
+    """Return what the decoding server needs to read the prompt of a request; None: no lease."""
+    if not request.lease_id or info is None or request.lease_id.startswith(_ROOM):
+        return None
+    num_blocks = (len(request.prompt_token_ids) - 1) // block_size
+    return TransferParams(
+        do_remote_prefill=True,
+        remote_block_ids=list(range(num_blocks)),
+        remote_engine_id=info.engine_id,
+        remote_request_id=request.lease_id,
+        remote_host=info.host,
+        remote_port=info.port,
+        tp_size=info.num_ranks,
+        dcp_size=1,
+        pp_size=1,
+        remote_num_tokens=num_blocks * block_size,
+    )
+
+
+def _read_room(params: EngineRequest, info: TransferInfo) -> Transfer:
+    lease_id = f"{_ROOM}-{params.bootstrap_room}"
+    if info.role == BOTH:
+        refuse(_ROOM, "this server both prefills and decodes; start it with --disaggregation-mode")
+    if info.role == PRODUCER:
+        return Transfer(lease_id=lease_id, only_prefills=True)
+    if params.bootstrap_host is None:
+        refuse("bootstrap_host", "it is missing; a room is on a prefilling server")
+    port = 8998 if params.bootstrap_port is None else params.bootstrap_port  # SGLang's default
+    return Transfer(remote=RemotePrompt(params.bootstrap_host, port, lease_id))
+
+
+def _check_server(info: TransferInfo | None, field: str) -> TransferInfo:
+    if info is None:
+        raise InvalidRequestError(
+            "this server computes all prompts itself",
+            hint="start it with --kv-transfer-config or --disaggregation-mode",
+            param=field,
+            code="no_kv_transfer",
+        )
+    return info
+
+
+def _check_role(info: TransferInfo, other: str, field: str) -> None:
+    if info.role == other:
+        task = "decodes only" if other == CONSUMER else "prefills only"
+        refuse(field, f"this server {task} (kv_role {other})")

@@ -1,0 +1,153 @@
+"""The sockets of `Transfers`: to other engines, and to the lanes of this engine's ranks.
+
+Other engines connect to one socket; this engine has a socket for each engine that it reads from.
+ZeroMQ's own thread sends heartbeats, so a long step of either engine is no loss of the connection.
+"""
+
+import contextlib
+import ipaddress
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import zmq
+
+from negamax.base.errors import ConfigError
+from negamax.base.log import get_logger
+from negamax.base.private_folder import PrivateFolder
+from negamax.engine.core import transfer_wire as wire
+from negamax.engine.core.transfers import Peer, PullPeer, Transfers
+from negamax.options.nodes import KEY_VARIABLE
+from negamax.options.transfer import CONSUMER, KvTransferConfig
+from negamax.worker import lane_wire
+from negamax.worker.node_sockets import bind, connect, has_key, tcp_endpoint
+
+logger = get_logger(__name__)
+
+TICK_SECONDS = 0.2  # between looks at time limits
+_HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
+_LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+Socket = zmq.Socket[bytes]
+
+
+def check_transfer_address(config: KvTransferConfig) -> None:
+    """Refuse a network address without a key. Errors: `ConfigError`."""
+    if not config.is_loopback and not has_key():
+        raise ConfigError(
+            f"--kv-transfer-config: kv_ip is {config.host}, and {KEY_VARIABLE} is not set: any "
+            f"program that reaches the port could read prompts",
+            hint=f"set {KEY_VARIABLE} to the same secret for all engines, for example to the "
+            f"output of `openssl rand -hex 32`",
+        )
+
+
+class TransferSockets:
+    """Sends the messages of `Transfers` and hands it those that arrive. Single user: the loop."""
+
+    def __init__(
+        self, config: KvTransferConfig, imports: Sequence[str], *, folder: PrivateFolder
+    ) -> None:
+        """`imports`: endpoints of this engine's lanes; `folder`: of sockets, removed at the end.
+        Errors: `ConfigError` for an address without
+        a key, `ResourceError` for one that cannot be used.
+        """
+        check_transfer_address(config)
+        self.transfers: Transfers  # set before the first call
+        self._config, self._folder = config, folder
+        self._context = zmq.Context()
+        self._peers: dict[PullPeer, tuple[Socket, Socket]] = {}  # with their monitors
+        self._lost: list[PullPeer] = []  # that may not be reached
+        self._server: Socket = self._context.socket(zmq.ROUTER)
+        self._server.heartbeat_ivl, self._server.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+        self._lanes: list[Socket] = []
+        try:
+            if config.role != CONSUMER:
+                bind(self._server, tcp_endpoint(config.host, config.port))
+            for endpoint in imports:
+                self._lanes.append(self._context.socket(zmq.DEALER))
+                connect(self._lanes[-1], endpoint)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, peer: Peer, message: wire.Message) -> None:
+        frame = wire.encode(message)
+        if isinstance(peer, bytes):
+            self._server.send_multipart([peer, frame])
+            return
+        if peer not in self._peers:
+            host, port = peer
+            if self._config.is_loopback and not _is_loopback(host):
+                logger.warning("%s:%d is no address of this machine, and kv_ip is", host, port)
+                self._lost.append(peer)
+                return
+            socket: Socket = self._context.socket(zmq.DEALER)
+            socket.linger = 0
+            socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+            monitor = socket.get_monitor_socket(_LOST)
+            connect(socket, tcp_endpoint(host, port))
+            self._peers[peer] = socket, monitor
+        self._peers[peer][0].send(frame)
+
+    def copy(self, command: lane_wire.ImportBlocks) -> None:
+        for lane in self._lanes:
+            lane.send(lane_wire.encode(command))
+
+    def poll(self) -> None:
+        """Handle all that has arrived, and apply time limits."""
+        transfers, now = self.transfers, time.monotonic()
+        for lane in self._lanes:
+            for (frame,) in _receive_all(lane):
+                transfers.take_copied(lane_wire.done_decoder.decode(frame), now=now)
+        for peer, frame in _receive_all(self._server):
+            with contextlib.suppress(msgspec.DecodeError):
+                transfers.handle(peer, wire.from_decoder.decode(frame), now=now)
+        for address, (socket, monitor) in list(self._peers.items()):
+            for (frame,) in _receive_all(socket):
+                with contextlib.suppress(msgspec.DecodeError):
+                    transfers.handle(address, wire.from_prefiller.decode(frame), now=now)
+            if any(_receive_all(monitor)):
+                self._drop(address)
+                self._lost.append(address)
+        lost, self._lost = self._lost, []
+        for address in lost:
+            transfers.lose(address)
+        transfers.advance(now=now)
+
+    def wait(self, requests: Socket) -> bool:
+        """Wait for a request, a message or the next tick. Return whether a request has arrived."""
+        poller = zmq.Poller()
+        poller.register(requests, zmq.POLLIN)
+        for socket in (*self._lanes, self._server, *sum(self._peers.values(), ())):
+            poller.register(socket, zmq.POLLIN)
+        milliseconds = int(1000 * TICK_SECONDS) if self.transfers.has_timers else None
+        return requests in dict(poller.poll(0 if self._lost else milliseconds))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+        self._folder.remove()
+
+    def _drop(self, peer: PullPeer) -> None:
+        socket, monitor = self._peers.pop(peer)
+        socket.disable_monitor()
+        monitor.close(linger=0)
+        socket.close(linger=0)
+
+
+def _receive_all(socket: Socket) -> Iterator[list[bytes]]:
+    while True:
+        try:
+            yield socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

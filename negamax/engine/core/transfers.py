@@ -1,0 +1,381 @@
+"""Requests whose prompts are computed on another engine: leases that others read, and pulls.
+
+A pull goes through four phases. The prefilling engine confirms the lease; host blocks are
+allocated; the ranks of this engine fill them; the prefilling engine confirms that it kept the
+blocks until the end. Only then are they valid. Whatever fails, nothing is computed from blocks that
+may have been reused: the request recomputes its prompt, or ends with an error.
+
+Host blocks of a pull stay allocated until every rank has reported its end, also after an abort.
+
+Deterministic: time and messages come from the caller.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from math import inf
+
+from msgspec.structs import replace
+
+from negamax.base.log import get_logger
+from negamax.engine.core.transfer_wire import (
+    CloseLease,
+    LeaseClosed,
+    LeaseOpened,
+    LeaseRefused,
+    Message,
+    OpenLease,
+    RenewLeases,
+)
+from negamax.options.transfer import RECOMPUTE, KvTransferConfig
+from negamax.scheduler.prefix_cache import BlockHashes
+from negamax.scheduler.request import GenerateRequest
+from negamax.scheduler.shared_blocks import Import, Lease, SharedBlocks, hash_prompt
+from negamax.scheduler.step import SequenceUpdate
+from negamax.worker.lane_wire import ImportBlocks, ImportDone
+
+logger = get_logger(__name__)
+
+RENEWALS = 6  # in the time of a lease
+MOST_ARRIVED = 256  # complete pulls that are remembered
+PullPeer = tuple[str, int]  # host and port of a prefilling engine
+Peer = PullPeer | bytes  # bytes: a decoding engine
+
+
+class Phase(Enum):
+    OPENING = auto()  # the prefilling engine is asked for the blocks
+    ALLOCATING = auto()  # there is no room for them yet
+    COPYING = auto()  # ranks fill host blocks
+    CLOSING = auto()  # the prefilling engine is asked whether it kept the blocks
+
+
+@dataclass(eq=False)
+class _Pull:
+    """The blocks of one prompt on their way from another engine."""
+
+    peer: PullPeer
+    lease_id: str
+    prompt_hash: bytes
+    cache_salt: str
+    hashes: list[bytes]  # of the full blocks, in order
+    requests: list[GenerateRequest]  # that have not ended
+    deadline: float  # of the phase
+    phase: Phase = Phase.OPENING
+    opened: LeaseOpened | None = None
+    blocks: Import | None = None
+    number: int = -1  # of its copy
+    num_copying: int = 0  # ranks that still fill blocks
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class _WaitingOpen:
+    peer: bytes
+    message: OpenLease
+    deadline: float
+
+
+@dataclass
+class TransferCounts:
+    """Counters since the start, named as in `RankStats`."""
+
+    num_remote_prefills: int = 0
+    num_failed_prefills: int = 0
+    num_local_prefills: int = 0
+    num_pulled_blocks: int = 0
+    num_expired_leases: int = 0
+
+
+@dataclass
+class Transfers:
+    """The leases and pulls of one engine. Single user: its loop."""
+
+    config: KvTransferConfig
+    shared: SharedBlocks
+    block_size: int
+    engine_id: str
+    fingerprint: str
+    lanes: list[str]  # endpoints of this engine's ranks
+    send: Callable[[Peer, Message], None]
+    copy: Callable[[ImportBlocks], None]  # sends it to every rank
+    counts: TransferCounts = field(default_factory=TransferCounts)
+    # requests to run here, with or without blocks of another engine; the loop empties both
+    ready: list[GenerateRequest] = field(default_factory=list)
+    failed: list[tuple[str, str]] = field(default_factory=list)  # request ids and problems
+    _pulls: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)
+    # the last complete ones: further choices of their requests may come late
+    _arrived: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)
+    _copies: dict[int, _Pull] = field(default_factory=dict)  # by number
+    _num_copies: int = 0
+    _held: dict[str, list[int]] = field(default_factory=dict)  # host blocks of ready requests
+    _prefills: dict[str, str] = field(default_factory=dict)  # lease ids of unfinished requests
+    _waiting: dict[str, list[_WaitingOpen]] = field(default_factory=dict)  # by lease id
+    _next_renewal: float = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would make progress."""
+        return bool(self.ready or self.failed or self.shared.can_store)
+
+    @property
+    def has_timers(self) -> bool:
+        return bool(self._pulls or self.shared.leases or self._waiting)
+
+    def stats(self) -> dict[str, int]:
+        """Return the fields of `RankStats` about other engines."""
+        return {**vars(self.counts), "num_leases": len(self.shared.leases)}
+
+    def request_ids(self) -> list[str]:
+        """Return the requests whose blocks are on their way."""
+        return [one.request_id for pull in self._pulls.values() for one in pull.requests]
+
+    def begin(self, request: GenerateRequest, *, now: float) -> None:
+        """Take a request: `ready` or `failed` has it later, or at once. Its id is unused."""
+        remote, size = request.remote, self.block_size
+        if request.lease_id:
+            self._prefills[request.request_id] = request.lease_id
+        if remote is None:
+            self.counts.num_local_prefills += not request.lease_id
+            self.ready.append(request)
+            return
+        peer, tokens = (remote.host, remote.port), request.prompt_token_ids
+        num_blocks = (len(tokens) - 1) // size
+        if not num_blocks or request.sampling.prompt_logprobs is not None:
+            self.send(peer, CloseLease(remote.lease_id))  # the whole prompt is computed here
+            self.ready.append(replace(request, remote=None))
+            return
+        prompt_hash = hash_prompt(tokens, block_size=size)
+        key = (peer, remote.lease_id)
+        pull = self._pulls.get(key) or self._arrived.get(key)
+        if pull is not None:  # another choice
+            if (pull.prompt_hash, pull.cache_salt) != (prompt_hash, request.cache_salt):
+                self._fail([request], f"lease {remote.lease_id} is read for another prompt")
+            elif key in self._pulls:
+                pull.requests.append(request)
+            else:
+                self._complete(pull, request)
+            return
+        hashes = BlockHashes(list(tokens), block_size=size, salt=request.cache_salt)
+        self._pulls[peer, remote.lease_id] = _Pull(
+            peer,
+            remote.lease_id,
+            prompt_hash,
+            request.cache_salt,
+            [hashes[index] for index in range(num_blocks)],
+            [request],
+            deadline=now + self.config.timeout_seconds,
+        )
+        fields = (remote.engine_id, self.fingerprint, prompt_hash, num_blocks)
+        self.send(peer, OpenLease(remote.lease_id, *fields))
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request whose blocks are on their way. False if there is none."""
+        for pull in list(self._pulls.values()):
+            for request in pull.requests:
+                if request.request_id == request_id:
+                    pull.requests.remove(request)
+                    if not pull.requests and pull.phase in (Phase.OPENING, Phase.ALLOCATING):
+                        self.send(pull.peer, CloseLease(pull.lease_id))
+                        self._finish(pull, "the request was aborted")
+                    return True
+        return False
+
+    def take_updates(self, updates: Iterable[SequenceUpdate]) -> None:
+        """Learn from the updates of requests which of them have started or ended."""
+        for update in updates:
+            places = self._held.pop(update.request_id, None)
+            if places is not None:  # its KV blocks are loaded, or it has ended
+                self.shared.release(places)
+            if update.finish_reason is None or update.request_id not in self._prefills:
+                continue
+            lease_id = self._prefills.pop(update.request_id)
+            if lease_id not in self.shared.leases:
+                for waiting in self._waiting.pop(lease_id, ()):
+                    reason = "the prefilling engine ended the request without its prompt"
+                    self.send(waiting.peer, LeaseRefused(lease_id, reason))
+
+    def handle(self, peer: Peer, message: Message, *, now: float) -> None:
+        """Take a message of another engine."""
+        if isinstance(peer, bytes):
+            self._serve(peer, message, now=now)
+            return
+        if isinstance(message, LeaseOpened | LeaseRefused | LeaseClosed):
+            pull = self._pulls.get((peer, message.lease_id))
+            if pull is not None:
+                self._follow(pull, message, now=now)
+
+    def take_copied(self, done: ImportDone, *, now: float) -> None:
+        """Take the report of one rank about its part of a copy."""
+        pull = self._copies[done.number]
+        pull.problem = pull.problem or done.problem
+        pull.num_copying -= 1
+        if pull.num_copying:
+            return
+        del self._copies[done.number]
+        self.send(pull.peer, CloseLease(pull.lease_id))
+        if pull.problem:
+            self._finish(pull, pull.problem)
+        else:
+            pull.phase, pull.deadline = Phase.CLOSING, now + self.config.timeout_seconds
+
+    def lose(self, peer: PullPeer) -> None:
+        """Fail the pulls from a prefilling engine whose connection is lost."""
+        for pull in [pull for pull in self._pulls.values() if pull.peer == peer]:
+            problem = f"the connection to the prefilling engine at {peer[0]}:{peer[1]} is lost"
+            if pull.phase is Phase.COPYING:
+                pull.problem = pull.problem or problem
+            else:
+                self._finish(pull, problem)
+
+    def advance(self, *, now: float) -> None:
+        """Answer what waited for a lease, and apply all time limits."""
+        for lease in list(self.shared.leases.values()):
+            if lease.expires == inf:
+                lease.expires = now + self.config.lease_seconds
+            if lease.expires <= now:
+                self.counts.num_expired_leases += 1
+                logger.warning("lease %s expired before its blocks were read", lease.lease_id)
+                self.shared.end(lease.lease_id)
+        for lease in self.shared.settled:
+            for waiting in self._waiting.pop(lease.lease_id, ()):
+                self._answer(lease, waiting.peer, waiting.message)
+        self.shared.settled.clear()
+        for lease_id, opens in list(self._waiting.items()):
+            left = [each for each in opens if each.deadline > now]
+            if not left:
+                del self._waiting[lease_id]  # the decoding engine stopped waiting, too
+            elif len(left) < len(opens):
+                self._waiting[lease_id] = left
+        for pull in list(self._pulls.values()):
+            if pull.phase is not Phase.COPYING and pull.deadline <= now:
+                self.send(pull.peer, CloseLease(pull.lease_id))
+                seconds = self.config.timeout_seconds
+                self._finish(pull, f"{pull.phase.name.lower()} took longer than {seconds:g} s")
+        self._allocate(now=now)
+        if now >= self._next_renewal:
+            self._next_renewal = now + self.config.lease_seconds / RENEWALS
+            of_peers: dict[PullPeer, list[str]] = {}
+            for pull in self._pulls.values():
+                if pull.opened is not None:
+                    of_peers.setdefault(pull.peer, []).append(pull.lease_id)
+            for peer, lease_ids in of_peers.items():
+                self.send(peer, RenewLeases(lease_ids))
+
+    def _serve(self, peer: bytes, message: Message, *, now: float) -> None:
+        """Take a message of a decoding engine."""
+        if isinstance(message, CloseLease):
+            self.send(peer, LeaseClosed(message.lease_id, self.shared.end(message.lease_id)))
+        elif isinstance(message, RenewLeases):
+            for lease_id in message.lease_ids:
+                if lease_id in self.shared.leases:
+                    self.shared.leases[lease_id].expires = now + self.config.lease_seconds
+        elif isinstance(message, OpenLease):
+            self._open(peer, message, now=now)
+
+    def _open(self, peer: bytes, message: OpenLease, *, now: float) -> None:
+        lease, problem = self.shared.leases.get(message.lease_id), ""
+        if message.engine_id and message.engine_id != self.engine_id:
+            problem = "the engine that computed the prompt was replaced by another one"
+        elif message.fingerprint != self.fingerprint:
+            problem = "the engines differ in version, model, draft, dtype or block size"
+        elif lease is None and message.engine_id:
+            problem = "its lease has ended"
+        if problem:
+            self.send(peer, LeaseRefused(message.lease_id, problem))
+        elif lease is None or not lease.is_readable:
+            deadline = now + self.config.timeout_seconds
+            waiting = self._waiting.setdefault(message.lease_id, [])
+            waiting.append(_WaitingOpen(peer, message, deadline))
+        else:
+            lease.expires = now + self.config.lease_seconds
+            self._answer(lease, peer, message)
+
+    def _answer(self, lease: Lease, peer: bytes, message: OpenLease) -> None:
+        fits = message.num_blocks == len(lease.places)
+        if not fits or message.prompt_hash != lease.prompt_hash:
+            reason = "the two engines have different prompts for this request"
+            self.send(peer, LeaseRefused(lease.lease_id, reason))
+            return
+        fields = (lease.places, lease.step_id, lease.num_cached_tokens)
+        self.send(peer, LeaseOpened(lease.lease_id, self.lanes, *fields))
+
+    def _follow(
+        self, pull: _Pull, message: LeaseOpened | LeaseRefused | LeaseClosed, *, now: float
+    ) -> None:
+        """Take an answer of the prefilling engine."""
+        if isinstance(message, LeaseRefused):
+            if pull.phase is Phase.OPENING:
+                self._finish(pull, message.reason)
+        elif isinstance(message, LeaseOpened):
+            if pull.phase is not Phase.OPENING:
+                return
+            if len(message.places) != len(pull.hashes):
+                self._finish(pull, "the prefilling engine sent another number of blocks")
+                return
+            pull.opened, pull.phase = message, Phase.ALLOCATING
+            pull.deadline = now + self.config.timeout_seconds
+        elif pull.phase is Phase.CLOSING:
+            self._finish(pull, "" if message.was_held else "the lease ended during the copy")
+
+    def _allocate(self, *, now: float) -> None:
+        """Begin the copies that there is room for, oldest first: the first is never overtaken."""
+        for pull in [one for one in self._pulls.values() if one.phase is Phase.ALLOCATING]:
+            assert pull.opened is not None
+            found = self.shared.begin_import(pull.hashes)
+            if found is None:
+                return
+            pull.blocks, missing = found
+            self.counts.num_pulled_blocks += len(missing)
+            if not missing:
+                self.send(pull.peer, CloseLease(pull.lease_id))
+                pull.phase, pull.deadline = Phase.CLOSING, now + self.config.timeout_seconds
+                continue
+            pull.phase, pull.number = Phase.COPYING, self._num_copies
+            pull.num_copying = len(self.lanes)
+            self._copies[pull.number] = pull
+            self._num_copies += 1
+            self.copy(
+                ImportBlocks(
+                    pull.number,
+                    pull.blocks.places,
+                    self.shared.last_step,
+                    pull.opened.lanes,
+                    [pull.opened.places[index] for index in missing],
+                    pull.opened.step_id,
+                )
+            )
+
+    def _finish(self, pull: _Pull, problem: str) -> None:
+        """End a pull that nothing writes for any more; its requests run here, or fail."""
+        del self._pulls[pull.peer, pull.lease_id]
+        if pull.blocks is not None:
+            self.shared.end_import(pull.blocks, is_valid=not problem)
+        if problem:
+            self._fail(pull.requests, problem)
+            return
+        for request in pull.requests:
+            self._complete(pull, request)
+        pull.requests.clear()
+        self._arrived[pull.peer, pull.lease_id] = pull
+        if len(self._arrived) > MOST_ARRIVED:
+            del self._arrived[next(iter(self._arrived))]
+
+    def _complete(self, pull: _Pull, request: GenerateRequest) -> None:
+        """Run a request with the blocks that have arrived."""
+        assert pull.opened is not None
+        self.counts.num_remote_prefills += 1
+        self._held[request.request_id] = self.shared.hold(pull.hashes)
+        cached = pull.opened.num_cached_tokens
+        self.ready.append(replace(request, remote=None, num_remote_cached_tokens=cached))
+
+    def _fail(self, requests: list[GenerateRequest], problem: str) -> None:
+        for request in requests:
+            self.counts.num_failed_prefills += 1
+            recomputes = self.config.failure_policy == RECOMPUTE
+            then = "the prompt is computed here" if recomputes else "the request fails"
+            name = request.request_id
+            logger.warning("the prompt of %s did not arrive (%s); %s", name, problem, then)
+            if recomputes:
+                self.ready.append(replace(request, remote=None))
+            else:
+                self.failed.append((name, problem))

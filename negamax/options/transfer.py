@@ -1,0 +1,122 @@
+"""Settings for prefill and decode on different engines, with the keys of vLLM's
+`--kv-transfer-config`.
+"""
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from negamax.base.errors import ConfigError
+from negamax.options.flags import check_keys, flag_name
+
+PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
+ROLES = (PRODUCER, CONSUMER, BOTH)
+RECOMPUTE, FAIL = "recompute", "fail"
+NIXL, TCP = "nixl", "tcp"
+LANES = {"NixlConnector": NIXL, "NixlPullConnector": NIXL, "TcpConnector": TCP}  # by connector
+PORT = 5600  # as vLLM's side channel
+HOST_GIB = 4.0  # main memory for the blocks, if no other option sets it
+
+_FLAG = "--kv-transfer-config"
+_KEYS = {
+    "kv_connector",
+    "kv_role",
+    "kv_load_failure_policy",
+    "kv_ip",
+    "kv_port",
+    "kv_connector_extra_config",
+}
+# keys of vLLM for other connectors, or for buffers that are not needed here
+_WITHOUT_EFFECT = {
+    "engine_id",
+    "kv_buffer_device",
+    "kv_buffer_size",
+    "kv_rank",
+    "kv_parallel_size",
+    "enable_permute_local_kv",
+    "enable_cross_layers_blocks",
+}
+_SPLITS = (
+    "num_replicas",
+    "nnodes",
+    "data_parallel_size",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+)
+_EXTRA_KEYS = {"lease_seconds", "timeout_seconds"}
+_EXTRA_WITHOUT_EFFECT = {"backends", "num_threads", "enforce_handshake_compat"}
+
+
+@dataclass(frozen=True)
+class KvTransferConfig:
+    """How an engine exchanges KV blocks with others. `read` makes it from the option."""
+
+    role: str = BOTH  # of ROLES
+    lane: str = NIXL  # NIXL or TCP: what carries the blocks
+    host: str = "127.0.0.1"  # address of this machine that the other engines reach
+    port: int = PORT  # for the messages between engines
+    failure_policy: str = FAIL  # FAIL or RECOMPUTE: for a request whose blocks do not arrive
+    # how long a prefilled prompt is kept without a message of the engine that will read it
+    lease_seconds: float = 30.0
+    timeout_seconds: float = 120.0  # most time of each phase of a transfer
+
+    @property
+    def is_loopback(self) -> bool:
+        return ipaddress.ip_address(self.host).is_loopback
+
+    @staticmethod
+    def read(fields: Mapping[str, Any]) -> "KvTransferConfig | None":
+        """Read `--kv-transfer-config`; null leaves a key out. None: it names a connector that
+        keeps blocks of one engine elsewhere. Errors: `ConfigError`.
+        """
+        given = {key: value for key, value in fields.items() if value is not None}
+        connector, role = given.get("kv_connector", "NixlConnector"), given.get("kv_role", BOTH)
+        if role not in ROLES:
+            _refuse("kv_role", role, ", ".join(ROLES))
+        if connector not in LANES:
+            if role == BOTH:
+                return None
+            _refuse("kv_connector", connector, ", ".join(LANES))
+        check_keys(_FLAG, given, _KEYS, also=_WITHOUT_EFFECT)
+        extra = given.get("kv_connector_extra_config", {})
+        if not isinstance(extra, dict):
+            _refuse("kv_connector_extra_config", extra, "an object")
+        check_keys(
+            f"{_FLAG} kv_connector_extra_config", extra, _EXTRA_KEYS, also=_EXTRA_WITHOUT_EFFECT
+        )
+        policy = given.get("kv_load_failure_policy", FAIL)
+        if policy not in (FAIL, RECOMPUTE):
+            _refuse("kv_load_failure_policy", policy, f"{FAIL}, {RECOMPUTE}")
+        port = given.get("kv_port", PORT)
+        if not isinstance(port, int) or not 1 <= port <= 65535:
+            _refuse("kv_port", port, "1 to 65535")
+        host = given.get("kv_ip", "127.0.0.1")
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            _refuse("kv_ip", host, "an IPv4 or IPv6 address of this machine")
+        seconds = {}
+        for name in _EXTRA_KEYS & extra.keys():
+            if not isinstance(extra[name], int | float) or not 0.1 <= extra[name] <= 86400:
+                _refuse(name, extra[name], "0.1 to 86400")
+            seconds[name] = float(extra[name])
+        return KvTransferConfig(role, LANES[connector], host, port, policy, **seconds)
+
+
+def check_one_engine(options: Mapping[str, Any]) -> None:
+    """Refuse `EngineOptions` whose blocks are split otherwise than by heads: `ConfigError`."""
+    refused = [f"{flag_name(name)} {options[name]}" for name in _SPLITS if options[name] > 1]
+    if options["script"] is not None:
+        refused.append("--script")
+    if refused:
+        raise ConfigError(
+            f"{_FLAG} works on the tensor-parallel ranks of one engine and one machine; "
+            f"{refused[0]} is given",
+            hint="start several servers, and list all of them in the router",
+        )
+
+
+def _refuse(key: str, value: object, allowed: str) -> NoReturn:
+    raise ConfigError(f"{_FLAG}: {key} is {str(value)[:60]!r}; allowed: {allowed}")

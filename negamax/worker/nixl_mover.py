@@ -1,0 +1,132 @@
+"""Reads KV blocks by NIXL: over RDMA, or what UCX finds without it. Needs the extra `pd`.
+
+The memory of all host blocks is registered once. With equal tensor-parallel sizes a block of one
+kind is one descriptor, whatever the number of layers; otherwise one for each layer.
+"""
+
+import time
+import uuid
+from collections.abc import Sequence
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from negamax.base.errors import ConfigError
+from negamax.worker import lane_wire as wire
+from negamax.worker.host_pool import HostPool
+from negamax.worker.lanes import STALL_SECONDS, HeadCopy, HostKind, LaneError, TcpMover
+
+_POLL_SECONDS = 0.0005
+_DRAM = "DRAM"
+
+
+class NixlMover:
+    """Single user: a lane's thread."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], kinds: list[HostKind], pool: HostPool
+    ) -> None:
+        """Errors: `ConfigError` if NIXL is not installed or does not start."""
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+
+            self._agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"]))
+            self._registered = self._agent.register_memory(pool.host)
+        except Exception as error:  # NIXL has its own exceptions
+            raise ConfigError(
+                f"--kv-transfer-config asks for NIXL, which does not start: {error}",
+                hint="install negamax[pd], or use the kv_connector TcpConnector",
+            ) from None
+        self._kinds, self._messages = kinds, TcpMover(context, kinds)
+        self._peers: dict[str, tuple[str, wire.Description]] = {}  # agents by endpoint
+        layouts = [
+            wire.KindLayout(memory.data_ptr(), kind.blocks.shape)
+            for kind, memory in zip(kinds, pool.host, strict=True)
+        ]
+        self.description = wire.Description(self._agent.get_agent_metadata(), layouts)
+
+    def fetch(
+        self,
+        endpoint: str,
+        parts: Sequence[HeadCopy],
+        places: list[int],
+        command: wire.ImportBlocks,
+    ) -> None:
+        self._messages.send(endpoint, wire.ReadBlocks([], [], command.remote_step))
+        self._messages.receive(endpoint)  # its copies are complete
+        agent, description = self._find_peer(endpoint)
+        own, theirs = self.description.kinds, description.kinds
+        pairs = []
+        for part in parts:
+            here, there, count = own[part.kind], theirs[part.kind], part.num_heads
+            pairs.append(
+                (
+                    _describe_heads(here, places, part.own_head, count),
+                    _describe_heads(there, command.remote_places, part.remote_head, count),
+                )
+            )
+            whole = here.shape[2] == there.shape[2] == count  # all heads: layers are neighbours
+            if whole:
+                pairs[-1] = tuple(_join_layers(each, here.shape[1]) for each in pairs[-1])
+        local, remote = (np.concatenate(each) for each in zip(*pairs, strict=True))
+        self._read(local, remote, agent)
+
+    def close(self) -> None:
+        self._messages.close()
+        self._agent.deregister_memory(self._registered)
+
+    def _find_peer(self, endpoint: str) -> tuple[str, wire.Description]:
+        if endpoint not in self._peers:
+            self._messages.send(endpoint, wire.Describe())
+            (frame,) = self._messages.receive(endpoint)
+            description = wire.description_decoder.decode(frame.bytes)
+            name = self._agent.add_remote_agent(description.agent)
+            text = name.decode() if isinstance(name, bytes) else str(name)
+            self._peers[endpoint] = text, description
+        return self._peers[endpoint]
+
+    def _read(self, local: NDArray[np.uint64], remote: NDArray[np.uint64], agent: str) -> None:
+        """Read and wait for the end. Errors: `LaneError`; nothing is written afterwards."""
+        transfer = self._agent.initialize_xfer(
+            "READ",
+            self._agent.get_xfer_descs(local, _DRAM),
+            self._agent.get_xfer_descs(remote, _DRAM),
+            agent,
+        )
+        end = time.monotonic() + STALL_SECONDS
+        state = self._agent.transfer(transfer)
+        while state == "PROC":
+            time.sleep(_POLL_SECONDS)
+            state = self._agent.check_xfer_state(transfer)
+            if state == "PROC" and time.monotonic() > end:
+                try:
+                    self._agent.release_xfer_handle(transfer)  # cancels it
+                except Exception:  # it cannot be cancelled now: its end is awaited
+                    end = time.monotonic() + STALL_SECONDS
+                    continue
+                raise LaneError(f"a read by NIXL took longer than {STALL_SECONDS:.0f} s")
+        self._agent.release_xfer_handle(transfer)
+        if state != "DONE":
+            raise LaneError("a read by NIXL failed")
+
+
+def _describe_heads(
+    layout: wire.KindLayout, places: list[int], first: int, count: int
+) -> NDArray[np.uint64]:
+    """Return address, bytes and device of `count` heads from `first` on, block by block and layer
+    by layer: [blocks * layers, 3] uint64.
+    """
+    _, layers, heads, words = layout.shape
+    rows = np.add.outer(np.array(places) * layers, np.arange(layers)).reshape(-1)
+    found = np.zeros((len(rows), 3), np.uint64)
+    found[:, 0] = layout.address + 8 * words * (rows * heads + first)
+    found[:, 1] = 8 * words * count
+    return found
+
+
+def _join_layers(descriptors: NDArray[np.uint64], layers: int) -> NDArray[np.uint64]:
+    """Join the descriptors of a block's layers, which are neighbours in memory."""
+    joined = descriptors[::layers].copy()
+    joined[:, 1] *= layers
+    return joined
