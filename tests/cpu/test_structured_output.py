@@ -1,4 +1,5 @@
 import json
+import random
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +24,7 @@ from grammar_support import (
 from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar
 from negamax.engine.grammar import manager
-from negamax.engine.grammar.manager import GrammarManager
+from negamax.engine.grammar.manager import GrammarManager, RequestGrammar
 from tests.loop_driver import free_all, generate_tokens
 
 SEEDS = range(6)
@@ -213,7 +214,10 @@ def test_late_masks_cost_steps_but_no_tokens(llm: LLM, monkeypatch: pytest.Monke
     params += [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * 2
     expected = generate_tokens(llm, prompts, params)
     monkeypatch.setattr(manager, "GRACE_SECONDS", -1.0)
-    late = []
+    late, rng, is_awaited = [], random.Random(0), RequestGrammar.is_awaited.fget
+    assert is_awaited is not None
+    slower = property(lambda rule: is_awaited(rule) or rng.random() < 0.5)
+    monkeypatch.setattr(RequestGrammar, "is_awaited", slower)  # however fast its process is
     bitmask_of = GrammarManager.bitmask
 
     def counted(self: GrammarManager, *args: Any, **options: Any) -> Any:
