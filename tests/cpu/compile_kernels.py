@@ -1,8 +1,8 @@
 """Compile the kernels of the table for absent GPUs, at the sizes of MiniMax-M2.
 
 `python tests/cpu/compile_kernels.py gfx942 sm_90/40@FOLDER [--quiet]` takes every case for MI300X,
-and every 40th for H200 with the Triton in FOLDER. It prints one JSON object per kernel; the exit
-code is 1 if one does not compile.
+and every 40th for H200 with the Triton in FOLDER; sm_90/ops takes the first case of each op. It
+prints one JSON object per kernel; the exit code is 1 if one does not compile.
 
 The ops' full-size cases are applied to "meta" tensors. The code that selects tiles and launches
 runs as on the GPU, but a launch only compiles: to PTX and through ptxas, or to AMD code.
@@ -190,8 +190,9 @@ def main() -> None:
     parser.add_argument(
         "runs",
         nargs="+",
-        metavar="ARCH[/N[+K]][@FOLDER]",
-        help=f"every N-th case from the K-th, with the Triton in FOLDER; {sorted(PLATFORMS)}",
+        metavar="ARCH[/N[+K]|/ops][@FOLDER]",
+        help="every N-th case from the K-th, or the first of each op, with the Triton in FOLDER; "
+        f"{sorted(PLATFORMS)}",
     )
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     options = parser.parse_args()
@@ -208,9 +209,12 @@ def main() -> None:
         target, _, folder = run.partition("@")
         arch, _, part = target.partition("/")
         every, _, start = part.partition("+")
+        chosen = list({op: (op, case) for op, case in reversed(cases)}.values())
+        if every != "ops":
+            chosen = cases[int(start or 0) :: int(every or 1)]
         process = multiprocessing.get_context("fork").Process(
             target=compile_for,
-            args=(PLATFORMS[arch], cases[int(start or 0) :: int(every or 1)]),
+            args=(PLATFORMS[arch], chosen),
             kwargs={"folder": folder, "quiet": options.quiet},
         )
         process.start()

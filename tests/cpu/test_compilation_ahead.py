@@ -86,6 +86,13 @@ def test_oldest_and_the_newest_triton_compile(version: str, sample: list[dict[st
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("version", OTHERS)
+def test_oldest_and_the_newest_triton_compile_every_op(version: str) -> None:
+    """Triton 3.6 refused `tl.zeros` with sizes of a tuple of constants, which 3.8 takes."""
+    check("sm_90", compiled(f"sm_90/ops@{folder_of(version)}"))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("run", SWEEP)
 @pytest.mark.timeout(3600)  # of two cores with other work
 def test_a_sweep_compiles(run: str) -> None:

@@ -29,12 +29,12 @@ class AttentionConstants(NamedTuple):
     BLOCK_D: int  # DIM, padded to a power of two
     QUANTIZE: bool  # write the output in FP8 too
     DOT: tl.dtype  # dtype of products
+    SPLIT_KV: bool = False  # programs attend to splits of the keys, whose results are merged
     # decodes only: see triton_decode
     WARPS: int = 0
     PARTIAL_ROWS: int = 0  # QUERIES * GROUP, padded to the rows of a partial result
     QUERIES: int = 1  # of a sequence that one program attends with
     MAX_RUN: int = 1  # of a sequence in the step
-    SPLIT_KV: bool = False
     PREFETCH_KV: bool = False
     PARALLEL_REDUCE: bool = False
     REDUCE_LATER: bool = False
@@ -168,3 +168,31 @@ def softmax_step(scores, scale, m_i):
     p = tl.exp2(scores * scale - tl.expand_dims(safe, axis))
     alpha = tl.exp2(m_i - safe)
     return p, alpha, new
+
+
+@triton.jit
+def store_split(partials, split, m_i, l_i, acc, C: tl.constexpr):
+    """Keep the softmax of a split's keys: partials [splits, BLOCK_M, BLOCK_D + 2] fp32."""
+    row = partials + (split * C.BLOCK_M + tl.arange(0, C.BLOCK_M)) * (C.BLOCK_D + 2)
+    tl.store(row[:, None] + tl.arange(0, C.BLOCK_D)[None, :], acc)
+    tl.store(row + C.BLOCK_D, m_i)
+    tl.store(row + C.BLOCK_D + 1, l_i)
+
+
+@triton.jit
+def merge_splits(partials, m, splits, C: tl.constexpr):
+    """Merge what `store_split` kept of the 16 rows m -> m_i, l_i [16] and acc [16, BLOCK_D]."""
+    m_i = tl.full([16], float("-inf"), tl.float32)
+    l_i = tl.full([16], 0.0, tl.float32)
+    acc = tl.full([16, C.BLOCK_D], 0.0, tl.float32)
+    for split in range(0, splits):
+        row = partials + (split * C.BLOCK_M + m) * (C.BLOCK_D + 2)
+        top = tl.load(row + C.BLOCK_D)
+        new = tl.maximum(m_i, top)
+        safe = clamp_empty_max(new)
+        alpha, beta = tl.exp2(m_i - safe), tl.exp2(top - safe)
+        l_i = l_i * alpha + tl.load(row + C.BLOCK_D + 1) * beta
+        values = tl.load(row[:, None] + tl.arange(0, C.BLOCK_D)[None, :])
+        acc = acc * alpha[:, None] + values * beta[:, None]
+        m_i = new
+    return m_i, l_i, acc

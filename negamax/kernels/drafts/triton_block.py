@@ -17,12 +17,13 @@ from torch import Tensor
 
 from negamax.kernels import platform
 from negamax.kernels.attention.triton_shared import (
-    clamp_empty_max,
     dot_dtype,
     load_tile,
     locate_key_tile,
+    merge_splits,
     score_scale,
     softmax_step,
+    store_split,
 )
 from negamax.kernels.drafts.op import BlockContext
 from negamax.kernels.kvcache.op import KvCache
@@ -112,8 +113,8 @@ def _attend_block_kernel(
     start = first + split * share
     end = tl.minimum(start + share, after)
     m_i = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([C.BLOCK_M], tl.float32)
-    acc = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
+    l_i = tl.full([C.BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
     lane = tl.arange(0, C.BLOCK_N)
     for t in range(start, end):
         offset = locate_key_tile(table, t, lane[:, None], length, head, C)
@@ -136,32 +137,19 @@ def _attend_block_kernel(
     if not C.SPLIT_KV:
         _store_rows(out, acc / l_i[:, None], block, head, m, C)
     else:
-        row = (tile.to(tl.int64) * C.KV_HEADS + head) * splits + split
-        to = partials + (row * C.BLOCK_M + tl.arange(0, C.BLOCK_M)) * (C.BLOCK_D + 2)
-        tl.store(to[:, None] + column[None, :], acc)
-        tl.store(to + C.BLOCK_D, m_i)
-        tl.store(to + C.BLOCK_D + 1, l_i)
+        size = splits * C.BLOCK_M * (C.BLOCK_D + 2)
+        at = partials + (tile.to(tl.int64) * C.KV_HEADS + head) * size
+        store_split(at, split, m_i, l_i, acc, C)
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge_block_kernel(partials, out, splits, C: tl.constexpr, PDL: tl.constexpr):
     """Merge the splits of 16 rows. Grid (R * TILES, KV_HEADS, BLOCK_M / 16)."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    m, column = tl.program_id(2) * 16 + tl.arange(0, 16), tl.arange(0, C.BLOCK_D)
+    m = tl.program_id(2) * 16 + tl.arange(0, 16)
     at = partials + (tile.to(tl.int64) * C.KV_HEADS + head) * splits * C.BLOCK_M * (C.BLOCK_D + 2)
     launch_dependents_then_wait(PDL)
-    m_i = tl.full([16], float("-inf"), tl.float32)
-    l_i = tl.zeros([16], tl.float32)
-    acc = tl.zeros([16, C.BLOCK_D], tl.float32)
-    for split in range(0, splits):
-        row = at + (split * C.BLOCK_M + m) * (C.BLOCK_D + 2)
-        top = tl.load(row + C.BLOCK_D)
-        new = tl.maximum(m_i, top)
-        safe = clamp_empty_max(new)
-        alpha, beta = tl.exp2(m_i - safe), tl.exp2(top - safe)
-        l_i = l_i * alpha + tl.load(row + C.BLOCK_D + 1) * beta
-        acc = acc * alpha[:, None] + tl.load(row[:, None] + column[None, :]) * beta[:, None]
-        m_i = new
+    _, l_i, acc = merge_splits(at, m, splits, C)
     block = (tile // C.TILES).to(tl.int64)
     _store_rows(out, acc / l_i[:, None], block, head, (tile % C.TILES) * C.BLOCK_M + m, C)
 

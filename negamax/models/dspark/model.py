@@ -166,12 +166,16 @@ class BlockDraft:
             self._head = ColumnParallel([part], hidden, setup=plain)
             slots += self._head.slots
         if spec.markov_rank:
-            shape = spec.vocab_size, spec.markov_rank
-            self._markov_in = torch.empty(shape, dtype=setup.weights.dtype, device=device)
+            self._markov_in = VocabEmbedding(
+                names.MARKOV_IN,
+                (spec.vocab_size, spec.markov_rank),
+                rows=range(spec.vocab_size),
+                group=self._group,
+                weights=setup.weights,
+            )
             part = ProjectionPart(names.MARKOV_OUT, spec.vocab_size, self.vocab_range)
             self._markov_out = ColumnParallel([part], spec.markov_rank, setup=plain)
-            slots.append(WeightSlot(names.MARKOV_IN, shape, target=self._markov_in))
-            slots += self._markov_out.slots
+            slots += [*self._markov_in.slots, *self._markov_out.slots]
             slots += self._make_confidence_slots(device)
         self._kv_heads = len(layout.attention.kv_heads(spec.num_kv_heads))
         self._frequencies = signed_frequencies(spec.rotary_dim, spec.rope_theta).to(device)
@@ -254,6 +258,9 @@ class BlockDraft:
         assert isinstance(hidden, Tensor)
         return hidden.unflatten(0, (num_blocks, rows))
 
+    def _embed_markov(self, previous: Tensor) -> Tensor:
+        return self._embed(previous, self._markov_in.table, first_id=0)[0]
+
     def _embed_rows(self, token_ids: Tensor) -> tuple[Partial, Tensor]:
         if self._embedding is None:
             return self._target.embed(token_ids)
@@ -273,7 +280,7 @@ class BlockDraft:
         A missing token, -1, adds anything.
         """
         assert self._markov_out is not None
-        return self._markov_out(self._markov_in[previous], LinearOutput(torch.float32))
+        return self._markov_out(self._embed_markov(previous), LinearOutput(torch.float32))
 
     def estimate_acceptance(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Estimate how likely the token of each row is accepted, given that those before it are.
@@ -284,7 +291,8 @@ class BlockDraft:
         weight, bias = self._confidence
         assert weight is not None
         if self.spec.confidence_width > self.spec.hidden_size:
-            hidden = torch.cat([hidden, self._markov_in[previous]], dim=-1)
+            before = self._embed_markov(previous.flatten()).unflatten(0, previous.shape)
+            hidden = torch.cat([hidden, before], dim=-1)
         return F.linear(hidden.float(), weight, bias).squeeze(-1).sigmoid()
 
 
