@@ -178,19 +178,16 @@ def _size(
     plans: Items[StepPlan], sequences: Items[Items[Sequence]], *, num_shards: int
 ) -> StepSize:
     """Size of the step that these plans form. `sequences`: of their rows, in the state after it."""
-    longest, is_decode, longest_run, largest_shard = 0, True, 0, 0
+    is_decode, longest_run, largest_shard = True, 0, 0
     for plan, of_plan in zip(plans, sequences, strict=True):
         columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)
         num_runs = 0
         for sequence, count, num_drafts, samples in zip(of_plan, *columns, strict=True):
             is_one = count == 1 + num_drafts
             computed = sequence.num_computed - count
-            if is_one and computed >= sequence.prompt_len:
-                longest = max(longest, sequence.num_computed)
-            else:
-                is_one = False
-                num_runs += 1
-            is_decode &= is_one and samples
+            is_run = not is_one or computed < sequence.prompt_len
+            num_runs += is_run
+            is_decode &= samples and not is_run
             longest_run = max(longest_run, min(sequence.prompt_len - computed, count))
         shard = bound_shard(plan.num_tokens, num_runs=num_runs, num_shards=num_shards)
         largest_shard = max(largest_shard, shard)
@@ -198,7 +195,6 @@ def _size(
         num_tokens=max(plan.num_tokens for plan in plans),
         num_rows=max(len(plan.slots) for plan in plans),
         num_drafts=max(max(*plan.num_draft_tokens, plan.num_proposed, 0) for plan in plans),
-        longest_decode=longest,
         is_decode=is_decode,
         largest_shard=largest_shard if is_sharded(longest_run, num_shards) else 0,
     )

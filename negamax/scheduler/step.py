@@ -37,7 +37,6 @@ class StepSize(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     num_rows: int
     num_drafts: int  # draft tokens that a row verifies or proposes
-    longest_decode: int  # tokens of the longest generating sequence
     is_decode: bool  # every row of every rank is a decode, with its drafts, and samples
     # with context parallelism, the most tokens of any shard; 0: the step is not sharded
     largest_shard: int = 0

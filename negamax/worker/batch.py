@@ -85,11 +85,6 @@ class BatchLayout:
     def num_tokens(self) -> int:
         return len(self.columns.token_slots)
 
-    @property
-    def longest_decode(self) -> int:
-        """Tokens of the longest generating sequence."""
-        return int(self.seq_len_bounds[: self.num_decodes].max(initial=0))
-
 
 @dataclass(frozen=True)
 class StepInputs:

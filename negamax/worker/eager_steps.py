@@ -3,7 +3,7 @@
 A specialization is compiled at its first launch. That takes up to a second on all ranks, while all
 requests wait. The specialization depends on the numbers of tokens, decodes and sampled rows of a
 step. Captured steps have launched theirs. The rest is the proposer after captured layers, batches
-with long decodes, and rows that need all logits.
+of prompts with long sequences, and rows that need all logits.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from negamax.worker.prompt_logprobs import score_prompts
 from negamax.worker.proposer import TokenStates
 from negamax.worker.sampler import LogprobEntries, Sampled
 from negamax.worker.step_output import StepOutput, StepTimes
-from negamax.worker.step_shapes import LONGEST_DECODE, StepShape
+from negamax.worker.step_shapes import StepShape
 from negamax.worker.token_shards import shard_tokens
 from negamax.worker.verify import SampledRows, Verification, VerifiedRows, Verifier
 
@@ -153,8 +153,7 @@ class StepRunner:
         # If bits must not depend on the step, the same kernel must compute a token in any step.
         apart = self._runtime.is_batch_invariant
         layout = build_batch_layout(plan, requests, generated_apart=apart)
-        longest = size.longest_decode if size else layout.longest_decode
-        if graphs is not None and longest <= LONGEST_DECODE:
+        if graphs is not None:
             runs = layout
             if has_drafts:
                 runs = build_batch_layout(plan, requests, generated_apart=apart, drafts_apart=False)

@@ -3,10 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# In a mixed batch, one program per KV head attends for a generated token, whatever the context
-# length: slower than a decode from this length on.
-LONGEST_DECODE = 8192  # tokens
-
 ROWS, DRAFTS, TOKENS = "rows", "drafts", "tokens"
 # (first, last, step) of the sizes worth a graph; the last of each kind continues to the largest.
 # Decodes: each up to 16, then with at most an eighth of padding. Rows with drafts, for each number

@@ -35,10 +35,9 @@ from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.scheduler import scheduler
 from negamax.scheduler.draft_length import FixedDraftLength
-from negamax.worker import draft_model, kv_cache, runner, sampler, step, verify
+from negamax.worker import draft_model, graphs, kv_cache, runner, sampler, step, verify
 from negamax.worker import step_output as outputs
 from negamax.worker.config import WorkerConfig
-from negamax.worker.step_shapes import LONGEST_DECODE
 
 PLATFORM = PLATFORMS["sm_90"]
 ATEN = torch.library.Library("aten", "IMPL")  # its settings hold for the process
@@ -307,12 +306,13 @@ def serve(llm: LLM, launches: Launches, *, most_tokens: int, longest: int) -> No
         {"grammar": Grammar(kind="regex", text=r"[\s\S]{9}")},
     ):  # fmt: skip
         run(f"{params}", [50, 3, 7, 4], max_tokens=6, **params)  # type: ignore[arg-type]
-    step.LONGEST_DECODE = 0  # from here on, steps with decodes are eager
+    find = graphs.StepGraphs.find
+    graphs.StepGraphs.find = lambda *_: None  # type: ignore[method-assign]  # from here on, steps with prompts are eager
     for number in range(12):
         most, count = rng.choice((3, 20, 300, 3000)), rng.choice((2, 5, 9, 40, 70))
         lengths = [rng.randint(1, min(most, longest - 60)) for _ in range(count)]
         run(f"mix {number}", lengths, max_tokens=rng.choice((3, 20)))
-    step.LONGEST_DECODE = LONGEST_DECODE
+    graphs.StepGraphs.find = find  # type: ignore[method-assign]
 
 
 def watch(case: str) -> dict[str, Any]:

@@ -1,15 +1,18 @@
+import itertools
 import random
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from triton_support import Group, Ranks, paged, relative_error, words_of  # before the kernels
 
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention import op as spec
 from negamax.kernels.attention import triton as kernels
-from negamax.kernels.attention import triton_decode_plan
+from negamax.kernels.attention import triton_decode_plan, triton_prefill
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, attention_metadata
 from negamax.kernels.attention.triton_decode import has_one_new_key
 from negamax.kernels.kvcache.op import FP8, KvCache, TokenPlaces, cache_rows
@@ -182,6 +185,32 @@ def test_prefill_runs_several_sequences_on_their_prefixes(cache_dtype: torch.dty
     assert isinstance(got, QuantizedActivations)
     assert relative_error(got.hidden, want) < 5e-3
     assert relative_error(got.dequantize(), got.hidden) < FP8_ERROR
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 90_000), st.integers(0, 70)), min_size=1, max_size=9),
+    st.sampled_from([(1, 6), (8, 6), (1, 16)]),
+)
+def test_prefill_shares_programs_by_keys(
+    sequences: list[tuple[int, int]], heads: tuple[int, int]
+) -> None:
+    """Every split tile has all its splits, side by side, and the programs are not exceeded."""
+    tiles = [(7 * i, count, start, i) for i, (start, count) in enumerate(sequences)]
+    shape, programs = PagedShape(kv_heads=heads[0], group=heads[1], block_size=16), 264
+    listed = torch.tensor(sorted(tiles, key=lambda tile: -bool(tile[1])), dtype=torch.int32)
+    found = triton_prefill._split_tiles(listed, shape, size=64, programs=programs)
+    works = [work for work in found.work.tolist() if work[2]]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for split, *tile, splits, place in works:
+        groups.setdefault((*tile, splits, place), []).append(split)
+    assert all(of_tile == list(range(splits)) for (*_, splits, _), of_tile in groups.items())
+    assert sorted(each[:4] for each in groups) == sorted(each for each in tiles if each[1])
+    several = [each for each in groups if each[4] > 1]
+    assert [tuple(row[1:]) for row in found.merged.tolist() if row[2]] == several
+    ends = list(itertools.accumulate((each[4] for each in several), initial=0))
+    assert [each[5] for each in several] == ends[:-1] and ends[-1] <= found.places
+    for _, count, start, _, splits, _ in several:
+        assert (start + count) // splits >= 512
 
 
 def test_no_sequences_need_no_work() -> None:

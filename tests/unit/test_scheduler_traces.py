@@ -293,7 +293,7 @@ class Trace:
         assert len(plans) == len(self.workers)
         assert any(plan.slots or plan.copies for plan in plans)
         assert len({plan.step_id for plan in plans}) == 1, "out of step"
-        size, is_decode, longest = plans[0].of_all, True, 0
+        size, is_decode = plans[0].of_all, True
         assert all(plan.of_all == size for plan in plans) and (size is None) == (len(plans) == 1)
         for at, (rank, plan) in enumerate(zip(self.scheduler.ranks, plans, strict=True)):
             starts = {slot: row.num_computed for slot, row in self.workers[at].rows.items()}
@@ -308,13 +308,11 @@ class Trace:
                 start = starts[sequence.slot]
                 generates = count == 1 + drafts and start >= sequence.prompt_len
                 is_decode &= generates and samples
-                longest = max(longest, start + count if generates else 0)
         if size is not None:  # the sizes of other ranks that every rank gets
             assert size.num_tokens == max(plan.num_tokens for plan in plans)
             assert size.num_rows == max(len(plan.slots) for plan in plans)
             drafts = max(max(*plan.num_draft_tokens, plan.num_proposed, 0) for plan in plans)
             assert drafts <= size.num_drafts and size.is_decode == is_decode
-            assert size.longest_decode >= longest  # drafts in flight count as accepted
 
     def check_plan(
         self, rank: Scheduler, plan: StepPlan, starts: dict[int, int], proposed: dict[int, int]

@@ -32,6 +32,7 @@ DECODE = DecodeSplit(
     min_runs=4,
 )
 _SHORT = 4096  # tokens; with longer sequences large tiles read keys less often
+_FEW = 64  # queries, too few to fill large tiles
 
 
 class AttentionTiles:
@@ -41,9 +42,13 @@ class AttentionTiles:
         """Return the launch for caches of `cache_bytes` per element, tiles of `block_m` rows."""
         return Launch(num_warps=4, num_stages=2)
 
-    def prefill_block_m(self, longest: int) -> int:
+    def prefill_block_m(self, longest: int, num_tokens: int) -> int:
         """Return the queries per program; small tiles waste less at the diagonal."""
         return 64
+
+    def prefill_programs(self, block_m: int) -> int:
+        """Return the programs with tiles of `block_m` queries that a multiprocessor holds."""
+        return 128 // block_m
 
     def prefill_launch(self, block_m: int, cache_bytes: int) -> Launch:
         """Return the launch for tiles of `block_m` queries, caches of `cache_bytes` per element."""
@@ -58,8 +63,8 @@ class H200AttentionTiles(AttentionTiles):
             return Launch(num_warps=4, num_stages=3, maxnreg=255)
         return Launch(num_warps=4, num_stages=2 if cache_bytes > 1 else 3, maxnreg=168)
 
-    def prefill_block_m(self, longest: int) -> int:
-        return 64 if longest <= _SHORT else 128
+    def prefill_block_m(self, longest: int, num_tokens: int) -> int:
+        return 64 if longest <= _SHORT or num_tokens <= _FEW else 128
 
     def prefill_launch(self, block_m: int, cache_bytes: int) -> Launch:
         if block_m == 64:

@@ -10,6 +10,10 @@ BLOCK_N at a time.
 The host lists the tiles, those with the most keys first; the device does if only it holds the
 lengths. If the queries of all heads of a KV head fit into one tile, as for a generated token in a
 captured step, the program of the first head attends for all of them.
+
+A few queries after a long prefix fill too few programs. Then several attend to splits of the keys
+of a tile, in proportion to its share of the step's keys, and a second launch merges their results.
+The device counts the splits, so a captured step takes prefixes of any length.
 """
 
 from dataclasses import dataclass
@@ -20,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.tiles import tiles_for
@@ -28,14 +33,19 @@ from negamax.kernels.attention.triton_shared import (
     attention_constants,
     load_tile,
     locate_key_tile,
+    merge_splits,
     outputs,
     result,
     score_scale,
     softmax_step,
+    store_split,
     write_heads,
     write_lse,
 )
 from negamax.kernels.kvcache.op import KvCache
+
+_LEAST_KEYS = tl.constexpr(512)  # of a split
+_WORDS = tl.constexpr(7)  # of a record of `SplitTiles`
 
 
 @dataclass(frozen=True)
@@ -47,16 +57,83 @@ class PrefillPlan:
     block_m: int  # queries of a tile at most
     # [tiles, 4] int32: first query among the T, queries, position of the first, sequence
     tiles: Tensor
+    split: "SplitTiles | None" = None  # None: each tile has one program
+
+
+@dataclass(frozen=True)
+class SplitTiles:
+    """The splits of the keys of tiles, and where their results are kept."""
+
+    # [programs, 7] int32: number of the split, its tile, the splits of the tile, and the place of
+    # the first; without queries where there is none
+    work: Tensor
+    merged: Tensor  # likewise, the first split of each tile that has several
+    places: int  # splits of these tiles, at most
 
 
 def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> PrefillPlan:
     """Plan a run of queries per sequence, each at the last positions of its sequence."""
-    on_device = queries.is_captured or not queries.is_exact
-    longest = max(queries.host_seq_lens, default=0)
-    size = tiles_for(queries.seq_lens.device).prefill_block_m(
-        queries.positions.shape[0] if on_device else longest
+    device, num_tokens = queries.seq_lens.device, queries.positions.shape[0]
+    tiles, on_device = tiles_for(device), queries.is_captured or not queries.is_exact
+    longest = num_tokens if on_device else max(queries.host_seq_lens, default=0)
+    size = tiles.prefill_block_m(longest, num_tokens)
+    programs = tiles.prefill_programs(size) * platform.platform_of(device).multiprocessors
+    listed, split = list_query_tiles(queries, size), None
+    if len(listed) and num_tokens // size * shape.kv_heads * shape.group < 4 * programs:
+        split = _split_tiles(listed, shape, size=size, programs=programs)
+    return PrefillPlan(queries, shape, size, listed, split)
+
+
+def _split_tiles(tiles: Tensor, shape: PagedShape, *, size: int, programs: int) -> SplitTiles:
+    """Share `programs` among tiles of at most `size` queries, in proportion to their keys."""
+    places = programs // shape.kv_heads
+    rows = tiles.new_zeros(len(tiles) + places + places // 2, _WORDS.value)
+    work, merged = rows.split([len(tiles) + places, places // 2])
+    most = max(512, triton.next_power_of_2(len(tiles)))  # few sizes, for few compilations
+    _split_kernel[(1,)](
+        tiles, work, merged, len(tiles), programs, shape.group, shape.kv_heads, size, most
     )
-    return PrefillPlan(queries, shape, size, list_query_tiles(queries, size))
+    return SplitTiles(work, merged, places)
+
+
+@triton.jit
+def _load_tile(record, mask=None):
+    """Return a tile's first query, number of queries, position of the first, and sequence."""
+    return (
+        tl.load(record, mask=mask),
+        tl.load(record + 1, mask=mask),
+        tl.load(record + 2, mask=mask),
+        tl.load(record + 3, mask=mask),
+    )
+
+
+@triton.jit(do_not_specialize=["num_tiles", "programs", "group", "kv_heads", "size"])
+def _split_kernel(
+    tiles, work, merged, num_tiles, programs, group, kv_heads, size, MOST: tl.constexpr
+):
+    """Write `SplitTiles`, which is zero before, for tiles [num_tiles, 4]."""
+    tile = tl.arange(0, MOST)
+    first, count, start, seq = _load_tile(tiles + tile * 4, tile < num_tiles)
+    count = tl.where(tile < num_tiles, count, 0)
+    keys = tl.where(count > 0, count + start, 0).to(tl.int64)
+    heads = tl.where(count * group <= size, 1, group) * kv_heads
+    share = keys * programs // tl.maximum(tl.sum(keys * heads), 1)
+    splits = tl.maximum(tl.minimum(share, keys // _LEAST_KEYS), 1).to(tl.int32)
+    splits = tl.where(count > 0, splits, 0)
+    several = tl.where(splits > 1, splits, 0)
+    work += (tl.cumsum(splits) - splits) * _WORDS
+    record = first, count, start, seq, splits, tl.cumsum(several) - several
+    for split in range(tl.max(splits)):
+        _store_record(work + split * _WORDS, split, record, split < splits)
+    is_split = (splits > 1).to(tl.int32)
+    _store_record(merged + (tl.cumsum(is_split) - is_split) * _WORDS, 0, record, splits > 1)
+
+
+@triton.jit
+def _store_record(to, split, record, mask):
+    tl.store(to, split, mask=mask)
+    for i in tl.static_range(6):
+        tl.store(to + 1 + i, record[i], mask=mask)
 
 
 def list_query_tiles(queries: AttentionMetadata, size: int) -> Tensor:
@@ -113,46 +190,57 @@ def _find_last_own_key(held, position, is_row, C: tl.constexpr):
     return before * C.BLOCK_SIZE + rest - 1
 
 
+@triton.jit
+def _place_rows(row, first, count, query_head, C: tl.constexpr):
+    """Return the queries of rows of a tile, and their heads (token * heads + head): of one head, or
+    of all heads of a KV head if these fit into the tile.
+    """
+    is_folded = count * C.GROUP <= C.BLOCK_M
+    query = tl.where(is_folded, row // C.GROUP, row)
+    head = (first + query) * (C.KV_HEADS * C.GROUP) + query_head
+    return query, head + tl.where(is_folded, row % C.GROUP, 0)
+
+
 # columns of a part of a step have any alignment
-@triton.jit(do_not_specialize_on_alignment=["block_table_indices"])
+@triton.jit(do_not_specialize=["places"], do_not_specialize_on_alignment=["block_table_indices"])
 def _prefill_kernel(
     q,  # [T, KV_HEADS * GROUP, DIM]
     k_cache,  # [blocks, KV_HEADS, BLOCK_SIZE, DIM]
     v_cache,
     tables,  # [slots, table_stride] int32, blocks
     block_table_indices,  # [S] int64
-    tiles,  # [tiles, 4] int32: `PrefillPlan.tiles`
+    tiles,  # [tiles, 4] int32: `PrefillPlan.tiles`; with SPLIT_KV `SplitTiles.work`
     out,  # [T, KV_HEADS * GROUP * DIM], written; likewise
     values,  # e4m3 and
     scales,  # [T, KV_HEADS * GROUP] fp32, None unless QUANTIZE
     lse,  # likewise, written: `write_lse`
     held,  # [S, held_stride] int32, as `OwnBlocks` of the blocks in `tables`; None: all blocks
     held_stride,
+    partials,  # [heads, places, BLOCK_M, BLOCK_D + 2] fp32: `store_split`; None without SPLIT_KV
+    places,
     qk_scale,  # softmax scale * scale of the keys * log2(e)
     v_scale,
     table_stride,
     C: tl.constexpr,
 ):
-    """Attend with one tile of queries of one head, or with few of all heads of a KV head."""
+    """Attend with one tile of queries of one head, or with few of all heads of a KV head, to one
+    split of the keys.
+    """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
     query_head = tl.program_id(0)
     head = query_head // C.GROUP
-    record = tiles + tl.program_id(1) * 4
-    first, count, start, seq = (
-        tl.load(record),
-        tl.load(record + 1),
-        tl.load(record + 2),
-        tl.load(record + 3),
-    )
+    if C.SPLIT_KV:
+        record = tiles + tl.program_id(1) * _WORDS
+        split, splits, place = tl.load(record), tl.load(record + 5), tl.load(record + 6)
+        first, count, start, seq = _load_tile(record + 1)
+    else:
+        first, count, start, seq = _load_tile(tiles + tl.program_id(1) * 4)
     table = tables + tl.load(block_table_indices + seq).to(tl.int64) * table_stride
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    is_folded = count * C.GROUP <= BLOCK_M
-    if is_folded & (query_head % C.GROUP != 0):
+    if (count * C.GROUP <= BLOCK_M) & (query_head % C.GROUP != 0):
         return
-    query = tl.where(is_folded, row // C.GROUP, row)
-    out_row = (first + query) * (C.KV_HEADS * C.GROUP) + query_head
-    out_row += tl.where(is_folded, row % C.GROUP, 0)
+    query, out_row = _place_rows(row, first, count, query_head, C)
     mask = (query < count)[:, None] & (column < C.DIM)[None, :]
     q_tile = tl.load(
         q + out_row.to(tl.int64)[:, None] * C.DIM + column[None, :], mask=mask, other=0.0
@@ -167,9 +255,14 @@ def _prefill_kernel(
         )
         start = tl.min(tl.where(query < count, position, 0x7FFFFFFF))
         end = tl.max(tl.where(query < count, position, -1)) + 1
+    begin, after = 0, tl.cdiv(end, C.BLOCK_N)
+    if C.SPLIT_KV:
+        share = tl.cdiv(after, tl.maximum(splits, 1))
+        begin = split * share
+        after = tl.minimum(begin + share, after)
     lane = tl.arange(0, C.BLOCK_N)[:, None]
-    offset = locate_key_tile(table, 0, lane, end, head, C)
-    for t in range(0, tl.cdiv(end, C.BLOCK_N)):
+    offset = locate_key_tile(table, begin, lane, end, head, C)
+    for t in range(begin, after):
         k = load_tile(k_cache, offset, lane, column[None, :], C).to(C.DOT)
         v = load_tile(v_cache, offset, lane, column[None, :], C).to(C.DOT)
         offset = locate_key_tile(table, t + 1, lane, end, head, C)
@@ -182,12 +275,44 @@ def _prefill_kernel(
         p, alpha, m_i = softmax_step(scores, qk_scale, m_i)
         l_i = l_i * alpha + tl.sum(p, axis=1)
         acc = tl.dot(p.to(C.DOT), v, acc * alpha[:, None])
+    if C.SPLIT_KV:
+        at = _locate_partials(partials, place, places, C)
+        if splits > 1:
+            store_split(at, split, m_i, l_i, acc, C)
+            return
     if held is None:
         acc *= (v_scale / l_i)[:, None]
     else:
         acc *= tl.where(l_i == 0.0, 0.0, v_scale / l_i)[:, None]
     write_heads(acc, out_row.to(tl.int64), column, query < count, (out, values, scales), C)
     write_lse(m_i, l_i, out_row.to(tl.int64), query < count, lse)
+
+
+@triton.jit
+def _locate_partials(partials, place, places, C: tl.constexpr):
+    """Return the results of the splits from `place` on, for the head of this program."""
+    at = tl.program_id(0).to(tl.int64) * places + place
+    return partials + at * (C.BLOCK_M * (C.BLOCK_D + 2))
+
+
+@triton.jit(do_not_specialize=["places"])
+def _merge_prefill_kernel(
+    partials, places, merged, out, values, scales, lse, v_scale, C: tl.constexpr
+):
+    """Merge the splits of 16 rows. Grid (heads, split tiles, BLOCK_M / 16)."""
+    record = merged + tl.program_id(1) * _WORDS
+    first, count, _, _ = _load_tile(record + 1)
+    row = tl.program_id(2) * 16 + tl.arange(0, 16)
+    is_folded = count * C.GROUP <= C.BLOCK_M
+    if (count == 0) | (is_folded & (tl.program_id(0) % C.GROUP != 0)):
+        return
+    query, out_row = _place_rows(row, first, count, tl.program_id(0), C)
+    at = _locate_partials(partials, tl.load(record + 6), places, C)
+    m_i, l_i, acc = merge_splits(at, row, tl.load(record + 5), C)
+    acc *= tl.where(l_i == 0.0, 0.0, v_scale / l_i)[:, None]
+    column, is_row, out_row = tl.arange(0, C.BLOCK_D), query < count, out_row.to(tl.int64)
+    write_heads(acc, out_row, column, is_row, (out, values, scales), C)
+    write_lse(m_i, l_i, out_row, is_row, lse)
 
 
 def prefill(q: Tensor, cache: KvCache, plan: PrefillPlan) -> Tensor | QuantizedActivations:
@@ -214,11 +339,22 @@ def launch_prefill(
     tables = plan.queries.block_tables
     launch = tiles_for(q.device).prefill_launch(plan.block_m, cache.k.element_size())
     constants = attention_constants(
-        q, cache.k, plan.shape, block_m=plan.block_m, block_n=launch.block_n
-    )
-    _prefill_kernel[(heads, plan.tiles.shape[0])](
-        q, cache.k, cache.v, tables, plan.queries.block_table_indices, plan.tiles, *output, lse,
-        held, None if held is None else held.stride(0), score_scale(head_dim, cache.scales[0]),
-        cache.scales[1], tables.stride(0), constants,
+        q, cache.k, plan.shape, block_m=plan.block_m, block_n=launch.block_n,
+        SPLIT_KV=plan.split is not None,
+    )  # fmt: skip
+    tiles, partials, places = plan.tiles, None, 0
+    if plan.split is not None:
+        tiles, places = plan.split.work, plan.split.places
+        size = heads * places * plan.block_m * (constants.BLOCK_D + 2)
+        partials = q.new_empty(size, dtype=torch.float32)
+    _prefill_kernel[(heads, len(tiles))](
+        q, cache.k, cache.v, tables, plan.queries.block_table_indices, tiles, *output, lse, held,
+        None if held is None else held.stride(0), partials, places,
+        score_scale(head_dim, cache.scales[0]), cache.scales[1], tables.stride(0), constants,
         **launch.options,
     )  # fmt: skip
+    if plan.split is not None:
+        merged = plan.split.merged
+        _merge_prefill_kernel[(heads, len(merged), plan.block_m // 16)](
+            partials, places, merged, *output, lse, cache.scales[1], constants
+        )
