@@ -277,7 +277,7 @@ class FileStore:
         """Delete the least recently used files above the bound, of all engines. Return this rank's
         files that remain, the least recently used first.
         """
-        folders = (each for each in os.scandir(self._root) if _FOLDER.fullmatch(each.name))
+        folders = (each for each in os.scandir(self._root) if _is_own(each))
         files = sorted(
             (file for folder in folders for file in _scan(Path(folder.path))),
             key=lambda file: file.used_at,
@@ -340,7 +340,7 @@ def _list_facts(config: WorkerConfig, kernels: KernelTable, *, dtype: str) -> li
     weights = (compute_identity(Path(folder)) if folder else config.seed for folder in folders)
     sizes = (layout.tp, layout.ep, layout.dp, layout.pp, layout.cp, layout.dcp, layout.partition)
     return [
-        f"Negamax {env.installed_version('negamax')}",
+        f"Negamax {env.digest_code()}",
         *(_describe(spec) for spec in (config.spec, draft and draft.spec, config.speculation)),
         *map(str, weights),
         f"caches in {dtype}, index keys in {config.index_cache_dtype}",
@@ -358,7 +358,7 @@ def _describe(value: object) -> str:
 def _make_private(folder: Path) -> None:
     """Create a folder for this user alone: its files hold what users wrote. Errors: `OSError`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
+    if folder.lstat().st_uid != os.getuid():
         raise PermissionError(1, "it belongs to another user")
     probe = folder / f"{secrets.token_hex(8)}{_PART}"
     probe.touch(mode=0o600)
@@ -371,6 +371,12 @@ def _fill(stream: RawIOBase, view: memoryview) -> bool:
     while count := stream.readinto(view[done:]):
         done += count
     return done == len(view)
+
+
+def _is_own(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder of blocks that this user keeps."""
+    is_named = entry.is_dir(follow_symlinks=False) and _FOLDER.fullmatch(entry.name) is not None
+    return is_named and entry.stat(follow_symlinks=False).st_uid == os.getuid()
 
 
 def _open_private(path: str, flags: int) -> int:

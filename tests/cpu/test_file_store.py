@@ -56,7 +56,7 @@ def test_a_session_returns_after_a_restart(model: str, has_draft: bool, tmp_path
     options: dict[str, Any] = {}
     if has_draft:
         config = {"method": "eagle3", "model": DRAFTS[model], "num_speculative_tokens": 3}
-        options["speculative_config"] = config
+        options["speculative_config"] = config | {"adaptive": False}
     turns = [prompt(seed, SIZES[model][0]) for seed in range(3)]
     expected = expect(turns, model, **options)
     with begin(tmp_path, model, **options) as llm:
@@ -427,6 +427,30 @@ def test_the_scan_deletes_by_last_use_and_leaves_other_files_alone(
     assert again.report().num_evicted == 6
     _, watching = open_store(tmp_path, opened, most_bytes=5 * store.file_bytes, cleans=False)
     assert watching.found == again.found
+
+
+def test_the_scan_leaves_the_files_of_other_users_alone(
+    tmp_path: Path, opened: list[FileStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, store = open_store(tmp_path, opened, facts="mine")
+    store.run(write((1, 7)), 1, None)
+    finish(store)
+    scan = file_store._scan
+
+    def refuse_own(folder: Path) -> Iterator[Any]:
+        assert folder != store._folder
+        return scan(folder)
+
+    monkeypatch.setattr(file_store, "_scan", refuse_own)
+    owner = os.getuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(file_store, "_make_private", lambda folder: folder.mkdir())
+        patch.setattr(os, "getuid", lambda: owner + 1)
+        _, other = open_store(tmp_path, opened, facts="yours", most_bytes=5200)
+        assert other.found == []
+    with pytest.raises(AssertionError):
+        open_store(tmp_path, opened, facts="yours", most_bytes=5200)
+    assert len(list_files(tmp_path)) == 1
 
 
 def test_ranks_that_share_a_folder_share_its_bound(tmp_path: Path, opened: list[FileStore]) -> None:

@@ -27,7 +27,7 @@ _PACKAGES = ("torch", "triton", "msgspec", "pyzmq")
 
 def collect_facts(options: EngineOptions, source: ModelSource, *, device: str) -> dict[str, str]:
     """Collect versions, digests of code, model and tensors, and options that shape a step."""
-    facts = {"Negamax": negamax.__version__, "code": _code_digest(), "device": device}
+    facts = {"Negamax": negamax.__version__, "code": env.digest_code(), "device": device}
     facts |= {name: env.installed_version(name) or "none" for name in _PACKAGES}
     draft = source.draft
     facts["the model's configuration"] = _digest((source.spec, source.generation))
@@ -62,14 +62,6 @@ def find_differences(own: dict[str, str], others: dict[str, str], *, name: str) 
 def _digest(value: object) -> str:
     data = msgspec.json.encode(value, enc_hook=repr, order="deterministic")
     return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
-def _code_digest() -> str:
-    found = hashlib.blake2b(digest_size=8)
-    root = Path(negamax.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()
 
 
 def _tensors_digest(folder: Path | None) -> str:
