@@ -12,7 +12,7 @@ from negamax.options.kv_events import KvEventsConfig
 from negamax.options.nodes import LAUNCHERS, MASTER_PORT, MP, RAY, NodeOptions
 from negamax.options.parallel import ALL2ALL_BACKENDS, ParallelOptions
 from negamax.options.speculation import SpeculationConfig
-from negamax.options.transfer import HOST_GIB, KvTransferConfig, check_one_engine
+from negamax.options.transfer import HOST_GIB, KvTransferConfig, check_one_engine, read_offloading
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SOURCES = ("auto", "huggingface", "modelscope")
@@ -478,6 +478,8 @@ class EngineOptions:
                 )
             return
         name = "--kv-offloading-ratio" if self.kv_offloading_ratio else "--kv-offloading-size"
+        if self.kv_offloading_size is None and self.kv_offloading_ratio is None:
+            name = "--kv-transfer-config"
         dcp = self.decode_context_parallel_size
         refusals = (
             (not self.enable_prefix_caching, "--no-enable-prefix-caching turns off the cache"),
@@ -509,9 +511,16 @@ class EngineOptions:
     @property
     def host_gib(self) -> float | None:
         """Main memory for KV blocks, in GiB over all ranks; None: none, or given as a ratio."""
-        if self.kv_offloading_size or self.kv_offloading_ratio or self.kv_transfer is None:
+        if self.kv_offloading_size or self.kv_offloading_ratio:
             return self.kv_offloading_size
+        if self.kv_transfer is None:
+            return read_offloading(self.kv_transfer_config or {})[0]
         return HOST_GIB
+
+    @property
+    def file_folder(self) -> str | None:
+        """The folder for files of KV blocks; None: none are kept."""
+        return self.kv_offloading_path or read_offloading(self.kv_transfer_config or {})[1]
 
     def sequences_per_step(self, device: str) -> int:
         """Return the largest number of sequences in one step of a data-parallel rank."""

@@ -49,6 +49,24 @@ _EXTRA_KEYS = {"lease_seconds", "timeout_seconds"}
 _EXTRA_WITHOUT_EFFECT = {"backends", "num_threads", "enforce_handshake_compat"}
 
 
+def read_offloading(fields: Mapping[str, Any]) -> tuple[float | None, str | None]:
+    """Return the GiB of main memory and the folder of files in which vLLM's OffloadingConnector
+    keeps KV blocks.
+    """
+    extra = fields.get("kv_connector_extra_config")
+    if fields.get("kv_connector") != "OffloadingConnector" or not isinstance(extra, Mapping):
+        return None, None
+    num_bytes, tiers = extra.get("cpu_bytes_to_use"), extra.get("secondary_tiers")
+    if not isinstance(num_bytes, int) or num_bytes <= 0:
+        return None, None
+    folders = [
+        tier.get("root_dir")
+        for tier in (tiers if isinstance(tiers, list) else ())
+        if isinstance(tier, Mapping) and tier.get("type") == "fs"
+    ]
+    return num_bytes / 2**30, next((each for each in folders if isinstance(each, str)), None)
+
+
 @dataclass(frozen=True)
 class KvTransferConfig:
     """How an engine exchanges KV blocks with others. `read` makes it from the option."""

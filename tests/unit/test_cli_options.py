@@ -177,3 +177,41 @@ def test_a_new_field_is_an_option_with_flag_variable_key_and_help(
     monkeypatch.setenv("COLUMNS", "200")
     run("--help")
     assert re.search(r"--wave-len .*-wl .*Set the wave's length", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("extra", "gib", "folder"),
+    [
+        ({}, None, None),
+        (
+            {"cpu_bytes_to_use": 0, "secondary_tiers": [{"type": "fs", "root_dir": "/a"}]},
+            None,
+            None,
+        ),
+        ({"cpu_bytes_to_use": 3 << 30}, 3.0, None),
+        ({"cpu_bytes_to_use": 1 << 29, "secondary_tiers": [{"type": "p2p"}]}, 0.5, None),
+        (
+            {"cpu_bytes_to_use": 1 << 30, "secondary_tiers": [{"type": "fs", "root_dir": "/a"}]},
+            1.0,
+            "/a",
+        ),
+    ],
+)
+def test_the_tiers_of_vllms_offloading_connector_are_kept(
+    extra: dict[str, object], gib: float | None, folder: str | None
+) -> None:
+    given = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    given |= {"kv_connector_extra_config": extra}
+    options = EngineOptions("nano", kv_transfer_config=given)
+    assert (options.host_gib, options.has_host_blocks) == (gib, gib is not None)
+    assert options.file_folder == folder
+    assert options.kv_transfer is None
+    own = EngineOptions(
+        "nano", kv_transfer_config=given, kv_offloading_size=8.0, kv_offloading_path="/b"
+    )
+    assert (own.host_gib, own.file_folder) == (8.0, "/b")
+    with pytest.raises(ConfigError, match="--kv-offloading-size keeps whole"):
+        EngineOptions("nano", kv_offloading_size=1.0, enable_prefix_caching=False)
+    if gib is not None:
+        with pytest.raises(ConfigError, match="--kv-transfer-config keeps whole"):
+            EngineOptions("nano", kv_transfer_config=given, enable_prefix_caching=False)

@@ -244,7 +244,7 @@ def _make_worker_config(
         experts=options.expert_mode,
         kv_offloading_size=options.host_gib,
         kv_offloading_ratio=options.kv_offloading_ratio,
-        kv_offloading_path=options.kv_offloading_path,
+        kv_offloading_path=options.file_folder,
         kv_offloading_path_size=options.kv_offloading_path_size,
     )
 

@@ -319,7 +319,7 @@ def run_agent(
         draft_folder=source.draft.folder if source.draft else None,
         weight_cache=options.weight_cache,
         crash_dump_dir=options.crash_dump_dir,
-        kv_offloading_path=options.kv_offloading_path,
+        kv_offloading_path=options.file_folder,
         num_threads=choose_num_threads(options, layout),
         beats="",
         interface=None,

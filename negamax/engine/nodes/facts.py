@@ -35,7 +35,7 @@ def collect_facts(options: EngineOptions, source: ModelSource, *, device: str) -
     speculation = asdict(source.speculation) if source.speculation else {}
     facts["--speculative-config"] = _digest(speculation | {"model": None})
     facts["the tensors of the checkpoint"] = _tensors_digest(source.weights_folder)
-    facts["files of KV blocks"] = "none" if options.kv_offloading_path is None else "kept"
+    facts["files of KV blocks"] = "none" if options.file_folder is None else "kept"
     for field in fields(options):
         if field.name not in _OWN:
             facts[f"--{field.name.replace('_', '-')}"] = str(getattr(options, field.name))
