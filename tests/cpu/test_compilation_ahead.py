@@ -113,7 +113,7 @@ def test_a_sweep_compiles(run: str) -> None:
 def test_loads_that_threads_share_are_agreed(
     polled: list[str], agreements: int, torn: bool
 ) -> None:
-    """A poll must be found also beside another load, such as that of the abort flag."""
+    """The check finds a torn poll even beside another load, such as that of the abort flag."""
     layout = "sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [8], order = [0]"
     lines = [f"#words = #ttg.blocked<{{{layout}}}>"]
     lines += [f"%w = tt.load %p, %m {{isVolatile = true}} : tensor<{each}>" for each in polled]

@@ -78,8 +78,8 @@ class AttentionMetadata:
     # Adjacent decodes that may belong to one sequence, at most; each is one token longer than the
     # previous. Set for steps with draft tokens whose lengths only the device holds.
     max_decode_run: int = 1
-    # The same decodes by sequence, for kernels that read the keys of adjacent decodes once; None:
-    # not known, or one each.
+    # The same decodes by sequence, for kernels that read the keys of adjacent decodes once. None:
+    # they are not known, or each sequence has one.
     decode_runs: DecodeRuns | None = None
     # by kind of attention, the plan that its layers share in this step
     prepared: Mapping[str, Any] = field(default_factory=dict)

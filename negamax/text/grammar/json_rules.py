@@ -62,7 +62,8 @@ class _Alternative(NamedTuple):
 class Rules:
     """Rules of one grammar. `ahead`: in JSON, the expression of what follows a string or number.
 
-    Without it, the compiler takes every token that holds more for possible, and tries it each time.
+    Without it, the compiler cannot decide in advance about tokens that go beyond the value. It then
+    tries each of them at every mask.
     """
 
     def __init__(self, languages: Languages, *, ahead: str | None = None) -> None:

@@ -41,7 +41,7 @@ class CallWriter:
         self._name = name
 
     def announce(self) -> None:
-        """Report the open call, unless that was done."""
+        """Report the open call, once."""
         if self._name:
             self.before_call()
             self._emit(ToolCallStart(self._index, self._name))
