@@ -89,9 +89,14 @@ class TransferSockets:
             socket: Socket = self._context.socket(zmq.DEALER)
             socket.linger = 0
             socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
-            monitor = socket.get_monitor_socket(_LOST)
-            connect(socket, tcp_endpoint(host, port))
-            self._peers[peer] = socket, monitor
+            self._peers[peer] = socket, socket.get_monitor_socket(_LOST)
+            try:
+                connect(socket, tcp_endpoint(host, port))
+            except zmq.ZMQError:  # a client's request names the host
+                logger.warning("%r is no address", host)
+                self._drop(peer)
+                self._lost.append(peer)
+                return
         self._peers[peer][0].send(frame)
 
     def copy(self, command: lane_wire.ImportBlocks) -> None:
@@ -104,13 +109,14 @@ class TransferSockets:
         for lane in self._lanes:
             for (frame,) in _receive_all(lane):
                 transfers.take_copied(lane_wire.done_decoder.decode(frame), now=now)
-        for peer, frame in _receive_all(self._server):
+        for peer, *frames in _receive_all(self._server):
             with contextlib.suppress(msgspec.DecodeError):
-                transfers.handle(peer, wire.from_decoder.decode(frame), now=now)
+                transfers.handle(peer, wire.from_decoder.decode(b"".join(frames)), now=now)
         for address, (socket, monitor) in list(self._peers.items()):
-            for (frame,) in _receive_all(socket):
+            for frames in _receive_all(socket):
                 with contextlib.suppress(msgspec.DecodeError):
-                    transfers.handle(address, wire.from_prefiller.decode(frame), now=now)
+                    message = wire.from_prefiller.decode(b"".join(frames))
+                    transfers.handle(address, message, now=now)
             if any(_receive_all(monitor)):
                 self._drop(address)
                 self._lost.append(address)

@@ -1,0 +1,96 @@
+"""Messages between engines over real sockets, with addresses that clients made up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import zmq
+
+from negamax.base.errors import ConfigError
+from negamax.base.private_folder import PrivateFolder
+from negamax.engine.core.transfer_sockets import TransferSockets
+from negamax.engine.core.transfer_wire import CloseLease, LeaseClosed, RenewLeases
+from negamax.options.nodes import KEY_VARIABLE
+from negamax.options.transfer import CONSUMER, PRODUCER, KvTransferConfig
+from negamax.worker.node_sockets import connect, tcp_endpoint
+from tests.e2e.conftest import eventually
+from tests.ports import free_port
+
+
+class Recorder:
+    """In place of `Transfers`: keeps what arrives."""
+
+    has_timers = True
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[Any, Any]] = []
+        self.lost: list[tuple[str, int]] = []
+
+    def handle(self, peer: Any, message: Any, *, now: float) -> None:
+        self.messages.append((peer, message))
+
+    def lose(self, peer: tuple[str, int]) -> None:
+        self.lost.append(peer)
+
+    def advance(self, *, now: float) -> None:
+        pass
+
+
+@contextmanager
+def opened(**fields: Any) -> Iterator[tuple[TransferSockets, Recorder]]:
+    sockets = TransferSockets(KvTransferConfig(**fields), [], folder=PrivateFolder())
+    recorder = Recorder()
+    sockets.transfers = recorder  # type: ignore[assignment]
+    try:
+        yield sockets, recorder
+    finally:
+        sockets.close()
+
+
+def test_messages_answers_and_the_loss_of_an_engine() -> None:
+    port = free_port()
+    peer = ("127.0.0.1", port)
+    with opened(role=CONSUMER) as (decoder, arrived):
+        with opened(role=PRODUCER, port=port) as (prefiller, asked):
+            decoder.send(peer, RenewLeases(["a"]))
+            decoder.send(peer, CloseLease("b"))
+            assert eventually(lambda: (prefiller.poll(), len(asked.messages) == 2)[1])
+            (identity, first), (_, second) = asked.messages
+            assert (first, second) == (RenewLeases(["a"]), CloseLease("b"))
+            prefiller.send(identity, LeaseClosed("b", True))
+            assert eventually(lambda: (decoder.poll(), bool(arrived.messages))[1])
+            assert arrived.messages == [(peer, LeaseClosed("b", True))] and not arrived.lost
+            with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+                stranger.linger = 0
+                connect(stranger, tcp_endpoint(*peer))
+                for frames in ([b"\xc1"], [b"", b"", b""], [b"\x92\xa5close\xa1x"]):
+                    stranger.send_multipart(frames)
+                assert eventually(lambda: (prefiller.poll(), len(asked.messages) == 3)[1])
+            assert asked.messages[2][1] == CloseLease("x")
+        assert eventually(lambda: (decoder.poll(), bool(arrived.lost))[1])
+        assert arrived.lost == [peer]
+        decoder.send(peer, CloseLease("b"))  # nothing listens there
+        assert eventually(lambda: (decoder.poll(), len(arrived.lost) == 2)[1])
+
+
+@pytest.mark.parametrize("host", ["bad host", "", "[::1", "a;b", "*", "192.0.2.1", "x" * 300])
+@pytest.mark.parametrize("own", ["127.0.0.1", "192.0.2.7"])
+def test_hosts_of_clients_end_no_engine(
+    host: str, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    with opened(role=CONSUMER, host=own) as (sockets, recorder):
+        sockets.send((host, 9), CloseLease("a"))
+        sockets.poll()
+        if own == "127.0.0.1":
+            assert recorder.lost == [(host, 9)]
+        assert eventually(lambda: (sockets.poll(), bool(recorder.lost))[1], seconds=20)
+
+
+def test_a_network_address_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=KEY_VARIABLE), opened(host="192.0.2.7"):
+        pass
