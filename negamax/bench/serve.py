@@ -357,7 +357,7 @@ def request_fields(options: BenchOptions, model: str, *, running_usage: bool) ->
     stream_options = {"include_usage": True} | counts
     fields: dict[str, Any] = {"model": model, "stream": True, "stream_options": stream_options}
     fields |= {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
-    if options.ignore_eos:
+    if options.ignores_eos:
         fields["ignore_eos"] = True
     return fields | options.extra_body
 

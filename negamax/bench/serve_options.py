@@ -184,6 +184,9 @@ class BenchOptions:
     ignore_eos: bool = option(
         False, "Generate exactly the requested output tokens, where supported.", panel=SAMPLING
     )
+    disable_ignore_eos: bool = option(
+        False, "Let answers end at end tokens with sglang backends, too, which ignore them."
+    )
     temperature: float | None = option(
         None, "Set the temperature. Default of this and the next: not sent."
     )
@@ -247,6 +250,12 @@ class BenchOptions:
     def is_chat(self) -> bool:
         """Whether requests have messages."""
         return self.path.endswith("/chat/completions")
+
+    @property
+    def ignores_eos(self) -> bool:
+        """Whether answers have exactly the requested tokens: by default as SGLang's client does."""
+        is_sglang = self.backend.startswith("sglang")
+        return self.ignore_eos or (is_sglang and not self.disable_ignore_eos)
 
     @property
     def range_rule(self) -> str:

@@ -35,10 +35,12 @@ _TOTALS = {
     "total_output_tokens": "Total generated tokens",
     "request_throughput": "Request throughput (req/s)",
     "request_goodput": "Request goodput (req/s)",
+    "input_throughput": "Input token throughput (tok/s)",
     "output_throughput": "Output token throughput (tok/s)",
     "max_output_tokens_per_s": "Peak output token throughput (tok/s)",
     "max_concurrent_requests": "Peak concurrent requests",
     "total_token_throughput": "Total token throughput (tok/s)",
+    "concurrency": "Concurrency",
     "total_cached_tokens": "Cached input tokens",
 }
 _DRAFTS = {
@@ -133,8 +135,10 @@ def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
         "total_input_tokens": total_input,
         "total_output_tokens": total_output,
         "request_throughput": len(good) / seconds,
+        "input_throughput": total_input / seconds,
         "output_throughput": total_output / seconds,
         "total_token_throughput": (total_input + total_output) / seconds,
+        "concurrency": sum(map(e2el, good)) / seconds,  # mean number of requests under way
         "max_output_tokens_per_s": max(output_per_second(good), default=0.0),
         "max_concurrent_requests": peak_concurrency(measured.records),
         "total_cached_tokens": _total_cached(good),
@@ -327,7 +331,7 @@ def document(
         "workload": {
             key: value for key, value in vars(options).items() if key.startswith(WORKLOAD_PREFIXES)
         },
-        "sampling": {name: getattr(options, name) for name in ("ignore_eos", "temperature")}
+        "sampling": {"ignore_eos": options.ignores_eos, "temperature": options.temperature}
         | options.extra_body,
         "environment": {
             "negamax": __version__,

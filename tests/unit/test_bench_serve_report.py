@@ -85,6 +85,7 @@ def test_totals_count_good_requests_only() -> None:
     assert summary["total_cached_tokens"] == 50
     names = ("request_throughput", "output_throughput", "total_token_throughput")
     assert [summary[name] for name in names] == [1.0, 5.0, 105.0]
+    assert (summary["input_throughput"], summary["concurrency"]) == (100.0, 1.0)
 
 
 def test_goodput_counts_requests_within_every_limit() -> None:

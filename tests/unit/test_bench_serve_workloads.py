@@ -268,6 +268,22 @@ def test_requests_carry_only_the_sampling_that_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "ignored"),
+    [
+        ({"backend": "sglang"}, True),
+        ({"backend": "sglang-oai-chat"}, True),
+        ({"backend": "sglang", "disable_ignore_eos": True}, False),
+        ({"backend": "vllm"}, False),
+    ],
+)
+def test_end_tokens_are_ignored_where_sglangs_client_does(
+    options: dict[str, Any], ignored: bool
+) -> None:
+    fields = request_fields(BenchOptions(**options), "nano", running_usage=False)
+    assert fields.get("ignore_eos", False) is ignored
+
+
+@pytest.mark.parametrize(
     ("options", "lengths"),
     [
         (BenchOptions(random_range_ratio=0.3), (700, 1300)),
