@@ -294,6 +294,37 @@ def test_a_dead_prefilling_engine(policy: str, tmp_path: Path) -> None:
         assert pair[0].gauge("negamax:kv_leases") == 0
 
 
+def test_a_prefilling_engine_that_stops_and_a_decoding_engine_that_dies(tmp_path: Path) -> None:
+    extra = {"lease_seconds": 5.0}
+    with serving_pair(
+        tmp_path, kv_load_failure_policy="recompute", kv_connector_extra_config=extra
+    ) as pair:
+        body = {"prompt": tokens(5, 300), "max_tokens": 6, "temperature": 0}
+        expected = run_alone(pair[0], COMPLETIONS, body)["choices"]
+        params = prefill(pair[0], COMPLETIONS, body)
+        pid = pair[0].engine_pid()
+        os.kill(pid, signal.SIGSTOP)  # its connections stay open
+        try:
+            answer = post(pair[1], COMPLETIONS, body | {"kv_transfer_params": params})
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert answer["choices"] == expected and "did not arrive" in pair[1].log
+        params = prefill(pair[0], COMPLETIONS, body | {"prompt": tokens(6, 300)})
+        with pair[1].http() as http, ThreadPoolExecutor(1) as threads:
+            late = {"prompt": tokens(6, 300), "max_tokens": 3000, "kv_transfer_params": params}
+            running = threads.submit(http.post, COMPLETIONS, json=late | {"ignore_eos": True})
+            remote = "negamax:remote_prefills_total"
+            assert eventually(lambda: pair[1].gauge(remote) == 1)
+            os.kill(pair[1].engine_pid(), signal.SIGKILL)
+            assert running.result().status_code == 503
+        assert eventually(lambda: pair[0].gauge("negamax:kv_leases") == 0, seconds=20)
+        restarts = "negamax:engine_restarts_total"
+        assert eventually(lambda: pair[1].gauge(restarts) == 1)
+        with pair[1].http() as http:
+            assert eventually(lambda: http.get("/readyz").status_code == 200)
+        check_same(pair, COMPLETIONS, body | {"prompt": tokens(7, 300)})
+
+
 def test_engines_with_other_blocks_refuse_each_other(tmp_path: Path) -> None:
     with serving_pair(tmp_path, second=("--block-size=32",)) as pair:
         body = {"prompt": tokens(5, 300), "max_tokens": 6, "temperature": 0}
