@@ -94,6 +94,9 @@ class KvTransferConfig:
         if role not in ROLES:
             _refuse("kv_role", role, ", ".join(ROLES))
         if connector not in LANES:
+            for nested in _list_connectors(given) if connector == "MultiConnector" else ():
+                if nested.get("kv_connector") in LANES:
+                    return KvTransferConfig.read({"kv_role": role, **nested})
             if role == BOTH:
                 return None
             _refuse("kv_connector", connector, ", ".join(LANES))
@@ -121,6 +124,14 @@ class KvTransferConfig:
                 _refuse(name, extra[name], "0.1 to 86400")
             seconds[name] = float(extra[name])
         return KvTransferConfig(role, LANES[connector], host, port, policy, **seconds)
+
+
+def _list_connectors(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the connectors that vLLM's MultiConnector joins."""
+    extra = fields.get("kv_connector_extra_config")
+    listed = extra.get("connectors") if isinstance(extra, Mapping) else None
+    found = listed if isinstance(listed, list) else []
+    return [each for each in found if isinstance(each, Mapping)]
 
 
 def check_one_engine(options: Mapping[str, Any]) -> None:

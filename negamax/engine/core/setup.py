@@ -86,6 +86,9 @@ def _start_loop(
         check_transfer_address(options.kv_transfer)
         folder = PrivateFolder()
         started.callback(folder.remove)
+    elif options.kv_transfer_config is not None:
+        connector = options.kv_transfer_config.get("kv_connector")
+        logger.info("--kv-transfer-config: %s exchanges no prompts with other engines", connector)
     script = None if options.script is None else read_script(options.script)
     config = _make_worker_config(options, source, script)
     if folder is not None and options.kv_transfer is not None:
