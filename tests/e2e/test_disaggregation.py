@@ -223,7 +223,27 @@ def test_rooms_of_sglangs_router(pair: PAIR) -> None:
                 assert first["meta_info"]["completion_tokens"] == 1
             else:
                 assert second["choices"] == expected["choices"]
+        prompts = [tokens(30 + number, 100 + number) for number in range(3)]
+        sampling = {"temperature": 0, "max_new_tokens": 9}
+        for rooms in ([5, 9, 70], 100):
+            batch: dict[str, Any] = {"input_ids": prompts, "sampling_params": sampling}
+            expected = run_alone(pair[0], "/generate", batch)
+            both = batch | room | {"bootstrap_room": rooms, "cache_salt": str(rooms)}
+            answers = [threads.submit(post, server, "/generate", both) for server in pair]
+            first, second = (each.result() for each in answers)
+            assert [one["text"] for one in second] == [one["text"] for one in expected]
     assert pair[1].gauge("negamax:failed_remote_prefills_total") <= 5  # those of the test before
+    with pair[1].http() as http:
+        wrong = http.post("/generate", json=both | {"bootstrap_room": [1, 2]})
+    assert wrong.status_code == 400 and "2 values for 3 prompts" in wrong.text
+
+
+def test_several_prompts_of_one_body_are_computed_twice(pair: PAIR) -> None:
+    count = pair[0].gauge("negamax:kv_leases")
+    body = {"prompt": [tokens(40, 60), tokens(41, 60)], "max_tokens": 4, "temperature": 0}
+    answer = post(pair[0], COMPLETIONS, body | {"kv_transfer_params": ASK_PREFILL})
+    assert "kv_transfer_params" not in answer and len(answer["choices"]) == 2
+    assert pair[0].gauge("negamax:kv_leases") == count
 
 
 def test_index_keys_and_drafts_move_too(tmp_path: Path) -> None:

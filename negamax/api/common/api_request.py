@@ -81,8 +81,10 @@ def generate(
     names: Iterable[str],
     stream_interval: int | None,
     readers: Sequence[TextReader] | None = None,
+    index: int = 0,
+    num_prompts: int = 1,
 ) -> OpenRequest:
-    """Hand a prompt over to the engine.
+    """Hand a prompt over to the engine, the one at `index` of those in the request.
 
     `names` are the ids by which the client may abort the request. The server's time limit and
     stream interval apply where the request sets none. Errors: those of `AsyncEngine.generate`, and
@@ -111,7 +113,8 @@ def generate(
             param="priority",
             code="invalid_value",
         )
-    transfer = read_transfer(params, context.engine.info.transfer)
+    about = context.engine.info.transfer
+    transfer = read_transfer(params, about, index=index, num_prompts=num_prompts)
     if transfer.only_prefills:
         most = min(sampling.min_tokens, 1)
         sampling = msgspec.structs.replace(sampling, max_tokens=1, min_tokens=most)

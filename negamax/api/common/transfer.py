@@ -2,6 +2,7 @@
 
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -25,12 +26,15 @@ class Transfer:
     only_prefills: bool = False  # the client has sent the whole request to both servers
 
 
-def read_transfer(params: EngineRequest, info: TransferInfo | None) -> Transfer:
-    """Read the fields of vLLM or of SGLang. Errors: `InvalidRequestError` for values that this
-    server cannot follow.
+def read_transfer(
+    params: EngineRequest, info: TransferInfo | None, *, index: int, num_prompts: int
+) -> Transfer:
+    """Read the fields of vLLM or of SGLang for prompt `index`. Errors: `InvalidRequestError` for
+    values that this server cannot follow.
     """
     if params.bootstrap_room is not None:
-        return _read_room(params, _check_server(info, _ROOM))
+        info = _check_server(info, _ROOM)
+        return _read_room(params, info, index=index, num_prompts=num_prompts)
     if params.kv_transfer_params is None:
         return Transfer()
     try:
@@ -41,6 +45,8 @@ def read_transfer(params: EngineRequest, info: TransferInfo | None) -> Transfer:
         refuse(_PARAMS, "do_remote_decode and do_remote_prefill are both true; send one of them")
     if given.do_remote_decode:
         _check_role(_check_server(info, _PARAMS), CONSUMER, _PARAMS)
+        if num_prompts > 1:
+            return Transfer()  # the answer has room for one prompt: all are computed twice
         return Transfer(lease_id=secrets.token_hex(16))
     if not given.do_remote_prefill:
         return Transfer()
@@ -75,16 +81,30 @@ def describe_lease(
     )
 
 
-def _read_room(params: EngineRequest, info: TransferInfo) -> Transfer:
-    lease_id = f"{_ROOM}-{params.bootstrap_room}"
+def _read_room(
+    params: EngineRequest, info: TransferInfo, *, index: int, num_prompts: int
+) -> Transfer:
+    def pick(field: str) -> Any:
+        value = getattr(params, field)
+        if not isinstance(value, list):
+            return value
+        if len(value) != num_prompts:
+            given = f"{len(value)} values for {num_prompts} prompts"
+            refuse(field, f"{given}; send one, or one per prompt")
+        return value[index]
+
+    room = pick(_ROOM)
+    if not isinstance(params.bootstrap_room, list):
+        room += index  # as in SGLang
     if info.role == BOTH:
         refuse(_ROOM, "this server both prefills and decodes; start it with --disaggregation-mode")
     if info.role == PRODUCER:
-        return Transfer(lease_id=lease_id, only_prefills=True)
-    if params.bootstrap_host is None:
+        return Transfer(lease_id=f"{_ROOM}-{room}", only_prefills=True)
+    host, port = pick("bootstrap_host"), pick("bootstrap_port")
+    if host is None:
         refuse("bootstrap_host", "it is missing; a room is on a prefilling server")
-    port = 8998 if params.bootstrap_port is None else params.bootstrap_port  # SGLang's default
-    return Transfer(remote=RemotePrompt(params.bootstrap_host, port, lease_id))
+    # SGLang's default port
+    return Transfer(remote=RemotePrompt(host, 8998 if port is None else port, f"{_ROOM}-{room}"))
 
 
 def _check_server(info: TransferInfo | None, field: str) -> TransferInfo:

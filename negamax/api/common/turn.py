@@ -178,7 +178,7 @@ async def start_prompts(
         prefills += engine.prefill_tokens(len(ids), prompt.sampling, num_choices=prompt.sampling.n)
     engine.check_room(prefills, owner=get_owner(request.http))
     parts = []
-    for prompt, ids, grammar in zip(prompts, token_ids, grammars, strict=True):
+    for index, (prompt, ids, grammar) in enumerate(zip(prompts, token_ids, grammars, strict=True)):
         reasoning = chat_format.reasoning_after(ids)
         sampling = constrain(
             prompt.sampling,
@@ -196,6 +196,8 @@ async def start_prompts(
                 request_id=prompt.request_id,
                 names=prompt.names,
                 stream_interval=prompt.stream_interval,
+                index=index,
+                num_prompts=len(prompts),
             )
         )
     source = parts[0] if len(parts) == 1 else OpenRequests(parts)

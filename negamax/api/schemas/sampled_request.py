@@ -56,6 +56,9 @@ StopStrings = Annotated[
     WithJsonSchema(_STOP_SCHEMA),
 ]
 StopTokenIds = Annotated[list[int], validate_at_most("stop_token_ids", MAX_STOP_TOKEN_IDS, "ids")]
+Host = Annotated[str, Field(max_length=253)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Room = Annotated[int, Field(ge=0, lt=2**63)]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 LogitBias = Annotated[
     dict[int, float],
@@ -144,10 +147,10 @@ class EngineRequest(RequestModel):
 
     # vLLM's object about a prompt that another server computes, or will read from this one
     kv_transfer_params: dict[str, Any] | None = None
-    # SGLang's fields about a prompt that another server computes
-    bootstrap_host: str | None = Field(default=None, max_length=253)
-    bootstrap_port: int | None = Field(default=None, ge=1, le=65535)
-    bootstrap_room: int | None = Field(default=None, ge=0, lt=2**64)
+    # SGLang's fields about prompts that another server computes: one value, or one per prompt
+    bootstrap_host: Host | list[Host | None] | None = None
+    bootstrap_port: Port | list[Port | None] | None = None
+    bootstrap_room: Room | list[Room] | None = None
 
 
 class SampledRequest(EngineRequest, SamplingFields):
