@@ -159,8 +159,8 @@ def test_a_stream_and_an_abandoned_one(pair: PAIR) -> None:
     assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected
     params = prefill(pair[0], COMPLETIONS, {**body, "prompt": tokens(8, 400)})
     with pair[1].http() as http, pytest.raises(httpx.TimeoutException):
-        late = {"prompt": tokens(8, 400), "max_tokens": 200, "kv_transfer_params": params}
-        http.post(COMPLETIONS, json=late, timeout=0.05)
+        late = {"prompt": tokens(8, 400), "max_tokens": 3000, "kv_transfer_params": params}
+        http.post(COMPLETIONS, json=late | {"ignore_eos": True}, timeout=0.05)
     assert eventually(lambda: pair[0].gauge("negamax:kv_leases") == 0, seconds=40)
     check_same(pair, COMPLETIONS, body)
 
