@@ -79,6 +79,10 @@ class SharedBlocks:
         return bool(self._unsettled) and self._host.has_room
 
     @property
+    def num_host_blocks(self) -> int:
+        return self._host.num_blocks
+
+    @property
     def holds_kv_blocks(self) -> bool:
         return bool(self._unsettled)
 
@@ -145,15 +149,19 @@ class SharedBlocks:
             self._unsettled.remove(lease)
         return True
 
-    def begin_import(self, hashes: Items[bytes]) -> tuple[Import, list[int]] | None:
-        """Allocate host blocks for those of `hashes` that are missing here. Return them with their
-        indices in `hashes`; None without enough room.
-        """
-        missing = [
+    def find_missing(self, hashes: Items[bytes]) -> list[int]:
+        """Return the indices of `hashes` whose blocks are not here."""
+        return [
             index
             for index, each in enumerate(hashes)
             if self._pool.find(each) is None and not self._host.is_stored(each)
         ]
+
+    def begin_import(self, hashes: Items[bytes]) -> tuple[Import, list[int]] | None:
+        """Allocate host blocks for those of `hashes` that are missing here. Return them with their
+        indices in `hashes`; None without enough room.
+        """
+        missing = self.find_missing(hashes)
         places = self._host.allocate(len(missing))
         if places is None:
             return None

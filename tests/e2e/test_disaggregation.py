@@ -188,6 +188,7 @@ def test_params_that_no_server_returned_fail_or_are_recomputed(pair: PAIR) -> No
         {"remote_port": 70000},
         {"do_remote_decode": True},
         {"remote_port": "x"},
+        {"remote_engine_id": "x" * 129},
     ):
         with pair[1].http() as http:
             sent = {**body, "kv_transfer_params": {**params, **wrong}}

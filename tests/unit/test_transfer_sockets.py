@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,8 @@ import zmq
 
 from negamax.base.errors import ConfigError
 from negamax.base.private_folder import PrivateFolder
-from negamax.engine.core.transfer_sockets import TransferSockets
+from negamax.engine.core import transfer_sockets
+from negamax.engine.core.transfer_sockets import MOST_PEERS, TransferSockets
 from negamax.engine.core.transfer_wire import CloseLease, LeaseClosed, RenewLeases
 from negamax.options.nodes import KEY_VARIABLE
 from negamax.options.transfer import CONSUMER, PRODUCER, KvTransferConfig
@@ -66,7 +68,9 @@ def test_messages_answers_and_the_loss_of_an_engine() -> None:
             with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
                 stranger.linger = 0
                 connect(stranger, tcp_endpoint(*peer))
-                for frames in ([b"\xc1"], [b"", b"", b""], [b"\x92\xa5close\xa1x"]):
+                nested = b"\x93\xa5close\xa1y" + b"\x91" * 5000
+                bad = ([b"\xc1"], [b"", b"", b""], [b"\x92\xa5close\xa1\xff"], [nested + b"\x01"])
+                for frames in (*bad, [b"\x92\xa5close\xa1x"]):
                     stranger.send_multipart(frames)
                 assert eventually(lambda: (prefiller.poll(), len(asked.messages) == 3)[1])
             assert asked.messages[2][1] == CloseLease("x")
@@ -88,6 +92,35 @@ def test_hosts_of_clients_end_no_engine(
         if own == "127.0.0.1":
             assert recorder.lost == [(host, 9)]
         assert eventually(lambda: (sockets.poll(), bool(recorder.lost))[1], seconds=20)
+
+
+def test_many_engines_that_never_answer_and_many_messages_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port = free_port()
+    with (
+        socket.create_server(("", 0), backlog=2000) as silent,
+        opened(role=PRODUCER, port=port) as (prefiller, asked),
+        opened(role=CONSUMER) as (decoder, arrived),
+    ):
+        peer = ("127.0.0.1", port)
+        decoder.send(peer, CloseLease("a"))
+        assert eventually(lambda: (prefiller.poll(), bool(asked.messages))[1])
+        prefiller.send(asked.messages[0][0], LeaseClosed("a", True))
+        assert eventually(lambda: (decoder.poll(), bool(arrived.messages))[1])
+        for number in range(1000):
+            address = f"127.1.{number // 250}.{number % 250 + 1}"
+            decoder.send((address, silent.getsockname()[1]), CloseLease("b"))
+        decoder.poll()
+        assert len(arrived.lost) >= 1000 - MOST_PEERS and peer not in arrived.lost
+        decoder.send(peer, CloseLease("c"))
+        assert eventually(lambda: (prefiller.poll(), len(asked.messages) == 2)[1])
+        monkeypatch.setattr(transfer_sockets, "MOST_UNSENT", 100)
+        stuck = ("127.2.0.1", silent.getsockname()[1])
+        for _ in range(300):  # does not wait
+            decoder.send(stuck, CloseLease("d"))
+        decoder.poll()
+        assert arrived.lost.count(stuck) == 1 and peer not in arrived.lost
 
 
 def test_a_network_address_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -525,6 +525,17 @@ def test_a_pull_waits_for_room_and_is_not_overtaken() -> None:
     assert [len(copy.places) for copy in engine.copies] == [2, 2, 1]
 
 
+def test_a_prompt_that_exceeds_host_memory_holds_up_no_other() -> None:
+    engine = Alone(num_host_blocks=3)
+    for name, length in (("a", 17), ("b", 10)):
+        engine.pull(name, lease=name, length=length)
+        engine.answer(LeaseOpened(name, ["p"], list(range((length - 1) // 4)), 7, 0))
+        assert engine.take_sent()[:1] == [CloseLease("a")] * (name == "a")
+    assert [len(copy.places) for copy in engine.copies] == [2]
+    ((name, problem),) = engine.transfers.failed
+    assert name == "a" and "4 KV blocks, and main memory here holds 3" in problem
+
+
 def test_kv_blocks_of_a_lease_are_held_until_host_memory_has_room() -> None:
     engine = Alone(num_host_blocks=3)
     engine.prefill("a", 10)

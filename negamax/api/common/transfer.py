@@ -55,8 +55,10 @@ def read_transfer(
     if not (host and port and name and given.remote_engine_id):
         names = "remote_host, remote_port, remote_request_id and remote_engine_id"
         refuse(_PARAMS, f"do_remote_prefill needs {names}, as the prefilling server returned them")
-    if not 1 <= port <= 65535 or len(host) > 253 or len(name) > 128:
-        refuse(_PARAMS, "remote_host, remote_port or remote_request_id is out of range")
+    is_short = len(host) <= 253 and max(len(name), len(given.remote_engine_id)) <= 128
+    if not (1 <= port <= 65535 and is_short):
+        names = "remote_host, remote_port, remote_request_id or remote_engine_id"
+        refuse(_PARAMS, f"{names} is out of range")
     return Transfer(remote=RemotePrompt(host, port, name, given.remote_engine_id))
 
 

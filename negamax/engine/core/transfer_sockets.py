@@ -8,6 +8,7 @@ import contextlib
 import ipaddress
 import time
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -20,12 +21,14 @@ from negamax.engine.core.transfers import Peer, PullPeer, Transfers
 from negamax.options.nodes import KEY_VARIABLE
 from negamax.options.transfer import CONSUMER, KvTransferConfig
 from negamax.worker import lane_wire
-from negamax.worker.node_sockets import bind, connect, has_key, tcp_endpoint
+from negamax.worker.node_sockets import FRAME_BYTES, bind, connect, has_key, tcp_endpoint
 
 logger = get_logger(__name__)
 
 TICK_SECONDS = 0.2  # between looks at time limits
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
+MOST_PEERS = 200  # engines that this one reads from; ZeroMQ has about 340
+MOST_UNSENT = 100_000  # messages for one of them
 _LOST = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
@@ -33,6 +36,7 @@ _LOST = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
 Socket = zmq.Socket[bytes]
+T = TypeVar("T")
 
 
 def check_transfer_address(config: KvTransferConfig) -> None:
@@ -61,7 +65,8 @@ class TransferSockets:
         self._config, self._folder = config, folder
         self._context = zmq.Context()
         self._peers: dict[PullPeer, tuple[Socket, Socket]] = {}  # with their monitors
-        self._lost: list[PullPeer] = []  # that may not be reached
+        self._answered: set[PullPeer] = set()  # of these
+        self._lost: dict[PullPeer, None] = {}  # that cannot be reached; until the next `poll`
         self._server: Socket = self._context.socket(zmq.ROUTER)
         self._server.heartbeat_ivl, self._server.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
         self._lanes: list[Socket] = []
@@ -80,24 +85,15 @@ class TransferSockets:
         if isinstance(peer, bytes):
             self._server.send_multipart([peer, frame])
             return
-        if peer not in self._peers:
-            host, port = peer
-            if self._config.is_loopback and not _is_loopback(host):
-                logger.warning("%s:%d is no address of this machine, and kv_ip is", host, port)
-                self._lost.append(peer)
-                return
-            socket: Socket = self._context.socket(zmq.DEALER)
-            socket.linger = 0
-            socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
-            self._peers[peer] = socket, socket.get_monitor_socket(_LOST)
-            try:
-                connect(socket, tcp_endpoint(host, port))
-            except zmq.ZMQError:  # a client's request names the host
-                logger.warning("%r is no address", host)
-                self._drop(peer)
-                self._lost.append(peer)
-                return
-        self._peers[peer][0].send(frame)
+        if peer in self._lost:
+            return
+        try:
+            if peer not in self._peers:
+                self._open(*peer)
+            self._peers[peer][0].send(frame, zmq.NOBLOCK)
+        except (ConnectionError, zmq.ZMQError) as error:  # a client's request names the peer
+            logger.warning("no message can be sent to %r, port %d: %s", *peer, error)
+            self._lose(peer)
 
     def copy(self, command: lane_wire.ImportBlocks) -> None:
         for lane in self._lanes:
@@ -110,17 +106,16 @@ class TransferSockets:
             for (frame,) in _receive_all(lane):
                 transfers.take_copied(lane_wire.done_decoder.decode(frame), now=now)
         for peer, *frames in _receive_all(self._server):
-            with contextlib.suppress(msgspec.DecodeError):
-                transfers.handle(peer, wire.from_decoder.decode(b"".join(frames)), now=now)
+            if (message := _decode(wire.from_decoder, frames)) is not None:
+                transfers.handle(peer, message, now=now)
         for address, (socket, monitor) in list(self._peers.items()):
             for frames in _receive_all(socket):
-                with contextlib.suppress(msgspec.DecodeError):
-                    message = wire.from_prefiller.decode(b"".join(frames))
-                    transfers.handle(address, message, now=now)
+                if (answer := _decode(wire.from_prefiller, frames)) is not None:
+                    self._answered.add(address)
+                    transfers.handle(address, answer, now=now)
             if any(_receive_all(monitor)):
-                self._drop(address)
-                self._lost.append(address)
-        lost, self._lost = self._lost, []
+                self._lose(address)
+        lost, self._lost = self._lost, {}
         for address in lost:
             transfers.lose(address)
         transfers.advance(now=now)
@@ -138,11 +133,39 @@ class TransferSockets:
         self._context.destroy(linger=0)
         self._folder.remove()
 
-    def _drop(self, peer: PullPeer) -> None:
-        socket, monitor = self._peers.pop(peer)
-        socket.disable_monitor()
-        monitor.close(linger=0)
-        socket.close(linger=0)
+    def _open(self, host: str, port: int) -> None:
+        """Connect to an engine. Errors: `ConnectionError`, `ZMQError`."""
+        if self._config.is_loopback and not _is_loopback(host):
+            raise ConnectionError("it is on another machine, and kv_ip is a loopback address")
+        if len(self._peers) == MOST_PEERS:  # the oldest one that never answered makes room
+            silent = [peer for peer in self._peers if peer not in self._answered]
+            if not silent:
+                raise ConnectionError(f"{MOST_PEERS} other engines are connected, the most")
+            self._lose(silent[0])
+        socket: Socket = self._context.socket(zmq.DEALER)
+        socket.linger, socket.sndhwm, socket.maxmsgsize = 0, MOST_UNSENT, FRAME_BYTES
+        socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+        self._peers[host, port] = socket, socket.get_monitor_socket(_LOST)
+        connect(socket, tcp_endpoint(host, port))
+
+    def _lose(self, peer: PullPeer) -> None:
+        """Close the connection to an engine. `poll` ends the pulls from it."""
+        self._lost[peer] = None
+        self._answered.discard(peer)
+        if peer in self._peers:
+            socket, monitor = self._peers.pop(peer)
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            socket.close(linger=0)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frames: list[bytes]) -> T | None:
+    """Decode a message; None if it is none."""
+    try:
+        return decoder.decode(b"".join(frames))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        logger.warning("a message of another engine was not understood: %s", error)
+        return None
 
 
 def _receive_all(socket: Socket) -> Iterator[list[bytes]]:

@@ -323,7 +323,16 @@ class Transfers:
             assert pull.opened is not None
             found = self.shared.begin_import(pull.hashes)
             if found is None:
-                return
+                count, most = (
+                    len(self.shared.find_missing(pull.hashes)),
+                    self.shared.num_host_blocks,
+                )
+                if count <= most:
+                    return
+                self.send(pull.peer, CloseLease(pull.lease_id))
+                problem = f"it has {count} KV blocks, and main memory here holds {most}"
+                self._finish(pull, f"{problem}; use a larger --kv-offloading-size")
+                continue
             pull.blocks, missing = found
             self.counts.num_pulled_blocks += len(missing)
             if not missing:
