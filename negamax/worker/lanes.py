@@ -105,7 +105,7 @@ class Lane:
             mover = NixlMover(self._context, self.kinds, pool)
             self._mover, self._description = mover, mover.description
         self._reads: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._reads.sndhwm = 0  # a reader has few reads under way
+        self._reads.sndhwm = 4 * _AHEAD  # a reader that reads has fewer replies under way
         self._imports: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         bind(self._reads, options.reads_endpoint(rank))
         bind(self._imports, options.imports_endpoint(rank))
@@ -142,6 +142,12 @@ class Lane:
             return [b"", wire.encode(self._description)]
         if min(message.places, default=0) < 0:
             raise IndexError("a block number is below 0")
+        whole = sum(kind.blocks[0].nbytes for kind in self.kinds)
+        asked = len(message.places) * sum(
+            self.kinds[one.kind].blocks[0, :, one.first : one.stop].nbytes for one in message.ranges
+        )
+        if asked > max(wire.PIECE_BYTES, whole):
+            raise ValueError(f"{asked} bytes are asked for; at most {wire.PIECE_BYTES} are sent")
         # the reader waits longer
         if not self._pool.await_copies(message.step_id, seconds=STALL_SECONDS / 2):
             return [b"the blocks were not copied to main memory"]
@@ -215,17 +221,21 @@ class TcpMover:
             for part in parts
         ]
         sent = 0
-        for number, piece in enumerate(pieces):
-            for ahead in pieces[sent : number + _AHEAD]:
-                remote = command.remote_places[ahead]
-                self.send(endpoint, wire.ReadBlocks(remote, ranges, command.remote_step))
-                sent += 1
-            for part, frame in zip(parts, self.receive(endpoint), strict=True):
-                blocks = self._kinds[part.kind].blocks
-                heads = slice(part.own_head, part.own_head + part.num_heads)
-                shape = (-1, *blocks[0, :, heads].shape)
-                values = np.frombuffer(frame, np.int64).reshape(shape)
-                blocks[places[piece], :, heads] = values
+        try:
+            for number, piece in enumerate(pieces):
+                for ahead in pieces[sent : number + _AHEAD]:
+                    remote = command.remote_places[ahead]
+                    self.send(endpoint, wire.ReadBlocks(remote, ranges, command.remote_step))
+                    sent += 1
+                for part, frame in zip(parts, self.receive(endpoint), strict=True):
+                    blocks = self._kinds[part.kind].blocks
+                    heads = slice(part.own_head, part.own_head + part.num_heads)
+                    shape = (len(places[piece]), *blocks[0, :, heads].shape)
+                    values = np.frombuffer(frame, np.int64).reshape(shape)
+                    blocks[places[piece], :, heads] = values
+        except Exception:
+            self.drop(endpoint)  # later replies would answer other reads
+            raise
 
     def send(self, endpoint: str, message: wire.ToLane) -> None:
         if endpoint not in self._sockets:

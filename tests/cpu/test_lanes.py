@@ -18,7 +18,7 @@ from negamax.worker.config import LaneOptions
 from negamax.worker.device import runtime_of
 from negamax.worker.host_pool import HostPool
 from negamax.worker.kv_cache import allocate
-from negamax.worker.lane_wire import ImportBlocks, ImportDone
+from negamax.worker.lane_wire import HeadRange, ImportBlocks, ImportDone, ReadBlocks
 from negamax.worker.lanes import HostKind, Lane, plan_reads
 from negamax.worker.node_sockets import connect
 
@@ -144,6 +144,9 @@ def test_problems_of_a_copy_are_reported_and_the_next_copy_works(
         connect(stranger, lane.endpoint)
         stranger.send(b"\xc1")
         assert b"Error" in stranger.recv()
+        ranges = [HeadRange(0, 0, 4)] * 100_000
+        stranger.send(lane_wire.encode(ReadBlocks([0] * 1000, ranges, -1)))
+        assert b"bytes are asked for" in stranger.recv()
         assert second.import_from(first, [1], [2]) == [""]
         values = torch.from_numpy(second.lanes[0].kinds[0].blocks)
         assert torch.equal(values[1], whole[0][2])
