@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -134,6 +136,10 @@ class Subscriber:
             self.next_sequence = number + 1
             self.batches.append(self.view.apply(payload))
         return has_some
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def view_of_replay(endpoint: str) -> CacheView:

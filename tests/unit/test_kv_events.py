@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +27,7 @@ from tests.unit.event_support import (
     CacheView,
     Subscriber,
     replay,
+    resident_bytes,
     shorten,
     view_of_replay,
 )
@@ -319,6 +322,35 @@ def test_a_subscriber_that_does_not_read_blocks_nothing() -> None:
             assert 0 < len(received) < 300 and received == sorted(received)
     finally:
         publisher.close()
+
+
+def test_peers_that_never_read_share_the_batches_and_large_frames_are_refused() -> None:
+    publisher = make_publisher()
+    publisher.start()
+    address = publisher._config.replay_endpoint
+    assert address is not None
+    with zmq.Context() as context, ExitStack() as stack:
+        stack.callback(publisher.close)
+        changes = make_changes(list(range(20_000)))
+        for _ in range(1000):  # 60 MB
+            publisher.publish(changes)
+        assert eventually(lambda: publisher.num_batches == 1001)
+        before = resident_bytes()
+        peers = [stack.enter_context(context.socket(zmq.DEALER)) for _ in range(20)]
+        for peer in peers:
+            peer.linger, peer.rcvhwm = 0, 1
+            peer.connect(address)
+            peer.send_multipart([b"", bytes(8)])
+        assert eventually(lambda: all(peer.poll(0) for peer in peers))
+        assert len(list(replay(address))) == 1001
+        assert resident_bytes() < before + 2**28
+        for kind, endpoint in ((zmq.DEALER, address), (zmq.XSUB, publisher._config.endpoint)):
+            large = stack.enter_context(context.socket(kind))
+            monitor = stack.enter_context(large.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+            large.linger = 0
+            large.connect(endpoint)
+            large.send(b"\2" * 2**20)
+            assert monitor.poll(5000)
 
 
 def test_an_address_in_use_is_refused() -> None:

@@ -35,6 +35,7 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 KEPT_STEPS = 128
 _LOST, _STOP = "lost", "stop"
 _LINGER_MS = 500
+_MOST_BYTES = 65536  # of a frame that a subscriber sends
 
 
 class KvEvent(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -221,7 +222,8 @@ class EventPublisher:
         self._queue: SimpleQueue[CacheChanges | str] = SimpleQueue()
         self._is_behind = False
         self._mirror, self._encoder = CacheMirror(), msgspec.msgpack.Encoder()
-        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        # peers that do not read share the payloads
+        self._sent: deque[tuple[bytes, zmq.Frame]] = deque(maxlen=config.buffer_steps)
         self._has_blocks = False  # whether a batch with blocks was sent
         self._context = zmq.Context()
         self._events = self._context.socket(zmq.PUB)
@@ -230,6 +232,7 @@ class EventPublisher:
         self._replays = self._context.socket(zmq.ROUTER)
         self._replays.set_hwm(config.buffer_steps + 1)  # room for one replay
         self._replays.linger = 0
+        self._events.maxmsgsize = self._replays.maxmsgsize = _MOST_BYTES
         self._threads = [
             threading.Thread(target=run, name="kv-events", daemon=True)
             for run in (self._send_events, self._answer_replays)
@@ -294,8 +297,8 @@ class EventPublisher:
             events.insert(0, AllBlocksCleared())
             self._has_blocks = True
         sequence = self.num_batches.to_bytes(8, "big")
-        payload = self._encoder.encode(EventBatch(time.time(), events, self._rank))
-        self._events.send_multipart([self._topic, sequence, payload])
+        payload = zmq.Frame(self._encoder.encode(EventBatch(time.time(), events, self._rank)))
+        self._events.send_multipart([self._topic, sequence, payload], copy=False)
         self._sent.append((sequence, payload))
         self.num_batches += 1
 
@@ -306,5 +309,6 @@ class EventPublisher:
                 *route, first = self._replays.recv_multipart()
                 for sequence, payload in tuple(self._sent):
                     if sequence >= first:
-                        self._replays.send_multipart([*route, self._topic, sequence, payload])
+                        answer = [*route, self._topic, sequence, payload]
+                        self._replays.send_multipart(answer, copy=False)
                 self._replays.send_multipart([*route, b"", END_OF_REPLAY, b""])
