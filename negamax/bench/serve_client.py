@@ -25,6 +25,7 @@ from negamax.base.errors import ConfigError
 HEAD_BYTES = 64 * 1024  # of a response's head, or of one framing line
 EVENT_BYTES = 16 * 2**20  # of one server-sent event
 ERROR_BYTES = 4096  # of an error's body
+ANSWER_BYTES = 64 * 2**20  # of an answer that is read as a whole
 
 CLOSED_EARLY = "connection closed before the answer ended"
 
@@ -336,24 +337,42 @@ def _message(raw: bytes) -> str:
 
 
 @dataclass
-class _WholeResponse:
-    """Collects a response that is not streamed."""
+class WholeResponse:
+    """Collects a response, up to `ANSWER_BYTES` of its body."""
 
     status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
     raw: bytes = b""
 
     def head(self, status: int, headers: dict[str, str]) -> None:
-        self.status = status
+        self.status, self.headers = status, headers
 
     def body(self, piece: bytes, now: float) -> None:
-        self.raw += piece
+        if len(self.raw) < ANSWER_BYTES:
+            self.raw += piece
+
+    def read(self) -> Any:
+        """Return the body as JSON, else as text."""
+        try:
+            return msgspec.json.decode(self.raw)
+        except msgspec.DecodeError:
+            return self.raw.decode(errors="replace")
+
+    def read_error(self) -> str:
+        """Describe the answer to a refused request: its status and message, on one line."""
+        return f"HTTP {self.status}: {' '.join(_message(self.raw).split())[:200]}"
 
 
 class ServingClient:
     """Sends requests to one server over kept connections, in one event loop."""
 
-    def __init__(self, base_url: str, *, headers: dict[str, str], timeout: float) -> None:
-        """Parse `base_url`; `timeout` is seconds per request. Errors: `ConfigError`."""
+    def __init__(
+        self, base_url: str, *, headers: dict[str, str], timeout: float, flag: str = "--base-url"
+    ) -> None:
+        """Parse `base_url`, the value of `flag`; `timeout` is seconds per request.
+
+        Errors: `ConfigError`.
+        """
         parts = urlsplit(base_url)
         try:
             port = parts.port
@@ -361,9 +380,10 @@ class ServingClient:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise ConfigError(
-                f"--base-url is {base_url[:100]!r}; allowed: http://HOST:PORT or "
+                f"{flag} is {base_url[:100]!r}; allowed: http://HOST:PORT or "
                 f"https://HOST:PORT, with a path or not"
             )
+        self.url = base_url
         self._host, self._port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._path = parts.path.rstrip("/")
@@ -409,20 +429,22 @@ class ServingClient:
 
     async def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
         """Send a request and return status and JSON, or text. Errors: `ExchangeError`."""
-        answer = _WholeResponse()
-        raw = b"" if body is None else msgspec.json.encode(body)
+        answer = WholeResponse()
+        await self.send(method, path, b"" if body is None else msgspec.json.encode(body), answer)
+        return answer.status, answer.read()
+
+    async def send(self, method: str, path: str, body: bytes, sink: Sink) -> None:
+        """Send a request and pass its answer to `sink`. Errors: `ExchangeError`."""
         try:
             async with asyncio.timeout(self._timeout):
-                await self._exchange(method, path, raw, answer)
+                await self._exchange(method, path, body, sink)
         except TimeoutError:
             raise ExchangeError(f"no answer within {self._timeout:g} s") from None
+        except UnicodeError:  # of the host's name
+            raise ExchangeError("unknown host") from None
         except OSError as error:
             detail = f" ({error})" if isinstance(error, ssl.SSLError) else ""
             raise ExchangeError(_connect_failure(error) + detail) from error
-        try:
-            return answer.status, msgspec.json.decode(answer.raw)
-        except msgspec.DecodeError:
-            return answer.status, answer.raw.decode(errors="replace")
 
     async def _exchange(self, method: str, path: str, body: bytes, sink: Sink) -> None:
         line = f"{method} {self._path}{path} HTTP/1.1\r\n"

@@ -29,6 +29,7 @@ MODEL = "nano"
 OF_ALL_FAMILIES = (
     "test_acceptance_suite", "test_acceptance_tools", "test_api_chat", "test_api_completions",
     "test_api_dialects", "test_api_generate", "test_api_messages", "test_api_responses",
+    "test_verify",
 )  # fmt: skip
 # Tags, blocks of 16 tokens, context length and images are nano's; `test_nano_m3_server.py` has
 # their counterparts.

@@ -1,0 +1,217 @@
+"""Protocol checks of `negamax verify`: demands of MiniMax's acceptance suite, as own requests.
+
+A check asks a server and raises `CheckFailure` where the answer breaks a demand. It needs a model
+that answers simple questions, not a wise one. Most checks are in `verify_cases.toml`.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from negamax.base.errors import InvalidRequestError
+from negamax.bench.server_probe import (
+    ABSENT,
+    CheckFailure,
+    JudgedAnswer,
+    ServerProbe,
+    exchange,
+    read_object,
+)
+from negamax.text.grammar.json_schema import Schemas
+from negamax.text.parser.schema_values import parse_json
+
+Check = Callable[[ServerProbe], Awaitable[None]]
+Case = dict[str, Any]
+
+CASES = Path(__file__).with_name("verify_cases.toml")
+REFUSED = (400, 422)
+EQUAL_ATTEMPTS = 3  # batches may change the last bits of logits
+TAGS = (
+    "<think>", "</think>", "<mm:think>", "</mm:think>", "<minimax:tool_call>",
+    "</minimax:tool_call>", "]<]minimax[>[",
+)  # fmt: skip
+_GREEDY = {"temperature": 0, "seed": 0, "max_tokens": 2000}
+_BRIEF = _GREEDY | {"max_tokens": 8}
+_LONG = {"role": "system", "content": "Be brief. " + "Rain falls in the north. " * 80}
+
+
+class CheckSkipped(Exception):
+    """The server does not offer what a check needs."""
+
+
+def read_own_cases() -> list[Case]:
+    """Return the cases of the package, with messages and tools as in a request."""
+    document = tomllib.loads(CASES.read_text(encoding="utf-8"))
+    functions = {name: {"name": name, **rest} for name, rest in document["tools"].items()}
+    cases = []
+    for case in document["case"]:
+        body = case.pop("body", {})
+        body["messages"] = [document["message"][name] for name in case.pop("messages", ["apples"])]
+        if names := case.pop("tools", None):
+            body["tools"] = [{"type": "function", "function": functions[name]} for name in names]
+        ways = {"both": (False, True), "stream": (True,)}.get(case.pop("way", ""), (False,))
+        cases += [case | {"body": body | {"stream": is_streamed}} for is_streamed in ways]
+    return cases
+
+
+def list_checks(cases: Iterable[Case], *, thinking: str) -> Iterator[tuple[str, str, Check]]:
+    """Yield (group, name, check). `thinking`: switchable, forced, or any (either is accepted)."""
+    bodies = {case["name"]: case["body"] for case in cases}
+    for case in cases:
+        way = ", stream" if case["body"]["stream"] else ""
+        rules = case.get("expect", {})
+        limits = _GREEDY if rules else _BRIEF
+        ask = partial(_expect, body=limits | case["body"], rules=rules, thinking=thinking)
+        yield case["group"], f"{case['name']}{way}", ask
+    yield "key order", "prompt", partial(_show_prompt, body=bodies["arguments"])
+    yield "usage", "counts", partial(_count, body=_GREEDY | bodies["adaptive"], thinking=thinking)
+    yield "usage", "cached tokens", _repeat_prompt
+    for name in ("adaptive", "disabled", "required", "no parallel calls"):
+        yield "stream equality", name, partial(_compare, body=_GREEDY | bodies[name])
+
+
+def find_wrong_call(answer: JudgedAnswer, tools: Iterable[Mapping[str, Any]] | None) -> str | None:
+    """Describe a call that does not follow the declared tools, or that there is none; or None."""
+    declared = {tool["function"]["name"]: tool["function"] for tool in tools or ()}
+    for name, text in answer.calls:
+        if name not in declared:
+            return f"a call of {name[:60]!r}, which is not declared"
+        schema = declared[name].get("parameters", {"type": "object"})
+        try:
+            schemas = Schemas(schema, strict=False, infers=False)
+            if not schemas.admits((schema,), parse_json(text)):
+                return f"arguments of {name} do not follow its schema: {text[:80]!r}"
+        except ValueError:
+            return f"arguments of {name} are no JSON: {text[:80]!r}"
+        except InvalidRequestError as error:  # too large
+            return f"the schema of {name} cannot be checked: {error}"
+    return None if answer.calls else f"no call (finish_reason {answer.finish_reason!r})"
+
+
+def find_leak(answer: JudgedAnswer) -> str | None:
+    """Describe markup of the model in the content, or None."""
+    tag = next((tag for tag in TAGS if tag in answer.content), None)
+    return tag and f"content has {tag}: {answer.content[:60]!r}"
+
+
+def find_shared_delta(answer: JudgedAnswer) -> str | None:
+    """Describe a delta of a stream with both content and reasoning, or None."""
+    for event in answer.events:
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if delta.get("content") and (delta.get("reasoning_content") or delta.get("reasoning")):
+                return f"one delta has content and reasoning: {delta['content'][:60]!r}"
+    return None
+
+
+async def _expect(
+    probe: ServerProbe, *, body: Case, rules: Mapping[str, Any], thinking: str
+) -> None:
+    """Ask a case and compare the answer with its `expect`."""
+    allowed = rules.get("status") or (REFUSED if rules.get("may_refuse") else ())
+    try:
+        answer = await probe.chat(body)
+    except CheckFailure as failure:
+        if failure.status in allowed:
+            return
+        raise
+    if "status" in rules:
+        raise CheckFailure(f"accepted; expected: status {' or '.join(map(str, allowed))}")
+    _judge_text(answer, rules, thinking)
+    _judge_calls(answer, rules, body.get("tools") or ())
+    if rules.get("finish", answer.finish_reason) != answer.finish_reason:
+        raise CheckFailure(f"finish_reason is {answer.finish_reason!r}, not {rules['finish']!r}")
+    if "output" in rules and (count := answer.count("completion_tokens")) != rules["output"]:
+        raise CheckFailure(f"completion_tokens is {count}; the limit is {rules['output']}")
+
+
+def _judge_text(answer: JudgedAnswer, rules: Mapping[str, Any], thinking: str) -> None:
+    if rules.get("content") and not answer.content.strip():
+        raise CheckFailure(f"no content (finish_reason {answer.finish_reason!r})")
+    rule = rules.get("reasoning")
+    if rule == "off" and thinking == "switchable" and answer.reasoning:
+        raise CheckFailure(f"reasoning although it is disabled: {answer.reasoning[:60]!r}")
+    is_needed = rule == "required" or (rule is not None and thinking == "forced")
+    if is_needed and not answer.reasoning:
+        raise CheckFailure("no reasoning")
+
+
+def _judge_calls(answer: JudgedAnswer, rules: Mapping[str, Any], tools: Iterable[Any]) -> None:
+    names = [name for name, _ in answer.calls]
+    expected = rules.get("calls")
+    if expected == "none" and (names or answer.finish_reason == "tool_calls"):
+        raise CheckFailure(f"calls of {names}")
+    is_needed = expected == "some" or isinstance(expected, list)
+    if is_needed and (wrong := find_wrong_call(answer, tools)):
+        raise CheckFailure(wrong)
+    if isinstance(expected, list) and set(names) != set(expected):
+        raise CheckFailure(f"calls of {names}, not of {expected}")
+    if rules.get("never") in names:
+        raise CheckFailure(f"a call of {rules['never']!r}, which is not declared")
+    if len(names) > rules.get("most_calls", len(names)):
+        raise CheckFailure(f"{len(names)} calls in one answer")
+    if "keys" in rules and (keys := [*json.loads(answer.calls[0][1])]) != rules["keys"]:
+        raise CheckFailure(f"arguments are {', '.join(keys)}; declared: {', '.join(rules['keys'])}")
+
+
+async def _show_prompt(probe: ServerProbe, *, body: Case) -> None:
+    """Find a tool's keys in the prompt that /tokenize and /detokenize return, as in vLLM."""
+    asked = {"model": probe.model, "messages": body["messages"], "tools": body["tools"]}
+    try:
+        tokens = read_object(await exchange(probe.client, "POST", "/tokenize", asked)).get("tokens")
+        asked = {"model": probe.model, "tokens": tokens}
+        prompt = read_object(await exchange(probe.client, "POST", "/detokenize", asked))["prompt"]
+    except CheckFailure as failure:
+        if failure.status in (*ABSENT, *REFUSED):
+            raise CheckSkipped from None
+        raise
+    except LookupError:
+        raise CheckSkipped from None
+    keys = [*body["tools"][0]["function"]["parameters"]["properties"]]
+    places = [str(prompt).find(key) for key in keys]
+    if places[0] < 0 or places != sorted(places):
+        raise CheckFailure(f"the prompt does not show the keys as {', '.join(keys)}")
+
+
+async def _count(probe: ServerProbe, *, body: Case, thinking: str) -> None:
+    """Compare the usage of a whole answer and of a stream."""
+    whole, streamed = [await probe.chat(body | {"stream": way}) for way in (False, True)]
+    for answer in (whole, streamed):
+        prompt, output = answer.count("prompt_tokens"), answer.count("completion_tokens")
+        if not prompt or not output or answer.count("total_tokens") != prompt + output:
+            raise CheckFailure(f"usage does not add up: {json.dumps(answer.usage)[:120]}")
+        details = answer.usage.get("completion_tokens_details")
+        if answer.reasoning and (details or thinking == "forced"):
+            name = "completion_tokens_details.reasoning_tokens"
+            if not 0 < answer.count(name) <= output:
+                raise CheckFailure(f"{name} is {answer.count(name)} of {output}")
+    if whole.count("prompt_tokens") != streamed.count("prompt_tokens"):
+        raise CheckFailure("prompt_tokens of whole answer and stream differ")
+    with_usage = [index for index, event in enumerate(streamed.events) if event.get("usage")]
+    if with_usage != [len(streamed.events) - 1]:
+        raise CheckFailure("usage is not in the last event alone")
+
+
+async def _repeat_prompt(probe: ServerProbe) -> None:
+    body = {"messages": [_LONG, {"role": "user", "content": "Hello"}], **_BRIEF}
+    _, answer = [await probe.chat(body) for _ in range(2)]
+    if not answer.count("prompt_tokens_details.cached_tokens"):
+        raise CheckFailure("cached_tokens is 0 for a repeated prompt")
+
+
+async def _compare(probe: ServerProbe, *, body: Case) -> None:
+    """Compare the texts and calls of a whole answer and of a stream."""
+    for _ in range(EQUAL_ATTEMPTS):
+        whole, streamed = [await probe.chat(body | {"stream": way}) for way in (False, True)]
+        names = ("content", "reasoning", "calls", "finish_reason")
+        pairs = {name: (getattr(whole, name), getattr(streamed, name)) for name in names}
+        different = [name for name, (one, other) in pairs.items() if one != other]
+        if not different:
+            return
+    one, other = pairs[different[0]]
+    raise CheckFailure(f"{different[0]} is {str(one)[-60:]!r}, streamed {str(other)[-60:]!r}")

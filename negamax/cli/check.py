@@ -1,0 +1,46 @@
+"""`negamax check URL`: one request to each endpoint of a server, for probes and scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import typer
+
+from negamax.base.errors import ConfigError
+from negamax.cli.bench_options import json_option
+from negamax.cli.options import setting
+from negamax.cli.verify import api_key_option, find_key, model_option, url_argument, write_report
+
+HELP = "Send one small request to each endpoint of a running server, within ten seconds."
+
+
+def command(
+    url: str = url_argument(),
+    model: str | None = model_option(),
+    api_key: str | None = api_key_option(),
+    timeout: float = setting(10.0, "Limit the time of all requests, in seconds.", min=0.1),
+    require: list[str] | None = setting(
+        None, "Fail if this endpoint is absent: a name of the output; may be repeated."
+    ),
+    json_file: Path | None = json_option(),
+) -> None:
+    """Exit with 0 if endpoints answer and none fails, else with 1; absent ones do not fail."""
+    from negamax.bench.endpoint_check import ENDPOINTS, check_endpoints, is_working
+    from negamax.bench.server_probe import connect
+
+    required = require or ()
+    for name in required:
+        if name not in ENDPOINTS:
+            raise ConfigError(f"--require is {name[:60]!r}; allowed: {', '.join(ENDPOINTS)}")
+    client = connect(url, api_key=find_key(api_key), timeout=timeout)
+    asked = check_endpoints(client, model=model, timeout=timeout, required=required)
+    states = asyncio.run(asked)
+    for each in states:
+        line = f"{each.name:13}{each.state:8}{each.milliseconds:8.0f} ms  {each.detail}"
+        print(line.rstrip())
+    is_met = is_working(states)
+    rows = [dataclasses.asdict(each) for each in states]
+    write_report(json_file, {"url": url, "is_met": is_met, "rows": rows})
+    raise typer.Exit(0 if is_met else 1)
