@@ -315,9 +315,10 @@ def _extend(message: dict[str, Any], delta: _Delta) -> None:
         message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
     for piece in delta.tool_calls or ():
         calls = message.setdefault("tool_calls", [])
-        while len(calls) <= min(piece.index, 127):
+        index = min(max(piece.index, 0), 127)
+        while len(calls) <= index:
             calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
-        call = calls[min(piece.index, 127)]
+        call = calls[index]
         call["id"] = call["id"] or piece.id or ""
         if piece.function is not None:
             call["function"]["name"] += piece.function.name or ""

@@ -99,6 +99,14 @@ def check_chat(reader: ResponseReader) -> None:
     }
 
 
+@pytest.mark.parametrize("index", [-1, -5, 10**9])
+def test_odd_indices_of_calls_are_bounded(index: int) -> None:
+    stream = chunked(events(delta("tool_calls", tool_calls=[{**CALL, "index": index}])))
+    reader = asyncio.run(read([stream]))
+    assert reader.message is not None and len(reader.message["tool_calls"]) in (1, 128)
+    assert reader.record.error is None
+
+
 def test_a_chunked_stream_reads_the_same_in_any_pieces() -> None:
     raw = chunked(CHAT)
 

@@ -1,9 +1,27 @@
 """Calls against declared tools, as `negamax verify` judges them."""
 
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
-from negamax.bench.server_probe import JudgedAnswer
-from negamax.bench.verify_checks import find_wrong_call, list_checks, read_own_cases
+from negamax.bench.serve_client import WholeResponse
+from negamax.bench.server_probe import (
+    CheckFailure,
+    JudgedAnswer,
+    read_chat,
+    read_object,
+    read_stream,
+)
+from negamax.bench.verify_checks import (
+    find_leak,
+    find_shared_delta,
+    find_wrong_call,
+    list_checks,
+    read_own_cases,
+)
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 PARAMETERS = {
@@ -74,3 +92,48 @@ def test_every_case_is_a_rate_or_a_check_with_known_rules() -> None:
     }  # fmt: skip
     names = [(group, name) for group, name, _ in list_checks(checked, thinking="any")]
     assert len(set(names)) == len(names) > 50
+
+
+FUNCTION = {"name": "now", "arguments": "{}"}
+CALL = {"index": 0, "id": "call_1", "type": "function", "function": FUNCTION}
+MESSAGE = {"content": "x", "reasoning_content": "y", "tool_calls": [CALL]}
+USAGE = {"completion_tokens": 2, "completion_tokens_details": {"reasoning_tokens": 1}}
+CHOICE = {"index": 0, "finish_reason": "stop"}
+WHOLE = {"choices": [{**CHOICE, "message": MESSAGE}], "usage": USAGE}
+EVENTS = [{"choices": [{**CHOICE, "delta": MESSAGE}]}, {"choices": [], "usage": USAGE}]
+ODD = (None, -1, 10**30, 1.5, True, "x", "\ud800", [], {}, [None], [[]], [{}], {"x": 1})
+
+
+def vary(value: Any, change: Any = None) -> Iterator[Any]:
+    """Yield `value` with each of its parts replaced by each odd value."""
+    change = change or (lambda odd: odd)
+    yield from map(change, ODD)
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+
+            def put(odd: Any, key: Any = key) -> Any:
+                changed = copy.copy(value)
+                changed[key] = odd
+                return change(changed)
+
+            yield from vary(value[key], put)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_answers_of_any_form_are_read_or_fail(is_stream: bool) -> None:
+    num_read = num_failed = 0
+    for answer in vary(EVENTS if is_stream else WHOLE):
+        events = answer if isinstance(answer, list) else [answer]
+        lines = [*map(json.dumps, events), "[DONE]"] if is_stream else [json.dumps(answer)]
+        text = "".join(f"data: {line}\n\n" for line in lines) if is_stream else lines[0]
+        response = WholeResponse(status=200, raw=text.encode())
+        try:
+            found = read_stream(response) if is_stream else read_chat(read_object(response))
+            for judge_answer in (find_leak, find_shared_delta):
+                judge_answer(found)
+            find_wrong_call(found, TOOLS)
+            found.count("completion_tokens_details.reasoning_tokens")
+            num_read += 1
+        except CheckFailure:
+            num_failed += 1
+    assert num_read > 30 and num_failed > 30
