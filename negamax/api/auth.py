@@ -3,28 +3,19 @@
 It decides before the body is read, so that a refusal costs next to nothing.
 """
 
-import asyncio
 import ipaddress
-import sys
-import time
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from negamax.api.access import get_owner
 from negamax.api.common.context import ApiContext
 from negamax.api.errors import handle_error
 from negamax.api.http.body_budget import BodyBudget, BodyShare
-from negamax.api.http.request_body import build_size_error
+from negamax.api.http.limited_body import BODIES_IN_FLIGHT, PACKED_HEADERS, LimitedBody
 from negamax.api.http.request_threads import SENDER
-from negamax.api.http.unpacking import Unpacker, find_encoding
-from negamax.base.errors import (
-    ForbiddenError,
-    HeadTooLargeError,
-    NegamaxError,
-    RequestTimeoutError,
-    UrlTooLongError,
-)
+from negamax.api.http.unpacking import find_encoding
+from negamax.base.errors import ForbiddenError, HeadTooLargeError, NegamaxError, UrlTooLongError
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})  # probes need no key
 GENERATION_PATHS = frozenset(
@@ -33,10 +24,7 @@ GENERATION_PATHS = frozenset(
 MAX_URL_BYTES = 8192
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024
-BODY_SECONDS = 120.0  # time limit for a body to arrive
-BODIES_IN_FLIGHT = 8  # bodies of the largest size that may be in memory at a time
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # of the packed body
 _ALL = "*"
 _Headers = list[tuple[bytes, bytes]]
 
@@ -73,10 +61,12 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         if encoding is not None:
-            headers = [each for each in scope["headers"] if each[0] not in _PACKED_HEADERS]
+            headers = [each for each in scope["headers"] if each[0] not in PACKED_HEADERS]
             scope = {**scope, "headers": headers}
         share = BodyShare(self._body_budget, scope)
-        body = _Body(receive, share, max_packed_bytes=self._max_packed_bytes, encoding=encoding)
+        body = LimitedBody(
+            receive, share, max_packed_bytes=self._max_packed_bytes, encoding=encoding
+        )
         lifecycle = self._context.lifecycle
         lifecycle.opened()
         try:
@@ -102,70 +92,6 @@ class AuthMiddleware:
         if path in GENERATION_PATHS:
             self._context.engine.check_alive()
             self._context.engine.check_room([1], owner=get_owner(Request(scope)))
-
-
-class _Body:
-    """Receives and unpacks one body within limits of time and memory. Single reader: the route."""
-
-    def __init__(
-        self,
-        receive: Receive,
-        share: BodyShare,
-        *,
-        max_packed_bytes: int = sys.maxsize,
-        encoding: bytes | None = None,
-    ) -> None:
-        self._receive = receive
-        self._unpacker = None if encoding is None else Unpacker(encoding)
-        self._num_packed_bytes = 0
-        self._is_all_packed = False  # the whole compressed body has arrived
-        self._max_packed_bytes = max_packed_bytes
-        self._share = share
-        self._end = time.monotonic() + BODY_SECONDS
-        self._is_complete = False
-
-    async def receive(self) -> Message:
-        """Return the next message.
-
-        Errors: `RequestTimeoutError`, `OverloadedError`; for a compressed body also
-        `PayloadTooLargeError` and `InvalidRequestError`.
-        """
-        if self._is_complete:
-            return await self._receive()
-        message = await (
-            self._arrived() if self._unpacker is None else self._unpacked(self._unpacker)
-        )
-        if message["type"] != "http.request":
-            return message
-        self._share.take(len(message.get("body", b"")))
-        self._is_complete = not message.get("more_body", False)
-        return message
-
-    async def _unpacked(self, unpacker: Unpacker) -> Message:
-        await asyncio.sleep(0)  # let other requests run between the pieces
-        while not (piece := unpacker.take()):
-            if self._is_all_packed:
-                unpacker.finish()
-                break
-            message = await self._arrived()
-            if message["type"] != "http.request":
-                return message
-            packed = message.get("body", b"")
-            self._num_packed_bytes += len(packed)
-            if self._num_packed_bytes > self._max_packed_bytes:
-                raise build_size_error(self._num_packed_bytes, self._max_packed_bytes)
-            self._is_all_packed = not message.get("more_body", False)
-            unpacker.feed(packed)
-        return {"type": "http.request", "body": piece, "more_body": bool(piece)}
-
-    async def _arrived(self) -> Message:
-        try:
-            async with asyncio.timeout(max(0.0, self._end - time.monotonic())):
-                return await self._receive()
-        except TimeoutError:
-            raise RequestTimeoutError(
-                f"the body did not arrive within {BODY_SECONDS:g} s", code="body_timeout"
-            ) from None
 
 
 def _check_size(headers: _Headers, *, url_bytes: int) -> None:

@@ -1,16 +1,14 @@
 """The server: its app, its listening socket, and its life from start to stop."""
 
 import asyncio
-import contextlib
 import errno
 import gc
 import socket
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
@@ -27,8 +25,8 @@ from negamax.api.dialects.tokens.routes import make_tokens_router
 from negamax.api.errors import HANDLERS, ErrorMiddleware
 from negamax.api.health import make_health_router
 from negamax.api.http.lifecycle import Signals
-from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
-from negamax.api.http.protocol import LimitedProtocol, make_protocol_class
+from negamax.api.http.limited_server import LimitedServer
+from negamax.api.http.listening import TlsFiles
 from negamax.api.load_report import log_load
 from negamax.api.models import make_models_router
 from negamax.api.openapi import build_document
@@ -49,7 +47,6 @@ from negamax.options.server import ServerOptions
 logger = get_logger(__name__)
 
 _GC_THRESHOLD = 10_000  # new containers between two collections of the youngest generation
-_CLOSE_SECONDS = 5  # for connections to close after the last answer
 # FastAPI's telemetry, which variables of OpenTelemetry could enable; older versions ignore this
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 ROUTERS = (
@@ -115,7 +112,7 @@ def open_listener(options: ServerOptions) -> socket.socket:
             listener.close()
             return bind(family, address, is_shared=True)
     except OSError as error:
-        raise _build_bind_error(error, host=options.host, port=options.port) from None
+        raise build_bind_error(error, host=options.host, port=options.port) from None
     return listener
 
 
@@ -140,7 +137,7 @@ def _make_tls_files(options: ServerOptions) -> TlsFiles | None:
     return TlsFiles(options.ssl_certfile, options.ssl_keyfile)
 
 
-def _build_bind_error(error: OSError, *, host: str, port: int) -> ConfigError:
+def build_bind_error(error: OSError, *, host: str, port: int) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         hint = "stop the other server, or use another --port (0 picks a free one)"
         return ResourceError(f"--port is {port}, which is in use on {host}", hint=hint)
@@ -218,7 +215,9 @@ async def serve(
             server = HttpServer(
                 ApiContext.create(engine, server_options, server_rank),
                 stop_engine=supervisor.shutdown,
-                announce=lambda: announce(_build_url(listener, server_options), engine),
+                announce=lambda: announce(
+                    build_url(listener, is_tls=server_options.ssl_certfile is not None), engine
+                ),
                 servers=servers,
             )
             signals.hand_over(drain=server.drain, abort=server.abort, reload=server.reload)
@@ -226,7 +225,7 @@ async def serve(
             try:
                 await server.serve(sockets=[listener])
             except OSError as error:  # another process took the port while the model was loading
-                raise _build_bind_error(
+                raise build_bind_error(
                     error, host=server_options.host, port=server_options.port
                 ) from None
         finally:
@@ -246,14 +245,14 @@ def settle_garbage_collection() -> None:
     gc.set_threshold(_GC_THRESHOLD, 20, 20)
 
 
-def _build_url(listener: socket.socket, options: ServerOptions) -> str:
+def build_url(listener: socket.socket, *, is_tls: bool = False) -> str:
     host, port = listener.getsockname()[:2]
     host = "localhost" if host in _WILDCARDS else f"[{host}]" if ":" in host else host
-    return f"{'http' if options.ssl_certfile is None else 'https'}://{host}:{port}"
+    return f"{'https' if is_tls else 'http'}://{host}:{port}"
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn with our signals and connections. Single writer: the event loop."""
+class HttpServer(LimitedServer):
+    """Serves the API of an engine. Single writer: the event loop."""
 
     def __init__(
         self,
@@ -265,26 +264,14 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         """`stop_engine` ends every open request; `servers` are the other server processes."""
         options = context.options
-        self._protocol_class = make_protocol_class(slow_client_timeout=options.slow_client_timeout)
-        self._limits = ConnectionLimits.of(
-            max_files=env.raise_file_limit(), per_address=options.max_connections_per_address
-        )
-        self._tls = _make_tls_files(options)
-        self._make_config = partial(
-            uvicorn.Config,
-            http=self._protocol_class,
-            log_config=None,
-            access_log=False,
-            proxy_headers=bool(options.forwarded_allow_ips),
-            forwarded_allow_ips=list(options.forwarded_allow_ips),
-            server_header=False,
-            lifespan="off",
-            ws="none",
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=_CLOSE_SECONDS,  # for a client that stopped reading
-        )
         app = create_app(context)
-        super().__init__(self._make_config(app))
+        super().__init__(
+            app,
+            slow_client_timeout=options.slow_client_timeout,
+            max_connections_per_address=options.max_connections_per_address,
+            forwarded_allow_ips=options.forwarded_allow_ips,
+            tls=_make_tls_files(options),
+        )
         self._internal_app = context.peers.wrap(app)
         self._context = context
         self._stop_engine = stop_engine
@@ -293,11 +280,7 @@ class HttpServer(uvicorn.Server):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])
-        make_protocol = self._make_protocol_factory(self.config)
-        for listener in sockets or ():
-            acceptor: Any = Acceptor(listener, make_protocol, limits=self._limits, tls=self._tls)
-            self.servers.append(acceptor)
+        await super().startup(sockets)
         context, servers = self._context, self._servers
         self._pulse = context.lifecycle.start_pulse()  # lives as long as the event loop
         watches = [self._watch(context.engine.failed)]
@@ -321,10 +304,6 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
         if self._context.tracer is not None:
             await self._context.tracer.close()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
 
     def drain(self) -> None:
         """Refuse new requests, answer the open ones within the drain timeout, and end."""
@@ -371,14 +350,6 @@ class HttpServer(uvicorn.Server):
         await asyncio.shield(end)
         self._context.lifecycle.begin_drain()
         self.should_exit = True
-
-    def _make_protocol_factory(self, config: uvicorn.Config) -> Callable[[], LimitedProtocol]:
-        return partial(
-            self._protocol_class,
-            config=config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
 
     async def _listen_to_peers(self) -> None:
         config = self._make_config(self._internal_app)

@@ -15,8 +15,7 @@ import pytest
 import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 
-from negamax.api import auth
-from negamax.api.http import listening, protocol
+from negamax.api.http import limited_body, listening, protocol
 from negamax.api.http.body_budget import BodyBudget, BodyShare
 from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
 from negamax.base.errors import OverloadedError, RequestTimeoutError
@@ -272,7 +271,7 @@ def test_unread_answer_is_dropped_after_the_limit() -> None:
 
 
 def test_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(limited_body, "BODY_SECONDS", 0.1)
 
     share: Any = BodyShare(BodyBudget(10), {"state": {"tenant": "", "shares_queue": False}})
 
@@ -285,7 +284,7 @@ def test_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPatc
             await asyncio.sleep(60)
             raise AssertionError
 
-        body = auth._Body(receive, share)
+        body = limited_body.LimitedBody(receive, share)
         assert (await body.receive())["body"] == b"abc"
         with pytest.raises(RequestTimeoutError):
             await body.receive()

@@ -23,6 +23,7 @@ from negamax.engine.client.placement import (
     NUM_COLUMNS,
     PrefixTable,
     ReplicaLoad,
+    choose_replica,
     hash_blocks,
 )
 from negamax.engine.client.replica import Replica
@@ -345,14 +346,12 @@ class AsyncEngine:
         tags = []
         if self._options.enable_prefix_caching:
             tags = hash_blocks(request, block_size=info.block_size)
-        own = [
-            num_tokens - info.block_size * self._prefixes.matches(tags, replica.index)
-            for replica in possible
-        ]
-        costs = [
-            replica.load.cost(tokens, num_ranks=info.data_parallel_size)
-            for replica, tokens in zip(possible, own, strict=True)
-        ]
-        best = costs.index(min(costs))
-        self._prefixes.add(tags, possible[best].index)
-        return possible[best], own[best]
+        best, own = choose_replica(
+            [replica.load for replica in possible],
+            self._prefixes,
+            tags,
+            num_tokens=num_tokens,
+            block_size=info.block_size,
+            num_ranks=info.data_parallel_size,
+        )
+        return possible[best], own

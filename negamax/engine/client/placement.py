@@ -1,4 +1,7 @@
-"""Chooses a replica by the load of each and the prompts sent to it; asks no engine."""
+"""Chooses a replica by the load of each and the prompts sent to it; asks no engine.
+
+`negamax route` places requests on servers by the same rule.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -22,6 +25,7 @@ class ReplicaLoad:
 
     def __init__(self, numbers: SharedNumbers, *, replica: int, index: int) -> None:
         """`numbers`: `NUM_COLUMNS` columns for each replica; process `index` writes its row."""
+        self.replica = replica
         self._numbers = numbers
         self._start = replica * NUM_COLUMNS
         self._row = numbers.row(index, start=self._start, count=NUM_COLUMNS)
@@ -42,7 +46,11 @@ class ReplicaLoad:
         """Record sequences with tokens: their prompts are computed."""
         if self._pending:
             for update in updates:
-                self._row[_PENDING] -= self._pending.pop(update.request_id, 0)
+                self.computed(update.request_id)
+
+    def computed(self, sequence_id: str) -> None:
+        """Record that the sequence's prompt is computed."""
+        self._row[_PENDING] -= self._pending.pop(sequence_id, 0)
 
     def leave(self, sequence_id: str) -> None:
         """Remove a sequence that is over; ids that are not open are ignored."""
@@ -92,6 +100,30 @@ class PrefixTable:
         row, num_blocks = self._tags[replica], self._num_blocks[replica]
         for tag in tags:
             row[tag % num_blocks] = tag
+
+
+def choose_replica(
+    candidates: Sequence[ReplicaLoad],
+    prefixes: PrefixTable,
+    tags: Sequence[int],
+    *,
+    num_tokens: int,
+    block_size: int,
+    num_ranks: int = 1,
+) -> tuple[int, int]:
+    """Choose the candidate where a prompt costs least, and record the prompt's blocks there.
+
+    The tokens to compute and the load have one unit. So the longest known prefix wins until its
+    replica has more load than the prefix saves; without a known prefix the least loaded one wins.
+    Return its position in `candidates` and the prompt tokens that it probably has to compute.
+    """
+    own = [num_tokens - block_size * prefixes.matches(tags, each.replica) for each in candidates]
+    costs = [
+        load.cost(tokens, num_ranks=num_ranks) for load, tokens in zip(candidates, own, strict=True)
+    ]
+    best = costs.index(min(costs))
+    prefixes.add(tags, candidates[best].replica)
+    return best, own[best]
 
 
 def hash_blocks(request: GenerateRequest, *, block_size: int) -> list[int]:

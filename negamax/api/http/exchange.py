@@ -1,0 +1,204 @@
+"""A request to another server or server process, and its answer, passed on as it arrives."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Self
+
+import httptools
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from negamax.api.http.sse import ClientGoneError, run_while_connected
+from negamax.base.errors import UnavailableError
+
+_READ_BYTES = 1 << 16
+_HEAD_BYTES = 1 << 17  # of an answer
+# of one connection, or set again
+_OWN_REQUEST_HEADERS = frozenset(
+    b"connection content-length expect keep-alive proxy-connection te trailer transfer-encoding "
+    b"upgrade x-request-id".split()
+)
+_OWN_ANSWER_HEADERS = frozenset(
+    b"connection date keep-alive server trailer transfer-encoding upgrade x-request-id".split()
+)
+
+Headers = Sequence[tuple[bytes, bytes]]
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def list_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a request to pass on: all but those of its connection."""
+    headers = scope["headers"]
+    own = _OWN_REQUEST_HEADERS | _read_options(headers)
+    kept = [header for header in headers if header[0] not in own]
+    return [*kept, (b"x-request-id", scope["state"]["request_id"].encode())]
+
+
+def read_target(scope: Scope) -> bytes:
+    """Return path and query as they were sent."""
+    target: bytes = scope["raw_path"]
+    return target + b"?" + scope["query_string"] if scope["query_string"] else target
+
+
+class Exchange:
+    """One request and its answer on a connection of their own. Single user: its sender."""
+
+    def __init__(self, connection: Connection, gone: UnavailableError) -> None:
+        """`gone` is raised where the connection or the answer ends early."""
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self._reader, self._writer = connection
+        self._gone = gone
+        self._parser = httptools.HttpResponseParser(self)
+        self._parts: list[bytes] = []
+        self._has_begun = self._is_complete = False
+        self._has_end = True  # other than that of the connection
+
+    @classmethod
+    async def begin(
+        cls,
+        connect: Awaitable[Connection],
+        method: bytes,
+        target: bytes,
+        *,
+        headers: Headers,
+        body: bytes,
+        gone: UnavailableError,
+    ) -> Self:
+        """Send a request and wait for the head of the answer. Errors: `gone`."""
+        try:
+            exchange = cls(await connect, gone)
+        except OSError:
+            raise gone from None
+        try:
+            head = [
+                method + b" " + target + b" HTTP/1.1",
+                *(name + b": " + value for name, value in headers),
+            ]
+            head += [b"connection: close", b"content-length: %d" % len(body), b"", b""]
+            exchange._writer.write(b"\r\n".join(head) + body)
+            num_bytes = 0
+            while not exchange._has_begun:
+                num_bytes += await exchange._read()
+                if num_bytes > _HEAD_BYTES and not exchange._has_begun:
+                    raise gone
+        except BaseException:
+            exchange.close()
+            raise
+        return exchange
+
+    async def wait_for_body(self) -> None:
+        """Wait for the first bytes of the body, or its end. Errors: `gone`."""
+        while not self._parts and not self._is_complete:
+            await self._read()
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """Yield the body as it arrives. Errors: `gone` if it ends early."""
+        while True:
+            parts, self._parts = self._parts, []
+            if parts:
+                yield b"".join(parts)
+            if self._is_complete:
+                return
+            if not self._parts:
+                await self._read()
+
+    async def read(self, *, max_bytes: int) -> bytes:
+        """Return the whole body. Errors: `gone`, also for a longer one."""
+        parts, num_bytes = [], 0
+        async for part in self.parts():
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > max_bytes:
+                raise self._gone
+        return b"".join(parts)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def _read(self) -> int:
+        """Read and parse some bytes and return their number. Errors: `gone`."""
+        try:
+            part = await self._reader.read(_READ_BYTES)
+            if part:
+                self._parser.feed_data(part)
+        except (OSError, httptools.HttpParserError, httptools.HttpParserUpgrade):
+            raise self._gone from None
+        if not part and self._has_begun and not self._has_end:
+            self._is_complete = True
+        elif not part:
+            raise self._gone
+        return len(part)
+
+    def on_message_begin(self) -> None:
+        self.headers = []  # of an interim answer
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._has_begun:  # trailers are ignored
+            self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        self._has_begun = self.status >= 200
+        names = {name for name, _ in self.headers}
+        self._has_end = bool(names & {b"content-length", b"transfer-encoding"})
+
+    def on_body(self, part: bytes) -> None:
+        self._parts.append(part)
+
+    def on_message_complete(self) -> None:
+        self._is_complete = self._has_begun
+
+
+class RelayedAnswer(Response):
+    """Another server's answer, sent on as it arrives."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        encode_end: Callable[[UnavailableError], bytes] | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        """`encode_end` is called for an answer that ends early, and returns the last event of a
+        stream; without it, and for other bodies, the connection breaks. `on_end` is called after
+        the answer, however it ends.
+        """
+        super().__init__(status_code=exchange.status)
+        own = _OWN_ANSWER_HEADERS | _read_options(exchange.headers)
+        self.raw_headers = [header for header in exchange.headers if header[0] not in own]
+        self._exchange = exchange
+        self._is_stream = self.headers.get("content-type", "").startswith("text/event-stream")
+        self._encode_end = encode_end
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await run_while_connected(receive, self._pass_on(send))
+        except ClientGoneError:
+            pass
+        finally:
+            self._exchange.close()
+            if self._on_end is not None:
+                self._on_end()
+
+    async def _pass_on(self, send: Send) -> None:
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
+        last = b""
+        try:
+            async for part in self._exchange.parts():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except UnavailableError as error:
+            if self._encode_end is not None:
+                last = self._encode_end(error)
+            if not (self._is_stream and last):
+                raise
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _read_options(headers: Headers) -> set[bytes]:
+    """Return the headers that Connection names, which belong to the connection."""
+    values = [value for name, value in headers if name == b"connection"]
+    return {option.strip().lower() for value in values for option in value.split(b",")}
