@@ -25,7 +25,8 @@ def bind(family: int, address: Any, *, is_shared: bool = False) -> socket.socket
 
     `is_shared`: others can be bound, too; the system spreads connections over those that listen.
     """
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    # with its protocol: otherwise asyncio leaves Nagle's algorithm on in accepted connections
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if is_shared:

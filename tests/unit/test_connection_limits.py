@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from negamax.api.http import limited_body, listening, protocol
 from negamax.api.http.body_budget import BodyBudget, BodyShare
 from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
+from negamax.base.addresses import bind
 from negamax.base.errors import OverloadedError, RequestTimeoutError
 from tests.certificates import make_certificate
 
@@ -136,6 +137,22 @@ def served(
         server.should_exit = True
         thread.join(60)
         listener.close()
+
+
+def test_accepted_connections_send_small_parts_at_once() -> None:
+    async def scene() -> int:
+        with bind(socket.AF_INET, ("127.0.0.1", 0)) as listener:
+            listener.listen()
+            with socket.create_connection(listener.getsockname()):
+                accepted, _ = listener.accept()
+                loop = asyncio.get_running_loop()
+                transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, accepted)
+                raw = transport.get_extra_info("socket")
+                delay = raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                transport.abort()
+                return int(delay)
+
+    assert asyncio.run(scene()) == 1
 
 
 def test_late_head_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
