@@ -16,7 +16,19 @@ import typer
 from negamax import __version__
 from negamax.base.errors import NegamaxError, ResourceError
 from negamax.base.standard_streams import drop_unwritable
-from negamax.cli import bench, chat, check, convert, doctor, generate, parse, plan, serve, verify
+from negamax.cli import (
+    bench,
+    chat,
+    check,
+    convert,
+    doctor,
+    generate,
+    parse,
+    plan,
+    route,
+    serve,
+    verify,
+)
 from negamax.cli.options import add_command
 from negamax.cli.resolve import Resolved, find_command, resolve
 from negamax.cli.words import nearest
@@ -32,7 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-for _module in (serve, chat, generate, convert, doctor, plan, parse, check, verify):
+for _module in (serve, chat, generate, convert, doctor, plan, parse, check, verify, route):
     _name = _module.__name__.rpartition(".")[2]
     add_command(app, _name, _module)
 app.add_typer(bench.app, name="bench")

@@ -77,7 +77,7 @@ def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, star
         name = (server_options.served_model_name or (engine.info.served_model_name,))[0]
         seconds = time.monotonic() - started
         served = f"{name!r} ({engine.info.max_model_len} tokens, {seconds:.1f} s)"
-        _announce(f"Negamax is ready: {url}/v1 serves {served}; chat page: {url}/")
+        announce_ready(f"Negamax is ready: {url}/v1 serves {served}; chat page: {url}/")
 
     try:
         server.run(engine_options, server_options, listener=listener, announce=announce)
@@ -85,7 +85,7 @@ def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, star
         listener.close()
 
 
-def _announce(line: str) -> None:
+def announce_ready(line: str) -> None:
     """Print that the server is ready; log it where standard output cannot be written."""
     try:
         print(line, flush=True)

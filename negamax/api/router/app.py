@@ -1,0 +1,250 @@
+"""The router's app: it passes each request to one server, and to another one if that fails."""
+
+import math
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+
+from prometheus_client.exposition import choose_encoder
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from negamax.api.errors import (
+    CLIENT_CLOSED_REQUEST,
+    MESSAGES_PATH,
+    build_error_response,
+    build_json_response,
+    describe_error,
+)
+from negamax.api.http.body_budget import BodyBudget, BodyShare
+from negamax.api.http.exchange import Exchange, RelayedAnswer, list_headers, read_target
+from negamax.api.http.lifecycle import Lifecycle
+from negamax.api.http.limited_body import BODIES_IN_FLIGHT, LimitedBody
+from negamax.api.http.request_body import build_size_error
+from negamax.api.http.request_threads import run_off_loop
+from negamax.api.http.sse import (
+    ClientGoneError,
+    encode_event,
+    encode_named_event,
+    run_while_connected,
+)
+from negamax.api.http.unpacking import find_encoding
+from negamax.api.router.metrics import RouterMetrics
+from negamax.api.router.prompt import (
+    PARAMS,
+    RoutedPrompt,
+    build_decode_body,
+    build_prefill_body,
+    read_prompt,
+)
+from negamax.api.router.servers import OpenCall, RoutedServer, ServerPool
+from negamax.api.schemas.answers import HealthAnswer, build_message_error
+from negamax.base.errors import NegamaxError, UnavailableError
+from negamax.base.log import get_logger
+
+logger = get_logger(__name__)
+
+MAX_RETRIES = 1  # with more, a request that kills servers kills them all
+_BUSY = frozenset({429, 502, 503})  # a full queue, a dead engine, a server that stops
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # answers have the params
+_STORED_PATH = "/v1/responses"  # only the server that made a response has it
+_KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+_PARAMS_BYTES = 8 * 2**20  # of a prefilling server's answer
+_INLINE_BYTES = 32 * 1024  # prompts of larger bodies are hashed in a thread
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    """A request as it is sent to a server."""
+
+    path: str
+    method: bytes
+    target: bytes  # path and query
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    prompt: RoutedPrompt
+    request_id: str
+
+
+class RouterApp:
+    """The ASGI app. `pool` answers; `prefillers`, if any, compute prompts for it."""
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        prefillers: ServerPool | None = None,
+        *,
+        lifecycle: Lifecycle,
+        max_body_bytes: int,
+    ) -> None:
+        self._pool, self._prefillers, self._lifecycle = pool, prefillers, lifecycle
+        self._max_body_bytes = max_body_bytes
+        self._budget = BodyBudget(BODIES_IN_FLIGHT * max_body_bytes)
+        self._metrics = RouterMetrics([*pool.servers, *(prefillers.servers if prefillers else ())])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._lifecycle.opened()
+        try:
+            response = await self._respond(scope, receive)
+            await response(scope, receive, send)
+        except UnavailableError:  # logged; uvicorn closes a connection whose answer has no end
+            pass
+        finally:
+            self._lifecycle.closed()
+
+    async def _respond(self, scope: Scope, receive: Receive) -> Response:
+        share = BodyShare(self._budget, scope)
+        try:
+            response = self._answer_itself(scope)
+            if response is not None:
+                return response
+            self._lifecycle.check_accepting()
+            request = await self._read(scope, receive, share)
+            return await run_while_connected(receive, self._relay(request))
+        except (ClientGoneError, ClientDisconnect):
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except NegamaxError as error:
+            return _build_refusal(scope, error)
+        finally:
+            share.keep(0)  # nothing is sent again after the first bytes of an answer
+
+    def _answer_itself(self, scope: Scope) -> Response | None:
+        """Answer the routes of the router; None: the servers answer this one."""
+        path = scope["path"]
+        if path == "/livez":
+            return build_json_response(HealthAnswer("ok"))
+        if path in ("/health", "/readyz"):
+            self._lifecycle.check_accepting()
+            num_up = len(self._pool.list_ready())
+            is_whole = num_up == len(self._pool.servers)
+            status = "ok" if is_whole else "degraded" if num_up else "failed"
+            return build_json_response(HealthAnswer(status), status=200 if num_up else 503)
+        if path == "/metrics":
+            encoder, content_type = choose_encoder(Headers(scope=scope).get("accept", ""))
+            return Response(encoder(self._metrics.registry), media_type=content_type)
+        return None
+
+    async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> RoutedRequest:
+        """Receive a request. Errors: those of `LimitedBody`, and `PayloadTooLargeError`."""
+        headers, body, prompt = list_headers(scope), b"", RoutedPrompt()
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn drops the body
+        if method not in _SAFE_METHODS:
+            most = self._max_body_bytes
+            encoding = find_encoding(headers)
+            limited = LimitedBody(receive, share, max_packed_bytes=most, encoding=encoding)
+            if encoding is not None:
+                headers = [header for header in headers if header[0] != b"content-encoding"]
+            parts: list[bytes] = []
+            async for part in Request(scope, limited.receive).stream():
+                parts.append(part)
+                if share.num_bytes > most:
+                    raise build_size_error(share.num_bytes, most)
+            body = b"".join(parts)
+            sender = b"\n".join(value for name, value in headers if name in _KEY_HEADERS)
+            work = partial(read_prompt, body, sender=sender)
+            prompt = await run_off_loop(work, num_bytes=len(body), inline_bytes=_INLINE_BYTES)
+        return RoutedRequest(
+            path=scope["path"],
+            method=method.encode(),
+            target=read_target(scope),
+            headers=headers,
+            body=body,
+            prompt=prompt,
+            request_id=scope["state"]["request_id"],
+        )
+
+    async def _relay(self, request: RoutedRequest) -> Response:
+        """Return the answer of a server. Errors: `UnavailableError` if none gives one."""
+        tried: list[RoutedServer] = []
+        while True:
+            body = await self._prefill(request)
+            if isinstance(body, Response):
+                return body
+            call = self._pool.open(request.prompt, without=tried, is_computed=body is not None)
+            tried.append(call.server)
+            others = self._pool.list_ready(tried)
+            try:
+                exchange = await _begin(call, request, request.body if body is None else body)
+            except UnavailableError:
+                call.server.num_failures += 1
+                if len(tried) > MAX_RETRIES or not others:
+                    raise
+                continue
+            is_busy = exchange.status in _BUSY
+            call.server.num_failures += is_busy
+            is_elsewhere = exchange.status == 404 and request.path.startswith(_STORED_PATH)
+            if not others or not (is_elsewhere or (is_busy and len(tried) <= MAX_RETRIES)):
+                encode_end = partial(_encode_end, request, call.server)
+                return RelayedAnswer(exchange, encode_end=encode_end, on_end=call.close)
+            exchange.close()
+            call.close()
+
+    async def _prefill(self, request: RoutedRequest) -> bytes | RelayedAnswer | None:
+        """Let a prefilling server compute the prompt, and return the body for the decoding one.
+
+        Return the answer of a server that refuses the request, and None where the decoding server
+        is to compute the prompt.
+        """
+        fields = request.prompt.fields
+        if self._prefillers is None or fields is None or request.path not in _PAIRED_PATHS:
+            return None
+        if PARAMS in fields:  # another router is in front
+            return None
+        body, tried = build_prefill_body(fields), list[RoutedServer]()
+        while len(tried) <= MAX_RETRIES and self._prefillers.list_ready(tried):
+            call = self._prefillers.open(request.prompt, without=tried)
+            tried.append(call.server)
+            try:
+                exchange = await _begin(call, request, body)
+                if 400 <= exchange.status < 500 and exchange.status not in _BUSY:
+                    return RelayedAnswer(exchange, on_end=call.close)
+                with closing(call), closing(exchange):
+                    answer = await exchange.read(max_bytes=_PARAMS_BYTES)
+                if exchange.status == 200:
+                    return build_decode_body(fields, answer)
+            except UnavailableError as error:
+                logger.warning("request %s: %s", request.request_id, error)
+            call.server.num_failures += 1
+        return None
+
+
+async def _begin(call: OpenCall, request: RoutedRequest, body: bytes) -> Exchange:
+    """Send a request and wait for the first bytes of the answer's body: until then, another server
+    can answer instead. Errors: `UnavailableError`.
+    """
+    exchange = None
+    try:
+        exchange = await call.server.send(
+            request.method, request.target, headers=request.headers, body=body
+        )
+        await exchange.wait_for_body()
+    except BaseException:
+        if exchange is not None:
+            exchange.close()
+        call.close()
+        raise
+    call.note_first_bytes()
+    return exchange
+
+
+def _encode_end(request: RoutedRequest, server: RoutedServer, error: UnavailableError) -> bytes:
+    """Count an answer that ended early, and return the last event of a stream."""
+    server.num_failures += 1
+    logger.warning("request %s ended early: %s", request.request_id, error)
+    status, answer = describe_error(error)
+    end = encode_event(answer)
+    if request.path.startswith(MESSAGES_PATH):
+        named = build_message_error(status, answer, request_id=request.request_id)
+        end = encode_named_event("error", named)
+    return b"\n\n" + end  # after the part of an event that has arrived
+
+
+def _build_refusal(scope: Scope, error: NegamaxError) -> Response:
+    status, answer = describe_error(error)
+    headers = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(math.ceil(error.retry_after))
+    return build_error_response(scope, status, answer, headers=headers)

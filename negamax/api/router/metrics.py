@@ -1,0 +1,34 @@
+"""Prometheus metrics of the router."""
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from negamax.api.router.servers import RoutedServer
+
+_METRICS = (  # kind, name, attribute of a server, help
+    (CounterMetricFamily, "requests", "num_requests", "Requests sent to a server."),
+    (CounterMetricFamily, "retries", "num_retries", "Those sent after another server failed."),
+    (CounterMetricFamily, "failures", "num_failures", "Those without a whole answer, or refused."),
+    (CounterMetricFamily, "prefix_hits", "num_prefix_hits", "Those whose beginning it had before."),
+    (GaugeMetricFamily, "up", "is_up", "1 if a server gets requests."),
+    (GaugeMetricFamily, "open", "num_open", "Requests that a server is answering."),
+)
+
+
+class RouterMetrics(Collector):
+    """The metrics of the router, in a registry of its own."""
+
+    def __init__(self, servers: Sequence[RoutedServer]) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+        self._servers = servers
+
+    def collect(self) -> Iterator[Metric]:
+        for kind, name, attribute, text in _METRICS:
+            family = kind(f"negamax:router_{name}", text, labels=("server", "role"))
+            for server in self._servers:
+                family.add_metric((server.url, server.role), getattr(server, attribute))
+            yield family

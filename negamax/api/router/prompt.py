@@ -1,0 +1,95 @@
+"""The prompt of a request as the router sees it, and bodies for prefill/decode pairs."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from negamax.engine.client.placement import MAX_BLOCKS
+
+CHUNK_BYTES = 256  # of a prompt's text; the hash of each covers those before it
+BYTES_PER_TOKEN = 4  # about as in English text and in code
+CHUNK_TOKENS = CHUNK_BYTES // BYTES_PER_TOKEN
+# in the order of chat templates, so that messages at the end leave the rest the same
+_PROMPT_FIELDS = [
+    "model",
+    "cache_salt",
+    "tools",
+    "system",
+    "instructions",
+    "previous_response_id",
+    "prompt",
+    "text",
+    "input",
+    "input_ids",
+    "messages",
+]
+# clients move these marks to the latest message, which changes nothing in the prompt
+_CACHE_MARK = re.compile(rb'(?:,\s?)?"cache_control"\s?:\s?(?:\{[^{}]*\}|null)')
+_TAG_BYTES = 6  # as in `hash_blocks`: exact in a float64
+_ASK_PREFILL = msgspec.Raw(
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+# fields that ask for more than a prefilling server has to compute
+_OF_ANSWERS = frozenset(
+    [
+        "best_of",
+        "echo",
+        "logprobs",
+        "max_completion_tokens",
+        "min_tokens",
+        "n",
+        "prompt_logprobs",
+        "stream_options",
+        "top_logprobs",
+    ]
+)
+PARAMS = "kv_transfer_params"
+
+Fields = dict[str, msgspec.Raw]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedPrompt:
+    tags: Sequence[int] = ()  # of the full chunks
+    num_tokens: int = 0  # about
+    fields: Fields | None = None  # of the body; None: it is no JSON object
+
+
+def read_prompt(body: bytes, *, sender: bytes) -> RoutedPrompt:
+    """Read the prompt in a body. Different senders share no prefix, as on a server with keys."""
+    try:
+        fields = msgspec.json.decode(body, type=Fields)
+    except (msgspec.MsgspecError, RecursionError):
+        return RoutedPrompt()  # the server refuses it
+    # without the last bracket or quote, so that the next turn begins with this text
+    parts = [bytes(fields[name])[:-1] for name in _PROMPT_FIELDS if name in fields]
+    text = _CACHE_MARK.sub(b"", b"\n".join(parts))
+    num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # a table holds no more
+    state = blake2b(sender, digest_size=_TAG_BYTES)
+    tags = []
+    for start in range(0, num_chunks * CHUNK_BYTES, CHUNK_BYTES):
+        state.update(text[start : start + CHUNK_BYTES])
+        tags.append(int.from_bytes(state.digest(), "big"))
+    return RoutedPrompt(tags, len(text) // BYTES_PER_TOKEN, fields)
+
+
+def build_prefill_body(fields: Fields) -> bytes:
+    """Return the body that asks a prefilling server to keep the prompt."""
+    kept = {name: raw for name, raw in fields.items() if name not in _OF_ANSWERS}
+    once = {"max_tokens": msgspec.Raw(b"1"), "stream": msgspec.Raw(b"false")}
+    return msgspec.json.encode({**kept, **once, PARAMS: _ASK_PREFILL})
+
+
+def build_decode_body(fields: Fields, answer: bytes) -> bytes | None:
+    """Return the body with the params in a prefilling server's answer; None: it has none."""
+    try:
+        params = msgspec.json.decode(answer, type=Fields).get(PARAMS)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    if params is None or bytes(params) == b"null":
+        return None
+    return msgspec.json.encode({**fields, PARAMS: params})

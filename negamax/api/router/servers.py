@@ -1,0 +1,174 @@
+"""The servers behind the router: health, load, and the choice of one."""
+
+import asyncio
+import ssl
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult
+
+from negamax.api.http.exchange import Connection, Exchange, Headers
+from negamax.api.router.prompt import CHUNK_TOKENS, RoutedPrompt
+from negamax.base.errors import UnavailableError
+from negamax.base.log import get_logger
+from negamax.base.shared_numbers import SharedNumbers
+from negamax.engine.client.placement import (
+    MAX_BLOCKS,
+    NUM_COLUMNS,
+    PrefixTable,
+    ReplicaLoad,
+    choose_replica,
+)
+
+logger = get_logger(__name__)
+
+_CONNECT_SECONDS = 5.0
+_HEALTH_SECONDS = 5.0  # for an answer to a probe: a busy machine is slow, a dead server refuses
+_RETRY_SECONDS = 1.0  # until clients try again where no server answers
+
+
+class RoutedServer:
+    """One server. Single writer: the event loop."""
+
+    def __init__(self, address: SplitResult, *, role: str, load: ReplicaLoad) -> None:
+        """`role`: a label of metrics; `load`: of this server, written by the router alone."""
+        self.url, self.role, self.load = address.geturl(), role, load
+        self.is_up = False
+        self.num_open = 0
+        # since the start
+        self.num_requests = self.num_failures = self.num_retries = self.num_prefix_hits = 0
+        self._host = address.hostname or ""
+        self._netloc = address.netloc.encode()
+        self._port = address.port or (443 if address.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if address.scheme == "https" else None
+        self._path = address.path.encode()
+
+    async def send(
+        self, method: bytes, target: bytes, *, headers: Headers, body: bytes
+    ) -> Exchange:
+        """Send a request and wait for the head of the answer. Errors: `UnavailableError`."""
+        gone = UnavailableError(
+            f"the server {self.url} does not answer, or ended its answer early",
+            hint="retry",
+            code="server_gone",
+            retry_after=_RETRY_SECONDS,
+        )
+        target = self._path + target
+        return await Exchange.begin(
+            self._connect(), method, target, headers=headers, body=body, gone=gone
+        )
+
+    async def probe(self) -> bool:
+        """Return whether /health answers with 200."""
+        try:
+            async with asyncio.timeout(_HEALTH_SECONDS):
+                headers = [(b"host", self._netloc)]
+                exchange = await self.send(b"GET", b"/health", headers=headers, body=b"")
+                exchange.close()
+                return exchange.status == 200
+        except (TimeoutError, UnavailableError):
+            return False
+
+    async def _connect(self) -> Connection:
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                return await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+        except OSError as error:
+            if self.is_up:
+                logger.warning("%s gets no requests until it answers: %s", self.url, error)
+            self.is_up = False
+            raise
+
+
+@dataclass(slots=True, eq=False)
+class OpenCall:
+    """A request at a server, counted as load until it is closed. Single writer: its handler."""
+
+    server: RoutedServer
+    num_tokens: int
+    num_pending: int  # prompt tokens that the server probably computes
+    _name: str = field(init=False)
+    _is_open: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        self._name = str(id(self))
+        self.server.num_open += 1
+        self.server.load.enter(self._name, context=self.num_tokens, pending=self.num_pending)
+
+    def note_first_bytes(self) -> None:
+        self.server.load.computed(self._name)
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.server.num_open -= 1
+            self.server.load.leave(self._name)
+
+
+class ServerPool:
+    """Servers that can replace each other. Single writer: the event loop."""
+
+    def __init__(self, addresses: Sequence[SplitResult], *, role: str) -> None:
+        numbers = SharedNumbers(NUM_COLUMNS * len(addresses))
+        self._prefixes = PrefixTable(SharedNumbers(MAX_BLOCKS, num_rows=len(addresses)))
+        self.servers = [
+            RoutedServer(address, role=role, load=ReplicaLoad(numbers, replica=at, index=0))
+            for at, address in enumerate(addresses)
+        ]
+
+    def list_ready(self, without: Collection[RoutedServer] = ()) -> list[RoutedServer]:
+        return [each for each in self.servers if each.is_up and each not in without]
+
+    def open(
+        self,
+        prompt: RoutedPrompt,
+        *,
+        without: Collection[RoutedServer] = (),
+        is_computed: bool = False,
+    ) -> OpenCall:
+        """Choose a server for a prompt. Errors: `UnavailableError` if none is left.
+
+        `without`: servers that failed; `is_computed`: a prefilling server has the prompt.
+        """
+        ready = self.list_ready(without)
+        if not ready:
+            urls = ", ".join(each.url for each in self.servers)
+            raise UnavailableError(
+                f"no server answers; known: {urls[:500]}",
+                hint="retry later",
+                code="no_server",
+                retry_after=_RETRY_SECONDS,
+            )
+        at, num_pending = choose_replica(
+            [each.load for each in ready],
+            self._prefixes,
+            prompt.tags,
+            num_tokens=prompt.num_tokens,
+            block_size=CHUNK_TOKENS,
+        )
+        server = ready[at]
+        server.num_requests += 1
+        server.num_prefix_hits += num_pending < prompt.num_tokens
+        server.num_retries += bool(without)
+        return OpenCall(server, prompt.num_tokens, 0 if is_computed else num_pending)
+
+    async def watch(self, interval: float) -> None:
+        """Probe the servers every `interval` seconds until cancelled."""
+        await asyncio.gather(*(self._watch(each, interval) for each in self.servers))
+
+    async def probe(self) -> None:
+        """Probe all servers once."""
+        await asyncio.gather(*(self._probe(each) for each in self.servers))
+
+    async def _watch(self, server: RoutedServer, interval: float) -> None:
+        while True:
+            await asyncio.sleep(interval)
+            await self._probe(server)
+
+    async def _probe(self, server: RoutedServer) -> None:
+        is_up = await server.probe()
+        if server.is_up and not is_up:
+            logger.warning("%s fails its health probe", server.url)
+        elif is_up and not server.is_up:
+            logger.info("%s answers", server.url)
+            self._prefixes.discard(server.load.replica)  # it has probably lost its cache
+        server.is_up = is_up

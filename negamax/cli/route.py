@@ -1,0 +1,42 @@
+"""`negamax route URL...`: one address in front of several servers."""
+
+from __future__ import annotations
+
+import typer
+
+from negamax.base import log
+from negamax.base.imports import large_imports
+from negamax.cli.options import add_options
+from negamax.cli.serve import announce_ready
+from negamax.options.route import RouteOptions, list_servers
+
+HELP = """Pass requests on to one of several servers.
+
+A request goes to the server that got most of its prompt before, unless that one has too much to do,
+else to the one with the least to do. A server that does not answer gets no requests; a request that
+it did not begin to answer goes to another one. For prefill/decode pairs give --prefill and --decode
+instead of URL.
+"""
+
+
+@add_options()
+def command(
+    *,
+    urls: list[str] | None = typer.Argument(
+        None, metavar="URL...", help="Addresses of servers.", show_default=False
+    ),
+    route: RouteOptions,
+) -> None:
+    """Route until SIGINT or SIGTERM."""
+    log.setup(route.log_level)
+    servers, prefillers = list_servers(tuple(urls or ()), route)
+    with large_imports():
+        from negamax.api.router.run import open_router_socket, serve_router
+        from negamax.api.server import make_event_loop
+    with open_router_socket(route) as listener, make_event_loop() as runner:
+        num_servers = len(servers) + len(prefillers)
+
+        def announce(url: str, num_up: int) -> None:
+            announce_ready(f"Negamax is ready: {url}/v1 has {num_up} of {num_servers} servers")
+
+        runner.run(serve_router(servers, prefillers, route, listener=listener, announce=announce))

@@ -1,0 +1,244 @@
+"""`negamax route` in front of real servers."""
+
+import json
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.api_support import CHAT
+from tests.e2e.conftest import Server, eventually, serving
+from tests.e2e.test_disaggregation import COMPLETIONS, post, serving_pair, tokens
+from tests.forked_children import start
+
+READY = re.compile(r"ready: (\S+)/v1 has (\d) of (\d) servers")
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+# parts that differ between two answers to one request
+OWN = re.compile(
+    rb'"(?:id|created|created_at|completed_at|item_id|\w*signature)":\s*("[^"]*"|[\d.]+)'
+)
+
+
+@contextmanager
+def routing(folder: Path, *options: str) -> Iterator[Server]:
+    log_file = folder / "router-log"
+    with log_file.open("w", encoding="utf-8") as log:
+        process = start(
+            "negamax",
+            "route",
+            "--port",
+            "0",
+            *options,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        match = READY.search(line)
+        assert match, f"{line!r}\n{log_file.read_text(encoding='utf-8')}"
+        yield Server(process, match[1], log_file, line)
+        assert "Traceback" not in log_file.read_text(encoding="utf-8")
+    finally:
+        process.terminate()
+        process.wait(120)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def by_server(router: Server, name: str) -> dict[str, float]:
+    """Return a metric of the router by the server's URL."""
+    with router.http() as http:
+        text = http.get("/metrics").text
+    found = re.findall(
+        rf'^negamax:router_{name}(?:_total)?{{[^}}]*server="([^"]+)"}} (\S+)$', text, re.M
+    )
+    return {url: float(value) for url, value in found}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    with ExitStack() as stack:
+        servers = []
+        for _ in range(2):
+            log_file = tmp_path_factory.mktemp("routed") / "log"
+            servers.append(stack.enter_context(serving(log_file=log_file, rate=200.0)))
+        yield servers[0], servers[1]
+
+
+@pytest.fixture
+def router(pair: tuple[Server, Server], tmp_path: Path) -> Iterator[Server]:
+    with routing(tmp_path, pair[0].url, pair[1].url) as running:
+        yield running
+
+
+def chat(text: str = "Hello", *, max_tokens: int = 20, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"model": "nano", "messages": messages, "max_tokens": max_tokens, **fields}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat()),
+        # how several tokens come, together or not, depends on the time
+        (CHAT, chat(max_tokens=1, stream=True, stream_options={"include_usage": True})),
+        (COMPLETIONS, {"model": "nano", "prompt": "Say it", "max_tokens": 1, "stream": True}),
+        (MESSAGES, chat()),
+        (MESSAGES, chat(max_tokens=1, stream=True)),
+        (RESPONSES, {"model": "nano", "input": "Hi", "max_output_tokens": 1, "stream": True}),
+        (CHAT, chat(max_tokens=-1)),
+        ("/v1/no-such-route", {}),
+    ],
+)
+def test_answers_are_the_servers_byte_for_byte(
+    pair: tuple[Server, Server], router: Server, path: str, body: dict[str, Any]
+) -> None:
+    answers = []
+    for server in (pair[0], router):
+        with server.http() as http:
+            # the last answer finds the prompt in a cache on either server
+            headers = {"x-request-id": "mine"}
+            answers.append([http.post(path, json=body, headers=headers) for _ in range(3)][-1])
+    direct, routed = answers
+    assert routed.status_code == direct.status_code
+    assert OWN.sub(b"", routed.content) == OWN.sub(b"", direct.content)
+    own = ("date", "content-length")
+    for answer in answers:
+        assert answer.headers["x-request-id"] == "mine"
+    first, second = ({k: v for k, v in each.headers.items() if k not in own} for each in answers)
+    assert first == second
+
+
+def test_a_wrong_key_is_refused_by_the_server(tmp_path: Path) -> None:
+    with (
+        serving("--api-key", "secret", log_file=tmp_path / "log", rate=200.0) as server,
+        routing(tmp_path, server.url) as router,
+        router.http() as http,
+    ):
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            answer = http.post(CHAT, json=chat(), headers=headers)
+            assert answer.status_code == 401 and "key" in answer.json()["error"]["message"]
+            assert answer.headers["www-authenticate"] == "Bearer"
+        assert http.post(MESSAGES, json=chat(), headers={"x-api-key": "secret"}).status_code == 200
+
+
+def test_a_stored_response_is_found_on_its_server(router: Server) -> None:
+    with router.http() as http:
+        asked = {"model": "nano", "max_output_tokens": 5}
+        made = [http.post(RESPONSES, json={**asked, "input": f"{at} Hi"}).json() for at in range(4)]
+        assert min(by_server(router, "requests").values()) > 0
+        for each in made:
+            assert http.get(f"{RESPONSES}/{each['id']}").json()["id"] == each["id"]
+            more = {**asked, "input": "more", "previous_response_id": each["id"]}
+            assert http.post(RESPONSES, json=more).status_code == 200
+        assert http.get(f"{RESPONSES}/resp_{'0' * 48}").status_code == 404
+
+
+def test_sessions_stay_on_their_servers(router: Server) -> None:
+    histories = [[{"role": "system", "content": f"You are {name}. " * 100}] for name in "abcd"]
+    with router.http() as http:
+        for turn in range(4):
+            for history in histories:
+                history.append({"role": "user", "content": f"Question {turn}"})
+                body = {"model": "nano", "messages": history, "max_tokens": 5}
+                message = http.post(CHAT, json=body).json()["choices"][0]["message"]
+                history.append({"role": "assistant", "content": message["content"]})
+    assert list(by_server(router, "requests").values()) == [8, 8]
+    assert list(by_server(router, "prefix_hits").values()) == [6, 6]
+
+
+def test_a_client_that_leaves_ends_its_request_on_the_server(
+    pair: tuple[Server, Server], router: Server
+) -> None:
+    before = sum(server.num_aborted for server in pair)
+    with router.http() as http:
+        body = chat(max_tokens=5000, stream=True)
+        with http.stream("POST", CHAT, json=body) as answer:
+            lines = answer.iter_lines()
+            for _ in range(6):
+                next(lines)
+            assert sum(by_server(router, "open").values()) == 1
+        # also before the first byte, of an answer that is not streamed
+        with pytest.raises(httpx.TimeoutException):
+            http.post(CHAT, json=chat(max_tokens=5000), timeout=0.3)
+    assert eventually(lambda: sum(server.num_aborted for server in pair) == before + 2)
+    assert eventually(lambda: sum(by_server(router, "open").values()) == 0)
+
+
+def test_a_dead_server_harms_only_its_own_streams(
+    pair: tuple[Server, Server], tmp_path: Path
+) -> None:
+    with (
+        serving(log_file=tmp_path / "log", rate=50.0) as victim,
+        # no probe finds the death before a request does
+        routing(tmp_path, victim.url, pair[0].url, "--health-interval", "600") as router,
+        router.http() as http,
+        ExitStack() as stack,
+    ):
+        streams = []
+        for at in range(4):
+            body = chat(f"{at} Hello", max_tokens=300, stream=True)
+            request = http.build_request("POST", CHAT, json=body)
+            answer = http.send(request, stream=True)
+            stack.callback(answer.close)
+            streams.append((answer, answer.iter_lines()))
+        for _, lines in streams:
+            assert next(lines).startswith("data: ")
+        assert by_server(router, "open") == {victim.url: 2, pair[0].url: 2}
+        victim.stop(signal.SIGKILL)
+        ends = []
+        for _, lines in streams:
+            events = [line[6:] for line in lines if line.startswith("data: ")]
+            ends.append(events[-1] if events[-1] == "[DONE]" else json.loads(events[-1])["error"])
+        assert [end == "[DONE]" for end in ends].count(True) == 2
+        assert [end["code"] for end in ends if end != "[DONE]"] == ["server_gone"] * 2
+        for at in range(6):
+            answer = http.post(CHAT, json=chat(f"{at} again"))
+            assert answer.status_code == 200
+        assert by_server(router, "up") == {victim.url: 0, pair[0].url: 1}
+        assert by_server(router, "failures") == {victim.url: 3, pair[0].url: 0}
+        assert by_server(router, "retries") == {victim.url: 0, pair[0].url: 1}
+        assert http.get("/health").json() == {"status": "degraded"}
+
+
+def test_open_streams_end_before_the_router_does(
+    pair: tuple[Server, Server], tmp_path: Path
+) -> None:
+    with routing(tmp_path, pair[0].url) as router, router.http() as http:
+        body = chat(max_tokens=100, stream=True)
+        with http.stream("POST", CHAT, json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            router.process.send_signal(signal.SIGTERM)
+            assert eventually(lambda: "draining" in router.log)
+            assert list(lines)[-2] == "data: [DONE]"
+        assert router.process.wait(60) == 0
+
+
+def test_one_server_prefills_and_the_other_decodes(tmp_path: Path) -> None:
+    with serving_pair(tmp_path, kv_load_failure_policy="fail") as (first, second):
+        line = ("--prefill", first.url, "--decode", second.url)
+        with routing(tmp_path, *line) as router:
+            for path, body in (
+                (COMPLETIONS, {"prompt": tokens(1, 300), "max_tokens": 12, "temperature": 0}),
+                (CHAT, chat("What is 47 + 38? " * 20, temperature=0, n=2)),
+            ):
+                routed = post(router, path, body)
+                direct = post(first, path, {**body, "cache_salt": "alone"})
+                assert routed["choices"] == direct["choices"]
+            assert second.gauge("negamax:remote_prefills_total") == 3
+            assert second.gauge("negamax:failed_remote_prefills_total") == 0
+            assert by_server(router, "requests") == {first.url: 2, second.url: 2}
+            first.stop(signal.SIGKILL)
+            body = {"prompt": tokens(2, 300), "max_tokens": 5}
+            assert post(router, COMPLETIONS, body)["choices"][0]["text"]
+            assert by_server(router, "failures") == {first.url: 1, second.url: 0}
+            assert second.gauge("negamax:local_prefills_total") == 1
