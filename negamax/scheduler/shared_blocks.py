@@ -37,6 +37,7 @@ class Lease:
     blocks: list[int]  # KV blocks, held until all are in host memory
     held: dict[int, int] = field(default_factory=dict)  # host blocks by index, held from now on
     step_id: int = -1  # the plan whose copies must be complete before a read
+    is_open: bool = False  # whether a reader knows its blocks
     expires: float = inf  # monotonic seconds; set by the owner of the clock
 
     @property
@@ -81,6 +82,11 @@ class SharedBlocks:
     @property
     def num_host_blocks(self) -> int:
         return self._host.num_blocks
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether a lease holds KV blocks because host memory is full."""
+        return bool(self._unsettled) and not self._host.has_room
 
     @property
     def holds_kv_blocks(self) -> bool:

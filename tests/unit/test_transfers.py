@@ -536,6 +536,25 @@ def test_a_prompt_that_exceeds_host_memory_holds_up_no_other() -> None:
     assert name == "a" and "4 KV blocks, and main memory here holds 3" in problem
 
 
+def test_leases_that_nobody_reads_make_room_for_others() -> None:
+    engine = Alone(num_host_blocks=4)
+    for name in "abc":
+        prompt_hash = engine.prefill(name, 10)
+    engine.transfers.handle(b"d", OpenLease("c", "me", "model", prompt_hash, 2), now=1.0)
+    engine.transfers.advance(now=1.9)
+    assert list(engine.shared.leases) == ["a", "b", "c"] and not engine.take_sent()
+    for _ in range(3):  # one makes enough room
+        engine.transfers.advance(now=2.1)
+    assert list(engine.shared.leases) == ["b", "c"]
+    engine.scheduler.commit(engine.scheduler.next_plan())
+    engine.transfers.advance(now=2.2)
+    assert isinstance(engine.take_sent()[0], LeaseOpened)
+    engine.prefill("d", 10)
+    for _ in range(5):
+        engine.transfers.advance(now=4.5)
+    assert list(engine.shared.leases) == ["c", "d"]
+
+
 def test_kv_blocks_of_a_lease_are_held_until_host_memory_has_room() -> None:
     engine = Alone(num_host_blocks=3)
     engine.prefill("a", 10)

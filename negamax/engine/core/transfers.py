@@ -36,6 +36,7 @@ from negamax.worker.lane_wire import ImportBlocks, ImportDone
 
 logger = get_logger(__name__)
 
+UNREAD_SECONDS = 2.0  # in which the reader of a lease asks for it; routers send it at once
 RENEWALS = 6  # in the time of a lease
 MOST_ARRIVED = 256  # complete pulls that are remembered
 PullPeer = tuple[str, int]  # host and port of a prefilling engine
@@ -236,6 +237,8 @@ class Transfers:
                 self.counts.num_expired_leases += 1
                 logger.warning("lease %s expired before its blocks were read", lease.lease_id)
                 self.shared.end(lease.lease_id)
+        if self.shared.lacks_room:
+            self._end_unread(now=now)
         for lease in self.shared.settled:
             for waiting in self._waiting.pop(lease.lease_id, ()):
                 self._answer(lease, waiting.peer, waiting.message)
@@ -260,6 +263,21 @@ class Transfers:
                     of_peers.setdefault(pull.peer, []).append(pull.lease_id)
             for peer, lease_ids in of_peers.items():
                 self.send(peer, RenewLeases(lease_ids))
+
+    def _end_unread(self, *, now: float) -> None:
+        """End the oldest lease that nobody has asked for, so that later prompts have room."""
+        for lease in self.shared.leases.values():
+            since = now - (lease.expires - self.config.lease_seconds)
+            if (
+                since >= UNREAD_SECONDS
+                and not lease.is_open
+                and lease.lease_id not in self._waiting
+            ):
+                self.counts.num_expired_leases += 1
+                text = "lease %s ended unread after %.1f s: main memory is full"
+                logger.warning(text, lease.lease_id, since)
+                self.shared.end(lease.lease_id)
+                return
 
     def _serve(self, peer: bytes, message: Message, *, now: float) -> None:
         """Take a message of a decoding engine."""
@@ -296,6 +314,7 @@ class Transfers:
             reason = "the two engines have different prompts for this request"
             self.send(peer, LeaseRefused(lease.lease_id, reason))
             return
+        lease.is_open = True
         fields = (lease.places, lease.step_id, lease.num_cached_tokens)
         self.send(peer, LeaseOpened(lease.lease_id, self.lanes, *fields))
 
