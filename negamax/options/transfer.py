@@ -93,9 +93,11 @@ class KvTransferConfig:
         connector, role = given.get("kv_connector", "NixlConnector"), given.get("kv_role", BOTH)
         if role not in ROLES:
             _refuse("kv_role", role, ", ".join(ROLES))
+        if not isinstance(connector, str):
+            _refuse("kv_connector", connector, ", ".join(LANES))
         if connector not in LANES:
             for nested in _list_connectors(given) if connector == "MultiConnector" else ():
-                if nested.get("kv_connector") in LANES:
+                if str(nested.get("kv_connector")) in LANES:
                     return KvTransferConfig.read({"kv_role": role, **nested})
             if role == BOTH:
                 return None
@@ -111,11 +113,11 @@ class KvTransferConfig:
         if policy not in (FAIL, RECOMPUTE):
             _refuse("kv_load_failure_policy", policy, f"{FAIL}, {RECOMPUTE}")
         port = given.get("kv_port", PORT)
-        if not isinstance(port, int) or not 1 <= port <= 65535:
+        if type(port) is not int or not 1 <= port <= 65535:
             _refuse("kv_port", port, "1 to 65535")
         host = given.get("kv_ip", "127.0.0.1")
         try:
-            ipaddress.ip_address(host)
+            ipaddress.ip_address(host if isinstance(host, str) else "")
         except ValueError:
             _refuse("kv_ip", host, "an IPv4 or IPv6 address of this machine")
         seconds = {}
