@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq
 
-from negamax.base.errors import ConfigError
+from negamax.base.errors import ConfigError, ResourceError
 from negamax.base.private_folder import PrivateFolder
 from negamax.engine.core import transfer_sockets
 from negamax.engine.core.transfer_sockets import MOST_PEERS, TransferSockets
@@ -61,6 +61,8 @@ def test_messages_answers_and_the_loss_of_an_engine() -> None:
             decoder.send(peer, CloseLease("b"))
             assert eventually(lambda: (prefiller.poll(), len(asked.messages) == 2)[1])
             (identity, first), (_, second) = asked.messages
+            with pytest.raises(ResourceError, match=r"in use.*another kv_port"), opened(port=port):
+                pass
             assert (first, second) == (RenewLeases(["a"]), CloseLease("b"))
             prefiller.send(identity, LeaseClosed("b", True))
             assert eventually(lambda: (decoder.poll(), bool(arrived.messages))[1])

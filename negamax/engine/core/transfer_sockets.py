@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from negamax.base.errors import ConfigError
+from negamax.base.errors import ConfigError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.private_folder import PrivateFolder
 from negamax.engine.core import transfer_wire as wire
@@ -72,7 +72,7 @@ class TransferSockets:
         self._lanes: list[Socket] = []
         try:
             if config.role != CONSUMER:
-                bind(self._server, tcp_endpoint(config.host, config.port))
+                self._listen(tcp_endpoint(config.host, config.port))
             for endpoint in imports:
                 self._lanes.append(self._context.socket(zmq.DEALER))
                 connect(self._lanes[-1], endpoint)
@@ -132,6 +132,13 @@ class TransferSockets:
     def close(self) -> None:
         self._context.destroy(linger=0)
         self._folder.remove()
+
+    def _listen(self, endpoint: str) -> None:
+        try:
+            bind(self._server, endpoint)
+        except ResourceError as error:
+            hint = "choose another kv_port or kv_ip in --kv-transfer-config"
+            raise ResourceError(str(error), hint=hint) from None
 
     def _open(self, host: str, port: int) -> None:
         """Connect to an engine. Errors: `ConnectionError`, `ZMQError`."""
