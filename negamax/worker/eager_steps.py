@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 # Rows of a step whose logits are computed, or `max_num_seqs` if that is more. Verification and
 # prompt log-probabilities compute more, for which kernels have no further specializations.
 _MOST_LOGITS = 128
-# tokens of a sequence beyond which kernels have no further specializations
-_LONG = 16_384
+# tokens of a sequence beyond which kernels have no further specializations, and some of a prompt
+# that is short for each kernel
+_LONG, _SHORT = 16_384, 1024
 
 
 @torch.inference_mode()
@@ -44,11 +45,11 @@ def compile_eager_steps(runner: ModelRunner) -> None:
         shape = config.max_num_batched_tokens, config.spec.hidden_size
         entering = requests.tokens.new_zeros(shape, dtype=model.dtype)
     with warming_up(runner.context):
-        for num_decodes, num_prompt_tokens, num_computed in step_sizes(config):
+        for num_decodes, num_prompt_tokens, num_computed, longest in step_sizes(config):
             requests.num_computed[requests.padding_slot] = num_computed
             layout = _layout(
                 num_decodes,
-                cut(num_prompt_tokens, config.max_model_len),
+                cut(num_prompt_tokens, longest),
                 slot=requests.padding_slot,
                 num_computed=num_computed,
             )
@@ -56,9 +57,11 @@ def compile_eager_steps(runner: ModelRunner) -> None:
     requests.num_computed[requests.padding_slot] = 0
 
 
-def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int]]:
-    """Yield the decodes and prompt tokens of each step, and the tokens before them."""
-    most = config.max_num_batched_tokens
+def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the decodes and prompt tokens of each step, the tokens before them, and the longest
+    prompt.
+    """
+    most, longest = config.max_num_batched_tokens, config.max_model_len
     num_drafts = config.speculation.num_speculative_tokens if config.speculation else 0
     # each draft is a decode
     most_rows = min(config.max_num_seqs * (1 + num_drafts), most)
@@ -67,11 +70,13 @@ def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int]]:
     tokens = capture_sizes(TOKENS, most)
     # FP8 GEMMs differ where the number of tokens is odd
     sizes = sorted({*powers, *tokens, *(size - 1 for size in tokens if size > 1)})
-    yield from ((num_rows, 0, 0) for num_rows in rows)
-    yield from ((0, size, 0) for size in sizes)
-    yield from ((num_rows, num_rows + 1, 0) for num_rows in rows if 2 * num_rows < most)
-    long = min(config.max_model_len, _LONG) - 1
-    yield from ((num_rows, 1, long) for num_rows in rows if num_rows < most)
+    yield from ((num_rows, 0, 0, longest) for num_rows in rows)
+    yield from ((0, size, 0, longest) for size in sizes)
+    yield (0, most, 0, min(longest, _SHORT))
+    yield from ((num_rows, num_rows + 1, 0, longest) for num_rows in rows if 2 * num_rows < most)
+    long = min(longest, _LONG)
+    yield from ((num_rows, 1, long - 1, longest) for num_rows in rows if num_rows < most)
+    yield from ((0, size, long - size, longest) for size in sorted(powers) if size < long)
 
 
 def _layout(num_decodes: int, prompts: list[int], *, slot: int, num_computed: int) -> BatchLayout:

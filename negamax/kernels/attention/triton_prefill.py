@@ -107,7 +107,10 @@ def _load_tile(record, mask=None):
     )
 
 
-@triton.jit(do_not_specialize=["num_tiles", "programs", "group", "kv_heads", "size"])
+@triton.jit(
+    do_not_specialize=["num_tiles", "programs", "group", "kv_heads", "size"],
+    do_not_specialize_on_alignment=["merged"],  # a part of a tensor
+)
 def _split_kernel(
     tiles, work, merged, num_tiles, programs, group, kv_heads, size, MOST: tl.constexpr
 ):
@@ -295,7 +298,7 @@ def _locate_partials(partials, place, places, C: tl.constexpr):
     return partials + at * (C.BLOCK_M * (C.BLOCK_D + 2))
 
 
-@triton.jit(do_not_specialize=["places"])
+@triton.jit(do_not_specialize=["places"], do_not_specialize_on_alignment=["merged"])
 def _merge_prefill_kernel(
     partials, places, merged, out, values, scales, lse, v_scale, C: tl.constexpr
 ):
