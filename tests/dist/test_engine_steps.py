@@ -134,8 +134,7 @@ def test_captured_steps_keep_the_text(
     ]
     options = {**COMMON, "max_num_batched_tokens": 24, "max_num_seqs": 5}
     with pytest.MonkeyPatch.context() as patch:
-        pool = graph_support.RepeatedSteps()
-        graph_support.install(patch, graph_support.runtime(pool, is_asynchronous=True))
+        graph_support.capture(patch)
         with LLM(m2, **options) as llm:
             expected = generate_tokens(llm, PROMPTS, params)
     if method is not None:
