@@ -33,8 +33,8 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention of a draft's block", ("_attend_block", "_merge_block")),
     ("both ends of a step", ("_locate_kernel", "_place_kernel", "_embed_kernel", "_store_kernel")),
     ("QK norm + rope + KV write", ("_qk_norm", "_head_norm", "_sums_kernel")),
-    ("attention", ("_decode", "_prefill", "reduce_kernel")),
-    ("attention plan", ("_plan_decode",)),
+    ("attention", ("_decode", "_prefill", "_merge_prefill", "reduce_kernel")),
+    ("attention plan", ("_plan_decode", "_split_tiles")),
     ("attention of shared caches", ("_own_selection", "_merge_partials")),
     ("block selection", (
         "_count_keys", "_plan_queries", "_own_blocks", "_select_decode", "_select_prefill",

@@ -129,7 +129,7 @@ def test_shards_with_other_data_parallel_ranks(
     runs = sum(computed < prompt for prompt, computed, _ in rows)
     most = bound_shard(num_tokens, num_runs=runs, num_shards=ranks)
     largest = most + 2 if has_long_run else 0
-    size = StepSize(num_tokens + 7, len(rows), 0, 0, is_decode=False, largest_shard=largest)
+    size = StepSize(num_tokens + 7, len(rows), 0, is_decode=False, largest_shard=largest)
     meeting, lengths = Meeting(ranks), list[int]()
 
     def run(rank: Rank) -> None:

@@ -56,6 +56,10 @@ SMALL: tuple[dict[str, str], ...] = (
     {"DEP8 (SGLang)": "M2.5 --tp 4 --attn-dp-size 4 --ep 4"},
     {"two copies of TP4 on one machine (SGLang)": "M2.5 --tp 2 --dp-size 2"},
     {"DEP4, groups of two for attention (SGLang)": "M3 --tp 4 --attn-dp-size 2 --ep 4"},
+    {
+        "prefill and decode apart": "M3 --tensor-parallel-size 2 --kv-transfer-config "
+        '{"kv_connector":"TcpConnector","kv_role":"kv_producer","kv_port":5731}'
+    },
 )
 
 

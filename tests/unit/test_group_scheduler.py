@@ -57,7 +57,7 @@ def test_a_long_prompt_keeps_short_ones_off_its_rank() -> None:
     assert (long.num_scheduled, short.num_scheduled) == ([32], [4, 4, 4])
     long, short = step(scheduler)
     assert (long.num_scheduled, short.num_scheduled) == ([32], [1, 1, 1])
-    assert long.of_all == StepSize(32, 3, 0, 5, False)
+    assert long.of_all == StepSize(32, 3, 0, False)
 
 
 def test_a_request_goes_where_its_prefix_is_until_that_costs_more() -> None:

@@ -90,7 +90,7 @@ def _split_tiles(tiles: Tensor, shape: PagedShape, *, size: int, programs: int) 
     rows = tiles.new_zeros(len(tiles) + places + places // 2, _WORDS.value)
     work, merged = rows.split([len(tiles) + places, places // 2])
     most = max(512, triton.next_power_of_2(len(tiles)))  # few sizes, for few compilations
-    _split_kernel[(1,)](
+    _split_tiles_kernel[(1,)](
         tiles, work, merged, len(tiles), programs, shape.group, shape.kv_heads, size, most
     )
     return SplitTiles(work, merged, places)
@@ -111,7 +111,7 @@ def _load_tile(record, mask=None):
     do_not_specialize=["num_tiles", "programs", "group", "kv_heads", "size"],
     do_not_specialize_on_alignment=["merged"],  # a part of a tensor
 )
-def _split_kernel(
+def _split_tiles_kernel(
     tiles, work, merged, num_tiles, programs, group, kv_heads, size, MOST: tl.constexpr
 ):
     """Write `SplitTiles`, which is zero before, for tiles [num_tiles, 4]."""
