@@ -309,7 +309,7 @@ def test_a_dead_prefilling_engine(policy: str, tmp_path: Path) -> None:
         assert (answer.status_code == 503) == (policy == "fail")
         assert "was replaced by another one" in pair[1].log
         check_same(pair, COMPLETIONS, body | {"prompt": tokens(6, 300)})
-        prefill(pair[0], COMPLETIONS, body | {"prompt": tokens(9, 300)})  # nobody reads it
+        prefill(pair[0], COMPLETIONS, body | {"prompt": tokens(9, 300)})  # no server reads it
         expired = "negamax:expired_kv_leases_total"
         assert eventually(lambda: pair[0].gauge(expired) == 1, seconds=20)
         assert pair[0].gauge("negamax:kv_leases") == 0

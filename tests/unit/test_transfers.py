@@ -536,7 +536,7 @@ def test_a_prompt_that_exceeds_host_memory_holds_up_no_other() -> None:
     assert name == "a" and "4 KV blocks, and main memory here holds 3" in problem
 
 
-def test_leases_that_nobody_reads_make_room_for_others() -> None:
+def test_leases_that_no_engine_reads_make_room_for_others() -> None:
     engine = Alone(num_host_blocks=4)
     for name in "abc":
         prompt_hash = engine.prefill(name, 10)

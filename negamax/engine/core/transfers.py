@@ -265,7 +265,7 @@ class Transfers:
                 self.send(peer, RenewLeases(lease_ids))
 
     def _end_unread(self, *, now: float) -> None:
-        """End the oldest lease that nobody has asked for, so that later prompts have room."""
+        """End the oldest lease that no engine has asked for, so that later prompts have room."""
         for lease in self.shared.leases.values():
             since = now - (lease.expires - self.config.lease_seconds)
             if (

@@ -49,18 +49,6 @@ _WORDS = tl.constexpr(7)  # of a record of `SplitTiles`
 
 
 @dataclass(frozen=True)
-class PrefillPlan:
-    """The tiles of queries of a step."""
-
-    queries: AttentionMetadata
-    shape: PagedShape
-    block_m: int  # queries of a tile at most
-    # [tiles, 4] int32: first query among the T, queries, position of the first, sequence
-    tiles: Tensor
-    split: "SplitTiles | None" = None  # None: each tile has one program
-
-
-@dataclass(frozen=True)
 class SplitTiles:
     """The splits of the keys of tiles, and where their results are kept."""
 
@@ -71,6 +59,18 @@ class SplitTiles:
     places: int  # splits of these tiles, at most
 
 
+@dataclass(frozen=True)
+class PrefillPlan:
+    """The tiles of queries of a step."""
+
+    queries: AttentionMetadata
+    shape: PagedShape
+    block_m: int  # queries of a tile at most
+    # [tiles, 4] int32: first query among the T, queries, position of the first, sequence
+    tiles: Tensor
+    split: SplitTiles | None = None  # None: each tile has one program
+
+
 def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> PrefillPlan:
     """Plan a run of queries per sequence, each at the last positions of its sequence."""
     device, num_tokens = queries.seq_lens.device, queries.positions.shape[0]
@@ -79,6 +79,7 @@ def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> PrefillPlan:
     size = tiles.prefill_block_m(longest, num_tokens)
     programs = tiles.prefill_programs(size) * platform.platform_of(device).multiprocessors
     listed, split = list_query_tiles(queries, size), None
+    # more tiles keep all multiprocessors busy without splits
     if len(listed) and num_tokens // size * shape.kv_heads * shape.group < 4 * programs:
         split = _split_tiles(listed, shape, size=size, programs=programs)
     return PrefillPlan(queries, shape, size, listed, split)
