@@ -16,7 +16,7 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-OFF = "none"  # instead of a folder
+OFF = "none"  # given in place of a folder: write no dumps
 MAX_FILES = 20  # per folder; older ones are removed
 _PAUSE_SECONDS = 60.0  # between two dumps of one process: a failure may repeat every step
 _MAX_LINE = 2000  # characters of a line of the traceback

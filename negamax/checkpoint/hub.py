@@ -99,9 +99,9 @@ def resolve_model(
     """Return the folder of `model`. Missing files of a hub model are downloaded first.
 
     `revision` is a branch, tag or commit of a hub model. `download_dir` replaces the hub's own
-    cache. `source` is one of `options.engine.SOURCES`. Weights are downloaded last, after `check`
-    accepted the folder with the other files, and only with `needs_weights`, and with them such
-    files of `subfolder`.
+    cache. `source` is one of `options.engine.SOURCES`. First the other files are downloaded and
+    given to `check`, then the weights of the model and of `subfolder`; without `needs_weights` no
+    weights are downloaded.
 
     Errors: those of `check`; `ConfigError` for an unknown name, an unknown or closed repository or
     revision, and failed downloads; `ResourceError` if the disk cannot take the files.

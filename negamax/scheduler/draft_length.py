@@ -154,8 +154,10 @@ class _Shares:
     tried: int = 0  # steps with trials since the length was dropped, and later steps without
     untried: int = 0
     rest: float = _FIRST_REST  # steps in which trials decay to a third
-    estimate: float | None = None  # the draft's, of its recent tokens here; None: it made none
-    latest: float = 0.0  # of its latest tokens
+    estimate: float | None = (
+        None  # by the draft, of its recent tokens at this place; None: no estimate
+    )
+    latest: float = 0.0  # estimate of its latest tokens
     error: float = 0.0  # accepted minus expected, over the trials that count
     bias: float = 0.0  # mean error per trial, over more of them, `bias_trials`
     bias_trials: float = 0.0

@@ -541,7 +541,7 @@ class Scheduler:
         )
 
     def _may_admit(self, sequence: Sequence) -> bool:
-        """Whether all tokens of a waiting sequence are known and its blocks may be free."""
+        """Whether a waiting sequence's tokens are all known and enough blocks may be free now."""
         retry_gain = sequence.retry_gain if self._running else 0
         return sequence.resume_after <= self._last_committed and self._pool.gain_count >= retry_gain
 

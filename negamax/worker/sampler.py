@@ -27,7 +27,7 @@ BROKEN = -1  # in place of a token: the row's logits are not finite
 
 
 class LogprobEntries:
-    """Log-probabilities of N sampled tokens and up to `max(num_top)` others, on their way."""
+    """Log-probabilities of N sampled tokens and up to `max(num_top)` others, while copied."""
 
     def __init__(self, logprobs: Tensor, token_ids: Tensor, *, num_top: Sequence[int]) -> None:
         """logprobs [N, V] fp32, token_ids [N] int64; row i reports num_top[i] alternatives."""

@@ -53,10 +53,10 @@ class RequestThreads:
         self._lock = threading.Lock()
         self._num_free = num_threads
         self._num_large = num_large
-        self._large = Counter[str]()  # large work that runs, by sender
-        self._flows: dict[tuple[str, int], _Flow] = {}  # as many as there are keys, for each size
-        self._waiting: list[_Flow] = []  # those with waiting work
-        self._latest = 0.0  # seconds of the flow that began last
+        self._large = Counter[str]()  # large work in progress, by sender
+        self._flows: dict[tuple[str, int], _Flow] = {}  # by sender and size
+        self._waiting: list[_Flow] = []  # flows with waiting work
+        self._latest = 0.0  # used by the flow that began last
 
     def submit(self, work: Callable[[], T], sender: str, *, num_bytes: int) -> "Future[T]":
         """Run `work` when it is the turn of `sender`, unless the future is cancelled before."""

@@ -9,7 +9,7 @@ from negamax.base.errors import NegamaxError
 from negamax.options.engine import EngineOptions
 from negamax.options.nodes import KEY_VARIABLE
 
-# Ray shows an actor its GPUs in these
+# Ray lists an actor's GPUs in these variables
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _CARRIED = ("HF_", "NCCL_")  # copied from the serving machine where a machine sets no value
 

@@ -86,7 +86,7 @@ class Driver:
 
         placement, count = self._reserve()
         share = placement.share(count)
-        # with it an actor finds this package
+        # lets an actor import this package
         path = env.get("PYTHONPATH")
         # node 0's actor only holds this machine's GPUs
         self._actors = [

@@ -9,8 +9,8 @@
                                   order
 
 A row travels once to a rank, for any number of that rank's experts. Only 4 of 8 bytes of a word are
-data, which pays as long as latency dominates. From `PeerRegion.rows` rows on the group gathers and
-sums (NCCL).
+data, which pays as long as latency dominates. With `PeerRegion.rows` rows or more, NCCL gathers and
+sums instead.
 
 Two buffers are enough for `dispatch`, as for any `PeerRegion`, because every rank pushes the ids of
 each row. In `combine` a rank may receive nothing from another one. But it writes words of epoch e +

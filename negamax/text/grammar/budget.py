@@ -8,12 +8,12 @@ from negamax.config.grammar import refuse_grammar
 
 MAX_NODES = 50_000
 MAX_BYTES = 4 << 20
-RISKY_BYTES = 512 << 10  # of a structural tag: about 80 KB of tool schemas
-RISKY_CHOICES = 64 << 10  # the same of choices
-RISKY_LEVELS = 1000  # of rules within each other
-RISKY_LITERAL = 16 << 10  # characters
-RISKY_FORMATS = 200  # of a client
-MAX_REFUSALS = 8  # of tools in one request whose schemas are expanded in vain
+RISKY_BYTES = 512 << 10  # in a structural tag; 80 KB of tool schemas give so many
+RISKY_CHOICES = 64 << 10  # bytes of choices
+RISKY_LEVELS = 1000  # levels of nested rules
+RISKY_LITERAL = 16 << 10  # characters of a literal
+RISKY_FORMATS = 200  # formats of one client
+MAX_REFUSALS = 8  # tools of a request whose schemas may turn out too large
 
 
 class Budget:

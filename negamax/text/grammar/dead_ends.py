@@ -23,7 +23,7 @@ class _Kind(IntEnum):
     """Expressions of a serialized grammar, and the integers of each."""
 
     STRING = 0  # bytes
-    CHARACTERS = 1  # whether negated; first and last of each range
+    CHARACTERS = 1  # whether the class is negated; then first and last of each range
     ANY_CHARACTERS = 2  # the same, repeated
     EMPTY = 3
     RULE = 4  # number of the rule
