@@ -67,3 +67,64 @@ def text_config(seed: int, **fixed: Any) -> dict[str, Any]:
         "dtype": "float32", "rms_norm_eps": 1e-6, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
         "tie_word_embeddings": False, **random_sizes(seed, **fixed),
     }  # fmt: skip
+
+
+SEEING = {
+    "hidden_size": 160,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+IMAGE_TOKEN = 5
+
+
+def make_seeing_model(
+    seed: int, *, vision: dict[str, Any] | None = None, **sizes: Any
+) -> MiniMaxM3SparseForConditionalGeneration:
+    """Make a model that reads images, by default with heads of 80 in its vision tower."""
+    import torch
+    from transformers import MiniMaxM3SparseForConditionalGeneration, MiniMaxM3VLConfig
+
+    config = MiniMaxM3VLConfig(
+        text_config=sizes,
+        vision_config=vision or SEEING,
+        projector_hidden_size=24,
+        image_token_index=IMAGE_TOKEN,
+    )
+    model = tiny.randomize(MiniMaxM3SparseForConditionalGeneration(config), seed, norm=0.0)
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.state_dict().items():
+        is_vision = "vision_tower" in name or "multi_modal_projector" in name
+        if is_vision and name.endswith("bias"):
+            tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+def random_image(height: int, width: int, generator: Any) -> Any:
+    """Draw an image [height, width, 3] uint8."""
+    import torch
+
+    return torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator)
+
+
+def pixel_values(images: list[Any]) -> dict[str, Any]:
+    """Return the arguments of transformers' model for images without resizing, patch by patch."""
+    import torch
+
+    mean = torch.tensor([0.48145466, 0.4578275, 0.40821073], dtype=torch.float64)
+    std = torch.tensor([0.26862954, 0.26130258, 0.27577711], dtype=torch.float64)
+    patches, grids = [], []
+    for image in images:
+        pixels = ((image.double() / 255 - mean) / std).float().permute(2, 0, 1)
+        height, width = image.shape[:2]
+        grids.append([1, height // 14, width // 14])
+        for top, left in (
+            (y + dy, x + dx)
+            for y in range(0, height, 28)
+            for x in range(0, width, 28)
+            for dy in (0, 14)
+            for dx in (0, 14)
+        ):
+            patch = pixels[:, top : top + 14, left : left + 14]
+            patches.append(torch.stack([patch, patch], dim=1).flatten())
+    return {"pixel_values": torch.stack(patches), "image_grid_thw": torch.tensor(grids)}

@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 from negamax.config.fields import MAX_SIZE, refuse
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
 from negamax.config.quantization import QuantizationSpec
+from negamax.config.vision import VisionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class ModelSpec:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationSpec | None
+    vision: VisionSpec | None = None  # None: images are not read
     # for the log: what was ignored or assumed
     notes: tuple[str, ...] = field(default=(), compare=False)
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,8 @@ class Source:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config: dict[str, Any] = read_json_object(folder / "config.json")
-        self.spec: ModelSpec = read_spec(self.config, folder)
+        # (the text model alone is converted)
+        self.spec: ModelSpec = replace(read_spec(self.config, folder), vision=None)
         self.scheme = detect(self.spec.quantization)
         names = import_names(self.spec)
         specs = {name: spec for spec in names.weights(self.spec) for name in spec.names()}

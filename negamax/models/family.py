@@ -104,6 +104,7 @@ class WeightSpec:
     dtype: str | None = None  # in memory; None: as stored, or the compute dtype
     is_table: bool = False  # its rows are looked up, not multiplied
     is_head: bool = False  # always held in the compute dtype
+    is_vision: bool = False  # of the vision tower: stored plain, whole on each rank that embeds
 
     def names(self) -> Iterator[str]:
         """Yield the name of each of the `count`."""

@@ -85,7 +85,8 @@ class ModelWeights:
         """Yield the weights on rank `layout.rank`: kind, number of layers, bytes in all of them."""
         layers = layout.layers(self.spec.num_layers)
         for kind in self.kinds:
-            outside = layout.is_first_stage if kind.weight.is_table else layout.is_last_stage
+            enters = kind.weight.is_table or kind.weight.is_vision
+            outside = layout.is_first_stage if enters else layout.is_last_stage
             count = sum(outside if each is None else each in layers for each in kind.layers)
             if count:
                 stored = kind.stored(layout)
@@ -159,7 +160,7 @@ def read_bytes(spec: ModelSpec, num_tokens: int, *, dtype: str, ranks: int) -> f
     return sum(
         whole * hit_share(kind.weight, num_tokens) / min(ranks, kind.weight.parts or ranks)
         for kind, _, whole in ModelWeights(spec).on_rank(dtype=dtype)
-        if not kind.weight.is_table
+        if not (kind.weight.is_table or kind.weight.is_vision)
     )
 
 
@@ -209,7 +210,7 @@ def _count_bytes(
 
 def _find_stored_format(weight: WeightSpec, scheme: Scheme | None, expert: int = 0) -> TensorFormat:
     """Return the stored format of a matrix; the head is always plain."""
-    in_full = weight.dtype or weight.is_table or weight.is_head
+    in_full = weight.dtype or weight.is_table or weight.is_head or weight.is_vision
     if scheme is None or in_full or len(weight.shape) != 2:
         return PLAIN
     return scheme.format_of(weight.name.replace("*", str(expert)).removesuffix(".weight"))

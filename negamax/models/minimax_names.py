@@ -83,6 +83,7 @@ SPELLINGS = Spellings(
             "model.",
         ),
         (r"^(?:model|language_model)\.(?=lm_head\.)", ""),
+        (r"^model\.(?=(?:vision_tower|multi_modal_projector|patch_merge_mlp)\.)", ""),
         (rf"^(model\.layers\.\d+\.)mlp\.(?=(?:{_OF_EXPERTS})\b)", r"\1block_sparse_moe."),
         (r"(\.block_sparse_moe\.)gate\.(e_score_correction_bias)$", r"\1\2"),
         # neuronx-distributed-inference
@@ -126,7 +127,7 @@ SPELLINGS = Spellings(
         (r"\.[kv]_proj\.kv_cache_(scale|offset)$", INT8_CACHE),
         (
             r"^(?:model\.)?(?:vision_tower|multi_modal_projector|patch_merge_mlp)\.",
-            "vision, which is not read yet",
+            "vision, which is not read",
         ),
         (r"\.rotary_emb\.inv_freq$", "rotary frequencies, computed from config.json"),
     ),

@@ -137,6 +137,25 @@ class RemotePrompt(msgspec.Struct, frozen=True, array_like=True):
     engine_id: str = ""  # "": any engine there, which may have yet to compute the prompt
 
 
+class ImageInput(msgspec.Struct, frozen=True):
+    """An image of a prompt: its pixels, and the tokens that its rows replace."""
+
+    offset: int  # index of its first token among the prompt's
+    num_tokens: int
+    grid: tuple[int, int]  # rows and columns of patches
+    digest: bytes  # identifies the pixels
+    pixels: bytes  # uint8 [height, width, 3]
+
+    @property
+    def end(self) -> int:
+        """The index after its last token."""
+        return self.offset + self.num_tokens
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to continue, with resolved sampling and n = 1."""
 
@@ -149,6 +168,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_rank: int | None = None  # data-parallel rank that must run it; None: any
     lease_id: str = ""  # keep the computed prompt for another engine, under this name
     remote: RemotePrompt | None = None  # read the computed prompt from another engine
+    images: list[ImageInput] = []  # in the order of the prompt
     # prompt tokens that the other engine found cached; None: the prompt was not read from one
     num_remote_cached_tokens: int | None = None
 

@@ -118,9 +118,9 @@ def change_sparse(**fields: Any) -> Config:
     ("config", "name", "elements"),
     [
         (change(M2, bos_token_id=200034, eos_token_id=200020), "minimax-m2", 228_689_764_864),
-        (M3, "minimax-m3", 426_174_572_928),
+        (M3, "minimax-m3", 427_040_140_160),
         # with an index in the first three layers, too
-        (M31, "minimax-m3.1-flash", 426_174_572_928 + 3 * (640 * 6144 + 256)),
+        (M31, "minimax-m3.1-flash", 427_040_140_160 + 3 * (640 * 6144 + 256)),
     ],
 )
 def test_published_configs_give_the_bundled_specs(config: Config, name: str, elements: int) -> None:
@@ -346,7 +346,10 @@ def transformers_config() -> Config:
 def test_m3_in_the_spellings_of_minimax_and_transformers_is_one_model() -> None:
     expected = bundled_spec("minimax-m3")
     for alone in (M3_TEXT, transformers_config()):
-        assert replace(read_spec(alone), architecture=expected.architecture) == expected
+        assert (
+            replace(read_spec(alone), architecture=expected.architecture, vision=expected.vision)
+            == expected
+        )
     assert read_spec(transformers_config()).notes == ()
     inner = change(transformers_config(), architectures=..., dtype=..., bos_token_id=None)
     around = change(M3_AROUND, bos_token_id=200034, text_config=inner)

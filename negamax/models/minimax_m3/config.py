@@ -16,6 +16,7 @@ from negamax.config.fields import refuse
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
 from negamax.config.model_spec import MoeSpec
 from negamax.config.quantization import QuantizationSpec
+from negamax.config.vision import VisionSpec
 from negamax.models.family import ModelFamily
 from negamax.models.minimax_m2 import config as minimax_m2
 from negamax.models.minimax_m2.config import FIXED, PUBLISHED, read_experts
@@ -43,7 +44,7 @@ _READ = {
     "routed_scaling_factor", "shared_intermediate_size", "sparse_attention_config",
     "swiglu_alpha", "swiglu_limit",
 }  # fmt: skip
-# Of the file around `text_config`: images and videos, which are not read yet.
+# Of the file around `text_config`: images, and videos, which are not read.
 _AROUND = {
     "image_grid_pinpoints", "image_seq_length", "image_token_index",
     "img_token_compression_config", "merged_hidden_size", "multimodal_projector_bias",
@@ -169,7 +170,75 @@ def read_vision(config: Mapping[str, Any]) -> MiniMaxM3Spec:
     spec = read_text(text_config(config), architecture=VISION_ARCHITECTURE)
     notes = list(spec.notes)
     fields.note_unknown(config, _AROUND, notes=notes)
-    return replace(spec, notes=tuple(notes))
+    vision = _read_tower(config, spec, notes)
+    return replace(spec, vision=vision, notes=tuple(notes))
+
+
+def _read_tower(
+    config: Mapping[str, Any], text: MiniMaxM3Spec, notes: list[str]
+) -> VisionSpec | None:
+    """Read the sizes of tower and projector; None without `vision_config`, or if the vocabulary has
+    no token for images. MiniMax's own fields and those of transformers are read.
+    """
+    tower = config.get("vision_config")
+    if not isinstance(tower, Mapping | None):
+        refuse("vision_config", tower, "an object or null")
+    image_token = config.get("image_token_index", 200_025)
+    if not tower:
+        return None
+    if not isinstance(image_token, int) or not 0 <= image_token < text.vocab_size:
+        notes.append(
+            f"config.json: image_token_index {image_token} is not in the vocabulary of "
+            f"{text.vocab_size} tokens; images are not read"
+        )
+        return None
+    fixed = {
+        "hidden_act": "gelu",
+        "num_channels": 3,
+        "rope_mode": "3d",
+        "attention_dropout": 0.0,
+        "position_embedding_type": "rope",
+    }
+    fields.check_fixed(tower, fixed)
+    around = {"projector_hidden_act": "gelu", "multimodal_projector_bias": True}
+    fields.check_fixed(config, {**around, "vision_feature_layer": -1})
+    merge = {
+        **(config.get("img_token_compression_config") or {}),
+        **(tower.get("img_token_compression_config") or {}),
+        **tower,
+    }
+    sizes = {
+        "hidden_size": 1280,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "intermediate_size": 5120,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "layer_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        **merge,
+        **(tower.get("rope_parameters") or {}),
+    }
+    return VisionSpec(
+        hidden_size=fields.read_size(sizes, "hidden_size"),
+        num_layers=fields.read_size(sizes, "num_hidden_layers"),
+        num_heads=fields.read_size(sizes, "num_attention_heads"),
+        intermediate_size=fields.read_size(sizes, "intermediate_size"),
+        patch_size=fields.read_size(sizes, "patch_size"),
+        spatial_merge_size=fields.read_size(sizes, "spatial_merge_size"),
+        temporal_patch_size=fields.read_size(sizes, "temporal_patch_size"),
+        projector_hidden_size=fields.read_size(
+            {"projector_hidden_size": text.hidden_size, **config}, "projector_hidden_size"
+        ),
+        text_hidden=text.hidden_size,
+        rope_theta=fields.read_required_number(sizes, "rope_theta"),
+        layer_norm_eps=fields.read_required_number(sizes, "layer_norm_eps"),
+        image_token_id=image_token,
+        # the markers follow the tokens of images and videos in the vocabulary
+        image_start_id=image_token + 4,
+        image_end_id=image_token + 5,
+    )
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -330,6 +399,22 @@ _SPARSE_M3 = SparseAttentionSpec(
     local_blocks=1,
     layers=_AFTER_DENSE,
 )
+_VISION = VisionSpec(
+    hidden_size=1280,
+    num_layers=32,
+    num_heads=16,
+    intermediate_size=5120,
+    patch_size=14,
+    spatial_merge_size=2,
+    temporal_patch_size=2,
+    projector_hidden_size=6144,
+    text_hidden=6144,
+    rope_theta=10_000.0,
+    layer_norm_eps=1e-5,
+    image_token_id=200_025,
+    image_start_id=200_029,
+    image_end_id=200_030,
+)
 _M3 = MiniMaxM3Spec(
     **PUBLISHED,
     architecture=VISION_ARCHITECTURE,
@@ -349,6 +434,7 @@ _M3 = MiniMaxM3Spec(
     moe_layers=_AFTER_DENSE,
     sparse=_SPARSE_M3,
     quantization=None,
+    vision=_VISION,
 )
 _MXFP8 = QuantizationSpec("mxfp8", {"quant_method": "mxfp8", "weight_block_size": [1, 32]})
 _M31_FLASH = replace(

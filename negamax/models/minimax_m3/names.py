@@ -1,8 +1,9 @@
-"""The tensors of MiniMax-M3's text model."""
+"""The tensors of MiniMax-M3."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from negamax.config.vision import VisionSpec
 from negamax.formats.tensor_format import Axis
 from negamax.layers.names import IndexerNames, MlpNames, MoeNames
 from negamax.models import minimax_names
@@ -31,6 +32,35 @@ def moe(layer: int) -> MoeNames:
     return replace(minimax_names.moe(layer), shared=shared)
 
 
+@dataclass(frozen=True)
+class VisionLayerNames:
+    """Modules of a layer of the vision tower; each has a weight and a bias."""
+
+    norms: tuple[str, str]  # before the attention, before the MLP
+    qkv: tuple[str, str, str]
+    out: str
+    mlp: tuple[str, str]
+
+
+_TOWER = "vision_tower.vision_model"
+PATCHES = f"{_TOWER}.embeddings.patch_embedding.weight"
+PATCH_NORM = f"{_TOWER}.pre_layrnorm"  # spelled so in checkpoints
+PROJECTOR = "multi_modal_projector.linear_1", "multi_modal_projector.linear_2"
+MERGE = "patch_merge_mlp.linear_1", "patch_merge_mlp.linear_2"
+
+
+def vision_layer(layer: int) -> VisionLayerNames:
+    """Name the modules of a layer of the vision tower."""
+    prefix = f"{_TOWER}.encoder.layers.{layer}"
+    q, k, v = (f"{prefix}.self_attn.{part}_proj" for part in "qkv")
+    return VisionLayerNames(
+        (f"{prefix}.layer_norm1", f"{prefix}.layer_norm2"),
+        (q, k, v),
+        f"{prefix}.self_attn.out_proj",
+        (f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2"),
+    )
+
+
 def weights(spec: MiniMaxM3Spec) -> Iterator[WeightSpec]:
     """List all tensors of a model (see `WeightNames`)."""
     hidden, shared_width = spec.hidden_size, spec.shared_width
@@ -50,6 +80,27 @@ def weights(spec: MiniMaxM3Spec) -> Iterator[WeightSpec]:
             yield WeightSpec(name, (hidden,), parts=1)
     yield WeightSpec(DECODER.norm, (hidden,), parts=1)
     yield WeightSpec(DECODER.head, (spec.vocab_size, hidden), is_head=True)
+    if spec.vision is not None:
+        yield from _vision_weights(spec.vision)
+
+
+def _vision_weights(vision: VisionSpec) -> Iterator[WeightSpec]:
+    """List the tensors of tower and projector."""
+    hidden, middle, text = vision.hidden_size, vision.projector_hidden_size, vision.text_hidden
+    frames, side = vision.temporal_patch_size, vision.patch_size
+    yield WeightSpec(PATCHES, (hidden, 3, frames, side, side), parts=1, is_vision=True)
+    modules: list[tuple[str, tuple[int, ...]]] = [(PATCH_NORM, (hidden,))]
+    for layer in range(vision.num_layers):
+        own, width = vision_layer(layer), vision.intermediate_size
+        modules += [(norm, (hidden,)) for norm in own.norms]
+        modules += [(name, (hidden, hidden)) for name in (*own.qkv, own.out)]
+        modules += [(own.mlp[0], (width, hidden)), (own.mlp[1], (hidden, width))]
+    merged = text * vision.patches_per_token
+    modules += [(PROJECTOR[0], (middle, hidden)), (PROJECTOR[1], (text, middle))]
+    modules += [(MERGE[0], (middle, merged)), (MERGE[1], (text, middle))]
+    for name, shape in modules:
+        yield WeightSpec(f"{name}.weight", shape, parts=1, is_vision=True)
+        yield WeightSpec(f"{name}.bias", shape[:1], parts=1, is_vision=True)
 
 
 def _indexer_weights(spec: MiniMaxM3Spec, layer: int) -> Iterator[WeightSpec]:

@@ -1,0 +1,53 @@
+"""The sizes of a vision tower, and of the projector behind it."""
+
+from dataclasses import dataclass
+
+from negamax.config.fields import refuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionSpec:
+    """A vision transformer over patches, a projector, and an MLP that merges adjacent patches.
+
+    One image token stands for `spatial_merge_size` squared patches. Errors: `ConfigError` for
+    sizes that contradict others.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    patch_size: int  # pixels of each side of a patch
+    spatial_merge_size: int  # patches of each side of an image token
+    temporal_patch_size: int  # frames of a patch; an image repeats its only one
+    projector_hidden_size: int
+    text_hidden: int  # hidden size of the text model
+    rope_theta: float
+    layer_norm_eps: float
+    image_token_id: int
+    image_start_id: int  # before the first token of an image,
+    image_end_id: int  # and after its last one
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads:
+            refuse("vision_config.hidden_size", self.hidden_size, f"a multiple of {self.num_heads}")
+        if self.head_dim < 6:
+            refuse("vision_config.num_attention_heads", self.num_heads, "heads of 6 or wider")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_values(self) -> int:
+        """Values of a patch: three channels of all its pixels."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def patches_per_token(self) -> int:
+        return self.spatial_merge_size**2
+
+    @property
+    def token_pixels(self) -> int:
+        """Pixels of each side of the square that an image token stands for."""
+        return self.patch_size * self.spatial_merge_size

@@ -1,0 +1,157 @@
+"""MiniMax-M3's vision tower and projector: pixels to rows that replace embeddings of image tokens.
+
+  h = layer_norm(patches W^T)
+  per layer:  h += attention(layer_norm(h));  h += fc2(gelu(fc1(layer_norm(h))))
+  h = linear_2(gelu(linear_1(h)));  four adjacent rows joined;  linear_2(gelu(linear_1(h)))
+
+Attention is bidirectional within an image. A head's first dimensions rotate by the time (0), row
+and column of the patch, in equal parts. Patches are ordered by squares that one image token stands
+for, row by row, and row by row inside a square.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from negamax.config.vision import VisionSpec
+from negamax.kernels.rotary import half_split
+from negamax.layers.weights import WeightSlot
+from negamax.models.minimax_m3 import names
+from negamax.quantization.scheme import WeightFormat
+
+# Of CLIP, on pixels from 0 to 1: red, green, blue.
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
+# Rows that an MLP computes at a time, which bounds its memory; a multiple of every square.
+_ROWS = 4096
+
+
+class _Weights:
+    """Allocates plain parameters with their slots."""
+
+    def __init__(self, weights: WeightFormat) -> None:
+        self.weights, self.slots = weights, list[WeightSlot]()
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        target = torch.empty(shape, dtype=self.weights.dtype, device=self.weights.device)
+        self.slots.append(WeightSlot(name, shape, target=target))
+        return target
+
+    def take_linear(self, name: str, rows: int, columns: int) -> Callable[[Tensor], Tensor]:
+        """Return x [T, columns] -> x W^T + b [T, rows]."""
+        weight, bias = self.take(f"{name}.weight", (rows, columns)), self.take_bias(name, rows)
+        return lambda x: F.linear(x, weight, bias)
+
+    def take_norm(self, name: str, width: int, eps: float) -> Callable[[Tensor], Tensor]:
+        """Return x [T, width] -> layer_norm(x)."""
+        weight, bias = self.take(f"{name}.weight", (width,)), self.take_bias(name, width)
+        return lambda x: F.layer_norm(x, (width,), weight, bias, eps)
+
+    def take_bias(self, name: str, rows: int) -> Tensor:
+        return self.take(f"{name}.bias", (rows,))
+
+    def take_mlp(
+        self, mlp: tuple[str, str], inputs: int, width: int, outputs: int
+    ) -> Callable[[Tensor], Tensor]:
+        """Return x [T, inputs] -> linear_2(gelu(linear_1(x))) [T, outputs]."""
+        first = self.take_linear(mlp[0], width, inputs)
+        second = self.take_linear(mlp[1], outputs, width)
+        return lambda x: torch.cat([second(F.gelu(first(rows))) for rows in x.split(_ROWS)])
+
+
+class _VisionLayer:
+    """Bidirectional attention and an MLP, each after a norm."""
+
+    def __init__(self, layer: int, spec: VisionSpec, weights: _Weights) -> None:
+        own, hidden = names.vision_layer(layer), spec.hidden_size
+        self._heads = (spec.num_heads, spec.head_dim)
+        self._norms = [weights.take_norm(name, hidden, spec.layer_norm_eps) for name in own.norms]
+        self._qkv = [weights.take_linear(name, hidden, hidden) for name in own.qkv]
+        self._out = weights.take_linear(own.out, hidden, hidden)
+        self._mlp = weights.take_mlp(own.mlp, hidden, spec.intermediate_size, hidden)
+
+    def __call__(self, h: Tensor, angles: tuple[Tensor, Tensor], sizes: Sequence[int]) -> Tensor:
+        """h [N, hidden] of images with `sizes` patches each; cos, sin [N, 1, rotated] fp32."""
+        x = self._norms[0](h)
+        q, k, v = (project(x).unflatten(-1, self._heads) for project in self._qkv)
+        q, k = (half_split(part.float(), *angles).to(v.dtype) for part in (q, k))
+        of_images = zip(*(part.split(list(sizes)) for part in (q, k, v)), strict=True)
+        mixed = torch.cat([_attend(*parts) for parts in of_images])
+        h = h + self._out(mixed.flatten(1))
+        return h + self._mlp(self._norms[1](h))
+
+
+class VisionTower:
+    """Tower and projector, whole on every rank that has them."""
+
+    def __init__(self, spec: VisionSpec, weights: WeightFormat) -> None:
+        own, hidden = _Weights(weights), spec.hidden_size
+        side, text = spec.patch_size, spec.text_hidden
+        self.spec, self._dtype, self._device = spec, weights.dtype, weights.device
+        self._patches = own.take(
+            names.PATCHES, (hidden, 3, spec.temporal_patch_size, side, side)
+        ).flatten(1)
+        self._norm = own.take_norm(names.PATCH_NORM, hidden, spec.layer_norm_eps)
+        self._layers = [_VisionLayer(layer, spec, own) for layer in range(spec.num_layers)]
+        self._project = own.take_mlp(names.PROJECTOR, hidden, spec.projector_hidden_size, text)
+        merged = text * spec.patches_per_token
+        self._merge = own.take_mlp(names.MERGE, merged, spec.projector_hidden_size, text)
+        self.slots = own.slots
+        rotated = 2 * (spec.head_dim // 3 // 2)  # dimensions of each of time, row and column
+        exponents = torch.arange(0, rotated, 2).float() / rotated
+        self._frequencies = (1.0 / spec.rope_theta**exponents).to(weights.device)
+        self._mean, self._std = (
+            torch.tensor(values, dtype=torch.float32, device=weights.device)
+            for values in (MEAN, STD)
+        )
+
+    def __call__(self, images: Sequence[Tensor]) -> Tensor:
+        """images: uint8 [height, width, 3] each, on the device -> [tokens of all, text hidden].
+
+        Sides are multiples of `VisionSpec.token_pixels`. One run computes all images.
+        """
+        side = self.spec.patch_size
+        grids = [(image.shape[0] // side, image.shape[1] // side) for image in images]
+        sizes = [rows * columns for rows, columns in grids]
+        angles = self._angles(grids)
+        h = self._norm(torch.cat([F.linear(self._cut(image), self._patches) for image in images]))
+        for layer in self._layers:
+            h = layer(h, angles, sizes)
+        squares = self._project(h).unflatten(0, (-1, self.spec.patches_per_token))
+        return self._merge(squares.flatten(1))
+
+    def _cut(self, image: Tensor) -> Tensor:
+        """Normalize an image and cut it: [patches, values of a patch] in the compute dtype."""
+        merge, side = self.spec.spatial_merge_size, self.spec.patch_size
+        pixels = (image.float() / 255 - self._mean) / self._std
+        rows, columns = image.shape[0] // (merge * side), image.shape[1] // (merge * side)
+        cut = pixels.to(self._dtype).view(rows, merge, side, columns, merge, side, 3)
+        patches = cut.permute(0, 3, 1, 4, 6, 2, 5)  # squares, patches of each, channels, pixels
+        frames = patches.unsqueeze(5).expand(*[-1] * 5, self.spec.temporal_patch_size, -1, -1)
+        return frames.reshape(-1, self.spec.patch_values)
+
+    def _angles(self, grids: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [patches, 1, rotated] fp32; sines of the first half are negative."""
+        merge, places = self.spec.spatial_merge_size, []
+        for rows, columns in grids:
+            grid = torch.stack(
+                torch.meshgrid(
+                    torch.arange(rows, device=self._device),
+                    torch.arange(columns, device=self._device),
+                    indexing="ij",
+                )
+            )  # [2, rows, columns]
+            squares = grid.view(2, rows // merge, merge, columns // merge, merge)
+            places.append(squares.transpose(2, 3).flatten(1))
+        row, column = torch.cat(places, dim=1).unsqueeze(-1) * self._frequencies
+        angles = torch.cat([torch.zeros_like(row), row, column], dim=-1)
+        signed = torch.cat([-angles, angles], dim=-1).unsqueeze(1)
+        return signed.cos(), signed.sin()
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q, k, v [N, heads, head_dim] of one image -> [N, heads, head_dim]."""
+    parts = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+    return F.scaled_dot_product_attention(*parts).squeeze(0).transpose(0, 1)
