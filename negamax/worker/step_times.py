@@ -24,8 +24,8 @@ REPEATS = 3  # timed replays, after one warmup
 def measure_steps(
     graphs: StepGraphs | None, requests: RequestState, runtime: Runtime, config: WorkerConfig
 ) -> tuple[StepSeconds, ...]:
-    """Measure the step time of each number of drafts; empty without graphs, adaptive drafts or a device clock.
-    No slot may be in use; all ranks must measure together.
+    """Measure step times for each number of drafts; empty without graphs, adaptive drafts or a
+    device clock. No slot may be in use; all ranks must measure together.
     """
     speculation, width = config.speculation, requests.drafts.shape[1]
     if graphs is None or speculation is None or not speculation.adaptive or not width:
