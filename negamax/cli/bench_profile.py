@@ -24,8 +24,8 @@ def command(
     batch: str = setting("1,16,100", "Set the batch sizes, separated by commas.", panel=WORKLOAD),
     context: int = setting(1000, "Set the tokens of each sequence.", min=1),
     steps: int = setting(20, "Record this many steps.", min=1),
-    kernels: bool = setting(
-        False, "List the kernels of each operation by name.", "--kernels", panel=OUTPUT
+    list_kernels: bool = setting(
+        False, "List the kernels of each operation by name.", "--list-kernels", panel=OUTPUT
     ),
     json_file: Path | None = json_option(),
 ) -> None:
@@ -47,7 +47,7 @@ def command(
     )
     console = Console()
     console.print(report.rows_table(headings, rows, title=title))
-    if kernels:
+    if list_kernels:
         entries = [entry for run in result["runs"] for entry in run["operations"]]
         for operation, found in {each["operation"]: each["kernels"] for each in entries}.items():
             console.print(f"{operation}: {', '.join(found)}", soft_wrap=True, markup=False)

@@ -4,12 +4,14 @@ It is resolved once at start into a frozen `KernelTable` and logged; the forward
 functions. To add a kernel, write it in kernels/<family>/ and list it in the `KERNELS` of its file.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 
 import torch
 
+from negamax.base.errors import ConfigError
 from negamax.formats.floats import PLAIN
 from negamax.formats.platform import Feature, Platform
 from negamax.formats.tensor_format import TensorFormat
@@ -46,6 +48,20 @@ _FAMILIES = (
 OPS: dict[str, AnyOp] = {
     op: op for family in _FAMILIES for op in vars(family).values() if isinstance(op, Op)
 }
+
+# `--kernels plain-norm`: every norm by its definition, apart from what it is fused with
+PLAIN_NORM = "plain-norm"
+_NORMS = (
+    norm.ADD_RMS, collectives.ALL_REDUCE_ADD_RMS, attention.QK_NORM_ROPE_WRITE,
+    attention.HEAD_NORM_ROPE_WRITE, block_sparse.BLOCK_SPARSE_NORM_ROPE_WRITE,
+)  # fmt: skip
+# ops that pass each other what only their provider reads
+_PAIRS = (
+    (collectives.ALL_REDUCE_ADD_RMS, collectives.COMPLETE_RESIDUAL),
+    (dispatch.DISPATCH, dispatch.COMBINE),
+    (attention.DECODE, attention.PREFILL),
+    (block_sparse.BLOCK_SPARSE_DECODE, block_sparse.BLOCK_SPARSE_PREFILL),
+)
 
 # for the CPU, preferred first; the reference of every op is the fallback
 KERNELS: tuple[AnyKernel, ...] = (
@@ -116,6 +132,39 @@ class KernelTable:
                 return self[op]
         return None
 
+    def select(self, choices: Sequence[str]) -> "KernelTable":
+        """Choose providers by `choices`, each OP=PROVIDER or `PLAIN_NORM`; later ones prevail.
+
+        A fused op whose parts are chosen runs as its parts. Errors: `ConfigError` for names that
+        this platform does not have.
+        """
+        chosen: dict[AnyOp, tuple[AnyKernel, ...]] = {}
+        for choice in (part.strip() for given in choices for part in given.split(",")):
+            name, _, provider = choice.partition("=")
+            if choice == PLAIN_NORM:
+                for op in _NORMS:
+                    chosen |= self._choose_provider(op, "reference")
+                continue
+            known = [*sorted(self.candidates), PLAIN_NORM]
+            if name not in OPS:
+                raise _unknown("the op", name, known, choice=choice)
+            chosen |= self._choose_provider(OPS[name], provider)
+        return replace(self, candidates={**self.candidates, **chosen})
+
+    def _choose_provider(self, op: AnyOp, provider: str) -> dict[AnyOp, tuple[AnyKernel, ...]]:
+        """Return the candidates of `op`, and of those that depend on them, by `provider`."""
+        providers = dict.fromkeys(kernel.provider for kernel in self.candidates[op])
+        if provider not in providers:
+            raise _unknown(f"the provider of {op}", provider, providers, choice=f"{op}={provider}")
+        found: dict[AnyOp, tuple[AnyKernel, ...]] = {
+            fused: (fused.reference,) for fused in OPS.values() if op in fused.sequence
+        }
+        for one in next((pair for pair in _PAIRS if op in pair), (op,)):
+            # the definition takes what the provider does not read
+            own = [kernel for kernel in self.candidates[one] if kernel.provider == provider]
+            found[one] = (*own, one.reference)
+        return found
+
     def describe(self, formats: Iterable[TensorFormat] = ()) -> str:
         """Describe the table, one line per op: name, provider and summary.
 
@@ -140,6 +189,14 @@ class KernelTable:
                 f"products are in {str(self.dtype).removeprefix('torch.')}"
             )
         return "\n".join(lines)
+
+
+def _unknown(what: str, name: str, known: Collection[str], *, choice: str) -> ConfigError:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return ConfigError(
+        f"--kernels {choice!r:.80} names {what} {name[:60]!r}; here are: {', '.join(known)}",
+        hint=f"did you mean {near[0]}?" if near else "choose one of these",
+    )
 
 
 def resolve(*, platform: Platform, dtype: torch.dtype) -> KernelTable:

@@ -127,14 +127,15 @@ class Attention:
         self._out = sizes.out(names.out, setup)
         self.activation = self._qkv.activation  # forms of the input besides plain activations
         # one scale covers a head
-        given = self._out.activation
+        given = self._out.activation if kernels[PREFILL].provider != "reference" else None
         self.gives_quantized = given is not None and given.group == sizes.head_dim
         self._heads, self._kv_heads = len(queried), len(own_kv)
         norm = PerHeadNorm if norm_per_head else FullWidthNorm
         self._qk_norm: FullWidthNorm | PerHeadNorm = norm(
             names, sizes, gemma=gemma_norm, setup=setup
         )
-        self._fused = kernels.fusion(self._qk_norm.op, "rope.half_split", "kvcache.write")
+        # None: norm, rope and cache write are separate
+        self.norm_kernel = kernels.fusion(self._qk_norm.op, "rope.half_split", "kvcache.write")
         self.kv_scales = KvScales(names)
         self.slots = [
             *self._qkv.slots, *self._out.slots, *self._qk_norm.slots, *self.kv_scales.slots,
@@ -153,8 +154,8 @@ class Attention:
         """x [T, hidden] -> [T, hidden], or parts of it. Writes the new keys and values to `kv`."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
         qkv, cache = self._qkv(x), self.kv_scales.scale(kv)
-        if self._fused is not None:  # norm, rope and cache write in one launch
-            q = self._fused.run(
+        if self.norm_kernel is not None:  # norm, rope and cache write in one launch
+            q = self.norm_kernel.run(
                 qkv, self._qk_norm.norm, TokenPlaces(step.cos, step.sin, step.slot_mapping), cache,
                 group=self._group,
             )  # fmt: skip

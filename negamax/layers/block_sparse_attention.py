@@ -112,7 +112,8 @@ class BlockSparseAttention:
         self._out = sizes.out(names.out, setup)
         self.activation = self._projection.activation
         # one scale covers a head
-        given = self._out.activation
+        has_fp8 = kernels[BLOCK_SPARSE_PREFILL].provider != "reference"
+        given = self._out.activation if has_fp8 else None
         self.gives_quantized = given is not None and given.group == sizes.head_dim
         self._select = kernels[BLOCK_SPARSE_SELECT].run
         self._select_shard = kernels[BLOCK_SPARSE_SELECT_SHARD].run
@@ -120,7 +121,7 @@ class BlockSparseAttention:
         self._decode = kernels[BLOCK_SPARSE_DECODE].run
         self._prefill = kernels[BLOCK_SPARSE_PREFILL].run
         write = kernels[BLOCK_SPARSE_NORM_ROPE_WRITE]
-        self._write, self._gemma = write.run, gemma_norm
+        self.norm_kernel, self._write, self._gemma = write, write.run, gemma_norm
         self._norm_weights = [
             torch.empty(2, width, dtype=torch.float32, device=setup.weights.device)
             for width in (sizes.head_dim, index_dim)

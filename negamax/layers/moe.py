@@ -6,6 +6,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.formats.tensor_format import TensorFormat
@@ -148,6 +149,15 @@ class SparseMoe:
             self._shared_mlp.finish_loading()
         del self._gate, self._bias, self._gate_up, self._down
 
+    def rank_experts(self, x: Tensor) -> Tensor | None:
+        """Return the scores by which experts are selected for x [T, hidden], [T, experts] fp32;
+        None: the router is packed for a kernel.
+        """
+        if self._route_kernel is not ROUTE.reference:
+            return None
+        scores = torch.sigmoid(F.linear(x.float(), self._router.gate))
+        return torch.add(scores, self._router.bias)
+
     @property
     def slots_here(self) -> range:
         first = self._dispatch.first
@@ -173,25 +183,40 @@ class SparseMoe:
         self, x: Tensor | QuantizedActivations, tokens: StepTokens = ALL_TOKENS
     ) -> Partial:
         """x [T, hidden] -> [T, P, hidden], P parts of its sum. Padding reaches no expert."""
-        active = tokens.num_actual_tokens
-        ids, weights = self._route_kernel.run(x, self._router, top_k=self.top_k, active=active)
-        return self._run_experts(x, ids, weights, tokens)
+        return self.run_experts(x, *self._route(x, tokens), tokens)
 
     def run_after(
         self, norm: RmsNorm, part: Partial, residual: Tensor, tokens: StepTokens = ALL_TOKENS
     ) -> Partial:
         """Run on the output of `norm`, which adds `part` to the residual [T, hidden]."""
+        return self.run_experts(*self.route_after(norm, part, residual, tokens), tokens)
+
+    def route_after(
+        self, norm: RmsNorm, part: Partial, residual: Tensor, tokens: StepTokens = ALL_TOKENS
+    ) -> tuple[Tensor | QuantizedActivations, Tensor, Tensor]:
+        """Return the output of `norm` [T, hidden], and the ids and weights that it selects."""
         if self._norm_route is None or part.group.size > 1:
-            return self(norm(part, residual), tokens)
+            x = norm(part, residual)
+            return x, *self._route(x, tokens)
         x, ids, weights = self._norm_route.run(
             part.x, residual, norm.prepared, self._router,
             top_k=self.top_k, active=tokens.num_actual_tokens,
         )  # fmt: skip
-        return self._run_experts(x, ids, weights, tokens)
+        return x, ids, weights
 
-    def _run_experts(
-        self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
+    def _route(self, x: Tensor | QuantizedActivations, tokens: StepTokens) -> tuple[Tensor, Tensor]:
+        active = tokens.num_actual_tokens
+        ids, weights = self._route_kernel.run(x, self._router, top_k=self.top_k, active=active)
+        return ids, weights
+
+    def run_experts(
+        self,
+        x: Tensor | QuantizedActivations,
+        ids: Tensor,
+        weights: Tensor,
+        tokens: StepTokens = ALL_TOKENS,
     ) -> Partial:
+        """Run the selected experts, ids and weights [T, C] as of `moe.route`."""
         if self._observed is not None:
             count = min(len(ids), len(self._observed))
             self._observed[:count].copy_(ids[:count, : self.top_k])

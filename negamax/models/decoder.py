@@ -16,6 +16,7 @@ from negamax.config.model_spec import ModelSpec, MoeSpec
 from negamax.formats.tensor_format import ActivationFormat
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
+from negamax.kernels.op import AnyKernel
 from negamax.kernels.steps.op import EMBED_TOKENS
 from negamax.layers.attention import AttentionKind, KvCaches, prepare_attention
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
@@ -33,6 +34,8 @@ class AttentionBlock(Protocol):
     """The attention of a `DecoderLayer`."""
 
     slots: list[WeightSlot]
+    # fuses the norm of queries and keys with what follows; None: it runs by its definition
+    norm_kernel: AnyKernel | None
 
     @property
     def activation(self) -> ActivationFormat | None:
@@ -68,11 +71,11 @@ class DecoderLayer:
         """`norms`: names of the norms before the attention and before the MLP."""
         self.attention, self.mlp = attention, mlp
         shared: dict[str, Any] = {"eps": eps, "gemma": gemma, "setup": setup}
-        self.input_norm, self._post_norm = (
+        self.input_norm, self.post_norm = (
             RmsNorm(name, hidden_size, activation=block.activation, **shared)
             for name, block in zip(norms, (attention, mlp), strict=True)
         )
-        parts = (self.input_norm, attention, self._post_norm, mlp)
+        parts = (self.input_norm, attention, self.post_norm, mlp)
         self.slots = [slot for part in parts for slot in part.slots]
 
     def finish_loading(self) -> None:
@@ -93,8 +96,8 @@ class DecoderLayer:
         """
         x = self.attention(hidden, metadata, kv)
         if isinstance(self.mlp, SparseMoe):
-            return self.mlp.run_after(self._post_norm, x, residual, metadata.step_tokens)
-        return self.mlp(self._post_norm(x, residual))
+            return self.mlp.run_after(self.post_norm, x, residual, metadata.step_tokens)
+        return self.mlp(self.post_norm(x, residual))
 
 
 def attention_sizes(spec: ModelSpec) -> AttentionSizes:
@@ -225,15 +228,18 @@ class Decoder:
         x and residual [T, hidden] enter the first layer; those that leave the last are returned.
         Streams that enter the layers in `streams` are stored there, in the given tensors.
         """
-        metadata = prepare_attention(
-            metadata, [(kind, kv[at]) for kind, at in self._kinds if at < len(kv)]
-        )
+        metadata = self.prepare(metadata, kv)
         for number, layer, caches in zip(self._numbers, self.layers, kv, strict=False):
             hidden = layer.input_norm(x, residual)
             if streams and number in streams:
                 streams[number] = layer.input_norm.complete(residual, x.group, out=streams[number])
             x = layer(hidden, residual, metadata, caches)
         return x, residual
+
+    def prepare(self, metadata: AttentionMetadata, kv: Sequence[KvCaches]) -> AttentionMetadata:
+        """Prepare a step of the layers, as many as `kv` has caches of."""
+        kinds = [(kind, kv[at]) for kind, at in self._kinds if at < len(kv)]
+        return prepare_attention(metadata, kinds)
 
     def last_norm(self, x: Partial, residual: Tensor) -> Tensor:
         """Return final hidden states [T, hidden]."""

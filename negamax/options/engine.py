@@ -260,6 +260,12 @@ class EngineOptions:
         least=1,
         is_count=True,
     )
+    kernels: tuple[str, ...] = option(
+        (), "Run OP by another provider (OP=PROVIDER, or plain-norm); may be repeated."
+    )
+    self_check: bool = option(
+        False, "Compare weights with their files, and kernels with their definitions, at start."
+    )
     max_logprobs: int = option(
         20, "Limit the log-probabilities that a request may ask for.", least=0
     )
@@ -430,7 +436,8 @@ class EngineOptions:
         self._check_weights()
         self._check_parallel()
         self._check_cache()
-        self._check_transfer()
+        if self.kv_transfer is not None:
+            check_one_engine(vars(self))
 
     def _check_weights(self) -> None:
         if self.num_hidden_layers is not None and self.load_format != "synthetic":
@@ -492,10 +499,6 @@ class EngineOptions:
                     f"{name} keeps whole KV blocks of the prefix cache in main memory; {reason}",
                     hint="leave one of them out",
                 )
-
-    def _check_transfer(self) -> None:
-        if self.kv_transfer is not None:
-            check_one_engine(vars(self))
 
     @property
     def kv_transfer(self) -> KvTransferConfig | None:

@@ -108,6 +108,8 @@ class WorkerConfig:
     kv_offloading_ratio: float | None = None  # host blocks for each KV block; overrides the size
     kv_offloading_path: str | None = None  # folder for files of KV blocks
     kv_offloading_path_size: float = 0.0  # GiB of them
+    kernels: tuple[str, ...] = ()  # choices of `KernelTable.select`
+    self_check: bool = False
     lane: LaneOptions | None = None  # None: host blocks are not exchanged with other engines
 
     def on_machine(self, share: MachineShare, addresses: RankAddresses) -> "WorkerConfig":
@@ -179,6 +181,7 @@ class WorkerReady:
     device: str  # "cpu", "cuda:0"
     kernels: str  # the kernel table, one line per op
     load_summary: str
+    paths: str = ""  # the kernels of the QK norm and of the all-reduce, for the log
     memory_summary: str = ""  # GPU memory of weights, cache and graphs
     num_draft_tokens: int = 0  # draft tokens that its proposer can propose per row and step
     # of captured steps: rows, draft tokens of each, seconds

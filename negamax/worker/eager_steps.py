@@ -44,7 +44,7 @@ def compile_eager_steps(runner: ModelRunner) -> None:
     if not model.is_first_stage:
         shape = config.max_num_batched_tokens, config.spec.hidden_size
         entering = requests.tokens.new_zeros(shape, dtype=model.dtype)
-    with warming_up(runner.context):
+    with warming_up(runner.context, shows=config.show_progress):
         for num_decodes, num_prompt_tokens, num_computed, longest in step_sizes(config):
             requests.num_computed[requests.padding_slot] = num_computed
             layout = _layout(

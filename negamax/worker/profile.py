@@ -74,7 +74,7 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
             proposer.propose(TokenStates(at, residuals), rows, requests, proposer.num_draft_tokens)
             proposer.use_caches(())
 
-    with warming_up(runner.context):
+    with warming_up(runner.context, shows=config.show_progress):
         step(kv[: warmup_layers(model.layers, config.kv_caches)])
     step(kv)
     torch.cuda.synchronize(device)

@@ -2,15 +2,20 @@
 once, before the first step.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from negamax.base.progress import Progress
+from negamax.kernels.collectives.op import ALL_REDUCE_ADD_RMS
+from negamax.kernels.peers import Collective
 from negamax.kernels.platform import platform_of
-from negamax.kernels.registry import resolve
+from negamax.kernels.registry import KernelTable, resolve
 from negamax.layers.kv_scales import describe_kv_scales
 from negamax.models.build import build_model
+from negamax.models.decoder import DecoderLayer
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.detect import detect
 from negamax.worker import kv_cache
@@ -27,6 +32,7 @@ from negamax.worker.profile import peak_bytes
 from negamax.worker.proposer import load_proposer
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import Sampler
+from negamax.worker.self_check import SelfCheck
 from negamax.worker.stages import Stage
 from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, capture_shapes
 from negamax.worker.step_times import measure_steps
@@ -49,7 +55,7 @@ class ModelRunner:
         self.config = config = replace(config, index_cache_dtype=index_name)
         platform = platform_of(device)
         check_platform(platform, cache_dtypes=(cache_dtype, of_index), rank=config.layout.rank)
-        self.kernels = kernels = resolve(platform=platform, dtype=dtype)
+        self.kernels = kernels = resolve(platform=platform, dtype=dtype).select(config.kernels)
         kv_cache.check_weights_fit(
             config.spec,
             draft=config.own_draft.spec if config.own_draft else None,
@@ -70,6 +76,20 @@ class ModelRunner:
                 if self.proposer.acceptance is not None:
                     load_summary += self.proposer.acceptance.load(device)
             load_summary += describe_kv_scales(self.model.layers, cache_dtype)
+            if config.self_check:
+                check = SelfCheck(
+                    config,
+                    load_plan,
+                    kernels=kernels,
+                    context=context,
+                    cache_dtype=cache_dtype,
+                    device=device,
+                )
+                on_gpu = self.runtime.graph_pool is not None
+                warm_up = (
+                    partial(warming_up, context, shows=config.show_progress) if on_gpu else None
+                )
+                load_summary += check.run(self.model, warm_up)
             self.runtime.release_memory()  # needed only for loading
             self.requests = RequestState(
                 config.max_num_seqs,
@@ -102,6 +122,7 @@ class ModelRunner:
             device=str(device),
             kernels=kernels.describe(scheme.formats if scheme else ()),
             load_summary=load_summary,
+            paths=describe_paths(self.model.layers, kernels, context.attention_group),
             memory_summary=kv_cache.describe(num_blocks, config, dtype=cache_dtype) + graph_summary,
             num_draft_tokens=num_draft_tokens,
             step_seconds=measure_steps(self.graphs, self.requests, self.runtime, config),
@@ -182,7 +203,7 @@ class ModelRunner:
             runtime=self.runtime,
             proposer=self.proposer,
         )
-        with warming_up(self.context):
+        with warming_up(self.context, shows=config.show_progress):
             graphs.warmup(warmup_layers(self.model.layers, config.kv_caches))
         pool, summaries = pool_of(), {}
         shown = config.show_progress and config.layout.rank == 0
@@ -224,6 +245,20 @@ def open_context(
         is_one_sided=config.all2all_backend == "one_sided",
         has_drafts=has_drafts,
     )
+
+
+def describe_paths(layers: Sequence[DecoderLayer], kernels: KernelTable, group: Collective) -> str:
+    """Name the kernels of the QK norms and of the all-reduce."""
+    norms = dict.fromkeys(layer.attention.norm_kernel for layer in layers)
+    named = [f"{one.provider} ({one.op})" if one else "unfused, by its definition" for one in norms]
+    way = f"{kernels[ALL_REDUCE_ADD_RMS].provider} ({ALL_REDUCE_ADD_RMS}), "
+    if group.size == 1:
+        way = "none, one rank"
+    elif kernels.platform.vendor == "cpu":
+        way += "gloo"
+    else:
+        way += "NCCL" if group.peers is None else "peer memory, and NCCL for many rows"
+    return f"QK norm: {', '.join(named)}; all-reduce: {way}"
 
 
 def draft_lengths(runner: ModelRunner) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from negamax.base.env import usable_cores
+from negamax.base.progress import Progress
 from negamax.config.kv_cache import KvCacheSpecs
 from negamax.parallel.context import ParallelContext
 
@@ -35,14 +36,20 @@ def cut(num_tokens: int, longest: int) -> list[int]:
 
 
 @contextmanager
-def warming_up(context: ParallelContext) -> Iterator[None]:
-    """Compile Triton kernels without running them. All ranks of a stage launch the same ones."""
+def warming_up(context: ParallelContext, *, shows: bool = False) -> Iterator[None]:
+    """Compile Triton kernels without running them. All ranks of a stage launch the same ones.
+    `shows`: show the progress of the first rank.
+    """
     from negamax.kernels.launch.triton import compiling  # Triton is installed only with a GPU
 
     layout = context.layout
     threads = max(1, min(_MOST_THREADS, usable_cores() // layout.world_size))
     share, shares = layout.rank % layout.stage_size, layout.stage_size
-    with compiling(share=share, shares=shares, threads=threads):
+    shown = shows and layout.rank == 0
+    with (
+        Progress("compiling kernels", enabled=shown) as progress,
+        compiling(share=share, shares=shares, threads=threads, progress=progress),
+    ):
         yield
     context.world_min(0)  # every rank's kernels are in Triton's cache
     torch.cuda.empty_cache()  # free the warmup's memory, so that later measurements exclude it

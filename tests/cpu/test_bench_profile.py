@@ -51,7 +51,7 @@ def test_command_records_each_batch_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "out.json"
-    line = "--device cpu --num-threads 1 --context 20 --steps 4 --batch 1,2 --kernels"
+    line = "--device cpu --num-threads 1 --context 20 --steps 4 --batch 1,2 --list-kernels"
     assert main(["bench", "profile", "nano", *line.split(), "--json", str(file)]) == 0
     assert "total" in capsys.readouterr().out
     (result,) = json.loads(file.read_text())["results"]

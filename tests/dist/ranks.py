@@ -61,6 +61,22 @@ def run_with_drafts(endpoint: str, rank: int, file: str) -> int:
     return rank_process.main(endpoint, rank)
 
 
+def run_with_wrong_slice(endpoint: str, rank: int) -> int:
+    """Load the first rank's part of a K norm on the second one."""
+    from negamax.models.decoder import Decoder
+    from negamax.worker import runner
+
+    load_model = runner.load_model
+
+    def load(model: Decoder, *args: Any, **options: Any) -> str:
+        slot = model.weight_slots()["model.layers.0.self_attn.k_norm.weight"]
+        slot.region = (range(len(slot.region[0])),)
+        return load_model(model, *args, **options)
+
+    setattr(runner, "load_model", load)  # noqa: B010  (mypy takes no assignment)
+    return rank_process.main(endpoint, rank)
+
+
 def run_faulty(endpoint: str, rank: int) -> int:
     from tests import row_faults
 
@@ -114,6 +130,7 @@ def run_echo(endpoint: str, rank: int) -> int:
 KINDS = {
     "captured": run_captured, "counting": run_counting, "recording drafts": run_recording_drafts,
     "with drafts": run_with_drafts, "faulty": run_faulty, "foreign": run_foreign, "echo": run_echo,
+    "wrong slice": run_with_wrong_slice,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -140,6 +140,16 @@ def test_rank_that_cannot_start_is_reported(
     assert capfd.readouterr().err == ""  # no rank reports an error of the others
 
 
+def test_self_check_names_the_rank_with_a_wrong_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_num_seqs": 4}
+    with LLM("nano", **sizes, **parallel(tp=2), self_check=True) as llm:
+        llm.generate("a", SamplingParams(max_tokens=1))  # no false alarm
+    replace_ranks(monkeypatch, "wrong slice")
+    with pytest.raises(ConfigError, match="rank 1: layer 0: the keys after K norm") as found:
+        LLM("nano", **sizes, **parallel(tp=2), self_check=True)
+    assert found.value.exit_code == 2
+
+
 def test_ranks_of_a_foreign_family_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.FAMILIES, FAMILY.architecture, FAMILY)
     replace_ranks(monkeypatch, "foreign")

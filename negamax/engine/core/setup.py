@@ -235,7 +235,7 @@ def _make_worker_config(
         kv_cache_memory=options.kv_cache_memory,
         gpu_memory_utilization=options.gpu_memory_utilization,
         cudagraph_size=0
-        if options.enforce_eager
+        if options.enforce_eager or options.kernels  # definitions wait for the device
         else min(options.max_cudagraph_capture_size or max_num_seqs, max_num_seqs),
         num_threads=choose_num_threads(options, layout),
         seed=options.seed,
@@ -249,6 +249,8 @@ def _make_worker_config(
         kv_offloading_ratio=options.kv_offloading_ratio,
         kv_offloading_path=options.file_folder,
         kv_offloading_path_size=options.kv_offloading_path_size,
+        kernels=options.kernels,
+        self_check=options.self_check,
     )
 
 
@@ -338,6 +340,8 @@ def _log_ready(ready: WorkerReady, *, block_size: int, dp: int) -> None:
             ready.num_file_blocks * block_size,
             len(ready.file_hashes) // HASH_BYTES * block_size,
         )
+    if ready.paths:
+        logger.info("%s", ready.paths)
     logger.debug("kernels:\n%s", ready.kernels)
 
 

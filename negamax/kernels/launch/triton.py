@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import count
 from typing import Any
 from zlib import crc32
 
@@ -38,6 +39,7 @@ import torch
 import triton
 import triton.language as tl
 
+from negamax.base.progress import ShowProgress
 from negamax.formats.floats import E4M3_MAX
 from negamax.formats.platform import Feature
 from negamax.kernels import platform
@@ -163,18 +165,31 @@ def sum_over_threads(sums, NUM: tl.constexpr):
 
 
 @contextmanager
-def compiling(*, share: int, shares: int, threads: int) -> Iterator[None]:
+def compiling(
+    *, share: int, shares: int, threads: int, progress: ShowProgress | None = None
+) -> Iterator[None]:
     """Compile kernels instead of launching them, until the context ends.
 
     Of `shares` processes this one compiles its share, `threads` kernels at a time. Compilation at
-    the first launches, one by one, takes several times as long.
+    the first launches, one by one, takes several times as long. `progress` is called with the
+    compiled kernels and those found so far, which are all when the context ends.
     """
+    done, found = count(1), set[str]()  # `next` of a count is atomic
 
     class RankCompilation(triton.AsyncCompileMode):
         def submit(self, key: str, *functions: Callable[..., Any]) -> Any:
             if crc32(key.encode()) % shares != share:
                 return None  # another rank compiles it into Triton's cache
-            return super().submit(key, *functions)
+            compile_kernel, *rest = functions
+
+            def compile_and_count() -> Any:
+                kernel = compile_kernel()
+                if progress is not None:
+                    progress(next(done), len(found))
+                return kernel
+
+            found.add(key)
+            return super().submit(key, compile_and_count, *rest)
 
     with ThreadPoolExecutor(threads) as pool, RankCompilation(pool):
         triton.JITFunction.__getitem__ = lambda kernel, grid: partial(

@@ -4,12 +4,13 @@ from torch import Tensor
 
 from negamax.kernels.activations import Hidden, SwiGlu
 from negamax.kernels.op import op, rounding_tolerance
+from negamax.kernels.quantize.op import quantize_activations
 
 
 def swiglu(gate_up: Tensor, /, *, activation: SwiGlu, quantize: bool = False) -> Hidden:
     """Activate gate_up [T, 2 * width], gate first, to [T, width]."""
-    assert not quantize, "FP8 output is made on the GPU only"
-    return activation(gate_up)
+    activated = activation(gate_up)
+    return quantize_activations(activated) if quantize else activated
 
 
 SWIGLU = op(

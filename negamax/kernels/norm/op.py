@@ -10,6 +10,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import Hidden
 from negamax.kernels.op import Prepared, op, rounding_tolerance
+from negamax.kernels.quantize.op import quantize_activations
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,7 @@ def prepare(
     weight: Tensor, eps: float, /, *, quantize: bool = False, gemma: bool = False
 ) -> Prepared:
     """Wrap weight [width] and the eps under the root."""
-    assert not quantize, "FP8 output is made on the GPU only"
-    return NormWeight(weight, eps, gemma=gemma)
+    return NormWeight(weight, eps, quantize, gemma)
 
 
 def rms(x: Tensor, norm: NormWeight) -> Tensor:
@@ -48,7 +48,8 @@ def sum_parts(x: Tensor) -> Tensor:
 def add_rms(x: Tensor, residual: Tensor, norm: Prepared, /) -> Hidden:
     """Add x [T, width] or its parts [T, P, width] to the residual, in place; return its norm."""
     residual += sum_parts(x)
-    return rms(residual, norm)
+    normed = rms(residual, norm)
+    return quantize_activations(normed) if norm.quantize else normed
 
 
 WIDE_ERROR = 5e-3  # bf16 keeps 8 bits, and three roundings add up

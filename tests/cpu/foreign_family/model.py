@@ -34,7 +34,8 @@ class SelectedAttention:
         self._index = ColumnParallel(index, spec.hidden_size, setup=setup)
         self._out = sizes.out(own.out, setup)
         self._qk_norm = PerHeadNorm(own, sizes, gemma=False, setup=setup)
-        self.activation, self.gives_quantized = None, False
+        self.activation = self.norm_kernel = None
+        self.gives_quantized = False
         parts = (self._qkv, self._index, self._out, self._qk_norm)
         self.slots = [slot for part in parts for slot in part.slots]
 
