@@ -9,6 +9,7 @@ import msgspec
 
 from negamax.base.supervision import ParentPulse
 from negamax.config.generation import SamplingDefaults
+from negamax.config.vision import VisionSpec
 from negamax.options.engine import EngineOptions
 from negamax.options.speculation import SpeculationConfig
 from negamax.scheduler.request import GenerateRequest
@@ -62,6 +63,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationConfig | None = None
     host_block_bytes: int = 0  # of a KV block in main memory, on all ranks that share its number
     transfer: TransferInfo | None = None  # None: all prompts are computed here
+    vision: VisionSpec | None = None  # of the loaded tower; None: requests have no images
 
 
 class ExpertStats(msgspec.Struct, frozen=True, array_like=True):

@@ -29,7 +29,7 @@ from negamax.engine.client.placement import (
 from negamax.engine.client.replica import Replica
 from negamax.engine.core.source import locate
 from negamax.options.engine import EngineOptions
-from negamax.scheduler.request import GenerateRequest, RemotePrompt, SamplingParams
+from negamax.scheduler.request import GenerateRequest, ImageInput, RemotePrompt, SamplingParams
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
 
@@ -202,18 +202,19 @@ class AsyncEngine:
         owner: Owner = NOBODY,
         lease_id: str = "",
         remote: RemotePrompt | None = None,
+        images: Sequence[ImageInput] = (),
     ) -> OpenRequest:
         """Admit a request to continue a prompt. Outputs of its `n` choices come interleaved. Run it
         or close it.
 
         `data_parallel_rank`: one of `num_ranks`, counted replica by replica; None: any. `deadline`:
         a `time.monotonic()`. `interval`: tokens per output. `readers`: by choice, find stop
-        strings; None: they count everywhere. `lease_id`, `remote`: as in
+        strings; None: they count everywhere. `lease_id`, `remote`, `images`: as in
         `GenerateRequest`. Errors: `InvalidRequestError`, `ContextLengthError`,
         `OverloadedError`, `UnavailableError`; later ones are those of `OpenRequest`.
         """
         self.check_alive()
-        sampling = admit(prompt_token_ids, sampling, info=self.info)
+        sampling = admit(prompt_token_ids, sampling, info=self.info, images=images)
         tokens = self.prefill_tokens(len(prompt_token_ids), sampling, num_choices=sampling.n)
         self.check_room(tokens, owner=owner)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
@@ -233,6 +234,7 @@ class AsyncEngine:
                 data_parallel_rank=rank,
                 lease_id="" if index else lease_id,
                 remote=remote,
+                images=list(images),
             )
             for index, choice in enumerate(choices)
         ]

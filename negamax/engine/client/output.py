@@ -7,7 +7,7 @@ import msgspec
 
 from negamax.base.errors import ContextLengthError, InvalidRequestError, UnavailableError
 from negamax.engine.wire import ModelInfo
-from negamax.scheduler.request import SamplingParams
+from negamax.scheduler.request import ImageInput, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from negamax.text.detokenizer import Detokenizer, TextPiece
 from negamax.text.parser.events import ParserEvent
@@ -191,13 +191,25 @@ def check_served(update: SequenceUpdate) -> None:
 
 
 def admit(
-    prompt_token_ids: Sequence[int], sampling: SamplingParams, *, info: ModelInfo
+    prompt_token_ids: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    info: ModelInfo,
+    images: Sequence[ImageInput] = (),
 ) -> SamplingParams:
     """Check a prompt and its parameters against the model and fill in the model's defaults.
 
-    Errors: `InvalidRequestError` for an empty prompt, ids outside the vocabulary or parameters out
-    of range; `ContextLengthError` if prompt and requested output exceed the context length.
+    Errors: `InvalidRequestError` for an empty prompt, ids outside the vocabulary, parameters out of
+    range, or images without a vision tower; `ContextLengthError` if prompt and requested output
+    exceed the context length.
     """
+    if images and info.vision is None:
+        raise InvalidRequestError(
+            f"the prompt has {len(images)} images; {info.served_model_name} reads text only here",
+            hint="send text only",
+            param="messages",
+            code="unsupported_content",
+        )
     num_prompt_tokens = len(prompt_token_ids)
     if num_prompt_tokens == 0:
         raise InvalidRequestError(
