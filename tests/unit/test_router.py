@@ -209,12 +209,66 @@ async def test_head_and_body_pass_and_headers_of_the_connection_do_not() -> None
         first, *lines = fake.heads[0].strip().split("\r\n")
         assert first == f"POST {CHAT} HTTP/1.1"
         kept = [line for line in lines if not line.startswith(("x-request-id", "content"))]
-        assert kept == ["host: here", "authorization: Bearer k", "connection: close"]
+        assert kept == ["host: here", "authorization: Bearer k"]
         assert fake.bodies == [b'{"a": 1}']
         await ask(app, raw=gzip.compress(b'{"b": 2}'), headers={"content-encoding": "gzip"})
         assert fake.bodies[1] == b'{"b": 2}' and "content-encoding" not in fake.heads[1]
         await ask(app, method="HEAD", path="/v1/models", raw=b"")
         assert fake.heads[2].startswith("GET /v1/models ")
+
+
+@in_loop
+async def test_a_connection_carries_several_requests_until_either_side_ends_it() -> None:
+    accepted: list[int] = []
+    answers, faults = [OK], list[str]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(0)
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0])
+                await reader.readexactly(length)
+                fault = faults.pop() if faults and accepted[-1] else ""
+                if fault == "end":  # a request and the end of its connection cross
+                    break
+                accepted[-1] += 1
+                writer.write(answers[0])
+                if fault == "garbage":
+                    await asyncio.sleep(0.02)
+                    writer.write(OK)
+        except asyncio.IncompleteReadError:
+            pass
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as running:
+        address = urlsplit(f"http://127.0.0.1:{running.sockets[0].getsockname()[1]}")
+        pool = ServerPool([address], role="both")
+        pool.servers[0].is_up = True
+        app = RouterApp(pool, lifecycle=Lifecycle(drain_timeout=1.0), max_body_bytes=10_000)
+        wrapped = ErrorMiddleware(app, lifecycle=Lifecycle(drain_timeout=1.0), logs_access=False)
+        for _ in range(3):
+            assert (await ask(wrapped))[2] == b"ok"
+        assert accepted == [3]
+        faults.append("end")
+        assert (await ask(wrapped))[2] == b"ok"  # by the next connection, once
+        assert accepted == [3, 1] and pool.servers[0].num_failures == 0
+        faults.append("garbage")  # bytes that no request asked for answer none
+        assert (await ask(wrapped))[2] == b"ok"
+        await asyncio.sleep(0.1)
+        assert (await ask(wrapped))[2] == b"ok"
+        assert accepted == [3, 2, 1]
+        for answer in (MISSING, OK + OK, OK.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)):
+            answers[0], before = answer, len(accepted)
+            replies = [(await ask(wrapped))[2] for _ in range(3)]
+            assert replies == [answer.partition(b"\r\n\r\n")[2].partition(b"HTTP")[0]] * 3
+            assert len(accepted) >= before + 2  # none of these connections is used again
+        answers[0] = OK
+        await ask(wrapped)
+        pool.servers[0].connections._idle[-1][0].idle_since -= 10
+        before = len(accepted)
+        await ask(wrapped)
+        assert len(accepted) == before + 1
+        pool.servers[0].connections.close()
 
 
 @in_loop
@@ -266,13 +320,13 @@ async def test_what_fails_before_the_first_byte_is_sent_to_one_other_server(fail
 async def test_a_server_is_left_alone_until_it_answers_again() -> None:
     async with routing(OK, OK) as (app, fakes, (pool,)):
         first, second = pool.servers
-        first._port, port = free_port(), first._port
+        first.connections.port, port = free_port(), first.connections.port
         assert (await ask(app))[0] == 200
         assert not first.is_up and first.num_failures == first.num_requests == 1
         for _ in range(3):
             assert (await ask(app))[0] == 200
         assert (first.num_requests, second.num_requests) == (1, 4)
-        first._port, fakes[0].health = port, BUSY
+        first.connections.port, fakes[0].health = port, BUSY
         await pool.probe()
         assert not first.is_up
         fakes[0].health = OK

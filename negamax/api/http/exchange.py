@@ -1,7 +1,7 @@
 """A request to another server or server process, and its answer, passed on as it arrives."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
 
 import httptools
@@ -41,14 +41,20 @@ def read_target(scope: Scope) -> bytes:
 
 
 class Exchange:
-    """One request and its answer on a connection of their own. Single user: its sender."""
+    """One request and its answer. Single user: its sender."""
 
-    def __init__(self, connection: Connection, gone: UnavailableError) -> None:
-        """`gone` is raised where the connection or the answer ends early."""
+    def __init__(
+        self, connection: Connection, gone: UnavailableError, keep: Callable[[], None] | None = None
+    ) -> None:
+        """`gone` is raised where the connection or the answer ends early. `keep` is called at the
+        end if the connection can carry another request; without it the connection is closed.
+        """
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self._reader, self._writer = connection
         self._gone = gone
+        self._keep = keep
+        self._is_reusable = self._is_closed = False
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._has_begun = self._is_complete = False
@@ -57,25 +63,25 @@ class Exchange:
     @classmethod
     async def begin(
         cls,
-        connect: Awaitable[Connection],
+        connection: Connection,
         method: bytes,
         target: bytes,
         *,
         headers: Headers,
         body: bytes,
         gone: UnavailableError,
+        keep: Callable[[], None] | None = None,
     ) -> Self:
         """Send a request and wait for the head of the answer. Errors: `gone`."""
-        try:
-            exchange = cls(await connect, gone)
-        except OSError:
-            raise gone from None
+        exchange = cls(connection, gone, keep)
         try:
             head = [
                 method + b" " + target + b" HTTP/1.1",
                 *(name + b": " + value for name, value in headers),
             ]
-            head += [b"connection: close", b"content-length: %d" % len(body), b"", b""]
+            if keep is None:
+                head.append(b"connection: close")
+            head += [b"content-length: %d" % len(body), b"", b""]
             exchange._writer.write(b"\r\n".join(head) + body)
             num_bytes = 0
             while not exchange._has_begun:
@@ -114,7 +120,13 @@ class Exchange:
         return b"".join(parts)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._keep is not None and self._is_reusable and not self._writer.is_closing():
+            self._keep()
+        else:
+            self._writer.close()
 
     async def _read(self) -> int:
         """Read and parse some bytes and return their number. Errors: `gone`."""
@@ -131,23 +143,38 @@ class Exchange:
         return len(part)
 
     def on_message_begin(self) -> None:
-        self.headers = []  # of an interim answer
+        self._is_reusable = False  # bytes after the answer
+        if not self._is_complete:
+            self.headers = []  # of an interim answer
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._has_begun:  # trailers are ignored
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        if self._is_complete:
+            return
         self.status = self._parser.get_status_code()
         self._has_begun = self.status >= 200
         names = {name for name, _ in self.headers}
         self._has_end = bool(names & {b"content-length", b"transfer-encoding"})
 
     def on_body(self, part: bytes) -> None:
-        self._parts.append(part)
+        if not self._is_complete:
+            self._parts.append(part)
 
     def on_message_complete(self) -> None:
+        if self._is_complete:
+            return
         self._is_complete = self._has_begun
+        # a refusal may come before the server has read the body: it would read the next request
+        # from its middle
+        self._is_reusable = (
+            self._has_begun
+            and self.status < 400
+            and self._parser.should_keep_alive()
+            and not self._writer.transport.get_write_buffer_size()
+        )
 
 
 class RelayedAnswer(Response):

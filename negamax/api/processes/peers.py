@@ -75,9 +75,14 @@ class PeerClient:
     async def _begin(
         self, to: int, method: bytes, target: bytes, *, headers: Headers, body: bytes
     ) -> Exchange:
-        connect = asyncio.open_unix_connection(str(self.rank.socket_of(to)))
         gone = _build_gone_error(to)
-        return await Exchange.begin(connect, method, target, headers=headers, body=body, gone=gone)
+        try:
+            connection = await asyncio.open_unix_connection(str(self.rank.socket_of(to)))
+        except OSError:
+            raise gone from None
+        return await Exchange.begin(
+            connection, method, target, headers=headers, body=body, gone=gone
+        )
 
     def owner_route(self, parameter: str) -> type[APIRoute]:
         """Make the class of routes without a body that the owner of the parameter answers."""

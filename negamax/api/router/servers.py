@@ -2,11 +2,13 @@
 
 import asyncio
 import ssl
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult
 
-from negamax.api.http.exchange import Connection, Exchange, Headers
+from negamax.api.http.connections import Connection, ConnectionPool
+from negamax.api.http.exchange import Exchange, Headers
 from negamax.api.router.prompt import CHUNK_TOKENS, RoutedPrompt
 from negamax.base.errors import UnavailableError
 from negamax.base.log import get_logger
@@ -23,6 +25,8 @@ logger = get_logger(__name__)
 
 _CONNECT_SECONDS = 5.0
 _HEALTH_SECONDS = 5.0  # for an answer to a probe: a busy machine is slow, a dead server refuses
+# a server ends an idle connection and a request at the same time: the request is sent again
+_CROSSED_SECONDS = 1.0
 _RETRY_SECONDS = 1.0  # until clients try again where no server answers
 
 
@@ -36,25 +40,56 @@ class RoutedServer:
         self.num_open = 0
         # since the start
         self.num_requests = self.num_failures = self.num_retries = self.num_prefix_hits = 0
-        self._host = address.hostname or ""
+        is_https = address.scheme == "https"
+        self.connections = ConnectionPool(
+            address.hostname or "",
+            address.port or (443 if is_https else 80),
+            tls=ssl.create_default_context() if is_https else None,
+        )
         self._netloc = address.netloc.encode()
-        self._port = address.port or (443 if address.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if address.scheme == "https" else None
         self._path = address.path.encode()
 
     async def send(
         self, method: bytes, target: bytes, *, headers: Headers, body: bytes
     ) -> Exchange:
         """Send a request and wait for the head of the answer. Errors: `UnavailableError`."""
+        connection, began = self.connections.take(), time.monotonic()
+        if connection is not None:
+            try:
+                return await self._send(connection, method, target, headers=headers, body=body)
+            except UnavailableError:
+                is_late = time.monotonic() > began + _CROSSED_SECONDS
+                if is_late or connection[0].has_received:
+                    raise
+        return await self._send(None, method, target, headers=headers, body=body)
+
+    async def _send(
+        self,
+        kept: Connection | None,
+        method: bytes,
+        target: bytes,
+        *,
+        headers: Headers,
+        body: bytes,
+    ) -> Exchange:
         gone = UnavailableError(
             f"the server {self.url} does not answer, or ended its answer early",
             hint="retry",
             code="server_gone",
             retry_after=_RETRY_SECONDS,
         )
-        target = self._path + target
+        try:
+            connection = await self._connect() if kept is None else kept
+        except OSError:
+            raise gone from None
         return await Exchange.begin(
-            self._connect(), method, target, headers=headers, body=body, gone=gone
+            connection,
+            method,
+            self._path + target,
+            headers=headers,
+            body=body,
+            gone=gone,
+            keep=lambda: self.connections.keep(connection),
         )
 
     async def probe(self) -> bool:
@@ -62,7 +97,8 @@ class RoutedServer:
         try:
             async with asyncio.timeout(_HEALTH_SECONDS):
                 headers = [(b"host", self._netloc)]
-                exchange = await self.send(b"GET", b"/health", headers=headers, body=b"")
+                # on a new connection: a server that accepts none gets no requests
+                exchange = await self._send(None, b"GET", b"/health", headers=headers, body=b"")
                 exchange.close()
                 return exchange.status == 200
         except (TimeoutError, UnavailableError):
@@ -71,7 +107,7 @@ class RoutedServer:
     async def _connect(self) -> Connection:
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                return await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+                return await self.connections.open()
         except OSError as error:
             if self.is_up:
                 logger.warning("%s gets no requests until it answers: %s", self.url, error)
@@ -165,6 +201,7 @@ class ServerPool:
             await self._probe(server)
 
     async def _probe(self, server: RoutedServer) -> None:
+        server.connections.prune()
         is_up = await server.probe()
         if server.is_up and not is_up:
             logger.warning("%s fails its health probe", server.url)

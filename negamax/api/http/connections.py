@@ -1,0 +1,87 @@
+"""Connections to one server that are kept for later requests."""
+
+import asyncio
+import ssl
+import time
+from typing import Any
+
+_READ_LIMIT = 1 << 16
+MAX_IDLE = 256  # connections of a server that wait for a request
+IDLE_SECONDS = 4.0  # servers end idle connections, uvicorn after 5 s
+
+
+class KeptReader(asyncio.StreamReader):
+    """Reads a connection. While it is idle, bytes of the server or its end spoil it."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=_READ_LIMIT)
+        self.is_idle = self.is_spoiled = self.has_received = False
+        self.is_reused = False
+        self.idle_since = 0.0
+
+    def feed_data(self, data: Any) -> None:
+        self.has_received, self.is_spoiled = True, self.is_spoiled or self.is_idle
+        super().feed_data(data)
+
+    def feed_eof(self) -> None:
+        self.is_spoiled = True
+        super().feed_eof()
+
+
+Connection = tuple[KeptReader, asyncio.StreamWriter]
+
+
+class ConnectionPool:
+    """The idle connections to a server. Single user: the event loop."""
+
+    def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None) -> None:
+        self._host, self.port, self._tls = host, port, tls
+        self._idle: list[Connection] = []
+
+    async def open(self) -> Connection:
+        """Open a connection. Errors: `OSError`."""
+        loop, reader = asyncio.get_running_loop(), KeptReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await loop.create_connection(
+            lambda: protocol, self._host, self.port, ssl=self._tls
+        )
+        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+    def take(self) -> Connection | None:
+        """Return the connection that was used last; None: none can be used again."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            is_old = time.monotonic() - reader.idle_since > IDLE_SECONDS
+            if not (is_old or reader.is_spoiled or writer.is_closing()):
+                reader.is_idle = reader.has_received = False
+                reader.is_reused = True
+                return reader, writer
+            writer.close()
+            if is_old:
+                self.close()  # the others are older
+        return None
+
+    def keep(self, connection: Connection) -> None:
+        """Keep a connection whose answer is complete, and close those that ended meanwhile."""
+        reader, writer = connection
+        reader.is_idle, reader.idle_since = True, time.monotonic()
+        if reader.is_spoiled or len(self._idle) >= MAX_IDLE:
+            writer.close()
+        else:
+            self._idle.append(connection)
+
+    def prune(self) -> None:
+        """Close the connections that have been idle for long or that the server has ended."""
+        oldest = time.monotonic() - IDLE_SECONDS
+        kept = []
+        for reader, writer in self._idle:
+            if reader.is_spoiled or reader.idle_since < oldest:
+                writer.close()
+            else:
+                kept.append((reader, writer))
+        self._idle = kept
+
+    def close(self) -> None:
+        for _, writer in self._idle:
+            writer.close()
+        self._idle = []
