@@ -25,6 +25,7 @@ from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.bench.serve_client import ExchangeError, ResponseReader, ResponseRecord, ServingClient
 from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Prompts, Session, TextScale, TurnResponse, random_text
+from negamax.engine.shape import SHAPE
 
 PROBE_CHARS = (64, 4096)  # of two texts that measure the server's tokens per character
 # `owned_by` of servers with continuous_usage_stats
@@ -47,6 +48,7 @@ class Measurement:
     notes: tuple[str, ...]
     interrupted: bool = False
     drafts: DraftCounts = NO_DRAFTS  # from the server's /metrics
+    shape: dict[str, Any] | None = None  # from its /server_info; None: it tells none
 
 
 @dataclass
@@ -69,6 +71,7 @@ class _Server:
     model: str
     context_length: int | None  # tokens; None: not reported
     running_usage: bool  # each chunk can report the tokens up to it
+    shape: dict[str, Any] | None = None
 
 
 def run(
@@ -105,7 +108,9 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
     records = tuple(load.records)
     begin = min((record.started for record in records if record.started), default=0.0)
     seconds = max(max((record.ended for record in records), default=0.0) - begin, 1e-9)
-    return Measurement(server.model, records, seconds, workload.notes, interrupted, drafts)
+    return Measurement(
+        server.model, records, seconds, workload.notes, interrupted, drafts, server.shape
+    )
 
 
 async def _drafts(client: ServingClient) -> DraftCounts:
@@ -135,9 +140,19 @@ async def _connected(options: BenchOptions) -> AsyncIterator[_Server]:
         length = card.get("max_model_len")
         length = length if isinstance(length, int) else None
         counts = options.itl_rule == "token" or card.get("owned_by") in COUNTING_SERVERS
-        yield _Server(client, model, length, running_usage=counts)
+        shape = await _ask_shape(client) if card.get("owned_by") == "negamax" else None
+        yield _Server(client, model, length, running_usage=counts, shape=shape)
     finally:
         client.close()
+
+
+async def _ask_shape(client: ServingClient) -> dict[str, Any] | None:
+    try:
+        _, answer = await client.ask("GET", "/server_info")
+    except ExchangeError:
+        return None
+    shape = answer.get(SHAPE) if isinstance(answer, dict) else None
+    return shape if isinstance(shape, dict) else None
 
 
 async def _models(client: ServingClient, options: BenchOptions) -> list[dict[str, Any]]:

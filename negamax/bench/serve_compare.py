@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from negamax.base.errors import ConfigError
+from negamax.engine.shape import HASH, SHAPE
 
 _SHOWN = ("median_ttft", "p99_ttft", "median_tpot", "p99_tpot")
 NEEDED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
@@ -39,6 +40,24 @@ def read_results(files: Iterable[Path]) -> list[dict[str, Any]]:
             )
         results.append(found)
     return results
+
+
+def check_shapes(results: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse results of different serving shapes; those without one may be of other servers.
+    Errors: `ConfigError` that names the fields.
+    """
+    shapes = [shape for result in results if isinstance(shape := result.get(SHAPE), dict)]
+    fields = sorted({key for shape in shapes for key in shape} - {HASH})
+    differing = []
+    for field in fields:
+        values = list(dict.fromkeys(json.dumps(shape.get(field)) for shape in shapes))
+        if len(values) > 1:
+            differing.append(f"{field} ({', '.join(value[:60] for value in values)})")
+    if differing:
+        raise ConfigError(
+            f"the results are of different serving shapes: {'; '.join(differing)}",
+            hint="add --allow-different-shapes",
+        )
 
 
 def group(results: Sequence[Mapping[str, Any]]) -> list[Series]:

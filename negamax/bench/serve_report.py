@@ -16,6 +16,7 @@ from negamax.base import env
 from negamax.bench.serve import Measurement
 from negamax.bench.serve_client import ResponseRecord
 from negamax.bench.serve_options import METRICS, BenchOptions
+from negamax.engine.shape import SHAPE
 
 SCHEMA = "negamax-bench-serve/1"
 WIDTH, LABEL_WIDTH = 50, 40
@@ -320,6 +321,7 @@ def document(
         "endpoint": options.path,
         "label": options.label,
         "model_id": measured.model,
+        SHAPE: measured.shape,
         "tokenizer_id": options.tokenizer or measured.model,
         "num_prompts": options.num_prompts,
         "request_rate": options.request_rate if math.isfinite(options.request_rate) else "inf",

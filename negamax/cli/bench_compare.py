@@ -15,12 +15,19 @@ def command(
         ..., metavar="RESULT.json...", help="Files of --save-result."
     ),
     plot: Path | None = picture("Draw throughput against latency into this file (png, svg, pdf)."),
+    allow_different_shapes: bool = setting(
+        False,
+        "Compare results of different models, splits, formats, kernels or versions.",
+        "--allow-different-shapes",
+    ),
     title: str | None = setting(None, "Set the title of the picture. Default: the model."),
 ) -> None:
     """Runs with the same label (else backend) make one line, by rising concurrency or rate."""
     from negamax.bench import serve_compare
 
     results = serve_compare.read_results(files)
+    if not allow_different_shapes:
+        serve_compare.check_shapes(results)
     series = serve_compare.group(results)
     print(serve_compare.table(series))
     if plot is not None:

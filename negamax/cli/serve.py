@@ -69,6 +69,7 @@ def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, star
     check(engine=engine_options, server=server_options)
     from negamax.api import server
     from negamax.engine.core.planned_sizes import choose_parallel_sizes
+    from negamax.engine.shape import HASH, add_parsers
 
     engine_options = choose_parallel_sizes(engine_options, one_engine=False)
     listener = server.open_listener(server_options)
@@ -76,7 +77,8 @@ def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, star
     def announce(url: str, engine: AsyncEngine) -> None:
         name = (server_options.served_model_name or (engine.info.served_model_name,))[0]
         seconds = time.monotonic() - started
-        served = f"{name!r} ({engine.info.max_model_len} tokens, {seconds:.1f} s)"
+        shape = add_parsers(engine.info.shape, server_options)[HASH]
+        served = f"{name!r} ({engine.info.max_model_len} tokens, {seconds:.1f} s, shape {shape})"
         announce_ready(f"Negamax is ready: {url}/v1 serves {served}; chat page: {url}/")
 
     try:

@@ -62,6 +62,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory: str = ""  # GPU memory of cache and graphs, for people
     speculation: SpeculationConfig | None = None
     host_block_bytes: int = 0  # of a KV block in main memory, on all ranks that share its number
+    shape: dict[str, Any] = {}  # the serving shape (`engine.shape`)
     transfer: TransferInfo | None = None  # None: all prompts are computed here
     vision: VisionSpec | None = None  # of the loaded tower; None: requests have no images
 

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from negamax.engine.llm import LLM
@@ -39,6 +39,7 @@ class SuiteResult:
     seconds: float
     output_tokens: int
     failures: tuple[Failure, ...]  # the first few
+    serving_shape: dict[str, Any] = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float:
@@ -82,7 +83,7 @@ def run_suite(
         suite=suite, model=llm.info.model, dtype=llm.info.dtype, problems=len(problems),
         correct=len(problems) - num_failed, seed=seed, temperature=temperature,
         seconds=time.perf_counter() - started, output_tokens=output_tokens,
-        failures=tuple(failures[:SHOWN_FAILURES]),
+        failures=tuple(failures[:SHOWN_FAILURES]), serving_shape=llm.info.shape,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The configuration of one rank, and its report: plain data, sent as MessagePack."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -192,6 +192,7 @@ class WorkerReady:
     file_hashes: bytes = b""  # hashes of those found at the start, the least recently used first
     # endpoints where other engines read host blocks: of this rank, later of all
     lanes: tuple[str, ...] = ()
+    shape: dict[str, Any] = field(default_factory=dict)  # `worker.shape`
 
 
 # argument: 1 or 0; while 1, steps run without graphs and record expert ids

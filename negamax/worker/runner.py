@@ -33,6 +33,7 @@ from negamax.worker.proposer import load_proposer
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import Sampler
 from negamax.worker.self_check import SelfCheck
+from negamax.worker.shape import describe_shape
 from negamax.worker.stages import Stage
 from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, capture_shapes
 from negamax.worker.step_times import measure_steps
@@ -131,6 +132,7 @@ class ModelRunner:
             num_file_blocks=files.num_blocks if files else 0,
             file_hashes=b"".join(files.found) if files else b"",
             lanes=(self.lane.endpoint,) if self.lane else (),
+            shape=describe_shape(self, cache_dtype=cache_dtype),
         )
 
     def _allocate_caches(self, dtype: torch.dtype) -> int:

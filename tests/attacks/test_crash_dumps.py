@@ -46,6 +46,7 @@ def test_killed_rank_dumps_without_texts(tmp_path: Path, monkeypatch: pytest.Mon
         assert "rank 0" in dump["reason"] + "\n".join(dump["traceback"])
         assert dump["versions"]["negamax"] and dump["platform"]["machine"]
         assert dump["options"]["tensor_parallel_size"] == 2
+        assert dump["options"]["serving_shape"]["parallel"]["tensor"] == 2
         assert dump["stats"]["num_kv_blocks"] > 0
         (request,) = dump["requests"]
         assert request["prompt_tokens"] > 5

@@ -4,7 +4,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # To raise a cap, name in the commit's body the code that was removed instead.
-CAPS = {"negamax": 85_990, "tests": 62_500, "tools": 5_000, "nano": 10_000}
+CAPS = {"negamax": 86_170, "tests": 62_520, "tools": 5_000, "nano": 10_000}
 
 
 def count_lines(folder: Path) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from negamax.engine.shape import hash_shape
 from tests.e2e.api_support import (
     COMPLETIONS,
     GENERATE,
@@ -174,6 +175,11 @@ def test_model_and_server_describe_themselves(http: httpx.Client) -> None:
         info = http.get(f"/{prefix}server_info").json()
         assert info["context_length"] == 4096 and info["max_total_num_tokens"] > 0
         assert not any("key" in name for name in info)
+        shape = info["serving_shape"]
+        assert shape == hash_shape(shape) and len(shape["hash"]) == 12
+        assert shape["parsers"] == {"tool_call": "auto", "reasoning": "auto"}
+        if "kernels" in shape:  # an engine with a model
+            assert shape["weights"] and "moe.route" in shape["kernels"]
 
 
 def test_server_info_says_how_the_model_is_split(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from negamax.base.errors import ConfigError
 from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.bench.serve import Measurement
 from negamax.bench.serve_client import ResponseRecord
-from negamax.bench.serve_compare import group, load_of, read_results, table
+from negamax.bench.serve_compare import check_shapes, group, load_of, read_results, table
 from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_report import (
     block,
@@ -24,6 +24,7 @@ from negamax.bench.serve_report import (
     tpot,
     ttft,
 )
+from negamax.engine.shape import hash_shape
 from tests.tables import read_table
 
 OPTIONS = BenchOptions()
@@ -198,6 +199,16 @@ def test_files_that_are_no_results_are_named(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"x\.json"):
         read_results([file])
+
+
+def test_different_serving_shapes_are_not_compared() -> None:
+    one = hash_shape({"model": "m", "parallel": {"tensor": 2}, "kernels": {"moe.route": "triton"}})
+    other = hash_shape(one | {"parallel": {"tensor": 4}})
+    assert len(one["hash"]) == 12 and one["hash"] != other["hash"]
+    assert hash_shape(dict(reversed(one.items())))["hash"] == one["hash"]
+    check_shapes([{"serving_shape": one}, {"serving_shape": dict(one)}, {}])  # vLLM has none
+    with pytest.raises(ConfigError, match=r"shapes: parallel \(.*2.*4.*--allow-different-shapes"):
+        check_shapes([{"serving_shape": one}, {"serving_shape": other}])
 
 
 # --- drafts --------------------------------------------------------------------------------------

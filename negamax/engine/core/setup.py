@@ -14,6 +14,7 @@ from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.base.private_folder import PrivateFolder
+from negamax.checkpoint.identity import find_commit
 from negamax.config.json_file import read_json_object
 from negamax.config.kv_cache import check_index_options, choose_block_size, shards_index
 from negamax.config.model_spec import ModelSpec
@@ -32,6 +33,7 @@ from negamax.engine.nodes.facts import collect_facts, digest_model
 from negamax.engine.nodes.group import start_on_nodes
 from negamax.engine.nodes.network import check_key
 from negamax.engine.nodes.ray_launcher import RayLauncher
+from negamax.engine.shape import SHAPE, make_shape
 from negamax.engine.wire import ModelInfo, TransferInfo
 from negamax.models.drafts import DraftModel, name_draft_errors
 from negamax.models.registry import import_draft_names, list_model_types
@@ -126,7 +128,9 @@ def _start_loop(
         overlap=options.enable_overlap,
         num_stages=config.layout.pp,
         experts=None if options.script else _make_balancer(options, config),
-        crash_dumps=CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options)),
+        crash_dumps=CrashDumps(
+            options.crash_dump_dir, part="engine", options={**asdict(options), SHAPE: info.shape}
+        ),
         launcher=launcher,
         publishers=publishers,
         transfers=sockets,
@@ -488,6 +492,12 @@ def _describe_model(
         memory=ready.memory_summary,
         host_block_bytes=ready.host_block_bytes,
         speculation=config.speculation,
+        shape=make_shape(
+            options,
+            ready.shape,
+            model=source.name,
+            revision=find_commit(Path(config.folder)) if config.folder else options.revision,
+        ),
     )
 
 

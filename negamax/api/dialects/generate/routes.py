@@ -29,6 +29,7 @@ from negamax.api.schemas.request_model import refuse
 from negamax.base.errors import InvalidRequestError
 from negamax.engine.client.engine_client import AsyncEngine
 from negamax.engine.client.output import RequestOutput
+from negamax.engine.shape import add_parsers
 from negamax.engine.wire import ModelInfo
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
@@ -351,6 +352,7 @@ def _build_server_info(context: ApiContext) -> schema.NativeServerInfo:
         num_used_tokens=(stats.num_kv_blocks - stats.num_free_kv_blocks) * info.block_size,
         num_generated_tokens=stats.generated_tokens,
         avg_spec_accept_length=1.0 + accepted / drafts if drafts else None,
+        serving_shape=add_parsers(info.shape, context.options),
         **_describe_speculation(info),
     )
 

@@ -209,6 +209,7 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     num_queue_reqs: int  # sequences that wait
     num_used_tokens: int  # of the KV cache, in use
     num_generated_tokens: int  # since the server started
+    serving_shape: dict[str, Any]  # what decides results and speed, with a short `hash`
     speculative_algorithm: str | None = None  # how draft tokens are proposed
     speculative_draft_model_path: str | None = None  # folder of a draft model
     speculative_num_steps: int | None = None  # draft tokens per sequence and step at most

@@ -1,0 +1,54 @@
+"""The serving shape: everything that decides what a deployment computes, and how fast.
+
+Two results are comparable if they come from the same shape. Its fields are JSON.
+"""
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from negamax import __version__
+from negamax.options.engine import EngineOptions
+from negamax.options.server import ServerOptions
+
+SHAPE, HASH = "serving_shape", "hash"  # the key in documents, and that of the hash in it
+
+
+def make_shape(
+    options: EngineOptions, of_ranks: dict[str, Any], *, model: str, revision: str | None
+) -> dict[str, Any]:
+    """Join the options with what the first rank describes (`worker.shape`)."""
+    parallel, drafts = options.parallel, options.speculation
+    sizes = {
+        "tensor": parallel.tensor_parallel_size,
+        "expert": parallel.num_expert_ranks,
+        "data": parallel.data_parallel_size,
+        "pipeline": parallel.pipeline_parallel_size,
+        "prefill_context": parallel.prefill_context_parallel_size,
+        "decode_context": parallel.decode_context_parallel_size,
+        "replicas": options.num_replicas,
+    }
+    return hash_shape(
+        {
+            "model": model,
+            "revision": revision,
+            "parallel": sizes,
+            "drafts": msgspec.to_builtins(drafts) if drafts else None,
+            "negamax": __version__,
+            **of_ranks,
+        }
+    )
+
+
+def hash_shape(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with their short hash, first."""
+    named = {key: value for key, value in fields.items() if key != HASH}
+    encoded = msgspec.json.encode(named, order="deterministic")
+    return {HASH: hashlib.sha256(encoded).hexdigest()[:12], **named}
+
+
+def add_parsers(shape: dict[str, Any], options: ServerOptions) -> dict[str, Any]:
+    """Return the shape of a server."""
+    parsers = {"tool_call": options.tool_call_parser, "reasoning": options.reasoning_parser}
+    return hash_shape({**shape, "parsers": parsers})
