@@ -40,8 +40,9 @@ class AuthMiddleware:
         hosts = {host.lower() for host in (*options.allowed_hosts, options.host)}
         is_open = self._access.has_keys or options.allow_unauthenticated or _ALL in hosts
         self._hosts = None if is_open else hosts
-        self._body_budget = BodyBudget(BODIES_IN_FLIGHT * options.max_body_bytes)
-        self._max_packed_bytes = options.max_body_bytes  # of one body, compressed
+        max_bytes = context.body_limits.num_bytes
+        self._body_budget = BodyBudget(BODIES_IN_FLIGHT * max_bytes)
+        self._max_packed_bytes = max_bytes  # of one body, compressed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, cast
 
 from negamax.base.errors import ConfigError, EngineError, InvalidRequestError
+from negamax.engine.client.image_loader import ImageLoader
 from negamax.engine.client.output import ChoiceStream, RequestOutput, admit, check_served
 from negamax.engine.core.planned_sizes import choose_parallel_sizes
 from negamax.engine.core.setup import start_loop
@@ -20,12 +21,12 @@ from negamax.engine.wire import EngineStats
 from negamax.models.chat_format import ChatFormat, may_call
 from negamax.options.engine import EngineOptions
 from negamax.options.foreign import own_value
-from negamax.scheduler.request import GenerateRequest, SamplingParams
+from negamax.scheduler.request import GenerateRequest, ImageInput, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from negamax.text.chat_template import ChatTemplate, require_template
 from negamax.text.detokenizer import TextPiece
 from negamax.text.escaping import unescape
-from negamax.text.messages import normalize_messages
+from negamax.text.messages import ImagePart, normalize_messages
 from negamax.text.parser.events import ParsedOutput, ParserEvent, collect
 from negamax.text.parser.output_parser import OutputParser
 from negamax.text.tokenizer import Tokenizer
@@ -111,6 +112,11 @@ class LLM:
         template = None if options.chat_template is None else Path(options.chat_template)
         self.chat_template = ChatTemplate.from_folder(source.tokenizer_folder, template)
         self._loop, self.info = start_loop(self._options)
+        self._images = (
+            None
+            if self.info.vision is None
+            else ImageLoader(self.info.vision, max_model_len=self.info.max_model_len)
+        )
         self._seeds = random.Random(self._options.seed)
         self._request_numbers = count()
         # by request: the runs of several streams take turns to drive the loop
@@ -171,8 +177,19 @@ class LLM:
         """
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         chats: list[Any] = [conversations] if single else list(conversations)
-        prompts = [self._render(chat, tools, **template_options) for chat in chats]
+        parts: list[list[ImagePart]] = [[] for _ in chats]
+        prompts = [
+            self._render(chat, tools, own, **template_options)
+            for chat, own in zip(chats, parts, strict=True)
+        ]
         token_ids = [self.tokenizer.encode_escaped(prompt) for prompt in prompts]
+        images: list[list[ImageInput]] = [[] for _ in chats]
+        for position, own in enumerate(parts):
+            if own and self._images is not None:
+                loaded = self._images.load_blocking(own)
+                token_ids[position], images[position] = self._images.expand(
+                    token_ids[position], loaded
+                )
         params = self._admit(token_ids, sampling_params)
         parsers = [
             [
@@ -183,7 +200,7 @@ class LLM:
         ]
         generations = _make_results(token_ids, params)
         events: dict[tuple[int, int], list[ParserEvent]] = {}  # by prompt and choice
-        for position, output in self._run(token_ids, params, parsers):
+        for position, output in self._run(token_ids, params, parsers, images):
             _collect(generations[position], output)
             said = events.setdefault((position, output.index), [])
             parser = parsers[position][output.index]
@@ -221,16 +238,23 @@ class LLM:
         """Render a conversation to its prompt text. If a message spells control tokens, `generate`
         reads them as control tokens; `chat` keeps them as text.
         """
-        return unescape(self._render(messages, tools, **template_options))
+        return unescape(self._render(messages, tools, [], **template_options))
 
     def _render(
-        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, /, **options: Any
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None,
+        images: list[ImagePart],
+        /,
+        **options: Any,
     ) -> str:
+        """Return the escaped prompt. The images of the messages are appended to `images`."""
         template = require_template(self.chat_template)
         normal = normalize_messages(
             [dict(message) for message in messages],
             has_root=template.has_root_role,
             family=ChatFormat.of_model(self.info.architecture).family,
+            images=None if self._images is None else images,
         )
         listed = None if tools is None else list(tools)
         return template.render(normal, self.tokenizer.escaper, tools=listed, **options)
@@ -278,9 +302,10 @@ class LLM:
         prompts: list[list[int]],
         params: list[SamplingParams],
         parsers: Sequence[Sequence[OutputParser]] | None = None,
+        images: Sequence[list[ImageInput]] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Drive the loop until all choices have ended. Yield (position of the prompt, output)."""
-        waiting = deque(self._sequences(prompts, params, parsers))
+        waiting = deque(self._sequences(prompts, params, parsers, images))
         running: dict[str, tuple[int, ChoiceStream]] = {}
         updates: deque[SequenceUpdate] = deque()
         # by id of a prompt's first choice: the others, which will find its prefix cached
@@ -334,6 +359,7 @@ class LLM:
         prompts: list[list[int]],
         params: list[SamplingParams],
         parsers: Sequence[Sequence[OutputParser]] | None = None,
+        images: Sequence[list[ImageInput]] | None = None,
     ) -> Iterator[list[_Sequence]]:
         for position, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
             seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
@@ -342,7 +368,10 @@ class LLM:
             for index in range(sampling.n):
                 choice = sampling.copy_for_choice(index, seed=seed)
                 request = GenerateRequest(
-                    request_id=f"{name}/{index}", prompt_token_ids=tuple(prompt), sampling=choice
+                    request_id=f"{name}/{index}",
+                    prompt_token_ids=tuple(prompt),
+                    sampling=choice,
+                    images=[] if images is None else images[position],
                 )
                 stream = ChoiceStream(
                     self.tokenizer,

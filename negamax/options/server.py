@@ -10,6 +10,7 @@ from negamax.options.flags import check_options, option
 from negamax.options.key_file import check_keys
 
 MAX_API_SERVERS = 64
+RULES = ("long_side", "area")  # of resizing images
 SCHEDULING_POLICIES = ("fcfs", "priority")
 SERVER, FORMAT, SECURITY, LIMITS = "Server", "Chat format", "Access", "Limits and supervision"
 
@@ -71,6 +72,13 @@ class ServerOptions:
         "auto", "Choose where thinking goes; auto: apart from the content."
     )
 
+    image_resize_rule: str = option(
+        "long_side",
+        "Resize images to a longest side, as MiniMax's API, or to an area, as transformers and "
+        "vLLM do.",
+        choices=RULES,
+    )
+
     api_keys: tuple[str, ...] = option(
         (),
         "Require this key of requests; may be repeated. Prefer NEGAMAX_API_KEY or --api-key-file. "
@@ -96,6 +104,12 @@ class ServerOptions:
         "Accept this name in the Host header where no key is set; may be repeated, '*' is all.",
         takes_json_list=True,
     )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "Let requests load images from http(s) URLs of this host; may be repeated. Default: the "
+        "server opens no URLs.",
+        takes_json_list=True,
+    )
     forwarded_allow_ips: tuple[str, ...] = option(
         (),
         "Take the client's address from X-Forwarded-For of this proxy, an address or a network; "
@@ -110,8 +124,12 @@ class ServerOptions:
         choices=SCHEDULING_POLICIES,
         panel=LIMITS,
     )
-    max_body_bytes: int = option(
-        32 * 2**20, "Refuse larger request bodies; such as 32MiB.", least=1024, is_size=True
+    max_body_bytes: int | None = option(
+        None,
+        "Refuse larger request bodies; such as 32MiB. Default: 32 MiB, 64 MiB if the server reads "
+        "images.",
+        least=1024,
+        is_size=True,
     )
     max_connections_per_address: int | None = option(
         None,
@@ -162,6 +180,10 @@ class ServerOptions:
     otlp_traces_endpoint: str | None = option(
         None, "Send a span per request to this OpenTelemetry collector (HTTP)."
     )
+
+    def body_bytes(self, *, has_images: bool) -> int:
+        """The most bytes of a request body; `has_images`: of a server that reads images."""
+        return self.max_body_bytes or (64 if has_images else 32) * 2**20
 
     def __post_init__(self) -> None:
         check_options(self)

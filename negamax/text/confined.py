@@ -1,8 +1,10 @@
-"""Call a checkpoint's chat template and tokenizer in processes with limits of time and memory.
+"""Call a checkpoint's chat template and tokenizer, and the image decoder, in processes with limits
+of time and memory.
 
-Anybody may have written them: both can loop, and both can allocate without end. One process loads
-the template or the tokenizer and forks children (`text.confined_process`). A child answers one call
-at a time; the kernel ends it when it has used up a limit, and the call is refused.
+Anybody may have written templates and images: they can loop, and allocate without end. One process
+loads the template, the tokenizer or the decoder and forks children (`text.confined_process`). A
+child answers one call at a time; the kernel ends it when it has used up a limit, and the call is
+refused.
 """
 
 import json
@@ -18,14 +20,19 @@ from negamax.base.supervision import Supervised
 
 LOAD_SECONDS, LOAD_BYTES = 10.0, 2 << 30
 ANSWER, ERROR = b"a", b"e"  # first bytes
+IMAGE_DECODER = "image decoder"  # a kind
+_IMAGE_SECONDS, _IMAGE_BYTES, _MOST_IMAGE_ANSWER = 8.0, 3 << 29, 48 << 20
 _SLOWEST = 20.0  # elapsed seconds per second of processor time
 _MOST_MEMORY = min(4 << 30, env.main_memory() // 4)
 
 
-def compute_limits(num_bytes: int) -> tuple[float, int, int]:
+def compute_limits(kind: str, num_bytes: int) -> tuple[float, int, int]:
     """Return the limits of a call with `num_bytes`: processor seconds, bytes of memory, and bytes
-    of the answer. Dense texts take 2 s per MiB to tokenize, and 430 bytes per byte.
+    of the answer. Dense texts take 2 s per MiB to tokenize, and 430 bytes per byte; the largest
+    images take 3 s and 1 GB.
     """
+    if kind == IMAGE_DECODER:
+        return _IMAGE_SECONDS, min(_IMAGE_BYTES, _MOST_MEMORY), _MOST_IMAGE_ANSWER
     memory = min((512 << 20) + 512 * num_bytes, _MOST_MEMORY)
     return 0.3 + 8.0 * num_bytes / 2**20, memory, (16 << 20) + 16 * num_bytes
 
@@ -50,10 +57,13 @@ def _unpack(answer: bytes, failure: type[NegamaxError]) -> bytes:
 
 
 class Confined:
-    """A template or a tokenizer in processes with limits. Threads may share it."""
+    """A template, a tokenizer or a decoder in processes with limits. Threads may share it."""
 
-    def __init__(self, kind: str, *setup: Any, origin: str) -> None:
-        """`kind`, `setup`: as of `confined_process.load`; `origin` names it in messages."""
+    def __init__(self, kind: str, *setup: Any, origin: str, has_secrets: bool = True) -> None:
+        """`kind`, `setup`: as of `confined_process.load`; `origin` names it in messages;
+        `has_secrets`: as of `supervision.spawn`.
+        """
+        self._has_secrets = has_secrets
         self._setup = json.dumps([kind, *setup]).encode()
         self._kind, self._origin = kind, origin
         self._lock = threading.Lock()
@@ -78,7 +88,7 @@ class Confined:
             job = json.dumps(arguments).encode()  # in ASCII: escaped texts hold lone surrogates
         except (TypeError, ValueError) as error:
             raise InvalidRequestError(f"only JSON values can be rendered: {error}") from None
-        seconds, memory, most = compute_limits(len(job))
+        seconds, memory, most = compute_limits(self._kind, len(job))
         try:
             child = self._take()
             answer = _ask(child, job, seconds=seconds, most=most)
@@ -87,7 +97,7 @@ class Confined:
             raise InvalidRequestError(
                 f"the {self._kind} failed on this request, or used more than {seconds:.1f} s of "
                 f"processor time or {memory >> 20} MiB",
-                hint="shorten or reword the request",
+                hint=f"send {'other images' if self._kind == IMAGE_DECODER else 'a shorter text'}",
                 code="template_limit",
             ) from error
         return _unpack(answer, InvalidRequestError)
@@ -97,6 +107,8 @@ class Confined:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
+            if self._process is not None and self._process.is_gone:
+                self._process = None
             pid = self._load()
             child, theirs = Pipe()
             with theirs:
@@ -113,7 +125,10 @@ class Confined:
             self._source, theirs = Pipe()
             with theirs:
                 fd = theirs.fileno()
-                process = Supervised("negamax.text.confined_process", str(fd), pass_fds=(fd,))
+                process = Supervised(
+                    "negamax.text.confined_process", str(fd),
+                    pass_fds=(fd,), has_secrets=self._has_secrets,
+                )  # fmt: skip
             try:
                 found = _ask(self._source, self._setup, seconds=LOAD_SECONDS, most=LOAD_BYTES)
                 self._facts = json.loads(_unpack(found, CheckpointError))

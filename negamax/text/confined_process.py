@@ -27,9 +27,13 @@ from negamax.text.tokenizer import Tokenizer
 
 
 def load(kind: str, *setup: Any) -> tuple[object, Callable[..., bytes]]:
-    """Return the facts and the function of a "chat template" (source, variables, name) or a
-    "tokenizer" (folder). Errors: `CheckpointError`.
+    """Return the facts and the function of a "chat template" (source, variables, name), a
+    "tokenizer" (folder) or an "image decoder". Errors: `CheckpointError`.
     """
+    if kind == confined.IMAGE_DECODER:
+        from negamax.images.decode import decode_image  # Pillow, which only this kind loads
+
+        return None, decode_image
     if kind == "tokenizer":
         tokenizer = Tokenizer.from_folder(Path(setup[0]), is_trusted=True)
 
@@ -70,16 +74,16 @@ def main(fd: int) -> None:
             if os.fork() == 0:
                 control.close()
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print where they failed
-                serve(Connection(handle), function)
+                serve(Connection(handle), setup[0], function)
             os.close(handle)
 
 
-def serve(connection: Connection, function: Callable[..., bytes]) -> None:
+def serve(connection: Connection, kind: str, function: Callable[..., bytes]) -> None:
     """Answer calls until the parent closes the connection; any failure ends this process."""
     try:
         while True:
             job = connection.recv_bytes()
-            seconds, memory, most = confined.compute_limits(len(job))
+            seconds, memory, most = confined.compute_limits(kind, len(job))
             _limit(seconds, memory)
             try:
                 answer = confined.ANSWER + function(*json.loads(job))

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from negamax.base.errors import InvalidRequestError
+from negamax.images.sizes import LONGEST_SIDES, SIDE
 from negamax.text.chat_family import ChatFamily
 from negamax.text.parser.schema_values import parse_json
 
@@ -36,6 +38,8 @@ _NOTES = {
     "recording": "[a recording, which this model cannot hear]",
     "video": "[a video, which this model cannot see]",
 }
+_LONGEST = "max_long_side_pixel"
+_IMAGE_FIELDS = ("image_url", "source", "data", "url")
 _UNSEEN = {  # by type of the part, in all dialects
     **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
     **dict.fromkeys(("document", "file", "input_file", "container_upload"), "document"),
@@ -44,11 +48,21 @@ _UNSEEN = {  # by type of the part, in all dialects
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """An image of a message."""
+
+    source: str  # data URL or URL, not checked yet
+    place: str  # in the request
+    longest: int | None = None  # pixels of the longer side after resizing, at most
+
+
 def normalize_messages(
     messages: Sequence[Mapping[str, Any]],
     *,
     has_root: bool = False,
     family: ChatFamily | None = None,
+    images: list[ImagePart] | None = None,
 ) -> list[dict[str, Any]]:
     """Return messages in the form that MiniMax's templates render without loss.
 
@@ -59,9 +73,11 @@ def normalize_messages(
       else a user message. Templates would drop it silently. At the start it would change the cached
       prefix, and a user message within a tool loop would hide the thinking of that loop. One
       without text is left out.
-    - Content null or missing is "". Parts with text become type text. Images, documents, recordings
-      and videos become notes (`unseen_note`), unless models of `family` could see them. Other parts
-      without text become notes, too; in answers they are omitted.
+    - Content null or missing is "". Parts with text become type text. Images become parts of type
+      image and are appended to `images` in the order of the prompt; None: the server reads none.
+    - Other images, documents, recordings and videos become notes (`unseen_note`), unless models of
+      `family` could see them. Other parts without text become notes, too; in answers they are
+      omitted.
     - Reasoning in `reasoning_content`, another field of this purpose, reasoning parts, or a think
       block that begins the content becomes `reasoning_content`.
     - Parts that are tool calls count where the message has no `tool_calls`; parts that are results
@@ -82,12 +98,58 @@ def normalize_messages(
         raise InvalidRequestError("messages is empty; send at least one message", param="messages")
     ordered = _order_tool_results(
         [
-            _check_message(part, i, family)
+            _check_message(part, i, family, images is not None)
             for i, message in enumerate(messages)
             for part in _split_results(message)
         ]
     )
-    return _place_instructions(ordered, has_root=has_root)
+    placed = _place_instructions(ordered, has_root=has_root)
+    if images is not None:
+        lists = [message["content"] for message in placed if _has_images(message["content"])]
+        parts = [part for content in lists for part in content if isinstance(part, dict)]
+        images += [part.pop("image") for part in parts if part["type"] == "image"]
+    return placed
+
+
+def find_image(part: Mapping[str, Any], place: str) -> dict[str, Any] | None:
+    """Return an image part of any dialect in normal form; None for other parts.
+
+    `place` begins with the message. Errors: `InvalidRequestError` with the place.
+    """
+    if _UNSEEN.get(str(part.get("type"))) != "image":
+        return None
+    message, _, _ = place.partition(".")
+    if isinstance(known := part.get("image"), ImagePart):
+        return {"type": "image", "image": replace(known, place=f"{message}.{known.place}")}
+    found: Any = next((part[name] for name in _IMAGE_FIELDS if part.get(name) is not None), None)
+    settings = [one for one in (found, part) if isinstance(one, Mapping)]
+    if isinstance(found, Mapping):
+        data, found = found.get("data"), found.get("url")
+        found = f"data:;base64,{data}" if isinstance(data, str) else found
+    elif part.get("data") == found and found is not None:
+        found = f"data:;base64,{found}"
+    if not isinstance(found, str):
+        raise InvalidRequestError(
+            f"{place} is an image without data; send a data URL in base64, not the id of a file",
+            param=place,
+            code="invalid_image",
+        )
+    longest = next((one["max_long_side_pixel"] for one in settings if _LONGEST in one), None)
+    low, high = LONGEST_SIDES
+    is_known = isinstance(longest, int) and low <= longest <= high and longest % SIDE == 0
+    if longest is not None and not is_known:
+        raise InvalidRequestError(
+            f"{place}.{_LONGEST} is {longest!r}; allowed: multiples of {SIDE}, {low} to {high}",
+            param=place,
+            code="invalid_value",
+        )
+    return {"type": "image", "image": ImagePart(found, place, longest)}
+
+
+def _has_images(content: str | list[Any]) -> bool:
+    return isinstance(content, list) and any(
+        isinstance(part, Mapping) and part["type"] == "image" for part in content
+    )
 
 
 def system_note(text: str) -> str:
@@ -105,7 +167,7 @@ def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = 
     if media is not None and family is not None and media in family.sees:
         raise InvalidRequestError(
             f"{place} has type {kind!r}; {family.title} supports it, but this version of Negamax "
-            f"runs its text model only",
+            f"runs its text model only{' and reads no videos' if media == 'video' else ''}",
             hint="send text only",
             param=place,
             code="unsupported_content",
@@ -164,7 +226,9 @@ def split_inline_reasoning(content: str) -> tuple[str | None, str]:
     return "" if is_quoted else None, content
 
 
-def _check_message(message: Any, i: int, family: ChatFamily | None) -> dict[str, Any]:
+def _check_message(
+    message: Any, i: int, family: ChatFamily | None, takes_images: bool
+) -> dict[str, Any]:
     """Normalize the fields of one message."""
     if not isinstance(message, Mapping):
         _refuse(i, f"is a {type(message).__name__}; send an object with role and content")
@@ -175,7 +239,10 @@ def _check_message(message: Any, i: int, family: ChatFamily | None) -> dict[str,
     given = message.get("content")
     if role != "assistant":
         # Templates show each part of a result separately.
-        checked["content"] = _read_content(given, i, family, joins_notes=role != "tool")
+        joins = role != "tool"
+        checked["content"] = _read_content(
+            given, i, family, joins_notes=joins, takes_images=takes_images
+        )
         if checked.pop("tool_calls", None) not in (None, []):
             problem = f"is in a {role} message; only assistant messages call tools"
             _refuse(i, problem, field="tool_calls")
@@ -212,7 +279,15 @@ def _split_results(message: Any) -> list[Any]:
             continue
         ids = (part.get(name) for name in ("tool_use_id", "tool_call_id", "toolCallId", "call_id"))
         call_id = next((one for one in ids if one is not None), None)
-        results.append({"role": "tool", "tool_call_id": call_id, "content": find_text(part)})
+        content = part.get("content")
+        kinds = [
+            one.get("type")
+            for one in (content if isinstance(content, list) else ())
+            if isinstance(one, Mapping)
+        ]
+        has_images = any(_UNSEEN.get(str(kind)) == "image" for kind in kinds)
+        shown = content if has_images else find_text(part)
+        results.append({"role": "tool", "tool_call_id": call_id, "content": shown})
     return [*results, {**message, "content": others}] if others or not results else results
 
 
@@ -241,6 +316,7 @@ def _read_content(
     *,
     thoughts: list[str] | None = None,
     joins_notes: bool = True,
+    takes_images: bool = False,
 ) -> str | list[Any]:
     """Return content as text or text parts, with notes on lines of their own.
 
@@ -261,7 +337,11 @@ def _read_content(
         if thoughts is not None and thought is not None:
             thoughts.append(thought)
             continue
-        note = unseen_note(kind, family, place=f"messages[{i}].content[{j}]")
+        place = f"messages[{i}].content[{j}]"
+        if takes_images and isinstance(part, Mapping) and (image := find_image(part, place)):
+            parts.append(image)
+            continue
+        note = unseen_note(kind, family, place=place)
         if note is not None:
             text = note
         elif isinstance(kind, str) and kind in _TEXT_FIELDS:
@@ -419,6 +499,12 @@ def _place_instructions(messages: list[dict[str, Any]], *, has_root: bool) -> li
             placed.append(message)
             continue
         text = plain_text(message["content"])
+        if _has_images(message["content"]):
+            before, after = system_note("\n").split("\n\n")
+            around = [{"type": "text", "text": one} for one in (f"{before}\n", f"\n{after}")]
+            content = [around[0], *message["content"], around[1]]
+            placed.append({"role": "user", "content": content})
+            continue
         if not text.strip():
             continue
         if placed[-1]["role"] == "tool":
@@ -447,6 +533,13 @@ def _join(messages: list[dict[str, Any]], *, role: str) -> dict[str, Any]:
     joined: dict[str, Any] = {}
     for message in messages:
         joined |= message
+    if any(_has_images(message["content"]) for message in messages):
+        parts: list[Any] = []
+        for message in messages:
+            content = message["content"]
+            parts += [{"type": "text", "text": "\n\n"}] if parts else []
+            parts += [content] if isinstance(content, str) else content
+        return joined | {"role": role, "content": parts}
     texts = [plain_text(message["content"]) for message in messages]
     return joined | {"role": role, "content": "\n\n".join(text for text in texts if text)}
 
@@ -454,7 +547,7 @@ def _join(messages: list[dict[str, Any]], *, role: str) -> dict[str, Any]:
 def plain_text(content: str | list[Any]) -> str:
     """Return the text of a message's content in normal form."""
     parts = [content] if isinstance(content, str) else content
-    return "".join(part if isinstance(part, str) else part["text"] for part in parts)
+    return "".join(part if isinstance(part, str) else part.get("text", "") for part in parts)
 
 
 def _refuse(i: int, problem: str, *, field: str = "") -> NoReturn:

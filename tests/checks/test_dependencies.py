@@ -20,7 +20,12 @@ EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in LISTED}
 OPTIONAL = [r for name, extra in EXTRAS.items() if name not in ("test", "dev") for r in extra]
 OWN = {"negamax", "compression", *sys.stdlib_module_names}  # the second one: Python 3.14
 # others are imported by their name, with "_" for "-"
-IMPORTED_AS = {"backports.zstd": "backports", "pyzmq": "zmq", "opentelemetry-sdk": "opentelemetry"}
+IMPORTED_AS = {
+    "backports.zstd": "backports",
+    "pyzmq": "zmq",
+    "pillow": "PIL",
+    "opentelemetry-sdk": "opentelemetry",
+}
 
 
 def import_name(requirement: Requirement) -> str:

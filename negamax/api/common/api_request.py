@@ -19,7 +19,7 @@ from negamax.api.schemas.sampled_request import EngineRequest
 from negamax.base.errors import InvalidRequestError
 from negamax.engine.client.open_request import OpenRequest
 from negamax.engine.client.output import TextReader
-from negamax.scheduler.request import SamplingParams
+from negamax.scheduler.request import ImageInput, SamplingParams
 
 DATA_PARALLEL_RANK_HEADER = "X-data-parallel-rank"  # as vLLM and SGLang name it
 MAX_PROMPT_LOGPROBS = 2**22  # of one answer
@@ -83,6 +83,7 @@ def generate(
     readers: Sequence[TextReader] | None = None,
     index: int = 0,
     num_prompts: int = 1,
+    images: Sequence[ImageInput] = (),
 ) -> OpenRequest:
     """Hand a prompt over to the engine, the one at `index` of those in the request.
 
@@ -134,6 +135,7 @@ def generate(
         interval=interval,
         lease_id=transfer.lease_id,
         remote=transfer.remote,
+        images=images,
     )
     record.sampling = msgspec.structs.replace(generation.sampling, n=sampling.n)
     if context.request_log is not None:

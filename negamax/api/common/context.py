@@ -3,11 +3,13 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
 from negamax import __version__
 from negamax.api.access import Access
 from negamax.api.common.conversation import PromptBuilder
+from negamax.api.common.media import fetch_media
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.http.lifecycle import Lifecycle
 from negamax.api.http.request_body import BodyLimits
@@ -20,6 +22,8 @@ from negamax.api.schemas.request_model import describe, suggest_nearest
 from negamax.api.tracing import RequestTracer
 from negamax.base.errors import NotFoundError
 from negamax.engine.client.engine_client import AsyncEngine
+from negamax.engine.client.image_loader import ImageLoader
+from negamax.engine.wire import ModelInfo
 from negamax.models.chat_format import ChatFormat
 from negamax.options.server import ServerOptions
 
@@ -77,6 +81,7 @@ class ApiContext:
                 max_model_len=engine.info.max_model_len,
                 default_template_kwargs=options.default_chat_template_kwargs,
                 allow_special_tokens_in_text=options.allow_special_tokens_in_text,
+                images=_make_loader(engine.info, options),
             ),
             chat_format=chat_format,
             metrics=ServerMetrics(
@@ -92,7 +97,8 @@ class ApiContext:
             access=Access(options),
             options=options,
             body_limits=BodyLimits.of(
-                max_bytes=options.max_body_bytes, max_model_len=engine.info.max_model_len
+                max_bytes=options.body_bytes(has_images=engine.info.vision is not None),
+                max_model_len=engine.info.max_model_len,
             ),
             model_names=names,
             started=int(time.time()),
@@ -125,3 +131,12 @@ class ApiContext:
         return HiddenThoughts(
             self.signer, context_length=self.engine.info.max_model_len, shows_earlier=shows_earlier
         )
+
+
+def _make_loader(info: ModelInfo, options: ServerOptions) -> ImageLoader | None:
+    if info.vision is None:
+        return None
+    rule: Any = options.image_resize_rule
+    domains = options.allowed_media_domains
+    fetch = partial(fetch_media, domains=frozenset(map(str.lower, domains))) if domains else None
+    return ImageLoader(info.vision, max_model_len=info.max_model_len, rule=rule, fetch=fetch)

@@ -17,11 +17,13 @@ from negamax.api.schemas.thinking import (
 )
 from negamax.base.errors import ContextLengthError, InvalidRequestError
 from negamax.base.pieces import num_chars
+from negamax.engine.client.image_loader import ImageLoader
 from negamax.models.chat_format import ChatFormat, ReasoningState
+from negamax.scheduler.request import ImageInput
 from negamax.text.chat_template import require_template
 from negamax.text.encoding_cache import EncodingCache
 from negamax.text.escaping import unescape
-from negamax.text.messages import is_unseen, normalize_messages, plain_text
+from negamax.text.messages import ImagePart, is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
 _PROBE_CHARS_PER_TOKEN = 8  # longer text is probed before it is tokenized
@@ -56,6 +58,7 @@ class ChatPrompt:
     token_ids: list[int]
     reasoning: ReasoningState
     continued: str = ""
+    images: Sequence[ImageInput] = ()
 
 
 class PromptBuilder:
@@ -69,11 +72,14 @@ class PromptBuilder:
         max_model_len: int,
         default_template_kwargs: Mapping[str, Any] | None = None,
         allow_special_tokens_in_text: bool = False,
+        images: ImageLoader | None = None,
     ) -> None:
         """`default_template_kwargs` apply to requests that do not set a variable.
 
         `allow_special_tokens_in_text`: text in a conversation may become control tokens.
+        `images`: None: the server reads no images.
         """
+        self._images = images
         self._escaper = None if allow_special_tokens_in_text else tokenizer.escaper
         self._encodings = EncodingCache(tokenizer)
         self._chat_format = chat_format
@@ -84,11 +90,18 @@ class PromptBuilder:
         self._default_mode = read_template_switch(default_template_kwargs or {})
 
     async def chat(
-        self, conversation: Conversation, *, num_bytes: int, cache_salt: str = ""
+        self,
+        conversation: Conversation,
+        *,
+        num_bytes: int,
+        cache_salt: str = "",
+        needs_pixels: bool = True,
     ) -> ChatPrompt:
-        """Build the prompt of `conversation`, which has about `num_bytes`.
+        """Build the prompt of `conversation`, which has about `num_bytes`. Without `needs_pixels`
+        images are only counted.
 
-        Errors: `InvalidRequestError` if the messages or the template refuse it.
+        Errors: `InvalidRequestError` if the messages or the template refuse it; those of
+        `ImageLoader.load`.
         """
         if conversation.continue_final_message and conversation.add_generation_prompt:
             raise InvalidRequestError(
@@ -103,7 +116,7 @@ class PromptBuilder:
             try:
                 shown = (conversation.messages, conversation.tools, conversation.template_kwargs)
                 self._check_chars(num_chars(shown, is_left_out=is_unseen))
-                text, reasoning, continued = self._render(conversation)
+                text, reasoning, continued = self._render(conversation, images)
             except RecursionError:
                 raise InvalidRequestError(
                     "the messages or tools are nested too deeply", param="messages"
@@ -111,7 +124,13 @@ class PromptBuilder:
             token_ids = self._encode(text, cache_salt, is_escaped=True)
             return ChatPrompt(unescape(text), token_ids, reasoning, continued)
 
-        return await run_off_loop(build, num_bytes=num_bytes, inline_bytes=self._inline_bytes)
+        images: list[ImagePart] | None = None if self._images is None else []
+        prompt = await run_off_loop(build, num_bytes=num_bytes, inline_bytes=self._inline_bytes)
+        if self._images is None or not images:
+            return prompt
+        loaded = await self._images.load(images, needs_pixels=needs_pixels)
+        token_ids, placed = self._images.expand(prompt.token_ids, loaded)
+        return dataclasses.replace(prompt, token_ids=token_ids, images=placed)
 
     async def plain(
         self, prompts: Sequence[str | list[int]], *, cache_salt: str = ""
@@ -127,8 +146,12 @@ class PromptBuilder:
         num_bytes = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         return await run_off_loop(build, num_bytes=num_bytes, inline_bytes=self._inline_bytes)
 
-    def _render(self, conversation: Conversation) -> tuple[str, ReasoningState, str]:
-        """Return the escaped text of the prompt, its reasoning state, and what it continues."""
+    def _render(
+        self, conversation: Conversation, images: list[ImagePart] | None
+    ) -> tuple[str, ReasoningState, str]:
+        """Return the escaped text of the prompt, its reasoning state, and what it continues. The
+        images are appended to `images`.
+        """
         template = require_template(self._chat_format.template)
         thinking, kwargs = conversation.thinking, conversation.template_kwargs or {}
         if thinking.mode is None:
@@ -136,7 +159,10 @@ class PromptBuilder:
         if thinking.mode_for(template) is None:
             thinking = dataclasses.replace(thinking, mode=self._default_mode)
         messages = normalize_messages(
-            conversation.messages, has_root=template.has_root_role, family=self._chat_format.family
+            conversation.messages,
+            has_root=template.has_root_role,
+            family=self._chat_format.family,
+            images=images,
         )
         mark = _Mark.put(messages) if conversation.continue_final_message else None
         variables: dict[str, Any] = {

@@ -27,7 +27,12 @@ from negamax.api.schemas.request_model import refuse
 from negamax.api.schemas.sampled_request import EngineRequest, SampledRequest
 from negamax.api.schemas.thinking import ReasoningPlace
 from negamax.api.schemas.tools import CallChoice
-from negamax.base.errors import AbortedError, InvalidRequestError
+from negamax.base.errors import (
+    AbortedError,
+    InvalidRequestError,
+    NegamaxError,
+    PayloadTooLargeError,
+)
 from negamax.config.grammar import Grammar
 from negamax.engine.client.open_request import OpenRequest, OpenRequests
 from negamax.engine.client.output import RequestOutput
@@ -65,18 +70,27 @@ class StartedTurn:
 
 
 async def build_prompt(
-    context: ApiContext, request: ApiRequest[SampledRequest], turn: Turn
+    context: ApiContext,
+    request: ApiRequest[SampledRequest],
+    turn: Turn,
+    *,
+    needs_pixels: bool = True,
 ) -> ChatPrompt:
-    """Build the prompt of `turn`. Errors name the place in the client's request."""
+    """Build the prompt of `turn`, or with `needs_pixels` False one to count. Errors name the place
+    in the client's request.
+    """
     try:
         return await context.prompts.chat(
-            turn.conversation, num_bytes=request.num_bytes, cache_salt=get_cache_salt(request)
+            turn.conversation,
+            num_bytes=request.num_bytes,
+            cache_salt=get_cache_salt(request),
+            needs_pixels=needs_pixels,
         )
-    except InvalidRequestError as error:
+    except (InvalidRequestError, PayloadTooLargeError) as error:
         raise _replace_place(error, turn.places) from None
 
 
-def _replace_place(error: InvalidRequestError, places: Sequence[str]) -> InvalidRequestError:
+def _replace_place(error: NegamaxError, places: Sequence[str]) -> NegamaxError:
     def place(match: re.Match[str]) -> str:
         index = int(match[1])
         return places[index] if index < len(places) else match[0]
@@ -137,6 +151,7 @@ async def start_turn(
         names=names,
         stream_interval=request.params.stream_interval,
         readers=None if turn.is_prompt_only else readers,
+        images=prompt.images,
     )
     await start_source(request, source, has_grammar=grammar is not None)
     return StartedTurn(prompt, readers, source, turn.is_prompt_only)

@@ -5,6 +5,7 @@ A conversation that grows keeps its prefix, so that the prefix cache applies.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from negamax.api.common.history import AssistantParts, HiddenThought, History, collect_texts
@@ -12,7 +13,7 @@ from negamax.api.common.thought_signature import HiddenThoughts
 from negamax.api.dialects.messages.tool_changes import TOOL_CHANGES
 from negamax.api.schemas.request_model import check_choice, check_type, describe, refuse
 from negamax.text.chat_family import ChatFamily
-from negamax.text.messages import find_text, find_thought, show_unknown, unseen_note
+from negamax.text.messages import find_image, find_text, find_thought, show_unknown, unseen_note
 
 _ROLES = ("user", "assistant", "system")
 _CLEAR_AT = ("never", "next_user_message")
@@ -33,6 +34,7 @@ def build_history(
     thoughts: HiddenThoughts,
     family: ChatFamily | None = None,
     tool_notes: Mapping[str, str] = _NO_NOTES,
+    reads_images: bool = False,
 ) -> History:
     """Build the conversation of a request to a model of `family`.
 
@@ -44,6 +46,7 @@ def build_history(
       tools, by their places.
     - Thinking becomes reasoning, whatever its signature; hidden thinking is unpacked where the
       prompt shows it.
+    - With `reads_images`, images of users and of tool results stay images.
 
     Errors: `InvalidRequestError` with the place of what the model cannot be shown.
     """
@@ -60,7 +63,7 @@ def build_history(
                     message = {"role": "system", "content": text}
                     history.add(message, place=_get_message_place(place))
         else:
-            _add_user(history, blocks, family, tool_notes)
+            _add_user(history, blocks, family, tool_notes, reads_images)
     history.reveal(thoughts)
     return history
 
@@ -126,19 +129,26 @@ def _read_blocks(content: object, place: str) -> Blocks:
 
 
 def _add_user(
-    history: History, blocks: Blocks, family: ChatFamily | None, tool_notes: Mapping[str, str]
+    history: History,
+    blocks: Blocks,
+    family: ChatFamily | None,
+    tool_notes: Mapping[str, str],
+    reads_images: bool,
 ) -> None:
     results = [(place, block) for place, block in blocks if block.get("type") == "tool_result"]
     for place, block in results:
         result = {
             "role": "tool",
             "tool_call_id": block.get("tool_use_id"),
-            "content": _read_result(block, place, family, tool_notes),
+            "content": _read_result(block, place, family, tool_notes, reads_images),
         }
         history.add(result, place=_get_message_place(place))
     parts: list[dict[str, Any]] = []
     for place, block in blocks:
         if block.get("type") == "tool_result":
+            continue
+        if reads_images and (image := _find_image(block, place)):
+            parts.append(image)
             continue
         text = _read_user_text(block, place, family)
         reminder = _REMINDER.match(text or "") if results and not parts else None
@@ -193,6 +203,15 @@ def _read_user_text(block: Mapping[str, Any], place: str, family: ChatFamily | N
     return shown_text
 
 
+def _find_image(block: Mapping[str, Any], place: str) -> dict[str, Any] | None:
+    """Return the part of an image, placed within its message; None for other blocks."""
+    part = find_image(block, place)
+    if part is not None:
+        _, _, inner = place.partition(".")
+        part["image"] = replace(part["image"], place=inner)
+    return part
+
+
 def _read_document(block: Mapping[str, Any]) -> str | None:
     source, content = block.get("source"), block.get("content")
     match block.get("type"):
@@ -212,18 +231,28 @@ def _read_document(block: Mapping[str, Any]) -> str | None:
 
 
 def _read_result(
-    block: Mapping[str, Any], place: str, family: ChatFamily | None, tool_notes: Mapping[str, str]
-) -> str:
+    block: Mapping[str, Any],
+    place: str,
+    family: ChatFamily | None,
+    tool_notes: Mapping[str, str],
+    reads_images: bool,
+) -> str | list[dict[str, Any]]:
     """Return the text of a tool result, with a note for each part that the model cannot see.
 
-    A refusal would end the session that contains it.
+    A refusal would end the session that contains it. With images it is a list of parts.
     """
+    parts: list[dict[str, Any]] = []
     content = block.get("content")
     texts: list[str] = []
     if isinstance(content, str):
         texts.append(content)
     elif content is not None:
         for where, part in _read_blocks(content, place):
+            if reads_images and (image := _find_image(part, where)):
+                parts += [{"type": "text", "text": "\n".join([*texts, ""])}] if texts else []
+                parts.append(image)
+                texts.clear()
+                continue
             match part.get("type"):
                 case "text":
                     texts.append(_read_text(part, where))
@@ -237,6 +266,10 @@ def _read_result(
                     )
                     texts.append(show_unknown(part) if text is None else text)
     text = "\n".join(texts)
+    if parts:
+        is_error = block.get("is_error") is True
+        before = [{"type": "text", "text": "Error: "}] if is_error else []
+        return [*before, *parts, *([{"type": "text", "text": text}] if text else [])]
     is_marked = text.lstrip().lower().startswith(("error", "<tool_use_error>"))
     if block.get("is_error") is True and not is_marked:
         return f"Error: {text}" if text else "Error"

@@ -83,7 +83,7 @@ def make_messages_router(context: ApiContext) -> APIRouter:
             lambda: _build_turn(context, request.params, max_tokens=1, stop=[]),
             num_bytes=request.num_bytes,
         )
-        prompt = await build_prompt(context, request, turn)
+        prompt = await build_prompt(context, request, turn, needs_pixels=False)
         return build_json_response(
             schema.TokenCount(len(prompt.token_ids)), headers={"request-id": http.state.request_id}
         )
@@ -101,6 +101,7 @@ def _build_turn(
         thoughts=context.hidden_thoughts(),
         family=context.chat_format.family,
         tool_notes=effect.notes,
+        reads_images=context.engine.info.vision is not None,
     )
     last = history.messages[-1] if history.messages else {"role": "system"}
     is_answer = last["role"] == "assistant" and "tool_calls" not in last

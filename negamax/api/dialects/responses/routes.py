@@ -203,7 +203,9 @@ class _Responses:
     async def count(self, request: ApiRequest[ResponsesRequest]) -> Response:
         self._context.model_name(request.params.model)
         prepared = await self._prepare(request)
-        prompt = await build_prompt(self._context, prepared.request, prepared.turn)
+        prompt = await build_prompt(
+            self._context, prepared.request, prepared.turn, needs_pixels=False
+        )
         return build_json_response(InputTokenCount(len(prompt.token_ids)))
 
     async def _prepare(self, request: ApiRequest[ResponsesRequest]) -> _Prepared:

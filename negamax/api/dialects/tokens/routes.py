@@ -30,7 +30,10 @@ def make_tokens_router(context: ApiContext) -> APIRouter:
             refuse("prompt", "send either prompt or messages")
         if params.prompt is None:
             prompt = await context.prompts.chat(
-                _build_conversation(params), num_bytes=num_bytes, cache_salt=get_salt(http, "")
+                _build_conversation(params),
+                num_bytes=num_bytes,
+                cache_salt=get_salt(http, ""),
+                needs_pixels=False,
             )
             texts = [prompt.token_ids]
         else:

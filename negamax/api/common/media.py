@@ -1,0 +1,117 @@
+"""Download images from hosts that the operator allows, without reaching private networks.
+
+A name is resolved once, all its addresses must be public, and the connection goes to one of them.
+No redirects, proxies, cookies or compression; nothing of an answer is repeated in errors.
+"""
+
+import contextlib
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from negamax import __version__
+from negamax.base.errors import InvalidRequestError
+from negamax.engine.client.image_loader import MAX_IMAGE_BYTES, build_bytes_error
+
+TIMEOUT_SECONDS = 10.0  # from connecting to the last byte
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+Resolve = Callable[[str, int], list[str]]
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """Return the addresses of a host. Errors: `OSError`."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+def fetch_media(
+    url: str,
+    *,
+    domains: frozenset[str],
+    resolve: Resolve = resolve,
+    is_allowed: Callable[[str], bool] | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+) -> bytes:
+    """Download `url`, whose host must be one of `domains` (lower case).
+
+    `is_allowed`: whether an address may be reached; default: public ones. Errors, without the
+    image's place: `InvalidRequestError`, `PayloadTooLargeError`.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").lower(), parts.port
+    except ValueError:
+        _refuse("is not a URL")
+    if parts.username is not None or host not in domains:
+        _refuse("names a host that this server does not load images from", code="url_not_allowed")
+    is_tls = parts.scheme.lower() == "https"
+    port = port or (443 if is_tls else 80)
+    try:
+        addresses = resolve(host, port)
+    except (OSError, UnicodeError):
+        _refuse("names a host that cannot be resolved")
+    if not addresses or not all(map(is_allowed or is_public, addresses)):
+        _refuse("names a host with an address that is not public", code="url_not_allowed")
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    try:
+        return _download(addresses[0], port, host, path, is_tls=is_tls, timeout=timeout)
+    except (OSError, http.client.HTTPException, ValueError):
+        _refuse(f"cannot be downloaded in {timeout:g} s")
+
+
+def is_public(address: str) -> bool:
+    """Whether an address and those that it embeds are of the public internet."""
+    ip: ipaddress.IPv4Address | ipaddress.IPv6Address
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.sixtofour is not None or ip.teredo is not None or ip in _NAT64:
+            return False
+        ip = ip.ipv4_mapped or ip
+    return ip.is_global and not ip.is_multicast
+
+
+def _download(
+    address: str, port: int, host: str, path: str, *, is_tls: bool, timeout: float
+) -> bytes:
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(socket.create_connection((address, port), timeout))
+        # the timeout counts for each read; this one for all of them
+        timer = threading.Timer(timeout, _shut_down, [sock])
+        timer.daemon = True
+        timer.start()
+        stack.callback(timer.cancel)
+        connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        if is_tls:
+            context = ssl.create_default_context()
+            connection.sock = stack.enter_context(context.wrap_socket(sock, server_hostname=host))
+        else:
+            connection.sock = sock
+        stack.callback(connection.close)
+        headers = {"User-Agent": f"negamax/{__version__}", "Accept-Encoding": "identity"}
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            _refuse(f"is answered with status {answer.status}; redirects are not followed")
+        if (answer.length or 0) > MAX_IMAGE_BYTES:
+            raise build_bytes_error(answer.length or 0)
+        body = answer.read(MAX_IMAGE_BYTES + 1)
+        if len(body) > MAX_IMAGE_BYTES:
+            raise build_bytes_error(len(body))
+        if answer.length:
+            raise OSError("the connection ended early")
+        return body
+
+
+def _shut_down(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _refuse(problem: str, *, code: str = "url_unreachable") -> NoReturn:
+    hint = "send the image as a data URL"
+    raise InvalidRequestError(problem, hint=hint, code=code)
