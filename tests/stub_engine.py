@@ -20,6 +20,7 @@ from typing import Protocol
 import zmq
 
 from negamax.base.supervision import exit_with_parent
+from negamax.config.vision import VisionSpec
 from negamax.engine import wire
 from negamax.engine.core.process import Outbox, listen
 from negamax.engine.core.source import ModelSource, locate
@@ -132,6 +133,7 @@ class StubEngine:
             eos_token_ids=generation.eos_token_ids, sampling_defaults=generation.sampling,
             max_logprobs=options.max_logprobs, max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE,
             num_kv_blocks=NUM_BLOCKS, device="stub", dtype="none",
+            vision=make_vision() if os.environ.get("STUB_VISION") else None,
         )  # fmt: skip
 
     @property
@@ -182,6 +184,16 @@ class StubEngine:
     def _stats(self) -> wire.EngineStats:
         counts = (len(self._answers), 0, NUM_BLOCKS, NUM_BLOCKS, self._steps, 0, 0, 0, self._tokens)
         return wire.EngineStats(*counts)
+
+
+def make_vision() -> VisionSpec:
+    """A tower for nano-m3, whose tokens of images have MiniMax-M3's ids minus 195,904."""
+    return VisionSpec(
+        hidden_size=160, num_layers=1, num_heads=2, intermediate_size=64, patch_size=14,
+        spatial_merge_size=2, temporal_patch_size=2, projector_hidden_size=64, text_hidden=64,
+        rope_theta=10_000.0, layer_norm_eps=1e-5,
+        image_token_id=4121, image_start_id=4125, image_end_id=4126,
+    )  # fmt: skip
 
 
 def run(folder: str, *, new_author: Callable[[ModelSource], Author]) -> int:

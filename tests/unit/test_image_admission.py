@@ -4,16 +4,12 @@ import pytest
 from msgspec.structs import replace
 
 from negamax.base.errors import InvalidRequestError
-from negamax.config.vision import VisionSpec
 from negamax.engine.client.output import admit
 from negamax.scheduler.request import ImageInput, SamplingParams
+from tests.stub_engine import make_vision
 from tests.unit.test_stop_strings import INFO
 
-VISION = VisionSpec(
-    hidden_size=160, num_layers=1, num_heads=2, intermediate_size=64, patch_size=14,
-    spatial_merge_size=2, temporal_patch_size=2, projector_hidden_size=64, text_hidden=64,
-    rope_theta=10_000.0, layer_norm_eps=1e-5, image_token_id=5, image_start_id=9, image_end_id=10,
-)  # fmt: skip
+VISION = make_vision()
 IMAGE = ImageInput(offset=1, num_tokens=1, grid=(2, 2), digest=b"d", pixels=bytes(28 * 28 * 3))
 
 

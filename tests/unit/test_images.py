@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import dataclasses
 import io
 import random
 import socket
@@ -211,17 +210,13 @@ def builder() -> PromptBuilder:
 
 def make_builder(**options: Any) -> PromptBuilder:
     tokenizer = Tokenizer.from_folder(EMBEDDED["nano-m3"])
-    image = tokenizer.token_id("]<]image[>[")
-    assert image is not None
-    vision = dataclasses.replace(
-        VISION, image_token_id=image, image_start_id=image + 4, image_end_id=image + 5
-    )
+    assert tokenizer.token_id("]<]image[>[") == VISION.image_token_id
     chat_format = ChatFormat.of_model(
         "MiniMaxM3SparseForConditionalGeneration",
         tokenizer=tokenizer,
         template=ChatTemplate(TEMPLATE),
     )
-    loader = ImageLoader(vision, max_model_len=20_000, **options)
+    loader = ImageLoader(VISION, max_model_len=20_000, **options)
     return PromptBuilder(tokenizer, chat_format, max_model_len=20_000, images=loader)
 
 
@@ -247,7 +242,7 @@ def test_images_become_tokens_in_order(builder: PromptBuilder) -> None:
     first, wide, last = prompt.images
     assert first.digest == last.digest != wide.digest
     assert len(wide.pixels) == 224 * 112 * 3
-    image = builder._images._vision.image_token_id  # type: ignore[union-attr]
+    image = VISION.image_token_id
     for one_image in prompt.images:
         ids = prompt.token_ids[one_image.offset - 1 : one_image.end + 1]
         assert ids == [image + 4, *[image] * one_image.num_tokens, image + 5]

@@ -1,0 +1,51 @@
+"""Sizes of the area rule and conversion to RGB, compared with transformers' for MiniMax-M3."""
+
+import ast
+import importlib.util
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers.image_transforms import convert_to_rgb
+
+from negamax.images.sizes import fit
+from tests.unit.test_images import decode, draw, encode
+
+
+def load_smart_resize() -> Callable[..., tuple[int, int]]:
+    """Return the function of transformers' processor, whose module needs torchvision."""
+    name = "transformers.models.minimax_m3_vl"
+    folder = importlib.util.find_spec(name)
+    assert folder is not None and folder.submodule_search_locations is not None
+    file = Path(folder.submodule_search_locations[0]) / "image_processing_minimax_m3_vl.py"
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    named = [one for one in tree.body if getattr(one, "name", "") == "smart_resize"]
+    found: dict[str, Any] = {"math": math}
+    exec(compile(ast.Module(named, []), str(file), "exec"), found)
+    return found["smart_resize"]  # type: ignore[no-any-return]
+
+
+def test_area_rule_has_the_sizes_of_transformers() -> None:
+    smart_resize = load_smart_resize()
+    noise = random.Random(3)
+    for _ in range(10_000):
+        height = int(2 ** noise.uniform(0, 13))
+        width = min(max(int(height * 2 ** noise.uniform(-7, 7)), 1), 8192)
+        expected = smart_resize(height, width, min_pixels=3136, max_pixels=451_584)
+        assert fit(height, width, rule="area") == expected, (height, width)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "LA", "P"])
+def test_conversion_to_rgb_is_that_of_transformers(mode: str) -> None:
+    """Sizes in multiples of 28 are not resized."""
+    image = draw(112, 56, mode)
+    if mode in ("RGBA", "LA"):
+        image.putalpha(Image.linear_gradient("L").resize(image.size))
+    ours = np.asarray(decode(encode(image), rule="area"))
+    theirs = convert_to_rgb(image, return_numpy=True)
+    assert np.abs(ours.astype(int) - theirs.astype(int)).max() <= (1 if "A" in mode else 0)
