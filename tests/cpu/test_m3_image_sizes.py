@@ -14,7 +14,7 @@ from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 
 from negamax.images.sizes import fit
-from tests.unit.test_images import decode, draw, encode
+from tests.image_support import decode, draw, encode
 
 
 def load_smart_resize() -> Callable[..., tuple[int, int]]:
@@ -36,6 +36,8 @@ def test_area_rule_has_the_sizes_of_transformers() -> None:
     for _ in range(10_000):
         height = int(2 ** noise.uniform(0, 13))
         width = min(max(int(height * 2 ** noise.uniform(-7, 7)), 1), 8192)
+        if max(height, width) > 200 * min(height, width):
+            continue
         expected = smart_resize(height, width, min_pixels=3136, max_pixels=451_584)
         assert fit(height, width, rule="area") == expected, (height, width)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import io
 import random
 import socket
 import threading
@@ -26,38 +25,19 @@ from negamax.base.errors import (
 from negamax.config.embedded import EMBEDDED
 from negamax.engine.client import image_loader
 from negamax.engine.client.image_loader import ImageLoader
-from negamax.images.decode import HEADER, decode_image
 from negamax.images.sizes import SIDE, count_tokens, fit
 from negamax.models.chat_format import ChatFormat
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
-from tests.unit.test_image_admission import VISION
+from tests.image_support import decode, draw, encode
+from tests.stub_engine import make_vision
 
+VISION = make_vision()
 TEMPLATE = """\
 {% for message in messages %}{{ message.role }}:{% if message.content is string %}\
 {{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}\
 ]<]image[>[{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}
 {% endfor %}"""
-
-
-def encode(image: Image.Image, kind: str = "PNG", **options: Any) -> str:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return base64.b64encode(stream.getvalue()).decode()
-
-
-def draw(width: int, height: int, mode: str = "RGB") -> Image.Image:
-    noise = random.Random(width * height)
-    image = Image.frombytes("RGB", (width, height), noise.randbytes(width * height * 3))
-    ImageDraw.Draw(image).rectangle((0, 0, width // 2, height // 3), fill=(200, 30, 60))
-    return image.convert(mode)
-
-
-def decode(data: str, **options: Any) -> Image.Image:
-    given = {"rule": "long_side", "longest": 2016, "needs_pixels": True, **options}
-    answer = decode_image(data, **given)
-    height, width, _ = HEADER.unpack(answer[: HEADER.size])
-    return Image.frombytes("RGB", (width, height), answer[HEADER.size :])
 
 
 # --- sizes ---------------------------------------------------------------------------------------
