@@ -39,6 +39,7 @@ class TransferInfo(msgspec.Struct, frozen=True):
     host: str
     port: int
     num_ranks: int
+    allowed_hosts: tuple[str, ...]  # that requests may name, as `allows_host` takes them
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

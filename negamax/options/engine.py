@@ -476,6 +476,8 @@ class EngineOptions:
                 "--no-enable-prefix-caching turns off the cache",
                 hint="leave one of them out",
             )
+        if self.kv_offloading_path == "":
+            raise ConfigError("--kv-offloading-path is empty", hint="name a folder")
         if not self.has_host_blocks:
             if self.kv_offloading_path is not None:
                 raise ConfigError(

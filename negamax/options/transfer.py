@@ -3,7 +3,8 @@
 """
 
 import ipaddress
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,6 +20,10 @@ PORT = 5600  # as vLLM's side channel
 HOST_GIB = 4.0  # main memory for the blocks, if no other option sets it
 
 _FLAG = "--kv-transfer-config"
+_ELSEWHERE = ("OffloadingConnector", "MultiConnector")  # without other engines, as kv_both
+_LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
+_PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _KEYS = {
     "kv_connector",
     "kv_role",
@@ -45,7 +50,8 @@ _SPLITS = (
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
 )
-_EXTRA_KEYS = {"lease_seconds", "timeout_seconds"}
+_TIMES = {"lease_seconds", "timeout_seconds"}
+_EXTRA_KEYS = {*_TIMES, "allowed_hosts"}
 _EXTRA_WITHOUT_EFFECT = {"backends", "num_threads", "enforce_handshake_compat"}
 
 
@@ -79,10 +85,17 @@ class KvTransferConfig:
     # how long a prefilled prompt is kept without a message of the engine that will read it
     lease_seconds: float = 30.0
     timeout_seconds: float = 120.0  # most time of each phase of a transfer
+    allowed_hosts: tuple[str, ...] = ()  # of prefilling servers; empty: those of `hosts_of_others`
 
     @property
     def is_loopback(self) -> bool:
         return ipaddress.ip_address(self.host).is_loopback
+
+    @property
+    def hosts_of_others(self) -> tuple[str, ...]:
+        """The hosts from which requests may let this engine read, as `allows_host` takes them."""
+        default = _LOOPBACK if self.is_loopback else (*_LOOPBACK, *_PRIVATE)
+        return self.allowed_hosts or default
 
     @staticmethod
     def read(fields: Mapping[str, Any]) -> "KvTransferConfig | None":
@@ -99,9 +112,9 @@ class KvTransferConfig:
             for nested in _list_connectors(given) if connector == "MultiConnector" else ():
                 if str(nested.get("kv_connector")) in LANES:
                     return KvTransferConfig.read({"kv_role": role, **nested})
-            if role == BOTH:
-                return None
-            _refuse("kv_connector", connector, ", ".join(LANES))
+            if connector not in _ELSEWHERE or role != BOTH:
+                _refuse("kv_connector", connector, ", ".join((*LANES, *_ELSEWHERE)))
+            return None
         check_keys(_FLAG, given, _KEYS, also=_WITHOUT_EFFECT)
         extra = given.get("kv_connector_extra_config", {})
         if not isinstance(extra, dict):
@@ -121,11 +134,15 @@ class KvTransferConfig:
         except ValueError:
             _refuse("kv_ip", host, "an IPv4 or IPv6 address of this machine")
         seconds = {}
-        for name in _EXTRA_KEYS & extra.keys():
+        for name in _TIMES & extra.keys():
             if not isinstance(extra[name], int | float) or not 0.1 <= extra[name] <= 86400:
                 _refuse(name, extra[name], "0.1 to 86400")
             seconds[name] = float(extra[name])
-        return KvTransferConfig(role, LANES[connector], host, port, policy, **seconds)
+        hosts = extra.get("allowed_hosts", [])
+        if not isinstance(hosts, list) or not all(map(_is_host, hosts)):
+            _refuse("allowed_hosts", hosts, "a list of addresses, networks and names")
+        lane, allowed = LANES[connector], tuple(hosts)
+        return KvTransferConfig(role, lane, host, port, policy, allowed_hosts=allowed, **seconds)
 
 
 def _list_connectors(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -134,6 +151,33 @@ def _list_connectors(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     listed = extra.get("connectors") if isinstance(extra, Mapping) else None
     found = listed if isinstance(listed, list) else []
     return [each for each in found if isinstance(each, Mapping)]
+
+
+def allows_host(allowed: Sequence[str], host: str, address: str | None) -> bool:
+    """Whether `allowed` lists a host by name, by its address or by a network of it. A name whose
+    address is not known yet (None) may turn out to be allowed.
+    """
+    if host.lower() in (each.lower() for each in allowed) or address is None:
+        return True
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    parsed = getattr(parsed, "ipv4_mapped", None) or parsed
+    networks = [_read_network(each) for each in allowed]
+    return any(network is not None and parsed in network for network in networks)
+
+
+def _read_network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError:
+        return None
+
+
+def _is_host(given: object) -> bool:
+    """Whether an entry is a network, an address or a name; 10.0.0.1/8 and 10.0.0.256 are none."""
+    if not isinstance(given, str):
+        return False
+    is_name = _NAME.fullmatch(given) is not None and not given.replace(".", "").isdigit()
+    return is_name or _read_network(given) is not None
 
 
 def check_one_engine(options: Mapping[str, Any]) -> None:

@@ -174,7 +174,6 @@ def test_params_that_no_server_returned_fail_or_are_recomputed(pair: PAIR) -> No
         {"remote_engine_id": "another"},
         {"remote_request_id": "another"},
         {"remote_port": free_port()},
-        {"remote_host": "192.0.2.1"},
     )
     for change in changes:
         answer = post(pair[1], COMPLETIONS, {**body, "kv_transfer_params": {**params, **change}})
@@ -185,6 +184,8 @@ def test_params_that_no_server_returned_fail_or_are_recomputed(pair: PAIR) -> No
     assert pair[1].gauge("negamax:failed_remote_prefills_total") == count
     for wrong in (
         {"remote_host": None},
+        {"remote_host": "192.0.2.1"},
+        {"remote_host": "10.0.0.1"},  # of another machine, and kv_ip is a loopback address
         {"remote_port": 70000},
         {"do_remote_decode": True},
         {"remote_port": "x"},

@@ -56,11 +56,23 @@ def test_the_first_connector_to_other_engines_counts() -> None:
         {"kv_connector_extra_config": {"lease_seconds": 0}},
         {"kv_connector_extra_config": {"timeout_seconds": "1"}},
         {"kv_connector_extra_config": {"lease": 1}},
+        {"kv_connector": "NixlConector"},
+        {"kv_connector": ""},
+        {"kv_connector_extra_config": {"allowed_hosts": "10.0.0.1"}},
+        {"kv_connector_extra_config": {"allowed_hosts": [1]}},
+        {"kv_connector_extra_config": {"allowed_hosts": ["10.0.0.1/8"]}},
+        {"kv_connector_extra_config": {"allowed_hosts": ["10.0.0.256"]}},
+        {"kv_connector_extra_config": {"allowed_hosts": ["http://a"]}},
     ],
 )
 def test_other_values_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--kv-transfer-config"):
         EngineOptions(model="nano", kv_transfer_config=given)
+
+
+def test_an_empty_folder_for_files_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--kv-offloading-path is empty"):
+        EngineOptions(model="nano", kv_offloading_size=1.0, kv_offloading_path="")
 
 
 def test_host_memory_is_there_without_another_option() -> None:

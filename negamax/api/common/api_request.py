@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -11,6 +11,7 @@ from fastapi import Request
 
 from negamax.api.access import get_owner, get_salt
 from negamax.api.common.context import ApiContext
+from negamax.api.common.peer_hosts import find_addresses
 from negamax.api.common.transfer import read_transfer
 from negamax.api.http.request_body import read_request
 from negamax.api.recorder import RequestRecord
@@ -35,15 +36,21 @@ class ApiRequest(Generic[ParamsT_co]):
     params: ParamsT_co
     num_bytes: int  # of the fields read; decides whether work on it leaves the event loop
     arrival: float  # monotonic seconds
+    addresses: Mapping[str, str]  # of the hosts that it names
 
 
 async def read_api_request(
     context: ApiContext, http: Request, model: type[RequestT]
 ) -> ApiRequest[RequestT]:
-    """Read a JSON body as a request of type `model`. Errors: those of `read_request`."""
+    """Read a JSON body as a request of type `model`. Errors: those of `read_request`
+    and `find_addresses`.
+    """
     arrival = time.monotonic()
     params, num_bytes = await read_request(http, model, context.body_limits)
-    return ApiRequest(http, params, num_bytes, arrival)
+    addresses: Mapping[str, str] = {}
+    if isinstance(params, EngineRequest):
+        addresses = await find_addresses(params, context.engine.info.transfer)
+    return ApiRequest(http, params, num_bytes, arrival, addresses)
 
 
 def get_cache_salt(request: ApiRequest[EngineRequest]) -> str:
@@ -115,7 +122,7 @@ def generate(
             code="invalid_value",
         )
     about = context.engine.info.transfer
-    transfer = read_transfer(params, about, index=index, num_prompts=num_prompts)
+    transfer = read_transfer(params, about, request.addresses, index=index, num_prompts=num_prompts)
     if transfer.only_prefills:
         most = min(sampling.min_tokens, 1)
         sampling = msgspec.structs.replace(sampling, max_tokens=1, min_tokens=most)

@@ -1,6 +1,7 @@
 """The fields of a request and an answer about prompts that another server computes."""
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +28,20 @@ class Transfer:
 
 
 def read_transfer(
-    params: EngineRequest, info: TransferInfo | None, *, index: int, num_prompts: int
+    params: EngineRequest,
+    info: TransferInfo | None,
+    addresses: Mapping[str, str],
+    *,
+    index: int,
+    num_prompts: int,
 ) -> Transfer:
-    """Read the fields of vLLM or of SGLang for prompt `index`. Errors: `InvalidRequestError` for
-    values that this server cannot follow.
+    """Read the fields of vLLM or of SGLang for prompt `index`. `addresses`: of the hosts that the
+    request names (`find_addresses`). Errors: `InvalidRequestError` for values that this server
+    cannot follow.
     """
     if params.bootstrap_room is not None:
         info = _check_server(info, _ROOM)
-        return _read_room(params, info, index=index, num_prompts=num_prompts)
+        return _read_room(params, info, addresses, index=index, num_prompts=num_prompts)
     if params.kv_transfer_params is None:
         return Transfer()
     try:
@@ -59,7 +66,7 @@ def read_transfer(
     if not (1 <= port <= 65535 and is_short):
         names = "remote_host, remote_port, remote_request_id or remote_engine_id"
         refuse(_PARAMS, f"{names} is out of range")
-    return Transfer(remote=RemotePrompt(host, port, name, given.remote_engine_id))
+    return Transfer(remote=RemotePrompt(addresses[host], port, name, given.remote_engine_id))
 
 
 def describe_lease(
@@ -84,7 +91,12 @@ def describe_lease(
 
 
 def _read_room(
-    params: EngineRequest, info: TransferInfo, *, index: int, num_prompts: int
+    params: EngineRequest,
+    info: TransferInfo,
+    addresses: Mapping[str, str],
+    *,
+    index: int,
+    num_prompts: int,
 ) -> Transfer:
     def pick(field: str) -> Any:
         value = getattr(params, field)
@@ -103,10 +115,11 @@ def _read_room(
     if info.role == PRODUCER:
         return Transfer(lease_id=f"{_ROOM}-{room}", only_prefills=True)
     host, port = pick("bootstrap_host"), pick("bootstrap_port")
-    if host is None:
+    if not host:
         refuse("bootstrap_host", "it is missing; a room is on a prefilling server")
     # SGLang's default port
-    return Transfer(remote=RemotePrompt(host, 8998 if port is None else port, f"{_ROOM}-{room}"))
+    port = 8998 if port is None else port
+    return Transfer(remote=RemotePrompt(addresses[host], port, f"{_ROOM}-{room}"))
 
 
 def _check_server(info: TransferInfo | None, field: str) -> TransferInfo:

@@ -181,7 +181,12 @@ def _open_transfers(
     logger.info("KV blocks travel by %s, through %d lanes", transfer.lane, len(ready.lanes))
     engine_id = sockets.transfers.engine_id
     return sockets, TransferInfo(
-        engine_id, transfer.role, transfer.host, transfer.port, len(ready.lanes)
+        engine_id,
+        transfer.role,
+        transfer.host,
+        transfer.port,
+        len(ready.lanes),
+        transfer.hosts_of_others,
     )
 
 

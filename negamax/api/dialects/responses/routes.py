@@ -16,6 +16,7 @@ from negamax.api.common.api_request import ApiRequest
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import Conversation
+from negamax.api.common.peer_hosts import find_addresses
 from negamax.api.common.turn import Turn, build_prompt, start_turn
 from negamax.api.dialects.responses.events import ResponseEventWriter
 from negamax.api.dialects.responses.history import build_history
@@ -118,7 +119,8 @@ async def _read(context: ApiContext, http: Request) -> ApiRequest[ResponsesReque
         return await context.peers.relay(http, to=owner, body=body)
     if share := get_share(http):
         share.keep(num_bytes)
-    return ApiRequest(http, params, num_bytes, arrival)
+    addresses = await find_addresses(params, context.engine.info.transfer)
+    return ApiRequest(http, params, num_bytes, arrival, addresses)
 
 
 @dataclass(frozen=True, slots=True)

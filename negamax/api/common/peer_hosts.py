@@ -1,0 +1,94 @@
+"""The prefilling servers that requests may name: which hosts are allowed, and their addresses.
+
+Names are resolved here, in few threads and with a time limit, and the engine gets addresses: it
+never waits for DNS, and a name cannot mean another host later.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from negamax.api.schemas.request_model import refuse
+from negamax.api.schemas.sampled_request import EngineRequest
+from negamax.engine.wire import TransferInfo
+from negamax.options.transfer import PRODUCER, allows_host
+
+RESOLVE_SECONDS = 2.0  # for all names of a request
+_MOST_THREADS = 4  # that wait for DNS
+_OPTION = "--kv-transfer-config: kv_connector_extra_config.allowed_hosts"
+_threads = threading.BoundedSemaphore(_MOST_THREADS)
+
+
+async def find_addresses(params: EngineRequest, info: TransferInfo | None) -> dict[str, str]:
+    """Return the addresses of the hosts that a request names. Errors: `InvalidRequestError` for a
+    host that is not allowed or cannot be resolved in time.
+    """
+    named = _list_hosts(params) if info is not None and info.role != PRODUCER else []
+    found: dict[str, str] = {}
+    for field, host in named:
+        if info is None or host in found:
+            continue
+        try:
+            parsed = ipaddress.ip_address(host)
+            address = str(getattr(parsed, "ipv4_mapped", None) or parsed)
+        except ValueError:
+            address = ""
+        if not allows_host(info.allowed_hosts, host, address or None):
+            _refuse_host(field, host, "is not allowed")
+        found[host] = address
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(RESOLVE_SECONDS):
+            for host in [host for host, address in found.items() if not address]:
+                found[host] = await _resolve(host)
+    for field, host in named:
+        if info is not None and not found[host]:
+            _refuse_host(field, host, f"has no address, or DNS needs over {RESOLVE_SECONDS:g} s")
+        if info is not None and not allows_host(info.allowed_hosts, host, found[host]):
+            _refuse_host(field, host, f"is {found[host]}, which is not allowed")
+    return found
+
+
+def _list_hosts(params: EngineRequest) -> list[tuple[str, str]]:
+    """Return the fields and hosts of servers to read prompts from."""
+    if params.bootstrap_room is not None:
+        field, given = "bootstrap_host", params.bootstrap_host
+        listed: Sequence[Any] = given if isinstance(given, list) else [given]
+    else:
+        named = params.kv_transfer_params or {}
+        listed = [named.get("remote_host")] if named.get("do_remote_prefill") else []
+        field = "kv_transfer_params"
+    return [(field, host) for host in listed if isinstance(host, str) and 0 < len(host) <= 253]
+
+
+def _refuse_host(field: str, host: str, problem: str) -> NoReturn:
+    refuse(field, f"host {host[:100]!r} {problem}; the server's operator allows hosts by {_OPTION}")
+
+
+async def _resolve(host: str) -> str:
+    """Return an address of a host; "" if it has none or no thread is free."""
+    if not _threads.acquire(blocking=False):
+        return ""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[str] = loop.create_future()
+
+    def work() -> None:
+        address = ""
+        try:
+            with contextlib.suppress(OSError, UnicodeError):
+                address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        finally:
+            _threads.release()
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(_settle(answer, address))
+
+    # a daemon: an answer that never comes delays no exit
+    threading.Thread(target=work, name="resolve", daemon=True).start()
+    return await answer
+
+
+def _settle(answer: asyncio.Future[str], address: str) -> Callable[[], None]:
+    return lambda: None if answer.done() else answer.set_result(address)
