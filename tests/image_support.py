@@ -24,7 +24,7 @@ def draw(width: int, height: int, mode: str = "RGB") -> Image.Image:
 
 
 def decode(data: str, **options: Any) -> Image.Image:
-    given = {"rule": "long_side", "longest": 2016, "needs_pixels": True, **options}
+    given = {"rule": "longest", "longest": 2016, "needs_pixels": True, **options}
     answer = decode_image(data, **given)
     height, width, _ = HEADER.unpack(answer[: HEADER.size])
     return Image.frombytes("RGB", (width, height), answer[HEADER.size :])

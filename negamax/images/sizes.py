@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from negamax.base.errors import InvalidRequestError
 
-Rule = Literal["long_side", "area"]
+Rule = Literal["longest", "area"]
 RULES: tuple[str, ...] = get_args(Rule)
 SIDE = 28  # pixels of each side of the square that an image token stands for
 LONGEST_SIDE = 2016  # default; requests may set another multiple of SIDE
@@ -20,7 +20,7 @@ _LEAST_AREA, _MOST_AREA = 3136, 451_584  # of the area rule
 
 
 def fit(height: int, width: int, *, rule: Rule, longest: int = LONGEST_SIDE) -> tuple[int, int]:
-    """Return the height and width after resizing; `longest` counts for the rule "long_side".
+    """Return the height and width after resizing; `longest` counts for the rule "longest".
 
     Errors: `InvalidRequestError` for an aspect ratio above 200.
     """

@@ -10,7 +10,7 @@ from negamax.options.flags import check_options, option
 from negamax.options.key_file import check_keys
 
 MAX_API_SERVERS = 64
-RULES = ("long_side", "area")  # of resizing images
+RULES = ("longest", "area")  # of resizing images
 SCHEDULING_POLICIES = ("fcfs", "priority")
 SERVER, FORMAT, SECURITY, LIMITS = "Server", "Chat format", "Access", "Limits and supervision"
 
@@ -73,7 +73,7 @@ class ServerOptions:
     )
 
     image_resize_rule: str = option(
-        "long_side",
+        "longest",
         "Resize images to a longest side, as MiniMax's API, or to an area, as transformers and "
         "vLLM do.",
         choices=RULES,

@@ -23,7 +23,7 @@ TOKENS = 32 + 2  # of the image below, with its markers
 
 def make_url(width: int = 224, height: int = 112) -> str:
     stream = io.BytesIO()
-    Image.new("RGB", (width, height), "teal").save(stream, "PNG")
+    Image.effect_noise((width, height), 50).save(stream, "PNG")
     return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
@@ -104,6 +104,14 @@ def test_responses_and_their_tool_results_have_images(http: httpx.Client) -> Non
 
     without = count(http, "/v1/responses", body())
     assert count(http, "/v1/responses", body(image)) == without + 2 * TOKENS
+
+
+def test_a_stored_response_keeps_its_images(http: httpx.Client) -> None:
+    image = {"type": "input_image", "image_url": make_url(1024, 1024)}
+    first = {"input": [{"role": "user", "content": [image]}], "max_output_tokens": 16}
+    stored = http.post("/v1/responses", json={"model": "nano-m3", **first}).json()
+    again = {"input": "go on", "previous_response_id": stored["id"], "max_output_tokens": 16}
+    assert count(http, "/v1/responses", again) > 1369
 
 
 @pytest.mark.parametrize(

@@ -57,16 +57,16 @@ TEMPLATE = """\
 def test_published_sizes(
     size: tuple[int, int], area: tuple[int, int], long_side: tuple[int, int]
 ) -> None:
-    assert fit(*size, rule="long_side") == long_side
+    assert fit(*size, rule="longest") == long_side
     assert fit(*size, rule="area") == area
 
 
 def test_halves_round_to_even_and_caps_hold() -> None:
-    assert [fit(side, 280, rule="long_side")[0] for side in (126, 154)] == [112, 168]
-    assert count_tokens(*fit(9000, 9000, rule="long_side")) == 5184
-    assert count_tokens(*fit(9000, 9000, rule="long_side", longest=3584)) == 16_384
-    assert fit(1000, 5, rule="long_side") == (2016, 28)
-    for rule in ("long_side", "area"):
+    assert [fit(side, 280, rule="longest")[0] for side in (126, 154)] == [112, 168]
+    assert count_tokens(*fit(9000, 9000, rule="longest")) == 5184
+    assert count_tokens(*fit(9000, 9000, rule="longest", longest=3584)) == 16_384
+    assert fit(1000, 5, rule="longest") == (2016, 28)
+    for rule in ("longest", "area"):
         with pytest.raises(InvalidRequestError, match="at most 200 times"):
             fit(1001, 5, rule=rule)  # type: ignore[arg-type]
 
@@ -78,7 +78,7 @@ def test_sizes_of_random_images_are_symmetric_multiples_within_the_caps() -> Non
         width = min(max(int(height * 2 ** noise.uniform(-7, 7)), 1), 9000)
         if max(height, width) > 200 * min(height, width):
             continue
-        for rule, most in (("long_side", 5184), ("area", 576)):
+        for rule, most in (("longest", 5184), ("area", 576)):
             high, wide = fit(height, width, rule=rule)  # type: ignore[arg-type]
             assert high % SIDE == wide % SIDE == 0
             assert 0 < count_tokens(high, wide) <= most
@@ -91,7 +91,7 @@ def test_sizes_of_random_images_are_symmetric_multiples_within_the_caps() -> Non
 @pytest.mark.parametrize("size", [(112, 112), (300, 200), (57, 640), (2500, 100), (1, 3)])
 def test_pixels_are_those_of_pillow(size: tuple[int, int]) -> None:
     image = draw(*size)
-    height, width = fit(size[1], size[0], rule="long_side")
+    height, width = fit(size[1], size[0], rule="longest")
     expected = image.resize((width, height), Image.Resampling.BICUBIC)
     assert decode(encode(image)).tobytes() == expected.tobytes()
 

@@ -59,7 +59,9 @@ def fetch_media(
         _refuse("names a host with an address that is not public", code="url_not_allowed")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
-        return _download(addresses[0], port, host, path, is_tls=is_tls, timeout=timeout)
+        return _download(
+            min(addresses, key=_is_ipv6), port, host, path, is_tls=is_tls, timeout=timeout
+        )
     except (OSError, http.client.HTTPException, ValueError):
         _refuse(f"cannot be downloaded in {timeout:g} s")
 
@@ -75,23 +77,29 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast
 
 
+def _is_ipv6(address: str) -> bool:
+    return ":" in address
+
+
 def _download(
     address: str, port: int, host: str, path: str, *, is_tls: bool, timeout: float
 ) -> bytes:
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(socket.create_connection((address, port), timeout))
         # the timeout counts for each read; this one for all of them
-        timer = threading.Timer(timeout, _shut_down, [sock])
+        connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        connection.sock = sock
+        timer = threading.Timer(timeout, _shut_down, [connection])
         timer.daemon = True
         timer.start()
         stack.callback(timer.cancel)
-        connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        stack.callback(connection.close)
         if is_tls:
             context = ssl.create_default_context()
-            connection.sock = stack.enter_context(context.wrap_socket(sock, server_hostname=host))
-        else:
-            connection.sock = sock
-        stack.callback(connection.close)
+            connection.sock = context.wrap_socket(
+                sock, server_hostname=host, do_handshake_on_connect=False
+            )
+            connection.sock.do_handshake()
         headers = {"User-Agent": f"negamax/{__version__}", "Accept-Encoding": "identity"}
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
@@ -107,9 +115,11 @@ def _download(
         return body
 
 
-def _shut_down(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+def _shut_down(connection: http.client.HTTPConnection) -> None:
+    """End all reads and writes; without TLS's own shutdown, which would race with them."""
+    if (sock := connection.sock) is not None:
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _refuse(problem: str, *, code: str = "url_unreachable") -> NoReturn:

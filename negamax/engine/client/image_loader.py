@@ -59,7 +59,7 @@ class ImageLoader:
         vision: VisionSpec,
         *,
         max_model_len: int,
-        rule: Rule = "long_side",
+        rule: Rule = "longest",
         fetch: Callable[[str], bytes] | None = None,
     ) -> None:
         """`fetch` downloads a URL; its errors lack the image's place. None: URLs are refused."""

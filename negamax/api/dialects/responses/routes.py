@@ -222,7 +222,9 @@ class _Responses:
 
         def prepare() -> tuple[ResponsesRequest, Turn, bytes]:
             in_effect, turn = self._turn(params, parent, given)
-            return in_effect, turn, encode_shown(given) if params.store else b"[]"
+            keeps = self._context.engine.info.vision is not None
+            shown = encode_shown(given, keeps_images=keeps) if params.store else b"[]"
+            return in_effect, turn, shown
 
         in_effect, turn, stored = await run_off_loop(prepare, num_bytes=num_bytes)
         return _Prepared(replace(request, num_bytes=num_bytes), parent, stored, in_effect, turn)

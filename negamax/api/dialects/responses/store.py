@@ -161,9 +161,9 @@ def _change_users(turn: StoredTurn, change: int, *, owner: _TenantResponses) -> 
         below = below.parent
 
 
-def encode_shown(items: Sequence[Mapping[str, Any]]) -> bytes:
+def encode_shown(items: Sequence[Mapping[str, Any]], *, keeps_images: bool = False) -> bytes:
     """Encode items without large fields that the model is not shown."""
-    return msgspec.json.encode([_trim_item(item) for item in items])
+    return msgspec.json.encode([_trim_item(item, keeps_images=keeps_images) for item in items])
 
 
 def trim_setting(setting: Mapping[str, Any]) -> Item:
@@ -177,17 +177,23 @@ def trim_setting(setting: Mapping[str, Any]) -> Item:
     return trimmed
 
 
-def _trim_item(item: Mapping[str, Any]) -> Item:
+def _trim_item(item: Mapping[str, Any], *, keeps_images: bool) -> Item:
     trimmed = _trim(item, () if is_passed_over(item) else _ITEM_FIELDS)
     for name in ("content", "output", "summary"):
         if isinstance(parts := trimmed.get(name), list):
             trimmed[name] = [
-                _trim(part, () if is_unseen(part) else _PART_FIELDS)
+                _trim(part, _find_shown_fields(part, keeps_images=keeps_images))
                 if isinstance(part, dict)
                 else part
                 for part in parts
             ]
     return trimmed
+
+
+def _find_shown_fields(part: Mapping[str, Any], *, keeps_images: bool) -> Collection[str]:
+    if keeps_images and part.get("type") == "input_image":
+        return ("image_url",)
+    return () if is_unseen(part) else _PART_FIELDS
 
 
 def _trim(value: Mapping[str, Any], shown: Collection[str]) -> Item:
