@@ -41,7 +41,8 @@ def run_soak(args: argparse.Namespace) -> Report:
     # one step of the heap is 2 MiB: too much for the half of a short run
     max_slope = None if seconds < 300 else 1.0
     sizes = {"clients": args.clients or 64, "seconds": seconds, "abort_share": 0.05}
-    return asyncio.run(soak(**sizes, max_slope=max_slope, model=args.model, **_common(args)))
+    given = {"model": args.model, "host_gib": args.kv_offloading_size}
+    return asyncio.run(soak(**sizes, max_slope=max_slope, **_common(args), **given))
 
 
 def run_overload(args: argparse.Namespace) -> Report:
@@ -121,6 +122,7 @@ def main() -> int:
     add("scenarios", nargs="*", metavar="SCENARIO", help=f"{', '.join(SCENARIOS)}; default: all")
     add("--small", action="store_true", help="run for seconds instead of minutes")
     add("--model", choices=KV_BLOCKS, default="nano", help="of the soak")
+    add("--kv-offloading-size", type=float, help="GiB of main memory for KV, of the soak")
     add("--seconds", type=float)
     add("--clients", type=int)
     add("--sessions", type=int, help="concurrent agents; default: 8")

@@ -193,10 +193,12 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 async def soak(
     *, clients: int, seconds: float, abort_share: float, seed: int, num_servers: int,
-    max_slope: float | None, model: str = "nano",
+    max_slope: float | None, model: str = "nano", host_gib: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run the scenario; `max_slope` limits late memory growth in MiB per minute, if given."""
     options = ("--num-kv-blocks", str(KV_BLOCKS[model]), "--max-queued-requests", str(4 * clients))
+    if host_gib is not None:
+        options += ("--kv-offloading-size", str(host_gib))
     with serving(*options, num_servers=num_servers, model=model) as server:
         processes = server.processes()
         tally = _Tally()
@@ -208,6 +210,7 @@ async def soak(
         rngs = (random.Random(seed + index) for index in range(clients))
         workers = (_Client(server, tally, rng, abort_share).run(end) for rng in rngs)
         await asyncio.gather(*workers)
+        num_offloaded = (await server.metrics()).get("vllm:kv_offload_total_bytes_total", 0.0)
         problems = tally.errors[:10] + await server.final_problems(processes)
         watcher.cancel()
         late = tally.memory[len(tally.memory) // 2 :]
@@ -225,6 +228,7 @@ async def soak(
             "seconds": seconds,
             "answers": dict(tally.answers),
             "errors": len(tally.errors),
+            "bytes to and from main memory": num_offloaded,
             "generated tokens": tally.tokens,
             "server MiB, first and last": [tally.memory[0][1], late[-1][1]],
             "engine MiB, first and last": [tally.memory[0][2], late[-1][2]],
