@@ -17,7 +17,7 @@ from negamax.formats.tensor_format import ActivationFormat
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.op import AnyKernel
-from negamax.kernels.steps.op import EMBED_TOKENS
+from negamax.kernels.steps.op import EMBED_TOKENS, ImageRows
 from negamax.layers.attention import AttentionKind, KvCaches, prepare_attention
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
 from negamax.layers.cache_shards import cache_shard
@@ -100,6 +100,15 @@ class DecoderLayer:
         return self.mlp(self.post_norm(x, residual))
 
 
+class ImageTower(Protocol):
+    """The vision tower and projector of a model."""
+
+    slots: list[WeightSlot]
+
+    def __call__(self, images: Sequence[Tensor]) -> Tensor:
+        """images: uint8 [height, width, 3] each -> rows of all image tokens [N, hidden]."""
+
+
 def attention_sizes(spec: ModelSpec) -> AttentionSizes:
     return AttentionSizes(
         spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rms_norm_eps
@@ -145,11 +154,12 @@ class Decoder:
         names: DecoderNames,
         eps: float,
         gemma: bool = False,
+        vision: ImageTower | None = None,
         setup: LayerSetup,
     ) -> None:
         """`layers` of this stage; the `kinds` of their attention, each with one of its layers.
 
-        `eps`, `gemma`: of the last norm (see `RmsNorm`).
+        `eps`, `gemma`: of the last norm (see `RmsNorm`). `vision`: of the first stage, or None.
         """
         self.spec, self.layers, self._kinds = spec, layers, kinds
         layout, weights = setup.context.layout, setup.weights
@@ -159,6 +169,8 @@ class Decoder:
         self._group, self._embed = setup.context.attention_group, setup.kernels[EMBED_TOKENS].run
         self.is_first_stage, self.is_last_stage = layout.is_first_stage, layout.is_last_stage
         slots = [slot for layer in layers for slot in layer.slots]
+        self.vision = vision
+        slots += vision.slots if vision is not None else []
         if self.is_first_stage:
             self.embedding = VocabEmbedding(
                 names.embedding, vocab_shape, rows=rows, group=self._group, weights=weights
@@ -181,6 +193,7 @@ class Decoder:
         capture: Sequence[int] = (),
         out: Sequence[Tensor] = (),
         entering: Tensor | None = None,
+        images: ImageRows | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run this rank's layers on token_ids [T] int64 -> final hidden states [T, hidden], and
         streams.
@@ -190,6 +203,8 @@ class Decoder:
         over the ranks, in `out` if given. The number of layers names the stream that leaves the
         last one. Layers of other stages have those of `out`, or none.
 
+        `images`: rows of image tokens, on the first stage.
+
         Later stages run on `entering` [T, hidden] instead of tokens: this rank's part of the
         previous stage's residual stream (a sum over the ranks; its content is undefined
         afterwards). All stages but the last return the stream that leaves them.
@@ -197,7 +212,7 @@ class Decoder:
         streams: dict[int, Tensor | None] = dict.fromkeys(capture)
         streams.update(zip(capture, out, strict=False))
         if entering is None:
-            x, residual = self.embed(token_ids)
+            x, residual = self.embed(token_ids, images)
         else:
             x, residual = Partial(entering, self._group), torch.zeros_like(entering)
         x, residual = self.stage(x, residual, metadata, kv, streams=streams)
@@ -209,9 +224,10 @@ class Decoder:
             streams[last] = self._norm.complete(residual, x.group, out=streams[last])
         return hidden, [stream for stream in streams.values() if stream is not None]
 
-    def embed(self, token_ids: Tensor) -> tuple[Partial, Tensor]:
+    def embed(self, token_ids: Tensor, images: ImageRows | None = None) -> tuple[Partial, Tensor]:
         """token_ids [T] int64 -> input of the first layer, and a residual [T, hidden] of zeros."""
-        x, residual = self._embed(token_ids, self.embedding.table, first_id=self.vocab_range.start)
+        first_id = self.vocab_range.start
+        x, residual = self._embed(token_ids, self.embedding.table, images, first_id=first_id)
         return Partial(x, self._group), residual
 
     def stage(

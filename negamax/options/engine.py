@@ -194,6 +194,9 @@ class EngineOptions:
         least=1,
         is_count=True,
     )
+    encoder_cache_tokens: int = option(
+        32_768, "Keep rows of this many image tokens; 0: read text only.", least=0, most=2**20
+    )
     kv_offloading_size: float | None = option(
         None,
         "Keep evicted KV blocks in this much main memory, in GiB over all ranks of an engine. "
@@ -203,8 +206,7 @@ class EngineOptions:
     )
     kv_offloading_ratio: float | None = option(
         None,
-        "Keep this many KV blocks in main memory for each in the KV cache, in place of "
-        "--kv-offloading-size.",
+        "Set --kv-offloading-size by KV blocks in main memory for each in the KV cache.",
         above=0,
         most=MAX_HOST_GIB,
     )
@@ -219,9 +221,7 @@ class EngineOptions:
         choices=WRITE_POLICIES,
     )
     kv_offloading_path: str | None = option(
-        None,
-        "Keep KV blocks in files of this folder, too, below main memory. Default: none. Set it "
-        "where sessions return after a restart, or need more room than main memory.",
+        None, "Keep KV blocks in files of this folder, too, such as over restarts. Default: none."
     )
     kv_offloading_path_size: float = option(
         64.0, "Limit the files in this folder, in GiB.", above=0, most=MAX_FILE_GIB
@@ -235,8 +235,7 @@ class EngineOptions:
     )
     kv_transfer_config: dict[str, Any] | None = option(
         None,
-        "Exchange prompts with other engines, which prefill or decode: a JSON object with vLLM's "
-        "keys. Default: compute all prompts here. See docs/disaggregation.md.",
+        "Exchange prompts with other engines (docs/disaggregation.md). Default: compute all here.",
         is_json=True,
     )
     enable_prefix_caching: bool = option(

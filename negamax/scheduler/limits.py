@@ -27,5 +27,7 @@ class SchedulerLimits:
     num_file_blocks: int = 0  # those in files, the third level
     # whether full blocks are stored in host memory at once; False: once another request shares them
     stores_new_blocks: bool = True
+    encoder_tokens: int = 0  # rows for image tokens; 0: images are not read
+    num_encoders: int = 1  # tensor-parallel ranks that encode images
     logs_cache_changes: bool = False  # whether `Scheduler.cache_log` is kept
     chunk_length: ChunkLength = field(default_factory=EvenChunks)  # lengths of prompt chunks

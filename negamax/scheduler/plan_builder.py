@@ -1,8 +1,9 @@
 """A plan under construction."""
 
 from negamax.scheduler.chunk_length import ChunkLength
+from negamax.scheduler.encoder_cache import EncoderCache, list_runs
 from negamax.scheduler.sequence import Sequence
-from negamax.scheduler.step import NewRow, StepPlan
+from negamax.scheduler.step import ImageRun, NewRow, StepPlan
 
 
 class PlanBuilder:
@@ -10,10 +11,13 @@ class PlanBuilder:
 
     __slots__ = (
         "appended_blocks", "appended_slots", "budget", "chunk_length", "chunks", "drafts",
-        "new_rows", "sequences", "slots",
+        "encoder", "new_rows", "sequences", "slots", "step_id",
     )  # fmt: skip
 
-    def __init__(self, budget: int, chunk_length: ChunkLength) -> None:
+    def __init__(
+        self, step_id: int, budget: int, chunk_length: ChunkLength, encoder: EncoderCache
+    ) -> None:
+        self.step_id, self.encoder = step_id, encoder
         self.budget = budget  # tokens this step may still take
         self.chunk_length = chunk_length
         self.new_rows: list[NewRow] = []
@@ -29,11 +33,17 @@ class PlanBuilder:
         self.appended_blocks.append(sequence.block_ids[-1])
 
     def add_chunk(self, sequence: Sequence) -> bool:
-        """Add as many of the sequence's remaining tokens as the budget allows, at least 1. Return
-        whether none remains, so that the chunk samples.
+        """Add as many of the sequence's remaining tokens as the budget allows, at least 1 unless
+        an image lacks rows. Return whether none remains, so that the chunk samples.
         """
         computed, left = sequence.num_computed, sequence.num_total - sequence.num_computed
         count, room = self.chunk_length.fit(computed, left, self.budget)
+        if sequence.request.images:
+            ready = self.encoder.acquire(sequence, count, self.step_id)
+            if ready < count:
+                count = room = ready
+            if not count:
+                return False
         sequence.num_computed += count
         samples = sequence.num_computed == sequence.num_total
         sequence.num_total += samples
@@ -44,20 +54,25 @@ class PlanBuilder:
     def extend_chunk(self, sequence: Sequence) -> None:
         """Add more tokens to a chunk that does not sample, or add the first one."""
         earlier = [chunk for chunk in self.chunks if chunk[2] is sequence]
+        num_chunks = len(self.chunks)
         self.add_chunk(sequence)
-        if earlier:
+        if earlier and len(self.chunks) > num_chunks:
             self.chunks.remove(earlier[0])
             count, samples, _ = self.chunks.pop()
             self.chunks.append((earlier[0][0] + count, samples, sequence))
 
-    def finish(self, step_id: int, *, has_constrained: bool, num_proposed: int) -> StepPlan:
+    def finish(self, *, has_constrained: bool, num_proposed: int) -> StepPlan:
         """Return the plan. Afterwards `sequences` has one entry per row."""
         num_scheduled = [1] * len(self.slots)
         needs_sampling = [True] * len(self.slots)
+        images: list[ImageRun] = []
         self.chunks.sort(key=lambda chunk: chunk[0] > 1)  # stable
         for count, samples, sequence in self.chunks:
             if samples:
                 sequence.num_proposed = num_proposed
+            if sequence.request.images:
+                stop = sequence.num_computed
+                images += list_runs(sequence, stop - count, stop)
             self.sequences.append(sequence)
             self.slots.append(sequence.slot)
             num_scheduled.append(count)
@@ -74,7 +89,7 @@ class PlanBuilder:
                 if of.is_constrained and needs_sampling[row]
             ]
         return StepPlan(
-            step_id,
+            self.step_id,
             self.new_rows,
             self.appended_slots,
             self.appended_blocks,
@@ -84,4 +99,6 @@ class PlanBuilder:
             needs_sampling,
             grammar_rows,
             num_proposed,
+            encodes=self.encoder.take_jobs(),
+            images=images,
         )

@@ -1,14 +1,16 @@
 """Shareable blocks of the prefix cache: full blocks, named by a hash of all tokens up to their end.
 
-KV of a position depends on all earlier tokens, so a block's hash covers the previous block's hash
-and its own tokens. The first hash of a chain starts from the request's cache salt: different salts
-never share blocks.
+KV of a position depends on all earlier tokens, so a block's hash covers the previous block's hash,
+its own tokens, and the digest and place of each image that overlaps it. The first hash of a chain
+starts from the request's cache salt: different salts never share blocks.
 """
 
 from array import array
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from negamax.scheduler.blocks import BlockPool
+from negamax.scheduler.request import ImageInput
 
 HASH_BYTES = 32  # 128 bits, against collisions found by an attacker
 
@@ -16,10 +18,12 @@ HASH_BYTES = 32  # 128 bits, against collisions found by an attacker
 class BlockHashes:
     """Hashes of full blocks, computed on demand. `tokens`: a sequence's own growing list."""
 
-    __slots__ = ("_hashes", "_root", "_tokens", "block_size", "salt")
+    __slots__ = ("_hashes", "_images", "_root", "_tokens", "block_size", "salt")
 
-    def __init__(self, tokens: list[int], *, block_size: int, salt: str) -> None:
-        self._tokens = tokens
+    def __init__(
+        self, tokens: list[int], *, block_size: int, salt: str, images: Sequence[ImageInput] = ()
+    ) -> None:
+        self._tokens, self._images = tokens, images
         self.block_size = block_size
         self.salt = salt
         self._root = blake2b(
@@ -35,12 +39,20 @@ class BlockHashes:
             block_tokens = self._tokens[start : start + self.block_size]
             assert len(block_tokens) == self.block_size
             parent = hashes[-1] if hashes else self._root
-            hashes.append(
-                blake2b(
-                    parent + array("q", block_tokens).tobytes(), digest_size=HASH_BYTES
-                ).digest()
-            )
+            content = parent + array("q", block_tokens).tobytes()
+            if self._images:
+                content += self._describe_images(start)
+            hashes.append(blake2b(content, digest_size=HASH_BYTES).digest())
         return hashes[index]
+
+    def _describe_images(self, start: int) -> bytes:
+        """Return the digest and place of each image in the block that begins at `start`."""
+        stop = start + self.block_size
+        return b"".join(
+            image.digest + array("q", [start - image.offset, len(image.digest)]).tobytes()
+            for image in self._images
+            if image.offset < stop and start < image.end
+        )
 
     def computed(self, first: int, stop: int) -> list[bytes]:
         """Return the hashes of blocks `first` to `stop`, which are computed."""

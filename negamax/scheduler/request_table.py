@@ -46,6 +46,8 @@ class RequestTable:
             )
         limit = min(prompt_len + max_tokens, limits.max_model_len)
         self._check_pool(prompt_len, limit=limit)
+        if request.images:
+            self._check_images(request)
         if num_waiting >= limits.max_queued_requests:
             raise OverloadedError(
                 f"{num_waiting} requests are waiting, {limits.max_queued_requests} are "
@@ -91,6 +93,43 @@ class RequestTable:
     def clear_grammar(self, sequence: Sequence) -> None:
         self.num_constrained -= sequence.is_constrained
         sequence.is_constrained = False
+
+    def _check_images(self, request: GenerateRequest) -> None:
+        """Refuse images without a tower, or that exceed the encoder cache."""
+        room = self._limits.encoder_tokens
+        if not room:
+            raise InvalidRequestError(
+                f"the prompt has {len(request.images)} images; this engine reads text only",
+                hint="send text, or start a checkpoint with a vision tower on one machine",
+                param="messages",
+                code="images_not_supported",
+            )
+        if request.lease_id or request.remote is not None:
+            raise InvalidRequestError(
+                "prompts with images are not exchanged with other engines",
+                hint="send them to an engine without --kv-transfer-config",
+                param="messages",
+                code="images_not_supported",
+            )
+        end = 0
+        for number, image in enumerate(request.images):
+            if image.num_tokens > room:
+                raise InvalidRequestError(
+                    f"image {number} has {image.num_tokens} tokens; the encoder cache holds {room}",
+                    hint="send a smaller image, or start the server with more "
+                    "--encoder-cache-tokens",
+                    param="messages",
+                    code="image_too_large",
+                )
+            if image.offset < end or image.end >= len(request.prompt_token_ids):
+                raise InvalidRequestError(
+                    f"image {number} takes tokens {image.offset} to {image.end} of a prompt of "
+                    f"{len(request.prompt_token_ids)}; images must not overlap, and a token must "
+                    f"follow the last one",
+                    param="messages",
+                    code="invalid_value",
+                )
+            end = image.end
 
     def _check_pool(self, prompt_len: int, *, limit: int) -> None:
         """Refuse a request that exceeds the empty pool. The last token is never run: no room."""

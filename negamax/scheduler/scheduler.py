@@ -25,12 +25,13 @@ import msgspec
 from negamax.scheduler.blocks import BlockPool
 from negamax.scheduler.cache_log import CacheLog
 from negamax.scheduler.draft_length import DraftLength, FixedDraftLength
+from negamax.scheduler.encoder_cache import EncoderCache
 from negamax.scheduler.host_tier import HostTier
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.plan_builder import PlanBuilder
 from negamax.scheduler.prefix_cache import match_prefix
 from negamax.scheduler.request_table import RequestTable
-from negamax.scheduler.sequence import NEVER, NO_SLOT, Sequence
+from negamax.scheduler.sequence import NEVER, NO_SLOT, DraftCounters, Sequence
 from negamax.scheduler.shared_blocks import SharedBlocks
 from negamax.scheduler.step import GrammarRow, NewRow, SequenceUpdate, StepPlan, StepResult
 from negamax.scheduler.turns import Turns
@@ -72,12 +73,10 @@ class Scheduler:
         self.prompt_tokens = 0  # prompt tokens of admitted requests
         self.cached_prompt_tokens = 0  # prompt tokens found in the prefix cache
         self.generated_tokens = 0
-        self.draft_rows = 0  # committed rows with draft tokens
-        self.draft_tokens = 0  # draft tokens of these rows
-        # accepted ones by place in the row
-        self.accepted_per_position = [0] * limits.num_draft_tokens
+        self.drafts = DraftCounters(limits.num_draft_tokens)
         self.cache_log = log = CacheLog() if limits.logs_cache_changes else None
         self._pool = BlockPool(limits.num_blocks, log.kv if log else None)
+        self.encoder = EncoderCache(limits.encoder_tokens, num_ranks=limits.num_encoders)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # by order
         self.host = HostTier(limits, self._pool, self._waiting, log)
@@ -121,6 +120,7 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         self._pool.evict()
         self.host.evict()
+        self.encoder.evict()
 
     def grammar_rows(self, plan: StepPlan) -> list[GrammarRow]:
         """Return the grammar rows of the latest plan whose sequences have not ended since."""
@@ -161,7 +161,7 @@ class Scheduler:
         if first is not None:
             for row in self._find_yielding(first) or ():
                 self._preempt(row)
-        builder = PlanBuilder(self.limits.max_num_batched_tokens, self.limits.chunk_length)
+        builder = self._build_plan(self.limits.max_num_batched_tokens)
         num_drafts = 0
         if self.limits.num_draft_tokens:
             num_drafts = self._draft_length.choose(self._turns.share(len(self._running)))
@@ -195,15 +195,16 @@ class Scheduler:
 
     def plan_nothing(self) -> StepPlan:
         """Return a step without rows, for a rank that runs beside other data-parallel ranks."""
-        return self._finish(PlanBuilder(0, self.limits.chunk_length), num_proposed=0)
+        return self._finish(self._build_plan(0), num_proposed=0)
+
+    def _build_plan(self, budget: int) -> PlanBuilder:
+        return PlanBuilder(self._step_count, budget, self.limits.chunk_length, self.encoder)
 
     def _finish(
         self, builder: PlanBuilder, *, num_proposed: int, is_awaited: bool = False
     ) -> StepPlan:
         has_constrained = self._requests.num_constrained > 0
-        plan = builder.finish(
-            self._step_count, has_constrained=has_constrained, num_proposed=num_proposed
-        )
+        plan = builder.finish(has_constrained=has_constrained, num_proposed=num_proposed)
         copies = self.host.take_copies(self._step_count, is_awaited=is_awaited)
         if copies is not None:
             plan = msgspec.structs.replace(plan, copies=copies)
@@ -273,10 +274,9 @@ class Scheduler:
             if num_drafts:
                 num_accepted = result.num_accepted.get(row, 0)
                 end += num_accepted
-                self._give_back(sequence, num_drafts, num_accepted)
-                self._count_drafts(
-                    sequence, result.num_draft_tokens.get(row, num_drafts), num_accepted
-                )
+                sequence.give_back(num_drafts - num_accepted)
+                proposed = result.num_draft_tokens.get(row, num_drafts)
+                self.drafts.add(sequence, proposed, num_accepted)
             if sequence.finished:
                 continue
             if errors and row in errors:
@@ -289,6 +289,8 @@ class Scheduler:
                 sequence.num_committed += count - num_drafts - sampled
                 if sequence.num_committed >= sequence.index_at:
                     self._index_blocks(sequence)
+                if sequence.held_images:
+                    self.encoder.release(sequence)
                 continue
             token_id = token_ids[first]
             tokens = [token_id]
@@ -309,6 +311,8 @@ class Scheduler:
             sequence.num_committed = computed
             if computed >= sequence.index_at:
                 self._index_blocks(sequence)
+            if sequence.held_images:
+                self.encoder.release(sequence)
             token_logprobs = None
             if logprobs:
                 places = range(first, first + len(tokens))
@@ -341,7 +345,8 @@ class Scheduler:
         """Drop the oldest uncommitted plan, which was lost: its sequences end with an error."""
         sequences = self._take_in_flight(plan).sequences
         self.host.fail(plan.step_id)
-        return [self._end(sequence, message) for sequence in sequences if not sequence.finished]
+        lost = [*sequences, *self.encoder.fail(plan.step_id, self._running)]
+        return [self._end(row, message) for row in dict.fromkeys(lost) if not row.finished]
 
     def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
         """Plan a row for each running sequence with one token left, with up to `most_drafts` of its
@@ -434,22 +439,6 @@ class Scheduler:
             self._take_block(sequence)
             builder.append_block(sequence)
 
-    def _give_back(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Take back the tokens of rejected drafts; blocks stay for the next tokens."""
-        sequence.num_computed -= num_drafts - num_accepted
-        sequence.num_total -= num_drafts - num_accepted
-
-    def _count_drafts(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Count a committed row with drafts. A row without any proposed token does not count."""
-        if not num_drafts:
-            return
-        rows, tokens, accepted = sequence.drafts
-        sequence.drafts = rows + 1, tokens + num_drafts, accepted + num_accepted
-        self.draft_rows += 1
-        self.draft_tokens += num_drafts
-        for place in range(num_accepted):
-            self.accepted_per_position[place] += 1
-
     def _find_yielding(self, waiting: Sequence) -> list[Sequence] | None:
         """Return the rows to preempt for a waiting sequence, none if it fits: rows with the fewest
         computed tokens of the tenant with the most rows, which keeps more rows than the tenant of
@@ -511,6 +500,8 @@ class Scheduler:
         pool = self._pool
         block_size = self.limits.block_size
         shared, num_new, num_taken = self._blocks_for(sequence)
+        if not self.encoder.may_begin(sequence, len(shared) * block_size):
+            return None
         shortage = num_taken + (1 if self._running else 0) - pool.num_free
         if shortage > 0:
             sequence.retry_gain = pool.gain_count + shortage
@@ -580,6 +571,7 @@ class Scheduler:
         sequence.index_at = (num_full + 1) * block_size
 
     def _end(self, sequence: Sequence, error: str) -> SequenceUpdate:
+        self.encoder.release_all(sequence, is_valid=False)
         self.free(sequence)
         return sequence.end_update("error", error=error)
 
@@ -587,6 +579,7 @@ class Scheduler:
         self._running.remove(sequence)
         self._requests.leave(sequence)
         self.host.touch(sequence)
+        self.encoder.release_all(sequence)
         self._pool.release(sequence.block_ids)
         self._free_slots.append(sequence.slot)
         sequence.slot = NO_SLOT

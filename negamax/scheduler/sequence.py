@@ -1,5 +1,7 @@
 """State of one request in the scheduler."""
 
+from typing import Any
+
 import msgspec
 
 from negamax.scheduler.prefix_cache import BlockHashes
@@ -17,7 +19,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "block_hashes", "block_ids", "capacity", "drafts", "finished", "index_at",
+        "block_hashes", "block_ids", "capacity", "drafts", "finished", "held_images", "index_at",
         "is_constrained", "is_postponed", "known_at", "limit", "may_load", "may_read",
         "num_cached_tokens", "num_committed", "num_computed", "num_indexed", "num_proposed",
         "num_total", "order", "prompt_len", "prompt_logprobs", "rank", "request", "request_id",
@@ -50,7 +52,10 @@ class Sequence:
         self.stop_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         if sampling.stop_token_ids:
             self.stop_ids |= frozenset(sampling.stop_token_ids)
-        self.block_hashes = BlockHashes(self.tokens, block_size=block_size, salt=request.cache_salt)
+        self.block_hashes = BlockHashes(
+            self.tokens, block_size=block_size, salt=request.cache_salt, images=request.images
+        )
+        self.held_images: dict[int, Any] = {}  # `EncodedImage` by number, while running
 
         self.rank: int | None = None  # data-parallel rank that runs it
         self.slot = NO_SLOT
@@ -83,6 +88,11 @@ class Sequence:
             self.worker_sampling = msgspec.structs.replace(sampling, grammar=None, reasoning=None)
         self.finished = False
 
+    def give_back(self, num_rejected: int) -> None:
+        """Take back the tokens of rejected drafts; blocks stay for the next tokens."""
+        self.num_computed -= num_rejected
+        self.num_total -= num_rejected
+
     def finish_reason(self) -> str | None:
         """Return the finish reason if the latest token ends the sequence."""
         if len(self.tokens) > self.stop_from and self.tokens[-1] in self.stop_ids:
@@ -103,3 +113,23 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens,
             error=error,
         )
+
+
+class DraftCounters:
+    """Draft tokens of committed rows. A row without any proposed token does not count."""
+
+    def __init__(self, most_drafts: int) -> None:
+        self.num_rows = 0  # rows with draft tokens
+        self.num_tokens = 0  # draft tokens of these rows
+        self.accepted_per_position = [0] * most_drafts  # by place in the row
+
+    def add(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Count a committed row with drafts."""
+        if not num_drafts:
+            return
+        rows, tokens, accepted = sequence.drafts
+        sequence.drafts = rows + 1, tokens + num_drafts, accepted + num_accepted
+        self.num_rows += 1
+        self.num_tokens += num_drafts
+        for place in range(num_accepted):
+            self.accepted_per_position[place] += 1

@@ -94,6 +94,28 @@ class HostCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
     files: FileCopies | None = None
 
 
+ROWS_PER_PAGE = 16  # rows of images are allocated in pages
+
+
+class EncodeJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Computes the rows of an image before the step; on other ranks these rows become zeros."""
+
+    rank: int  # tensor-parallel rank that computes it
+    pages: list[int]  # of `ROWS_PER_PAGE` rows each, in order
+    grid: tuple[int, int]  # rows and columns of patches
+    pixels: bytes  # uint8 [height, width, 3]
+
+
+class ImageRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens of a step that read rows of an image instead of embeddings."""
+
+    slot: int
+    offset: int  # position of the image's first token
+    start: int  # positions that the step runs,
+    stop: int  # up to here
+    pages: list[int]  # as in its `EncodeJob`
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One step: apply `new_rows` and `appended_*`, then run the next num_scheduled[i] tokens of
     slots[i]. Generating rows come first, longer prompt chunks last.
@@ -116,6 +138,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     of_all: StepSize | None = None
     experts: ExpertStep | None = None
     copies: HostCopies | None = None
+    encodes: list[EncodeJob] = []
+    images: list[ImageRun] = []
 
     @property
     def num_tokens(self) -> int:

@@ -104,6 +104,7 @@ class WorkerConfig:
     draft: DraftModel | None = None
     speculation: SpeculationConfig | None = None  # its model is a folder or a bundled name
     max_logprobs: int = 20  # of a token
+    encoder_tokens: int = 0  # rows for image tokens; 0: images are not read
     kv_offloading_size: float | None = None  # host memory for KV blocks, in GiB over all ranks
     kv_offloading_ratio: float | None = None  # host blocks for each KV block; overrides the size
     kv_offloading_path: str | None = None  # folder for files of KV blocks

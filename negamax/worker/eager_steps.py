@@ -97,7 +97,10 @@ def _launch(
     if entering is not None:
         entering = entering[: len(token_ids)].zero_()
     capture = proposer.capture if proposer else ()
-    hidden, streams = model.forward(token_ids, metadata, caches, capture=capture, entering=entering)
+    images = runner.encoder.place_rows((), layout.columns) if runner.encoder else None
+    hidden, streams = model.forward(
+        token_ids, metadata, caches, capture=capture, entering=entering, images=images
+    )
     if not model.is_last_stage:
         return
     columns = layout.columns

@@ -33,7 +33,7 @@ from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.sampling.op import DRAW_LEADING, PICK, RowSampling
-from negamax.kernels.steps.op import PLACE_TOKENS, STORE_TOKENS
+from negamax.kernels.steps.op import PLACE_TOKENS, STORE_TOKENS, ImageRows
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
 from negamax.worker.batch import Column, SampleInputs, StepColumns, StepInputs, metadata_of
@@ -71,8 +71,9 @@ class StepGraphs:
         group: Collective,
         runtime: Runtime,
         proposer: Proposer | None = None,
+        image_rows: Tensor | None = None,
     ) -> None:
-        """`proposer`: runs after each sampled step."""
+        """`proposer`: runs after each sampled step. `image_rows`: the pool of rows of images."""
         self.shapes, self._model, self._kv, self._requests = shapes, model, kv, requests
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
         self._place_tokens = kernels[PLACE_TOKENS].run
@@ -109,6 +110,12 @@ class StepGraphs:
         self._token_ids, self._ends = torch.zeros(2, num_tokens, dtype=torch.int64, device=device)
         # of decodes
         self._query_starts = torch.arange(num_sampled + 1, dtype=torch.int32, device=device)
+        # rows of image tokens in the steps that have prompts; decodes have none
+        self._images = None
+        if image_rows is not None:
+            none = torch.full((num_tokens,), -1, dtype=torch.int32, device=device)
+            self._images = ImageRows(none, image_rows)
+        self._has_images = False  # whether the index is not all -1
         states = (num_tokens, model.spec.hidden_size)
         self.buffers = StepBuffers(
             hidden=torch.zeros(states, dtype=kernels.dtype, device=device),
@@ -188,6 +195,15 @@ class StepGraphs:
         starts = self._requests.num_computed_bound[columns.slots]
         self._latest[shape] = columns, starts
         self._send(shape, columns)
+
+    def place_images(self, rows: Column | None) -> None:
+        """Set the rows of images that a prepared step reads, -1 for other tokens; None: none."""
+        if self._images is None or (rows is None and not self._has_images):
+            return
+        self._has_images, index = rows is not None, self._images.at
+        index.fill_(-1)
+        if rows is not None:
+            index[: len(rows)] = upload((rows,), index.device)[0].int()
 
     def replay(self, shape: StepShape) -> StepBuffers:
         """Run the prepared step. Its results are valid until the next replay, padding last."""
@@ -277,7 +293,10 @@ class StepGraphs:
             host_seq_lens=(),
             host_query_lens=(),
         )
-        hidden = self._forward(shape, metadata, kv)
+        images = self._images
+        if images is not None:
+            images = ImageRows(images.at[: shape.num_tokens], images.rows)
+        hidden = self._forward(shape, metadata, kv, images)
         self.buffers.hidden[: shape.num_tokens].copy_(hidden)
 
     def _run_decodes(self, shape: StepShape, kv: Sequence[KvCaches]) -> None:
@@ -298,11 +317,15 @@ class StepGraphs:
         self._finish(shape, metadata)
 
     def _forward(
-        self, shape: StepShape, metadata: AttentionMetadata, kv: Sequence[KvCaches]
+        self,
+        shape: StepShape,
+        metadata: AttentionMetadata,
+        kv: Sequence[KvCaches],
+        images: ImageRows | None = None,
     ) -> Tensor:
         hidden, _ = self._model.forward(
             self._token_ids[: shape.num_tokens], metadata, kv, capture=self._layers,
-            out=self.residuals(shape.num_tokens), entering=self.entering(shape),
+            out=self.residuals(shape.num_tokens), entering=self.entering(shape), images=images,
         )  # fmt: skip
         return hidden
 

@@ -92,10 +92,15 @@ def zeros_on_large_pages(num_bytes: int) -> Tensor:
 
 
 def choose_blocks(
-    config: WorkerConfig, *, dtype: torch.dtype, workspace: int, device: torch.device
+    config: WorkerConfig,
+    *,
+    dtype: torch.dtype,
+    workspace: int,
+    encoding: int = 0,
+    device: torch.device,
 ) -> int:
-    """Return how many blocks this rank can hold. `dtype`: of caches that specify none; `workspace`:
-    bytes of a step on a GPU.
+    """Return how many blocks this rank can hold. `dtype`: of caches that specify none; `workspace`,
+    `encoding`: bytes of a step, and of the largest image before it, on a GPU.
     """
     if config.num_kv_blocks:
         return config.num_kv_blocks
@@ -107,7 +112,8 @@ def choose_blocks(
         budget = (
             int(total * config.gpu_memory_utilization)
             - (total - free)
-            - 2 * workspace
+            - workspace
+            - max(workspace, encoding)
             - GRAPH_RESERVE
             - draft_buffers(config)
             - stage_buffers(config)

@@ -26,6 +26,7 @@ from negamax.worker.expert_weights import load_recorder
 from negamax.worker.file_store import open_files
 from negamax.worker.graphs import StepGraphs
 from negamax.worker.host_pool import HostPool
+from negamax.worker.image_encoder import ImageEncoder
 from negamax.worker.lanes import Lane
 from negamax.worker.loading import load_model, plan_loading
 from negamax.worker.profile import peak_bytes
@@ -108,6 +109,7 @@ class ModelRunner:
                 first_id=self.model.vocab_range.start,
                 on_shards=self.runtime.samples_on_shards,
             )
+            self.encoder = self._open_encoder()
             self.experts = load_recorder(config, self.model, context, device)
             num_blocks = self._allocate_caches(cache_dtype)
             self.host_pool = self._open_host_pool(num_blocks, cache_dtype)
@@ -135,13 +137,29 @@ class ModelRunner:
             shape=describe_shape(self, cache_dtype=cache_dtype),
         )
 
+    def _open_encoder(self) -> ImageEncoder | None:
+        """Allocate the rows of images; None: this rank embeds no images."""
+        tower, spec, config = self.model.vision, self.config.spec.vision, self.config
+        if tower is None or spec is None:
+            return None
+        return ImageEncoder(
+            tower,
+            spec,
+            self.requests,
+            num_tokens=config.encoder_tokens,
+            dtype=self.kernels.dtype,
+            rank=config.layout.tp_rank,
+            runtime=self.runtime,
+        )
+
     def _allocate_caches(self, dtype: torch.dtype) -> int:
         """Allocate the KV caches; returns the number of blocks that fit on every rank."""
-        config, workspace = self.config, 0
+        config, workspace, encoding = self.config, 0, 0
         if self.runtime.graph_pool is not None:  # measured by a full prefill step
             workspace = peak_bytes(self, dtype=dtype)
+            encoding = self.encoder.peak_bytes() if self.encoder else 0
         affordable = kv_cache.choose_blocks(
-            config, dtype=dtype, workspace=workspace, device=self.device
+            config, dtype=dtype, workspace=workspace, encoding=encoding, device=self.device
         )
         num_blocks = self.context.world_min(affordable)
         self.caches = kv_cache.allocate(
@@ -204,6 +222,7 @@ class ModelRunner:
             group=self.context.attention_group,
             runtime=self.runtime,
             proposer=self.proposer,
+            image_rows=self.encoder.rows if self.encoder else None,
         )
         with warming_up(self.context, shows=config.show_progress):
             graphs.warmup(warmup_layers(self.model.layers, config.kv_caches))

@@ -65,4 +65,5 @@ def _single_row(plan: StepPlan, row: int) -> StepPlan:
         needs_sampling=[plan.needs_sampling[row]],
         grammar_rows=[0] if row in plan.grammar_rows else [],
         num_proposed=plan.num_proposed,
+        images=[run for run in plan.images if run.slot == plan.slots[row]],
     )

@@ -72,6 +72,7 @@ class StepRunner:
         self._requests, self._stage, self._sampler = runner.requests, runner.stage, runner.sampler
         self._runtime, self._device = runner.runtime, runner.device
         self._group, self._needs_eager = runner.context.context_group, needs_eager
+        self._encoder = runner.encoder
         self._capture = runner.proposer.capture if runner.proposer else ()
         self._verifier = None
         if runner.proposer is not None and self._stage.is_last:
@@ -172,6 +173,8 @@ class StepRunner:
         if batch.captured is not None:
             graphs, shape = batch.captured
             graphs.prepare(shape, layout.columns)
+            if self._encoder is not None and not shape.is_sampled:
+                graphs.place_images(self._encoder.find_rows(plan.images, layout.columns))
             num_tokens, residuals = layout.num_tokens, graphs.residuals(layout.num_tokens)
             entering = stage.receive(
                 num_tokens, graphs.entering(shape), residuals, is_padding=is_padding
@@ -181,11 +184,18 @@ class StepRunner:
         else:
             shard = shard_tokens(layout, requests, self._group, size=plan.of_all)
             token_ids, metadata = shard.build()
-            num_tokens = len(token_ids)
+            num_tokens, images = len(token_ids), None
+            if self._encoder is not None and not is_padding:
+                images = self._encoder.place_rows(plan.images, layout.columns)
             entering = stage.receive(num_tokens, is_padding=is_padding)
             began = self._runtime.record_event()
             hidden, residuals = self._model.forward(
-                token_ids, metadata, self._caches, capture=self._capture, entering=entering.stream
+                token_ids,
+                metadata,
+                self._caches,
+                capture=self._capture,
+                entering=entering.stream,
+                images=images,
             )
         if not is_padding:
             stage.send(hidden[:num_tokens], entering, residuals)

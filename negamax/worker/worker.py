@@ -47,6 +47,8 @@ class Worker:
         if runner.experts is not None and plan.experts is not None:
             expert_counts = runner.experts.apply(plan.experts)
         requests.apply(plan)
+        if runner.encoder is not None:
+            runner.encoder.encode(plan)
         vocab_size = runner.config.spec.vocab_size
         bitmask = PendingBitmask.of_plan(
             plan, wait_for_bitmask, vocab_size=vocab_size, requests=requests

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.op import AnyKernel
-from negamax.kernels.steps.op import EMBED_TOKENS, PLACE_TOKENS, STORE_TOKENS
+from negamax.kernels.steps.op import EMBED_TOKENS, PLACE_TOKENS, STORE_TOKENS, ImageRows
 from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn, tabled
 
 
@@ -65,16 +65,23 @@ def _embed_case(
         first - 9, first + rows + 9, (num_tokens,), generator=generator, device=generator.device
     )
     tensors = {"token_ids": ids, "table": embeddings}
+    if num_tokens % 5 == 0:  # some tokens are of images
+        tensors["at"] = torch.randint(
+            -6, 6, (num_tokens,), generator=generator, device=generator.device, dtype=torch.int32
+        ).clamp_min(-1)
+        tensors["rows"] = randn(6, width, dtype=dtype, generator=generator)
     return Case(f"T={num_tokens} width={width}", tensors, {"first_id": first})
 
 
 def apply_embed(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    outputs: tuple[Tensor, ...] = kernel.run(*case.tensors.values(), **case.numbers)
+    token_ids, table, *images = case.tensors.values()
+    given = ImageRows(*images) if images else None
+    outputs: tuple[Tensor, ...] = kernel.run(token_ids, table, given, **case.numbers)
     return outputs
 
 
 def embed_cost(case: Case) -> Cost:
-    token_ids, table = case.tensors.values()
+    token_ids, table, *_ = case.tensors.values()
     return Cost(num_bytes=3 * len(token_ids) * num_bytes(table[0]), flops=0)
 
 

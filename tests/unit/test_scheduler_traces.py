@@ -439,9 +439,9 @@ def test_traces_reach_every_mechanism() -> None:
     assert min(reasons.count(reason) for reason in ("stop", "length", "abort", "error")) >= 10
     new_rows = [row for trace in traces for plan in trace.plans for row in plan.new_rows]
     assert sum(len(row.token_ids) > row.prompt_len for row in new_rows) >= 30  # resumed
-    assert sum(rank.draft_rows for rank in ranks) >= 500
-    accepted = sum(sum(rank.accepted_per_position) for rank in ranks)
-    rejected = sum(rank.draft_tokens for rank in ranks) - accepted
+    assert sum(rank.drafts.num_rows for rank in ranks) >= 500
+    accepted = sum(sum(rank.drafts.accepted_per_position) for rank in ranks)
+    rejected = sum(rank.drafts.num_tokens for rank in ranks) - accepted
     assert min(accepted, rejected) >= 300
     for trace in traces:
         trace.check_outputs()

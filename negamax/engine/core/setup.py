@@ -51,6 +51,7 @@ from negamax.scheduler.draft_length import AdaptiveDraftLength, DraftLength, mak
 from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.prefix_cache import HASH_BYTES
+from negamax.scheduler.step import ROWS_PER_PAGE
 from negamax.text.script import Script, read_script
 from negamax.worker.config import LaneOptions, WorkerConfig, WorkerReady
 
@@ -220,6 +221,7 @@ def _make_worker_config(
     spec = _choose_weight_format(options, spec, device)
     if draft is not None:
         draft = replace(draft, spec=_choose_weight_format(options, draft.spec, device))
+    spec = _choose_vision(options, source, spec, layout)
     limits, max_num_seqs = STEP_LIMITS[device], options.sequences_per_step(device)
     block_size = choose_block_size(spec.kv_caches(), options.block_size, default=limits.block_size)
     options.parallel.check_interleave(block_size)
@@ -238,6 +240,9 @@ def _make_worker_config(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens or limits.max_num_batched_tokens,
         max_logprobs=options.max_logprobs,
+        encoder_tokens=0
+        if spec.vision is None
+        else options.encoder_cache_tokens // ROWS_PER_PAGE * ROWS_PER_PAGE,
         num_replicas=options.num_replicas,
         block_size=block_size,
         num_kv_blocks=options.num_kv_blocks,
@@ -278,6 +283,37 @@ def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Sp
         spec.architecture,
     )
     return replace(spec, quantization=blocks)
+
+
+def _choose_vision(
+    options: EngineOptions, source: ModelSource, spec: Spec, layout: ParallelLayout
+) -> Spec:
+    """Drop the vision tower of `spec` if the files have none, or if images cannot be read here.
+    Requests with images are refused then.
+    """
+    folder = source.weights_folder
+    if spec.vision is None:
+        return spec
+    reasons = {
+        "--kv-transfer-config exchanges prompts without images": options.kv_transfer is not None,
+        f"--nnodes is {layout.nodes}": layout.nodes > 1,
+        f"--data-parallel-size is {layout.dp}": layout.dp > 1,
+        f"--prefill-context-parallel-size is {layout.cp}": layout.cp > 1,
+        "--encoder-cache-tokens is 0": options.encoder_cache_tokens < ROWS_PER_PAGE,
+        "the weights are synthetic": folder is None or options.script is not None,
+    }
+    reason = next((text for text, applies in reasons.items() if applies), None)
+    if reason is None and folder is not None:
+        from negamax.checkpoint.reader import read_entries  # imports PyTorch
+
+        if rotation_file(read_json_object(folder / "config.json"), folder) is not None:
+            reason = "the checkpoint's embeddings are rotated (QuaRot)"
+        elif not any("vision_tower." in name for name in read_entries(folder)):
+            reason = "the checkpoint's files have no vision tower"
+    if reason is None:
+        return spec
+    logger.warning("images are not read, requests with images are refused: %s", reason)
+    return replace(spec, vision=None)
 
 
 def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
@@ -390,6 +426,8 @@ def _make_scheduler(
         num_draft_tokens=ready.num_draft_tokens,
         num_stages=config.layout.pp if options.enable_overlap else 1,
         num_shards=config.layout.cp,
+        encoder_tokens=config.encoder_tokens,
+        num_encoders=config.layout.tp,
         # synthetic acceptance ignores the grammar
         constrained_drafts=not speculation or speculation.synthetic_acceptance_rates is None,
         chunk_length=choose_chunk_length(options, config, max_model_len=max_model_len),
@@ -503,6 +541,7 @@ def _describe_model(
             model=source.name,
             revision=find_commit(Path(config.folder)) if config.folder else options.revision,
         ),
+        vision=config.spec.vision,
     )
 
 

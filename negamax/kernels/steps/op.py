@@ -1,5 +1,7 @@
 """Both ends of a captured step: its tokens and positions, embeddings, and the sampled tokens."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -39,13 +41,25 @@ def place(
         tokens[slots, positions] = token_ids.to(tokens.dtype)
 
 
-def embed(token_ids: Tensor, table: Tensor, /, *, first_id: int) -> tuple[Tensor, Tensor]:
+class ImageRows(NamedTuple):
+    """Rows that replace embeddings."""
+
+    at: Tensor  # [T] int32, the row of each token; -1: its embedding
+    rows: Tensor  # [P, width]
+
+
+def embed(
+    token_ids: Tensor, table: Tensor, images: ImageRows | None = None, /, *, first_id: int
+) -> tuple[Tensor, Tensor]:
     """Return the embeddings of token_ids [T] int64 and a residual of zeros, both [T, width].
 
     Row 1 of table [n + 2, width] is token `first_id`; its first and last row stand for all other
-    tokens.
+    tokens. `images`: rows that some tokens have in place of embeddings.
     """
     x = table.index_select(0, (token_ids - (first_id - 1)).clamp(0, len(table) - 1))
+    if images is not None:
+        rows = images.rows.index_select(0, images.at.clamp_min(0).long())
+        x = rows.where((images.at >= 0).unsqueeze(1), x)
     return x, torch.zeros_like(x)
 
 

@@ -12,7 +12,7 @@ from negamax.kernels.launch.triton_words import as_words
 from negamax.kernels.norm import tiles
 from negamax.kernels.op import FLOAT_DTYPES
 from negamax.kernels.steps import op as spec
-from negamax.kernels.steps.op import EMBED_TOKENS, PLACE_TOKENS, STORE_TOKENS
+from negamax.kernels.steps.op import EMBED_TOKENS, PLACE_TOKENS, STORE_TOKENS, ImageRows
 
 _BLOCK = 128  # entries of a program
 
@@ -92,6 +92,8 @@ def place(
 def _embed_kernel(
     token_ids,  # [T] int64
     table,  # [num_rows, 2 * WORDS]
+    images,  # [T] int32, -1 where the table is read, or None
+    rows,  # [P, 2 * WORDS], or None
     out,  # [2, T, 2 * WORDS], written: embeddings, and zeros
     num_rows,
     first_id,
@@ -106,18 +108,27 @@ def _embed_kernel(
     tl.store(to + count.to(tl.int64) * WORDS, tl.zeros_like(index), mask=mask)
     token = tl.load(token_ids + row) - (first_id - 1)
     token = tl.minimum(tl.maximum(token, 0), num_rows - 1)
-    tl.store(to, tl.load(as_words(table) + token * WORDS + index, mask=mask), mask=mask)
+    if images is None:
+        words = tl.load(as_words(table) + token * WORDS + index, mask=mask)
+    else:
+        image = tl.load(images + row).to(tl.int64)
+        from_table, from_rows = mask & (image < 0), mask & (image >= 0)
+        words = tl.load(as_words(table) + token * WORDS + index, mask=from_table, other=0)
+        words |= tl.load(as_words(rows) + image * WORDS + index, mask=from_rows, other=0)
+    tl.store(to, words, mask=mask)
 
 
-def embed(token_ids: Tensor, table: Tensor, *, first_id: int) -> tuple[Tensor, Tensor]:
+def embed(
+    token_ids: Tensor, table: Tensor, images: ImageRows | None = None, *, first_id: int
+) -> tuple[Tensor, Tensor]:
     num_tokens, (num_rows, width) = len(token_ids), table.shape
     if width % 2:  # rows are not whole words
-        return spec.embed(token_ids, table, first_id=first_id)
+        return spec.embed(token_ids, table, images, first_id=first_id)
     assert token_ids.is_contiguous() and table.is_contiguous()
     out = table.new_empty(2, num_tokens, width)
     if num_tokens:
         _embed_kernel[(num_tokens,)](
-            token_ids, table, out, num_rows, first_id,
+            token_ids, table, *(images or (None, None)), out, num_rows, first_id,
             WORDS=width // 2,
             BLOCK=triton.next_power_of_2(width // 2),
             num_warps=tiles.num_warps(table.device, width),

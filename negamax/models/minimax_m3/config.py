@@ -399,22 +399,7 @@ _SPARSE_M3 = SparseAttentionSpec(
     local_blocks=1,
     layers=_AFTER_DENSE,
 )
-_VISION = VisionSpec(
-    hidden_size=1280,
-    num_layers=32,
-    num_heads=16,
-    intermediate_size=5120,
-    patch_size=14,
-    spatial_merge_size=2,
-    temporal_patch_size=2,
-    projector_hidden_size=6144,
-    text_hidden=6144,
-    rope_theta=10_000.0,
-    layer_norm_eps=1e-5,
-    image_token_id=200_025,
-    image_start_id=200_029,
-    image_end_id=200_030,
-)
+# (the text model, which alone is planned and gets synthetic weights)
 _M3 = MiniMaxM3Spec(
     **PUBLISHED,
     architecture=VISION_ARCHITECTURE,
@@ -434,7 +419,6 @@ _M3 = MiniMaxM3Spec(
     moe_layers=_AFTER_DENSE,
     sparse=_SPARSE_M3,
     quantization=None,
-    vision=_VISION,
 )
 _MXFP8 = QuantizationSpec("mxfp8", {"quant_method": "mxfp8", "weight_block_size": [1, 32]})
 _M31_FLASH = replace(

@@ -16,6 +16,7 @@ from negamax.models import minimax_names
 from negamax.models.decoder import Decoder, DecoderLayer, attention_sizes, moe_sizes, paged_shape
 from negamax.models.minimax_m3 import names
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
+from negamax.models.minimax_m3.vision import VisionTower
 from negamax.parallel.layout import ParallelLayout
 
 
@@ -26,7 +27,10 @@ def build(spec: MiniMaxM3Spec, setup: LayerSetup) -> Decoder:
     layers = [_build_layer(spec, layer, setup) for layer in numbers]
     own: dict[str, Any] = {"eps": spec.rms_norm_eps, "gemma": True, "setup": setup}
     kinds = _build_kinds(spec, layers, setup)
-    return Decoder(spec, layers, kinds, names=minimax_names.DECODER, **own)
+    tower = None
+    if spec.vision is not None and setup.context.layout.is_first_stage:
+        tower = VisionTower(spec.vision, setup.weights)
+    return Decoder(spec, layers, kinds, names=minimax_names.DECODER, vision=tower, **own)
 
 
 def _build_layer(spec: MiniMaxM3Spec, layer: int, setup: LayerSetup) -> DecoderLayer:

@@ -1,0 +1,192 @@
+"""The rows that the vision tower computes for images, in pages of a pool on the worker.
+
+The scheduler decides which images a step encodes. An image keeps its pages while a sequence has yet
+to commit tokens of it. Afterwards they stay cached, by cache salt and digest, until another image
+needs them; the least recently used image goes first. Plans run in order, so pages may be given away
+while an earlier plan still reads them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from negamax.scheduler.request import ImageInput
+from negamax.scheduler.sequence import Sequence
+from negamax.scheduler.step import ROWS_PER_PAGE, EncodeJob, ImageRun
+
+# Patches that a rank encodes in a step besides its first image. A patch counts more in a large
+# image, where attention costs more: twice in one of `_SQUARE` patches.
+STEP_PATCHES, _SQUARE = 10_000, 8_824
+
+_Key = tuple[str, bytes]
+
+
+@dataclass(eq=False)
+class EncodedImage:
+    """An image with rows in the pool."""
+
+    key: _Key
+    pages: list[int]
+    step_id: int  # the plan that encodes it
+    num_users: int = 0  # images of sequences that hold it
+
+
+class EncoderCache:
+    """The pool's pages, and the images in them."""
+
+    def __init__(self, num_tokens: int, *, num_ranks: int) -> None:
+        """`num_tokens`: rows of the pool; `num_ranks`: tensor-parallel ranks that encode."""
+        self.num_hits = 0  # images found with their rows
+        self._free = list(range(num_tokens // ROWS_PER_PAGE - 1, -1, -1))
+        self._images: dict[_Key, EncodedImage] = {}
+        self._unused: OrderedDict[_Key, EncodedImage] = OrderedDict()  # oldest first
+        self._jobs: list[EncodeJob] = []
+        self._loads = [0.0] * num_ranks  # weighted patches of each rank in the next plan
+        self._num_jobs = 0
+
+    @property
+    def num_free_pages(self) -> int:
+        """Count pages that no sequence holds, cached ones included."""
+        return len(self._free) + sum(len(image.pages) for image in self._unused.values())
+
+    def may_begin(self, sequence: Sequence, start: int) -> bool:
+        """Whether the token at `start` of a waiting sequence could run in the next plan."""
+        salt = sequence.request.cache_salt
+        return all(
+            (salt, image.digest) in self._images or self._fits(image)
+            for image in sequence.request.images
+            if image.offset <= start < image.end
+        )
+
+    def acquire(self, sequence: Sequence, count: int, step_id: int) -> int:
+        """Hold the images among the next `count` tokens of a sequence. Return how many of the
+        tokens may run in plan `step_id`: those before the first image without rows.
+        """
+        start = sequence.num_computed
+        for number, image in enumerate(sequence.request.images):
+            if image.offset >= start + count:
+                break
+            if image.end <= start or number in sequence.held_images:
+                continue
+            held = self._hold(image, sequence.request.cache_salt, step_id)
+            if held is None:
+                return max(0, image.offset - start)
+            sequence.held_images[number] = held
+        return count
+
+    def release(self, sequence: Sequence) -> None:
+        """Release the images of a sequence whose tokens are all committed."""
+        for number, held in list(sequence.held_images.items()):
+            if sequence.request.images[number].end <= sequence.num_committed:
+                del sequence.held_images[number]
+                self._drop_user(held, is_valid=True)
+
+    def release_all(self, sequence: Sequence, *, is_valid: bool = True) -> None:
+        """Release all images of a sequence that leaves the batch. Those that are not `is_valid`
+        are encoded again for others.
+        """
+        for held in sequence.held_images.values():
+            self._drop_user(held, is_valid=is_valid)
+        sequence.held_images.clear()
+
+    def fail(self, step_id: int, running: Iterable[Sequence]) -> list[Sequence]:
+        """Forget the images that a lost plan has encoded; return the `running` readers of them."""
+        for held in [held for held in self._images.values() if held.step_id == step_id]:
+            del self._images[held.key]
+            if self._unused.pop(held.key, None) is not None:
+                self._free += held.pages
+        return [
+            sequence
+            for sequence in running
+            if any(held.step_id == step_id for held in sequence.held_images.values())
+        ]
+
+    def evict(self) -> None:
+        """Drop all images that no sequence holds."""
+        while self._unused:
+            self._evict_oldest()
+
+    def take_jobs(self) -> list[EncodeJob]:
+        """Return the encode jobs of the plan that is made, and begin the next one."""
+        jobs, self._jobs = self._jobs, []
+        if jobs:
+            self._loads = [0.0] * len(self._loads)
+        return jobs
+
+    def _hold(self, image: ImageInput, salt: str, step_id: int) -> EncodedImage | None:
+        """Hold an image once more, encoding it if it is new; None: it does not fit this plan."""
+        key = salt, image.digest
+        found = self._images.get(key)
+        if found is None:
+            if not self._fits(image):
+                return None
+            found = EncodedImage(key, self._allocate(_count_pages(image)), step_id)
+            self._images[key] = found
+            rank = self._next_rank()
+            self._loads[rank] += _weigh(image)
+            self._num_jobs += 1
+            self._jobs.append(EncodeJob(rank, found.pages, image.grid, image.pixels))
+        else:
+            self.num_hits += 1
+            self._unused.pop(key, None)
+        found.num_users += 1
+        return found
+
+    def _fits(self, image: ImageInput) -> bool:
+        """Whether a new image may be encoded in this plan. Each rank's first one always may."""
+        load = self._loads[self._next_rank()]
+        is_due = not load or load + _weigh(image) <= STEP_PATCHES
+        return is_due and _count_pages(image) <= self.num_free_pages
+
+    def _next_rank(self) -> int:
+        """Return the rank with the fewest patches in this plan, in turns."""
+        ranks = len(self._loads)
+        return min(
+            range(ranks), key=lambda rank: (self._loads[rank], (rank - self._num_jobs) % ranks)
+        )
+
+    def _allocate(self, num_pages: int) -> list[int]:
+        while len(self._free) < num_pages:
+            self._evict_oldest()
+        return [self._free.pop() for _ in range(num_pages)]
+
+    def _evict_oldest(self) -> None:
+        key, image = self._unused.popitem(last=False)
+        del self._images[key]
+        self._free += image.pages
+
+    def _drop_user(self, held: EncodedImage, *, is_valid: bool) -> None:
+        held.num_users -= 1
+        is_known = self._images.get(held.key) is held
+        if is_known and not is_valid:
+            del self._images[held.key]
+            is_known = False
+        if held.num_users == 0:
+            if is_known:
+                self._unused[held.key] = held
+            else:
+                self._free += held.pages
+
+
+def list_runs(sequence: Sequence, start: int, stop: int) -> list[ImageRun]:
+    """List where positions `start` to `stop` of a sequence read rows of its images."""
+    held: Mapping[int, EncodedImage] = sequence.held_images
+    return [
+        ImageRun(
+            sequence.slot,
+            image.offset,
+            max(start, image.offset),
+            min(stop, image.end),
+            held[number].pages,
+        )
+        for number, image in enumerate(sequence.request.images)
+        if image.offset < stop and start < image.end
+    ]
+
+
+def _count_pages(image: ImageInput) -> int:
+    return -(-image.num_tokens // ROWS_PER_PAGE)
+
+
+def _weigh(image: ImageInput) -> float:
+    return image.num_patches * (1 + image.num_patches / _SQUARE)

@@ -1,0 +1,145 @@
+"""The rows of images on one rank: computed before a step, read in place of embeddings.
+
+Each tensor-parallel rank has the whole vision tower and encodes some of a step's images. The others
+have zeros for these, so that the sum of all ranks' embeddings is exact.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from negamax.base.errors import EngineDeadError
+from negamax.config.vision import VisionSpec
+from negamax.kernels.steps.op import ImageRows
+from negamax.models.decoder import ImageTower
+from negamax.scheduler.step import ROWS_PER_PAGE, EncodeJob, ImageRun, StepPlan
+from negamax.worker.batch import Column, StepColumns
+from negamax.worker.device import Runtime, upload
+from negamax.worker.request_state import RequestState
+
+# Tokens of the image by which memory is measured: 2016 pixels square.
+_MEASURED_TOKENS = 5184
+
+
+@dataclass(frozen=True)
+class _Broken:
+    """Why the rows in some pages are invalid."""
+
+    pages: frozenset[int]
+    error: Exception
+
+
+class ImageEncoder:
+    """The vision tower of a rank and its pool of rows."""
+
+    def __init__(
+        self,
+        tower: ImageTower,
+        spec: VisionSpec,
+        requests: RequestState,
+        *,
+        num_tokens: int,
+        dtype: torch.dtype,
+        rank: int,
+        runtime: Runtime,
+    ) -> None:
+        """`num_tokens`: rows of the pool; `rank`: among the tensor-parallel ranks."""
+        self._tower, self._spec, self._requests = tower, spec, requests
+        self._rank, self._runtime = rank, runtime
+        self.num_tokens, self._device = num_tokens, requests.tokens.device
+        shape = (num_tokens // ROWS_PER_PAGE, ROWS_PER_PAGE, spec.text_hidden)
+        self._pool = torch.zeros(shape, dtype=dtype, device=self._device)
+        self._broken: list[_Broken] = []
+
+    @property
+    def rows(self) -> Tensor:
+        """The pool, [rows, text hidden]."""
+        return self._pool.flatten(0, 1)
+
+    def encode(self, plan: StepPlan) -> None:
+        """Compute the images of `plan`, and end requests that read an image that failed."""
+        own = [job for job in plan.encodes if job.rank == self._rank]
+        for job in plan.encodes:
+            pages = frozenset(job.pages)
+            self._broken = [each for each in self._broken if each.pages.isdisjoint(pages)]
+            if job not in own:
+                self._pool[self._index(job.pages)] = 0
+        # bits must not depend on other images where they do not depend on the batch
+        alone = self._runtime.is_batch_invariant
+        for jobs in [[job] for job in own] if alone else [own] * bool(own):
+            try:
+                self._encode(jobs)
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                for job in jobs:
+                    self._pool[self._index(job.pages)] = 0
+                    self._broken.append(_Broken(frozenset(job.pages), error))
+        if self._broken:
+            for run in plan.images:
+                for each in self._broken:
+                    if not each.pages.isdisjoint(run.pages):
+                        self._requests.fail(run.slot, each.error)
+
+    def find_rows(self, runs: Sequence[ImageRun], columns: StepColumns) -> Column | None:
+        """Return the row of each token of `columns` [T], -1 where it has none; None: no token has
+        one.
+        """
+        if not runs:
+            return None
+        rows = np.full(len(columns.token_slots), -1, dtype=np.int64)
+        # exact: a prompt has no unverified drafts
+        computed = self._requests.num_computed_bound[columns.token_slots]
+        positions = computed + columns.token_offsets
+        for run in runs:
+            is_read = (columns.token_slots == run.slot) & (positions >= run.start)
+            (tokens,) = np.nonzero(is_read & (positions < run.stop))
+            page, place = np.divmod(positions[tokens] - run.offset, ROWS_PER_PAGE)
+            rows[tokens] = np.array(run.pages)[page] * ROWS_PER_PAGE + place
+        return rows
+
+    def place_rows(self, runs: Sequence[ImageRun], columns: StepColumns) -> ImageRows:
+        """Return `find_rows` on the device, for an eager step."""
+        found = self.find_rows(runs, columns)
+        if found is None:
+            size = len(columns.token_slots)
+            index = torch.full((size,), -1, dtype=torch.int32, device=self._device)
+        else:
+            index = upload((found,), self._device)[0].int()
+        return ImageRows(index, self.rows)
+
+    def peak_bytes(self) -> int:
+        """Measure the GPU bytes of encoding the largest image that fits the pool."""
+        tokens = min(_MEASURED_TOKENS, self.num_tokens)
+        side = self._spec.token_pixels
+        image = torch.zeros(side, tokens * side, 3, dtype=torch.uint8, device=self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        self._tower([image])
+        torch.cuda.synchronize(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device) - before
+        torch.cuda.empty_cache()
+        # all of it grows with the tokens
+        return peak * self.num_tokens // tokens
+
+    def _encode(self, jobs: list[EncodeJob]) -> None:
+        side = self._spec.patch_size
+        images = []
+        for job in jobs:
+            height, width = (side * patches for patches in job.grid)
+            pixels = torch.frombuffer(bytearray(job.pixels), dtype=torch.uint8)
+            if self._device.type != "cpu":
+                pixels = pixels.pin_memory().to(self._device, non_blocking=True)
+            images.append(pixels.view(height, width, 3))
+        sizes = [job.grid[0] * job.grid[1] // self._spec.patches_per_token for job in jobs]
+        for job, rows in zip(jobs, self._tower(images).split(sizes), strict=True):
+            room = rows.new_zeros(len(job.pages) * ROWS_PER_PAGE, rows.shape[1])
+            room[: len(rows)] = rows
+            self._pool[self._index(job.pages)] = room.view(-1, *self._pool.shape[1:])
+
+    def _index(self, pages: list[int]) -> Tensor:
+        return upload((np.array(pages, dtype=np.int64),), self._device)[0]

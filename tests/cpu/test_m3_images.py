@@ -1,0 +1,214 @@
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from m3_vision_support import Prompt, check, draw_prompt, replace_image, seeing_engine
+from safetensors.torch import load_file, save_file
+
+from tests import tiny, tiny_m3
+
+GATE = (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=[pytest.mark.full] * (seed not in GATE)) for seed in range(60)],
+)
+def test_engine_equals_transformers_on_random_models_and_images(seed: int, tmp_path: Path) -> None:
+    """Several images of several sizes, text around them, over many sparse blocks and chunks."""
+    rng = random.Random(seed)
+    sizes = tiny_m3.random_sizes(seed)
+    width = rng.choice([48, 96, 144])
+    vision = {
+        "hidden_size": width, "num_attention_heads": width // rng.choice([16, 24, 48]),
+        "intermediate_size": rng.choice([40, 96]), "num_hidden_layers": rng.randint(1, 3),
+    }  # fmt: skip
+    vision = vision if seed % 3 else tiny_m3.SEEING
+    model = tiny_m3.make_seeing_model(seed, vision=vision, **sizes)
+    prompts = [
+        draw_prompt(rng, sizes["vocab_size"], text=text, images=images, most=most)
+        for text, images, most in ((9, 1, 6), (40, 3, 20), (70, rng.randint(0, 4), 30), (3, 2, 40))
+    ]
+    options: dict[str, Any] = {
+        "block_size": sizes["index_block_size"] * (1 + seed % 2),
+        "max_num_batched_tokens": rng.choice([17, 37, 64]),
+    }
+    with seeing_engine(tiny.save(model, tmp_path), **options) as engine:
+        answers = engine.run(*prompts, prompt_logprobs=2)
+        again = engine.run(*prompts)
+    for prompt, answer, later in zip(prompts, answers, again, strict=True):
+        check(model, prompt, answer)
+        check(model, prompt, later)
+    assert sum(answer.num_cached for answer in again) > 0
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model with sparse attention of top-2 blocks of 16 tokens after a dense layer."""
+    sizes = tiny_m3.random_sizes(
+        3,
+        vocab_size=96,
+        num_hidden_layers=2,
+        index_topk_blocks=2,
+        index_local_blocks=1,
+        index_block_size=16,
+        mlp_layer_types=["dense", "sparse"],
+        layer_types=["full_attention", "minimax_m3_sparse"],
+        num_key_value_heads=2,
+        index_n_heads=2,
+        num_attention_heads=4,
+    )
+    model = tiny_m3.make_seeing_model(3, **sizes)
+    return model, tiny.save(model, tmp_path_factory.mktemp("seeing"))
+
+
+def text(count: int, first: int = 7) -> list[int]:
+    return [6 + (first + 11 * n) % 89 for n in range(count)]
+
+
+def image(tokens: int, seed: int = 0, rows: int = 1) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    return tiny_m3.random_image(28 * rows, 28 * tokens // rows, generator)
+
+
+def test_images_begin_and_end_at_every_border(seeing: tuple[Any, Path]) -> None:
+    """Cover ends at -1, 0 and +1 of KV blocks, sparse blocks and chunks, in chunks of 1 token, too,
+    and images that touch.
+    """
+    model, folder = seeing
+    prompts = [
+        Prompt([text(before), image(length, before), image(3, 1), text(2)])
+        for before in (15, 16, 17)
+        for length in (15, 16, 17, 31, 33)
+    ]
+    prompts += [Prompt([image(40, 8), text(1)]), Prompt([text(1), image(1), text(1)])]
+    for chunk, picked in ((16, prompts), (33, prompts), (1, prompts[:2])):
+        options = {"max_num_batched_tokens": chunk, "max_num_seqs": min(chunk, 3)}
+        with seeing_engine(folder, **options) as engine:
+            for prompt, answer in zip(picked, engine.run(*picked, max_tokens=3), strict=True):
+                check(model, prompt, answer)
+
+
+def test_an_image_counts_by_content_place_and_salt(seeing: tuple[Any, Path]) -> None:
+    model, folder = seeing
+    first = Prompt([text(20), image(40), text(9)])
+    other = replace_image(first, 0, image(40, seed=1))
+    moved = Prompt([text(20), image(36), text(4, first=2), text(9)])
+    with seeing_engine(folder) as engine:
+        cached = []
+        for prompt, salt in (
+            *((first, ""), (first, ""), (other, ""), (moved, "")),
+            *((first, "own"), (first, "own")),
+        ):
+            (answer,) = engine.run(prompt, salt=salt)
+            check(model, prompt, answer)
+            cached.append(answer.num_cached)
+        # one block of text is shared; a hit may end inside the image
+        assert cached == [0, 64, 16, 16, 0, 64]
+        shorter = Prompt([text(20), image(40), text(1)])
+        (answer,) = engine.run(shorter)
+        check(model, shorter, answer)
+        assert answer.num_cached == 48
+        # ids alone never find an image's blocks
+        (answer,) = engine.run(Prompt([first.ids]))
+        assert answer.num_cached == 16
+
+
+def test_a_hit_inside_an_image_encodes_it_again(seeing: tuple[Any, Path]) -> None:
+    model, folder = seeing
+    prompts = [Prompt([text(9), image(60, n), text(5)]) for n in range(3)]
+    with seeing_engine(folder, encoder_cache_tokens=64, num_kv_blocks=14) as engine:
+        for prompt in (*prompts, *prompts):
+            (answer,) = engine.run(prompt)
+            check(model, prompt, answer)
+        assert engine.encoder.num_hits == 0  # one image fits at a time
+
+
+def test_an_image_twice_in_a_step_is_encoded_once(seeing: tuple[Any, Path]) -> None:
+    model, folder = seeing
+    shared = image(10)
+    prompts = [Prompt([text(n + 1), shared, text(3), shared, text(2)]) for n in range(3)]
+    with seeing_engine(folder, max_num_batched_tokens=128) as engine:
+        for prompt, answer in zip(prompts, engine.run(*prompts), strict=True):
+            check(model, prompt, answer)
+        assert engine.encoder.num_hits == 5
+
+
+def test_preempted_and_aborted_requests_leave_no_image_held(seeing: tuple[Any, Path]) -> None:
+    model, folder = seeing
+    prompts = [Prompt([text(9), image(40, n), text(12), image(20, n + 9), text(3)]) for n in (1, 2)]
+    options: dict[str, Any] = {"num_kv_blocks": 14, "encoder_cache_tokens": 64}
+    with seeing_engine(folder, **options) as engine:
+        for prompt, answer in zip(prompts, engine.run(*prompts, max_tokens=60), strict=True):
+            check(model, prompt, answer)
+        assert engine.loop.stats().preemption_count > 0
+        for steps in range(1, 8):
+            name = engine.add(prompts[0], salt=f"{steps}")
+            for _ in range(steps):
+                engine.step()
+            engine.loop.abort([name])
+            engine.finish()
+        (answer,) = engine.run(prompts[1], salt="last")
+        check(model, prompts[1], answer)
+
+
+def test_images_wait_for_room_and_larger_ones_are_refused(seeing: tuple[Any, Path]) -> None:
+    model, folder = seeing
+    prompts = [Prompt([text(5), image(30, n), text(5), image(20, n + 5), text(3)]) for n in (1, 2)]
+    with seeing_engine(folder, encoder_cache_tokens=32, max_num_batched_tokens=200) as engine:
+        for prompt, answer in zip(prompts, engine.run(*prompts), strict=True):
+            check(model, prompt, answer)
+        (answer,) = engine.run(Prompt([text(5), image(40), text(5)]))
+        assert answer.error is not None
+        assert "image 0 has 40 tokens; the encoder cache holds 32" in answer.error
+        (answer,) = engine.run(Prompt([text(5), image(4)]))
+        assert "a token must follow the last one" in str(answer.error)
+
+
+def test_drafts_do_not_change_answers_to_images(
+    seeing: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, folder = seeing
+    prompts = [Prompt([text(30), image(20, n), text(9)]) for n in range(3)]
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    with seeing_engine(folder, speculative_config=ngram) as engine:
+        for prompt, answer in zip(prompts, engine.run(*prompts, max_tokens=40), strict=True):
+            check(model, prompt, answer)
+        assert engine.loop.stats().num_draft_tokens > 0
+
+
+def test_a_broken_image_ends_its_request_alone(
+    seeing: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, folder = seeing
+    good, bad = (Prompt([text(9), image(20, n), text(3)]) for n in (1, 2))
+    bad.inputs[0] = msgspec.structs.replace(bad.inputs[0], pixels=b"too short")
+    with seeing_engine(folder) as engine:
+        first, second, third = engine.run(good, bad, good)
+        check(model, good, first)
+        check(model, good, third)
+        assert "while this request was computed" in str(second.error)
+        (answer,) = engine.run(good)
+        check(model, good, answer)
+
+
+def test_files_without_a_tower_serve_text(
+    seeing: tuple[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, folder = seeing
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if name.startswith("language_model")}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    prompt = Prompt([text(30)])
+    with seeing_engine(tmp_path) as engine:
+        (answer,) = engine.run(prompt)
+        check(model, prompt, answer)
+        (refused,) = engine.run(Prompt([text(9), image(2), text(3)]))
+        assert "this engine reads text only" in str(refused.error)
