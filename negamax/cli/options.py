@@ -132,7 +132,7 @@ def _flag_parameters(options: type, defaults: Mapping[str, Any]) -> Iterator[ins
         if flag.turns_off:
             default = False
         elif kind == tuple[str, ...]:
-            kind, default = list[str] | None, None
+            kind, default, metavar = list[str] | None, None, "<str>"
         elif flag.is_json:
             kind, default, metavar = str | None, None, "JSON"
         elif flag.is_size:
