@@ -79,7 +79,7 @@ IMAGE_TOKEN = 5
 
 
 def make_seeing_model(
-    seed: int, *, vision: dict[str, Any] | None = None, **sizes: Any
+    seed: int, *, vision: dict[str, Any] | None = None, image_token: int = IMAGE_TOKEN, **sizes: Any
 ) -> MiniMaxM3SparseForConditionalGeneration:
     """Make a model that reads images, by default with heads of 80 in its vision tower."""
     import torch
@@ -89,7 +89,7 @@ def make_seeing_model(
         text_config=sizes,
         vision_config=vision or SEEING,
         projector_hidden_size=24,
-        image_token_index=IMAGE_TOKEN,
+        image_token_index=image_token,
     )
     model = tiny.randomize(MiniMaxM3SparseForConditionalGeneration(config), seed, norm=0.0)
     generator = torch.Generator().manual_seed(seed)

@@ -21,6 +21,15 @@ HOST_GIB = 4.0  # main memory for the blocks, if no other option sets it
 
 _FLAG = "--kv-transfer-config"
 _ELSEWHERE = ("OffloadingConnector", "MultiConnector")  # without other engines, as kv_both
+# vLLM's connectors to stores that Negamax lacks; as kv_both they are left out
+_STORES = (
+    "FlexKVConnectorV1",
+    "HF3FSKVConnector",
+    "LMCacheConnectorV1",
+    "LMCacheMPConnector",
+    "MooncakeStoreConnector",
+    "SimpleCPUOffloadConnector",
+)
 _LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
 _PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
@@ -112,7 +121,7 @@ class KvTransferConfig:
             for nested in _list_connectors(given) if connector == "MultiConnector" else ():
                 if str(nested.get("kv_connector")) in LANES:
                     return KvTransferConfig.read({"kv_role": role, **nested})
-            if connector not in _ELSEWHERE or role != BOTH:
+            if connector not in (*_ELSEWHERE, *_STORES) or role != BOTH:
                 _refuse("kv_connector", connector, ", ".join((*LANES, *_ELSEWHERE)))
             return None
         check_keys(_FLAG, given, _KEYS, also=_WITHOUT_EFFECT)

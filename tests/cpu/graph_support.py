@@ -119,7 +119,7 @@ def install(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
     monkeypatch.setattr(runner, "resolve", lambda *, platform, dtype: kernels(dtype))
     monkeypatch.setattr(runner, "peak_bytes", lambda *_args, **_options: 0)
     monkeypatch.setattr(runner, "compile_eager_steps", lambda *_args, **_options: None)
-    monkeypatch.setattr(runner, "warming_up", nullcontext)
+    monkeypatch.setattr(runner, "warming_up", lambda *_, **_options: nullcontext())
 
 
 class Clockless(Runtime):

@@ -118,7 +118,7 @@ def test_steps_before_the_first_request_change_nothing(monkeypatch: pytest.Monke
             return propose(*those)
 
         with monkeypatch.context() as patch:
-            patch.setattr(eager_steps, "warming_up", lambda _context: nullcontext())
+            patch.setattr(eager_steps, "warming_up", lambda _context, **_options: nullcontext())
             patch.setattr(Eagle3Proposer, "propose", counting)
             eager_steps.compile_eager_steps(*args, **named)
 
