@@ -87,7 +87,7 @@ class EngineOptions:
     quantization: str | None = option(
         None,
         "Name the checkpoint's quantization, or quantize plain weights while they are read. "
-        "Default: as the checkpoint's files say.",
+        "Default: read it from the checkpoint.",
         "-q",
     )
     device: str = option(
@@ -206,7 +206,7 @@ class EngineOptions:
     )
     kv_offloading_ratio: float | None = option(
         None,
-        "Set --kv-offloading-size by KV blocks in main memory for each in the KV cache.",
+        "Set --kv-offloading-size as a ratio: blocks in main memory per KV cache block.",
         above=0,
         most=MAX_HOST_GIB,
     )
@@ -221,7 +221,7 @@ class EngineOptions:
         choices=WRITE_POLICIES,
     )
     kv_offloading_path: str | None = option(
-        None, "Keep KV blocks in files of this folder, too, such as over restarts. Default: none."
+        None, "Also keep KV blocks in this folder, to reuse them after a restart. Default: none."
     )
     kv_offloading_path_size: float = option(
         64.0, "Limit the files in this folder, in GiB.", above=0, most=MAX_FILE_GIB
@@ -346,7 +346,7 @@ class EngineOptions:
     )
     cp_kv_cache_interleave_size: int | None = option(
         None,
-        "Set how many consecutive tokens one of these ranks holds. Default: those of a block, the "
+        "Set how many consecutive tokens one of these ranks holds. Default: the block size, the "
         "only value that works.",
     )
     enable_eplb: bool = option(
@@ -390,8 +390,7 @@ class EngineOptions:
         MASTER_PORT, "Set the first of node 0's ports that the other nodes connect to."
     )
     interface: str | None = option(
-        None,
-        "Use this network between the nodes, such as eth0. Default: the one towards --master-addr.",
+        None, "Use this network between the nodes, such as eth0. Default: that of --master-addr."
     )
     allow_cross_node_tp: bool = option(
         False, "Allow tensor-parallel ranks on several machines; slow on most networks."

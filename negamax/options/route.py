@@ -16,11 +16,11 @@ class RouteOptions:
 
     prefill: tuple[str, ...] = option(
         (),
-        "Let the server at this URL compute prompts for those of --decode; may be repeated.",
+        "Let the server at this URL compute prompts for the --decode servers; may be repeated.",
         panel="Servers",
     )
     decode: tuple[str, ...] = option(
-        (), "Let the server at this URL decode after prompts of --prefill; may be repeated."
+        (), "Let the server at this URL decode for the --prefill servers; may be repeated."
     )
     health_interval: float = option(
         1.0, "Ask each server for /health after so many seconds.", above=0, is_seconds=True
@@ -31,7 +31,7 @@ class RouteOptions:
         False, "Listen beyond this machine; the servers check keys, the router does not."
     )
     max_body_bytes: int = option(
-        32 * 2**20, "Refuse larger request bodies; such as 32MiB.", least=1024, is_size=True
+        32 * 2**20, "Limit the size of a request body, such as 32MiB.", least=1024, is_size=True
     )
     log_level: str = option("info", "Log this level and above.", choices=log.LEVELS)
 

@@ -64,7 +64,7 @@ class ServerOptions:
     )
     compact_json: bool = option(
         False,
-        "Write the JSON of forms without white space between its parts. Requests may override it.",
+        "Write structured output without white space between JSON parts. Requests may override it.",
     )
     # the model families define the choices of the next two: the command adds them
     tool_call_parser: str = option("auto", "Parse tool calls in this format; auto: the model's.")
@@ -90,7 +90,7 @@ class ServerOptions:
     api_key_file: str | None = option(None, "Read further keys from this file, one per line.")
     admin_api_key: str | None = option(
         None,
-        "Set a key that opens every route; only it opens those that act on the requests of all. "
+        "Set a key that opens every route; routes that act on all users' requests need it. "
         "Prefer NEGAMAX_ADMIN_API_KEY.",
     )
     allow_unauthenticated: bool = option(False, "Listen beyond this machine without a key.")
@@ -126,7 +126,7 @@ class ServerOptions:
     )
     max_body_bytes: int | None = option(
         None,
-        "Refuse larger request bodies; such as 32MiB. Default: 32 MiB, 64 MiB if the server reads "
+        "Limit the size of a request body, such as 32MiB. Default: 32 MiB, 64 MiB if it reads "
         "images.",
         least=1024,
         is_size=True,
@@ -151,12 +151,12 @@ class ServerOptions:
     )
     max_engine_restarts: int = option(
         3,
-        "Restart a dead engine this often within --engine-restart-window. After that the server "
+        "Limit the restarts of a dead engine within --engine-restart-window. After that the server "
         "ends, unless another replica is left.",
         least=0,
     )
     engine_restart_window: float = option(
-        600.0, "Count a restart for this many seconds.", above=0, is_seconds=True
+        600.0, "Set the period in which restarts are counted.", above=0, is_seconds=True
     )
     engine_hang_timeout: float = option(
         300.0,
@@ -172,7 +172,7 @@ class ServerOptions:
     max_log_len: int = option(256, "Log at most this many characters of a prompt.", least=0)
     enable_access_log: bool = option(False, "Log each HTTP request.")
     log_stats: bool = option(
-        True, "Disable the line about the load of a busy engine.", "--disable-log-stats"
+        True, "Disable the log line with a busy engine's load.", "--disable-log-stats"
     )
     log_stats_interval: float = option(
         10.0, "Log the load every so many seconds.", above=0, is_seconds=True
