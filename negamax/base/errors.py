@@ -27,7 +27,7 @@ class NegamaxError(Exception):
         exit_code: int | None = None,
         retry_after: float | None = None,
     ) -> None:
-        """What is not given is as of the parent class."""
+        """Set the given fields; inherit the others from the parent class."""
         cls.http_status = status or cls.http_status
         cls.error_type = kind or cls.error_type
         cls.exit_code = exit_code or cls.exit_code

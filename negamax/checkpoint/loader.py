@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What a load read and skipped."""
+    """Numbers of tensors and bytes that a load read, and the tensors that it skipped."""
 
     num_tensors: int  # in the checkpoint, with scales, without skipped ones
     num_bytes: int  # read on this rank

@@ -39,7 +39,7 @@ class TokenCounts(NamedTuple):
 
 
 class ChatInput(NamedTuple):
-    """What the next message follows from."""
+    """The messages, tools and sampling parameters that produce the next message."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None

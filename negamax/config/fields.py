@@ -50,7 +50,7 @@ def read_common(
 ) -> dict[str, Any]:
     """Read what every config.json has, as fields of `ModelSpec`. Errors: `ConfigError`.
 
-    `rotates_fully`: all head dimensions rotate in this family; else that is noted as an assumption.
+    `rotates_fully`: the family rotates all head dimensions. If not, `notes` gets that assumption.
     """
     sizes = {name: read_size(config, key) for key, name in _SIZES.items()}
     rope_notes: list[str] = [] if rotates_fully else notes

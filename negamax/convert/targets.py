@@ -1,7 +1,7 @@
 """Targets of `negamax convert --to`: each is the description written to config.json.
 
-The reader of that description determines the formats of the modules. What is written is therefore
-what Negamax reads, and vLLM or SGLang by their own readers. Imports no torch.
+The reader of that description determines the formats of the modules. So Negamax can
+read the files that it writes; vLLM and SGLang use their own readers. Imports no torch.
 """
 
 from collections.abc import Mapping

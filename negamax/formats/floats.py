@@ -67,8 +67,8 @@ def fp8(
 ) -> TensorFormat:
     """Make an E4M3 format with one scale per part of the matrix that `scale` describes.
 
-    `input_scale` names a scale of the activations. `fnuz`: the bits are MI300's, whichever of the
-    two dtypes the files state.
+    `input_scale` names a scale of the activations. `fnuz`: the bits are MI300's, even if the
+    files state the other dtype.
     """
     dtypes, also = ((E4M3_FNUZ, E4M3), ()) if fnuz else ((E4M3,), (E4M3_FNUZ,))
     return TensorFormat(

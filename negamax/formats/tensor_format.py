@@ -1,8 +1,8 @@
 """Formats as data: which tensors a checkpoint holds of a matrix, and what their entries mean.
 
 A `TensorFormat` lists the tensors of one matrix [rows, columns]. Each dimension of such a tensor
-has one entry for a fixed number of the matrix's rows or columns. From that follow shapes, shards of
-ranks and parts of fused matrices, for the loader, the layers and synthetic weights alike.
+has one entry for a fixed number of the matrix's rows or columns. The loader, the layers and the
+synthetic weights derive shapes, shards of ranks and parts of fused matrices from these numbers.
 `kernels.quantize.stored` decodes and encodes the tensors.
 """
 

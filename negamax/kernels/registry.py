@@ -160,7 +160,7 @@ class KernelTable:
             fused: (fused.reference,) for fused in OPS.values() if op in fused.sequence
         }
         for one in next((pair for pair in _PAIRS if op in pair), (op,)):
-            # the definition takes what the provider does not read
+            # the definition handles arguments that the provider does not support
             own = [kernel for kernel in self.candidates[one] if kernel.provider == provider]
             found[one] = (*own, one.reference)
         return found

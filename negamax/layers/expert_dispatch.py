@@ -64,7 +64,7 @@ class Dispatched:
     x: Tensor | QuantizedActivations
     ids: Tensor
     weights: Tensor
-    exchange: "TokenExchange | None" = None  # the exchange that sent them; None: nothing was sent
+    exchange: "TokenExchange | None" = None  # exchange that sent the rows; None: rows were not sent
 
 
 class TokenExchange:

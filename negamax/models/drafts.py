@@ -1,4 +1,4 @@
-"""What all families of draft models share: their spec, and errors that name a draft.
+"""Parts that all families of draft models use: their spec, and errors that name a draft.
 
 A draft reads the residual stream of some layers of its target, the model whose tokens it proposes.
 A layer is named by the stream that enters it: layer L's is the stream after L layers.

@@ -61,7 +61,7 @@ class AttentionView:
         )
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return this rank's KV heads: with more ranks than KV heads one, copied on others."""
+        """Return this rank's KV heads. With more ranks than KV heads, several ranks copy one."""
         replicas = self.kv_replicas(num_kv_heads)
         per_rank = max(1, num_kv_heads // self.size)
         first = self.rank // replicas * per_rank

@@ -42,7 +42,7 @@ def make_head_spec(name: str) -> QuantizationSpec:
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    """Return the scheme of a description from `spec` or `make_head_spec`."""
+    """Return the quantization scheme for the result of `spec` or `make_head_spec`."""
     stored = replace(_FORMATS[spec.fields["format"]], made_of=PLAIN)
     if only := spec.fields.get("only"):
         return Scheme((stored,), lambda module: stored if module == only else PLAIN)

@@ -1,4 +1,4 @@
-"""What changes in a rank's prefix cache, for `engine.core.kv_events`.
+"""Changes of a rank's prefix cache, for `engine.core.kv_events`.
 
 The block pools append each change. The chains of blocks that are indexed, and of blocks that an
 admitted sequence shares, tell a reader of the log which tokens a hash stands for. The chain of a

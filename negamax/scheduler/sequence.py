@@ -37,7 +37,7 @@ class Sequence:
         eos_token_ids: frozenset[int],
         block_size: int,
     ) -> None:
-        """`limit`: most tokens; `arrival` rises with requests, `turn` with the tenant's."""
+        """`limit`: most tokens. At equal priority a lower `turn`, then `arrival`, runs first."""
         sampling = request.sampling
         self.request = request
         self.request_id = request.request_id
@@ -55,7 +55,7 @@ class Sequence:
         self.block_hashes = BlockHashes(
             self.tokens, block_size=block_size, salt=request.cache_salt, images=request.images
         )
-        self.held_images: dict[int, Any] = {}  # `EncodedImage` by number, while running
+        self.held_images: dict[int, Any] = {}  # image number -> `EncodedImage`, while running
 
         self.rank: int | None = None  # data-parallel rank that runs it
         self.slot = NO_SLOT

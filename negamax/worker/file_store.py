@@ -1,9 +1,9 @@
 """Files of one rank as a third level of its KV caches, below host memory.
 
-A file holds one block: all caches of one rank. Its folder is named by a fingerprint of everything
-that a block's content and layout depend on, the file by the block's hash. Its header repeats both,
-with the length and a CRC-32 of the whole file. A file that differs in any of them is a miss, and is
-deleted. So several engines and ranks may share a folder.
+A file holds one block: all caches of one rank. The folder's name is a fingerprint of everything
+that a block's content and layout depend on; the file's name is the block's hash. The file's header
+repeats both, with the length and a CRC-32 of the whole file. If any of them differs, the lookup is
+a miss and deletes the file. So several engines and ranks may share a folder.
 
 A file is written under a temporary name and renamed. It is not synced to the disk: a process that
 dies loses no complete file, and after a power failure the checksum finds incomplete ones.

@@ -6,7 +6,7 @@ PIECE_BYTES = 16 * 2**20  # about, of one reply
 
 
 class HeadRange(msgspec.Struct, frozen=True, array_like=True):
-    """Neighbouring heads of one kind of cache, as the rank that stores them counts them."""
+    """Adjacent heads of one kind of cache, numbered as on the rank that stores them."""
 
     kind: int
     first: int

@@ -61,7 +61,7 @@ class HeadCopy:
 
 
 class Mover(Protocol):
-    """What carries blocks from another rank's host memory into this one's."""
+    """Copies blocks from another rank's host memory into this rank's."""
 
     def fetch(
         self,

@@ -206,7 +206,7 @@ class RequestState:
             self.fail(slot, error)
             self._states[slot] = SlotState(row.prompt_len, _GREEDY, [])
             self.block_tables[slot] = self._padding_block
-            # ranks exchange candidates of the rows that draw, failed or not
+            # ranks exchange candidates for all rows with temperature > 0, failed ones included
             self._fill_sampling(row)
 
     def _classify(self, slot: int, params: SamplingParams) -> None:

@@ -46,7 +46,7 @@ class CompletionWriter(AnswerWriter[ChoiceT, ResponseT]):
 
     @property
     def _lease(self) -> TransferParams | UnsetType:
-        """What another server needs to decode after this one's prompt."""
+        """Parameters that another server needs to decode after this server's prompt."""
         if not isinstance(self.source, OpenRequest):
             return UNSET
         info, request = self._info, self.source.requests[0]

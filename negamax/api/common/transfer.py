@@ -20,7 +20,7 @@ _PARAMS, _ROOM = "kv_transfer_params", "bootstrap_room"
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What a request asks for: to keep its prompt for another server, or to read it from one."""
+    """The transfer of a request: keep its prompt for another server, or read it from one."""
 
     lease_id: str = ""
     remote: RemotePrompt | None = None

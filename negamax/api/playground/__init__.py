@@ -28,7 +28,7 @@ POLICY = "; ".join(
 )
 # of a 401 for one of PAGE_PATHS
 CHALLENGE = 'Basic realm="Negamax: the password is the API key", charset="UTF-8"'
-_OWN_HEADER = b"x-negamax-page"  # the page's requests have it
+_OWN_HEADER = b"x-negamax-page"  # header of requests that the page sends
 _FOLDER = Path(__file__).parent
 _TYPES = {
     ".html": "text/html; charset=utf-8",

@@ -63,7 +63,7 @@ class ServerRank:
         return self.folder / "pulses"
 
     def clear(self, index: int) -> None:
-        """Reset the rows of process `index`, which is gone. What it has counted stays."""
+        """Reset the rows of process `index`, which is gone. Its counters stay."""
         self.queue.clear(index)
         self.metrics.clear(index, num_columns=Lifecycle.NUM_COLUMNS)
         self.pulses.clear(index)

@@ -22,7 +22,7 @@ class TextReader(Protocol):
         """The stop string that ended the text, or None."""
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool) -> list[ParserEvent]:
-        """Take pieces of text. `may_stop` False: stop strings that end in them do not count."""
+        """Take pieces of text. `may_stop` False: ignore stop strings that end in `pieces`."""
 
     def finish(self, *, is_truncated: bool) -> list[ParserEvent]:
         """End the text; `is_truncated`: the model did not end it."""

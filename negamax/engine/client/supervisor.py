@@ -150,7 +150,7 @@ class _SupervisedEngine:
             await self._connection.close(kill=False)
 
     async def _connect(self) -> None:
-        """Start a process, wait until it serves. Errors: as of `handshake`; nothing is left."""
+        """Start a process that serves. Errors: those of `handshake`; no process is left."""
         servers, started = self._servers, time.monotonic()
         connection = EngineConnection(
             self._options,

@@ -273,8 +273,8 @@ class EngineLoop:
         self._crash_dumps.write(reason, details=self._crash_details, error=error)
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        """Stop grammars, executor and Ray's machines. `restarts`: another engine follows. An
-        orderly stop writes KV blocks into files first, for a while.
+        """Stop grammars, executor and Ray's machines. `restarts`: another engine follows; otherwise
+        write pending KV blocks to files first, for at most FLUSH_SECONDS.
         """
         end = time.monotonic() + FLUSH_SECONDS
         if self._scheduler.has_writes and not restarts:

@@ -2,7 +2,7 @@
 
 A pull goes through four phases. The prefilling engine confirms the lease; host blocks are
 allocated; the ranks of this engine fill them; the prefilling engine confirms that it kept the
-blocks until the end. Only then are they valid. Whatever fails, nothing is computed from blocks that
+blocks until the end. Only then are they valid. After any failure no step reads blocks that
 may have been reused: the request recomputes its prompt, or ends with an error.
 
 Host blocks of a pull stay allocated until every rank has reported its end, also after an abort.

@@ -127,7 +127,7 @@ def write_lse(m_i, l_i, row, mask, lse):
 @triton.jit
 def locate_keys(table, key, length, head, C: tl.constexpr):
     """Return the offsets of keys `key` of one KV head in a cache [blocks, KV_HEADS, BLOCK_SIZE,
-    DIM]; `table` lists the sequence's blocks. Keys from `length` on get those of block 0.
+    DIM]; `table` lists the sequence's blocks. Keys from `length` on get offsets in block 0.
     """
     block = tl.load(table + key // C.BLOCK_SIZE, mask=key < length, other=0).to(tl.int64)
     return (block * C.KV_HEADS + head) * (C.BLOCK_SIZE * C.DIM) + (key % C.BLOCK_SIZE) * C.DIM

@@ -166,7 +166,7 @@ def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
 @triton.jit
 def find_highest(order, TOPK: tl.constexpr):
     """Return whether each of order [rows, N] int32 is among the TOPK highest of its row. NO_SCORE
-    never is; of equal ones the first are. The TOPK-th of a row is found two bits at a time.
+    is never selected; ties select the first. The search finds the TOPK-th value two bits at a time.
 
     A sort would do the same in thousands of instructions, which are executed once each.
     """

@@ -1,10 +1,10 @@
-"""Tile sizes of the products, measured on an H200 at the slices of MiniMax-M2 on 1, 2 and 4 ranks
+"""Tile sizes of the GEMMs, measured on an H200 with the shards of MiniMax-M2 on 1, 2 and 4 ranks
 (hidden 3072).
 
-What counts is the time between the norm before qkv and the end of o_proj, as a layer runs it: norm,
-qkv, QK norm, attention, o_proj, with dependent launches and weights that are not in cache.
-Microseconds of that chain at 1,064 tokens of context, in brackets those without the two products
-(reading the weights takes 10.4 on one rank, 2.6 on each of four):
+The tiles are chosen by the time of a layer's kernels from norm to o_proj: norm, qkv, QK norm,
+attention, o_proj, with dependent launches and weights that are not in cache. The table gives this
+time in microseconds at 1,064 tokens of context, and in brackets without the two GEMMs. Reading the
+weights takes 10.4 on one rank and 2.6 on each of four:
 
 tokens    one rank      four
 1         28.8 (13.1)   16.6 (10.7)
@@ -193,7 +193,7 @@ class H200GemmTiles(GemmTiles):
         return Tile(8, 16, 1, num_warps=max(4, warps), maxnreg=maxnreg)
 
     def w8a8(self, *, M: int, N: int) -> Tile:
-        """Return the tile of FP8 blocks; others were not tried."""
+        """Return the `large_m` tile for FP8 blocks; no other tile was measured."""
         return self.large_m(M=M, N=N)
 
     def large_m(self, *, M: int, N: int) -> Tile:

@@ -1,1 +1,1 @@
-"""What an MLP computes between its products."""
+"""Operations of an MLP between its GEMMs."""

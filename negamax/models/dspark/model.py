@@ -51,7 +51,7 @@ _KIND = "draft block"  # in `AttentionMetadata.prepared`
 
 @dataclass(frozen=True)
 class BlockStep:
-    """What all layers share in a pass over R blocks of N rows."""
+    """Inputs of every layer in a pass over R blocks of N rows."""
 
     rows: TokenPlaces  # angles, and places in caches of R blocks with N tokens
     context: BlockContext

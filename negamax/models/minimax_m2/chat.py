@@ -3,8 +3,8 @@ r"""How the MiniMax-M2 family (M2, M2.1, M2.5, M2.7) writes thinking and tool ca
     reasoning\n</think>\n\ncontent\n<minimax:tool_call>\n<invoke name="f">\n<parameter
     name="k">v</parameter>\n</invoke>\n </minimax:tool_call>
 
-Nothing is escaped, so a value may contain anything, closers included. What follows a closer decides
-(white space aside):
+Nothing is escaped, so a value may contain anything, closers included. The text after a closer
+decides (white space aside):
 - `</parameter>` ends the value before a parameter, an invoke, either closer, or the end of the
   output; else it is data;
 - `</invoke>` in an open value ends it before another invoke, the block closer or the end;
@@ -73,8 +73,8 @@ _OTHER_FORMS = (
 # around all parameters
 _WRAPPER = re.compile(rf"\s*</?({'|'.join(WRAPPERS)})>\s*")
 
-# What must follow a closer in an open value, apart from the end of an output that was not
-# truncated.
+# Tags of which one must follow a closer in an open value, unless the output ends there and was
+# not truncated.
 _AFTER_CALL = (TagKind.INVOKE_OPEN, TagKind.BLOCK_CLOSE)
 _CLOSES_BEFORE = {
     TagKind.PARAMETER_CLOSE: (TagKind.PARAMETER_OPEN, TagKind.INVOKE_CLOSE, *_AFTER_CALL),

@@ -1,7 +1,7 @@
 """Synthetic weights of MiniMax-M3: those of MiniMax-M2 but for norms and MLPs.
 
-SwiGLU-OAI has a mean, by `up + 1`, so an MLP adds one vector to all tokens that pass it. What all
-tokens share would make them choose the same experts.
+SwiGLU-OAI has a mean, by `up + 1`, so an MLP adds one vector to all tokens that pass it. Such a
+shared vector would make all tokens select the same experts.
 """
 
 import math

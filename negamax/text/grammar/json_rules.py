@@ -1,7 +1,7 @@
 """Writes grammars (GBNF) of JSON, and of texts in a regular language, from the shapes of schemas.
 
 Numbers are written without needless fractions and exponents, members in the order of the schema.
-Texts with limits hold escapes only where JSON needs them, so that their characters can be counted.
+Strings with length limits contain only the escapes that JSON requires, to count characters.
 """
 
 import json

@@ -115,7 +115,7 @@ def _build_turn(context: ApiContext, chat: schema.ChatRequest) -> Turn:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _ChatChoice(Choice):
-    """What a choice has yet to send. Single writer: its `_ChatWriter`."""
+    """Unsent output of a choice. Single writer: its `_ChatWriter`."""
 
     reader: ChoiceReader
     blocks: BlockWriter

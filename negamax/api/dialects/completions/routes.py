@@ -99,7 +99,7 @@ def _build_sampling(params: CompletionRequest) -> SamplingParams:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _TextChoice(Choice):
-    """What a choice has yet to send. Single writer: its `_TextWriter`."""
+    """Unsent output of a choice. Single writer: its `_TextWriter`."""
 
     logprobs: TextLogprobWriter
     text: list[str] = field(default_factory=list)

@@ -91,7 +91,7 @@ class TextAnswer(CompletionAnswer, frozen=True, kw_only=True):
     """Whole answer and stream chunk of /v1/completions."""
 
     object: str = "text_completion"
-    # n for each prompt, prompt by prompt; in a stream one, or none in the chunk with the counts
+    # n per prompt, in prompt order; a stream chunk has one choice, the usage chunk none
     choices: list[TextChoice]
     # token counts; in a stream with include_usage, null where they are not due
     usage: Usage | UnsetType | None = UNSET
