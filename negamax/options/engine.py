@@ -194,9 +194,11 @@ class EngineOptions:
         least=1,
         is_count=True,
     )
-    encoder_cache_tokens: int = option(
-        32_768, "Keep rows of this many image tokens; 0: read text only.", least=0, most=2**20
-    )
+    encoder_cache_tokens: int | None = option(
+        None,
+        "Read images, with rows for so many tokens; 0: read text only. Default on a CPU: 32768.",
+        least=0, most=2**20,
+    )  # fmt: skip
     kv_offloading_size: float | None = option(
         None,
         "Keep evicted KV blocks in this much main memory, in GiB over all ranks of an engine. "

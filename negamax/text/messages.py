@@ -168,7 +168,7 @@ def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = 
         raise InvalidRequestError(
             f"{place} has type {kind!r}; {family.title} supports it, but this version of Negamax "
             f"runs its text model only{' and reads no videos' if media == 'video' else ''}",
-            hint="send text only",
+            hint="send text only, or start the server with --encoder-cache-tokens 32768",
             param=place,
             code="unsupported_content",
         )

@@ -56,6 +56,8 @@ from negamax.text.script import Script, read_script
 from negamax.worker.config import LaneOptions, WorkerConfig, WorkerReady
 
 logger = get_logger(__name__)
+
+ENCODER_TOKENS = 32_768  # rows of image tokens, by default on a CPU
 Spec = TypeVar("Spec", bound=ModelSpec)
 
 
@@ -221,7 +223,7 @@ def _make_worker_config(
     spec = _choose_weight_format(options, spec, device)
     if draft is not None:
         draft = replace(draft, spec=_choose_weight_format(options, draft.spec, device))
-    spec = _choose_vision(options, source, spec, layout)
+    spec = _choose_vision(options, source, spec, layout, device)
     limits, max_num_seqs = STEP_LIMITS[device], options.sequences_per_step(device)
     block_size = choose_block_size(spec.kv_caches(), options.block_size, default=limits.block_size)
     options.parallel.check_interleave(block_size)
@@ -240,9 +242,7 @@ def _make_worker_config(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens or limits.max_num_batched_tokens,
         max_logprobs=options.max_logprobs,
-        encoder_tokens=0
-        if spec.vision is None
-        else options.encoder_cache_tokens // ROWS_PER_PAGE * ROWS_PER_PAGE,
+        encoder_tokens=0 if spec.vision is None else _count_encoder_tokens(options, device),
         num_replicas=options.num_replicas,
         block_size=block_size,
         num_kv_blocks=options.num_kv_blocks,
@@ -286,7 +286,7 @@ def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Sp
 
 
 def _choose_vision(
-    options: EngineOptions, source: ModelSource, spec: Spec, layout: ParallelLayout
+    options: EngineOptions, source: ModelSource, spec: Spec, layout: ParallelLayout, device: str
 ) -> Spec:
     """Drop the vision tower of `spec` if the files have none, or if images cannot be read here.
     Requests with images are refused then.
@@ -299,7 +299,7 @@ def _choose_vision(
         f"--nnodes is {layout.nodes}": layout.nodes > 1,
         f"--data-parallel-size is {layout.dp}": layout.dp > 1,
         f"--prefill-context-parallel-size is {layout.cp}": layout.cp > 1,
-        "--encoder-cache-tokens is 0": options.encoder_cache_tokens < ROWS_PER_PAGE,
+        "--encoder-cache-tokens is 0": not _count_encoder_tokens(options, device),
         "the weights are synthetic": folder is None or options.script is not None,
     }
     reason = next((text for text, applies in reasons.items() if applies), None)
@@ -314,6 +314,13 @@ def _choose_vision(
         return spec
     logger.warning("images are not read, requests with images are refused: %s", reason)
     return replace(spec, vision=None)
+
+
+def _count_encoder_tokens(options: EngineOptions, device: str) -> int:
+    """Image tokens whose rows a rank keeps, in whole pages."""
+    chosen = options.encoder_cache_tokens
+    default = ENCODER_TOKENS if device == "cpu" else 0
+    return (default if chosen is None else chosen) // ROWS_PER_PAGE * ROWS_PER_PAGE
 
 
 def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
