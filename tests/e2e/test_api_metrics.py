@@ -114,7 +114,8 @@ def times_add_up(http: httpx.Client) -> bool:
     queue, prefill, decode = (
         gain(f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode")
     )
-    assert min(queue, prefill, decode) > 0
+    assert min(queue, prefill) > 0
+    assert decode > 0 or num_first == 100
     totals = {
         "time_to_first_token": queue + prefill,
         "e2e_request_latency": queue + prefill + decode,
