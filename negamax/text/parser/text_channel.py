@@ -28,7 +28,9 @@ class MarkdownCode:
         line = self._line
         if self._fence or _next_fence(line, ""):
             return bool(_next_fence(line, self._fence))
-        return line.isspace() and len(line.expandtabs(4)) >= 4
+        words = line.lstrip()
+        indent = line[: len(line) - len(words)].expandtabs(4)
+        return len(indent) >= 4 and (not words or words.startswith(("<", "]<]")))  # quoted tags
 
     def is_inline(self) -> bool:
         """Whether the next text is in inline code or in a quoted line."""
