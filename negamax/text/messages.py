@@ -165,10 +165,12 @@ def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = 
     """
     media = _UNSEEN.get(kind) if isinstance(kind, str) else None
     if media is not None and family is not None and media in family.sees:
+        reads, hint = "this engine reads text only", "start it with --encoder-cache-tokens 32768"
+        if media == "video":
+            reads, hint = "Negamax reads no videos", "send text or images"
         raise InvalidRequestError(
-            f"{place} has type {kind!r}; {family.title} supports it, but this version of Negamax "
-            f"runs its text model only{' and reads no videos' if media == 'video' else ''}",
-            hint="send text only, or start the server with --encoder-cache-tokens 32768",
+            f"{place} has type {kind!r}; {family.title} supports it, but {reads}",
+            hint=hint,
             param=place,
             code="unsupported_content",
         )

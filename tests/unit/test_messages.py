@@ -200,6 +200,7 @@ def test_refuses_parts_that_the_model_could_see(kind: str) -> None:
         with pytest.raises(InvalidRequestError, match=refusal) as caught:
             normalize_messages([*before, message], family=MINIMAX_M3_FAMILY)
         assert caught.value.code == "unsupported_content"
+        assert ("--encoder-cache-tokens" in str(caught.value)) == (kind != "video_url")
         assert normalize_messages([*before, message], family=MINIMAX_M2_FAMILY)
     document = user([{"type": "file"}, {"type": "input_audio"}])
     assert normalize_messages([document], family=MINIMAX_M3_FAMILY)

@@ -56,7 +56,6 @@ from negamax.text.script import Script, read_script
 from negamax.worker.config import LaneOptions, WorkerConfig, WorkerReady
 
 logger = get_logger(__name__)
-
 ENCODER_TOKENS = 32_768  # rows of image tokens, by default on a CPU
 Spec = TypeVar("Spec", bound=ModelSpec)
 
