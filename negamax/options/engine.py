@@ -20,7 +20,7 @@ LOAD_FORMATS = ("auto", "safetensors", "synthetic")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 INDEX_CACHE_SHARDINGS = ("auto", "on", "off")
-# balanced: sizes as given; latency is vLLM's interactivity
+# balanced keeps the given sizes; vLLM calls latency "interactivity"
 PERFORMANCE_MODES = ("balanced", "interactivity", "latency", "throughput")
 GENERATION_KEYS = (
     "eos_token_id", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample",
@@ -44,14 +44,14 @@ class StepLimits:
     block_size: int
 
 
-# GPU: a large prefill reads all experts, so chunks are long; attention gathers blocks of 64 tokens
-# faster (docs/performance.md). CPU: chunks are short, so that decoding does not stall.
+# On GPUs, each prompt chunk reads all experts, so chunks are long, and attention reads blocks of 64
+# tokens fastest. On CPUs, chunks are short, so that decoding does not stall.
 STEP_LIMITS = {"cuda": StepLimits(256, 8192, 64), "cpu": StepLimits(64, 2048, 16)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of loading and running a model, named as in vLLM. None: derived."""
+    """Options of loading and running a model, named as in vLLM. None means: derive the value."""
 
     model: str = field(kw_only=False)  # folder, hub id, embedded name, or bundled specification
 
@@ -60,61 +60,61 @@ class EngineOptions:
     )
     source: str = option(
         "auto",
-        "Choose the hub of models; auto: huggingface, or modelscope with NEGAMAX_USE_MODELSCOPE=1.",
+        "Choose the hub for downloads; auto is Hugging Face, or ModelScope if "
+        "NEGAMAX_USE_MODELSCOPE=1 is set.",
         choices=SOURCES,
     )
     download_dir: str | None = option(
-        None, "Download models to this folder. Default: the hub's cache."
+        None, "Download models to this folder (default: the hub's cache)."
     )
     script: str | None = option(
-        None, "Answer by the rules of this TOML file, without weights; 'agents' is bundled."
+        None, "Answer by the rules of this TOML file, without weights. 'agents' is a bundled file."
     )
     dtype: str = option(
         "auto",
-        "Set the type of weights and activations; auto: the checkpoint's, or float32 on CPUs "
-        "without bf16 instructions.",
+        "Set the type of weights and activations; auto is the checkpoint's type, or float32 on "
+        "CPUs without bf16 instructions.",
         choices=DTYPES,
     )
     load_format: str = option(
         "auto",
-        "Choose how weights are read; synthetic: draw random weights, to measure speed without a "
-        "checkpoint.",
+        "Choose how weights are loaded; synthetic draws random weights, to measure speed without "
+        "a checkpoint.",
         choices=LOAD_FORMATS,
     )
     weight_cache: str | None = option(
-        None, "Keep each rank's weights in this folder for a faster next start."
+        None, "Store each rank's weights in this folder, so that the next start loads faster."
     )
     quantization: str | None = option(
         None,
-        "Name the checkpoint's quantization, or quantize plain weights while they are read. "
-        "Default: read it from the checkpoint.",
+        "Name the checkpoint's quantization, or quantize unquantized weights to this format at "
+        "load (default: the checkpoint's own format).",
         "-q",
     )
     device: str = option(
-        "auto", "Run on this device; auto: cuda where there is a GPU.", choices=DEVICES
+        "auto", "Run on this device; auto is cuda if there is a GPU.", choices=DEVICES
     )
     num_hidden_layers: int | None = option(
-        None, "Run fewer layers than the model has (synthetic weights).", least=1
+        None, "Build only this many layers, with synthetic weights only.", least=1
     )
     max_model_len: int | None = option(
         None,
-        "Limit the tokens of prompt and output. Default: the model's context length. Lower it "
-        "where the KV cache is too small.",
+        "Limit the tokens of prompt and output (default: the model's context length). Lower it if "
+        "the KV cache does not fit.",
         also="--context-length",
         least=2,
         is_count=True,
     )
-    # keys: GENERATION_KEYS
     override_generation_config: dict[str, Any] | None = option(
         None,
-        "Replace fields of generation_config.json: eos_token_id, temperature, top_p, top_k, min_p, "
-        "repetition_penalty, do_sample.",
+        "Override these fields of generation_config.json: eos_token_id, temperature, top_p, "
+        "top_k, min_p, repetition_penalty, do_sample.",
         also="--preferred-sampling-params",
         is_json=True,
     )
     seed: int = option(
         0,
-        "Seed requests that name no seed, and synthetic weights.",
+        "Set the seed for synthetic weights and for requests without a seed.",
         also="--random-seed",
         least=-(2**63),
         most=2**63 - 1,
@@ -122,66 +122,63 @@ class EngineOptions:
 
     max_num_seqs: int | None = option(
         None,
-        "Limit the sequences in one step. Default: 256 (CPU: 64). Lower it to save memory.",
+        "Limit the sequences in one step (default: 256; CPUs: 64). Lower it to save memory.",
         also="--max-running-requests",
-        least=1,
         is_count=True,
         panel=MEMORY,
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "Limit the tokens in one step. Default: 8192 (CPU: 2048). Lower it for steadier decoding "
-        "beside long prompts.",
+        "Limit the tokens in one step (default: 8192 on GPUs, 2048 on CPUs). Lower it for "
+        "steadier decoding while long prompts run.",
         also="--chunked-prefill-size",
-        least=1,
         is_count=True,
     )
     max_queued_requests: int = option(
-        1024, "Refuse requests (429) while this many wait.", also="--max-num-queued-reqs", least=1
+        1024,
+        "Refuse requests (429) while this many wait in the queue.",
+        also="--max-num-queued-reqs",
+        least=1,
     )
     max_queued_tokens: int | None = option(
         None,
-        "Refuse requests (429) while this many prompt tokens wait. Default: 4 times what the KV "
-        "cache holds.",
+        "Refuse requests (429) while this many prompt tokens wait (default: 4 times the KV cache).",
         also="--max-num-queued-tokens",
-        least=1,
         is_count=True,
     )
     block_size: int | None = option(
         None,
-        "Set the tokens of a KV block. Default: 64 (CPU: 16).",
+        "Set the tokens of a KV block (default: 64 on GPUs, 16 on CPUs).",
         also="--page-size",
-        least=1,
         is_count=True,
     )
     kv_cache_memory: int | None = option(
         None,
-        "Reserve this much for the KV cache of each rank, such as 4GiB. Default: what is left on "
-        "the GPU, or a share of main memory.",
+        "Reserve this much memory for the KV cache of each rank, such as 4GiB (default: the free "
+        "part of the GPU, or a share of main memory).",
         also="--kv-cache-memory-bytes",
         least=1,
         is_size=True,
     )
     kv_cache_dtype: str = option(
         "auto",
-        "Store the KV cache in this type; auto: the model's. On a GPU, fp8 (e4m3) holds twice the "
+        "Set the type of the KV cache; auto is the model's. On GPUs, fp8 (e4m3) doubles the "
         "tokens.",
         choices=KV_CACHE_DTYPES,
     )
     index_cache_dtype: str = option(
         "auto",
-        "Store MiniMax-M3's index keys, which select KV blocks, in this type; fp8 works on the "
-        "CPU, too.",
+        "Set the type of MiniMax-M3's index keys, which select KV blocks. CPUs also support fp8.",
         choices=KV_CACHE_DTYPES,
     )
     index_cache_sharding: str = option(
         "off",
-        "Shard the index keys over the ranks; auto: for long contexts.",
+        "Shard MiniMax-M3's index keys over the ranks; auto shards them for long contexts.",
         choices=INDEX_CACHE_SHARDINGS,
     )
     gpu_memory_utilization: float = option(
         0.92,
-        "Limit the share of a GPU's memory for weights, cache and workspaces. Lower it where other "
+        "Limit the share of a GPU's memory for weights, cache and workspaces. Lower it if other "
         "processes use the GPU.",
         also="--mem-fraction-static --device-memory-utilization",
         above=0,
@@ -189,20 +186,21 @@ class EngineOptions:
     )
     num_kv_blocks: int | None = option(
         None,
-        "Set the number of KV blocks; overrides --kv-cache-memory.",
+        "Set the number of KV blocks; this overrides --kv-cache-memory.",
         also="--num-gpu-blocks-override",
-        least=1,
         is_count=True,
     )
     encoder_cache_tokens: int | None = option(
         None,
-        "Read images, with rows for so many tokens; 0: read text only. Default on a CPU: 32768.",
+        
+        "Read images and cache the rows of this many image tokens; 0 reads text only (default: "
+        "32768 on CPUs, 0 on GPUs).",
         least=0, most=2**20,
     )  # fmt: skip
     kv_offloading_size: float | None = option(
         None,
-        "Keep evicted KV blocks in this much main memory, in GiB over all ranks of an engine. "
-        "Default: none. Set it where sessions return after others filled the KV cache.",
+        "Keep evicted KV blocks in this much main memory, in GiB over all ranks of an engine "
+        "(default: none). Set it if conversations continue after a pause.",
         above=0,
         most=MAX_HOST_GIB,
     )
@@ -213,70 +211,71 @@ class EngineOptions:
         most=MAX_HOST_GIB,
     )
     kv_offloading_backend: str = option(
-        "native", "Choose where these KV blocks are kept; native: main memory.", choices=("native",)
+        "native",
+        "Choose the store of evicted KV blocks; native is main memory.",
+        choices=("native",),
     )
     kv_offloading_write_policy: str = option(
         "write_through",
-        "Choose which KV blocks are copied to main memory; write_through_selective: only those "
-        "that a second request shares.",
+        "Choose which KV blocks are copied to main memory; write_through copies all, "
+        "write_through_selective only blocks that two requests share.",
         also="--hicache-write-policy",
         choices=WRITE_POLICIES,
     )
     kv_offloading_path: str | None = option(
-        None, "Also keep KV blocks in this folder, to reuse them after a restart. Default: none."
+        None, "Also store KV blocks as files in this folder, to reuse them after a restart."
     )
     kv_offloading_path_size: float = option(
-        64.0, "Limit the files in this folder, in GiB.", above=0, most=MAX_FILE_GIB
+        64.0,
+        "Limit the size of all files in --kv-offloading-path, in GiB.",
+        above=0,
+        most=MAX_FILE_GIB,
     )
-    # keys: options/kv_events.py
     kv_events_config: dict[str, Any] | None = option(
         None,
-        "Publish the prefix cache's blocks for routers: enable_kv_cache_events, endpoint, "
-        "replay_endpoint and the other keys in docs/kv-events.md. Default: nothing is published.",
+        "Publish the contents of the prefix cache to routers, with the keys of docs/kv-events.md, "
+        "such as enable_kv_cache_events and endpoint.",
         is_json=True,
     )
     kv_transfer_config: dict[str, Any] | None = option(
         None,
-        "Exchange prompts with other engines (docs/disaggregation.md). Default: compute all here.",
+        "Exchange prompts with other engines, with the keys of docs/disaggregation.md.",
         is_json=True,
     )
     enable_prefix_caching: bool = option(
-        True, "Disable prefix caching, such as to measure prefill.", also="--disable-radix-cache"
+        True, "Disable prefix caching, to measure prefill.", also="--disable-radix-cache"
     )
     enable_overlap: bool = option(
         True,
-        "Disable async scheduling: commit a step before the next is launched.",
+        "Disable async scheduling: commit each step before the next one is launched.",
         "--no-async-scheduling",
         also="--disable-overlap-schedule",
     )
     enforce_eager: bool = option(
         False,
-        "Disable CUDA graphs. The server starts sooner and decodes more slowly.",
+        "Disable CUDA graphs. The server then starts sooner and decodes more slowly.",
         also="--disable-cuda-graph",
     )
     max_cudagraph_capture_size: int | None = option(
         None,
-        "Limit the sequences of the largest captured decode step. Default: --max-num-seqs.",
+        "Limit the sequences of the largest captured decode step (default: --max-num-seqs).",
         also="--cuda-graph-max-bs --cuda-graph-max-bs-decode",
-        least=1,
         is_count=True,
     )
     kernels: tuple[str, ...] = option(
-        (), "Run OP by another provider (OP=PROVIDER, or plain-norm); may be repeated."
+        (), "Select a kernel as OP=PROVIDER, or unfused norms as plain-norm; may be repeated."
     )
     self_check: bool = option(
-        False, "Compare weights with their files, and kernels with their definitions, at start."
+        False, "Compare weights with their files, and kernels with their references, at start."
     )
     max_logprobs: int = option(
-        20, "Limit the log-probabilities that a request may ask for.", least=0
+        20, "Limit the log-probabilities per token that a request may ask for.", least=0
     )
 
-    # keys: options/speculation.py
     speculative_config: dict[str, Any] | None = option(
         None,
-        "Propose draft tokens: method (eagle3, dspark, dflash, ngram), model, "
-        "num_speculative_tokens, adaptive and the other keys in docs/speculation.md. Default: none "
-        "are proposed.",
+        "Propose draft tokens, with the keys of docs/speculation.md, such as method (eagle3, "
+        "dspark, dflash, ngram), model and num_speculative_tokens.",
         "-sc",
         is_json=True,
         panel=SPECULATION,
@@ -284,128 +283,128 @@ class EngineOptions:
 
     performance_mode: str = option(
         "balanced",
-        "Choose parallel sizes for the GPUs of this machine where none is given; balanced: choose "
-        "none.",
+        "Choose parallel sizes for this machine's GPUs if you set none; balanced keeps the "
+        "defaults.",
         choices=PERFORMANCE_MODES,
         panel=PARALLEL,
     )
     tensor_parallel_size: int = option(
         1,
-        "Shard each layer over this many ranks. Raise it where one GPU cannot hold the weights.",
+        "Shard each layer over this many ranks. Raise it if one GPU cannot hold the weights.",
         "-tp",
         also="--tp-size --tp",
     )
     enable_expert_parallel: bool = option(
-        False, "Place whole experts on ranks, not a shard of each expert.", "-ep"
+        False, "Place whole experts on ranks, instead of a shard of each expert.", "-ep"
     )
     expert_parallel_size: int | None = option(
         None,
-        "Split the experts over this many ranks. Default: 1, or all with --enable-expert-parallel.",
+        "Split the experts over this many ranks (default: 1, or all with "
+        "--enable-expert-parallel).",
         also="--ep-size --ep",
         is_count=True,
     )
     pipeline_parallel_size: int = option(
-        1, "Split the layers into this many stages, for several machines.", "-pp", also="--pp-size"
+        1,
+        "Split the layers into this many stages. Use stages for several machines.",
+        "-pp",
+        also="--pp-size",
     )
     pp_layer_partition: str | None = option(
-        None, "Set the layers of each stage, such as 16,16,15,15. Default: even."
+        None, "Set the layers of each stage, such as 16,16,15,15 (default: equal numbers)."
     )
-    # with stages: later chunks of a prompt are shorter, so that all take equally long
     enable_dynamic_chunking: bool = option(
-        True,
-        "Disable dynamic chunking: with stages, cut long prompts into chunks of equal length, not "
-        "of equal time.",
+        True, "Disable dynamic chunking: pipeline stages then get prompt chunks of equal length."
     )
     data_parallel_size: int = option(
         1,
-        "Run this many groups of tensor-parallel ranks, each with its own requests and KV cache; "
-        "all share the experts. Raise it for throughput.",
+        "Run this many groups of ranks, each with its own requests and KV cache; all groups share "
+        "the experts. Raise it for throughput.",
         "-dp",
     )
     all2all_backend: str = option(
         "allgather_reducescatter",
-        "Choose how data-parallel ranks send tokens to experts; one_sided: one launch for few "
+        "Choose how data-parallel ranks send tokens to experts; one_sided uses one launch for few "
         "tokens, on GPUs of one machine.",
         choices=ALL2ALL_BACKENDS,
     )
     num_replicas: int = option(
         1,
-        "Run this many engines behind one server, each on its own GPUs; for serve.",
+        "Run this many engines behind one server, each on its own GPUs (serve only).",
         least=1,
         most=MAX_REPLICAS,
     )
     prefill_context_parallel_size: int = option(
         1,
-        "Split the tokens of prompts over this many groups of tensor-parallel ranks (PCP). Each "
-        "holds the whole KV cache; all share the experts. Raise it for long prompts.",
+        "Split the tokens of prompts over this many groups of ranks (PCP), which share the "
+        "experts. Each group holds the whole KV cache. Raise it for long prompts.",
         also="-pcp",
     )
     decode_context_parallel_size: int = option(
         1,
-        "Split the KV cache of a head over this many of the ranks that would hold copies of it "
-        "(DCP). Raise it for long contexts.",
+        "Split the KV cache of a head over this many of its ranks (DCP), instead of copying it to "
+        "each. Raise it for long contexts.",
         also="-dcp --dcp-size",
     )
     cp_kv_cache_interleave_size: int | None = option(
         None,
-        "Set how many consecutive tokens one of these ranks holds. Default: the block size, the "
-        "only value that works.",
+        "Set how many consecutive tokens a DCP rank holds (default: the block size, the only "
+        "valid value).",
     )
     enable_eplb: bool = option(
-        False, "Move experts between ranks while serving, to balance the ranks' load."
+        False, "Move experts between ranks while serving, to balance the load of the ranks."
     )
-    # keys: options/eplb.py
     eplb_config: dict[str, Any] | None = option(
         None,
-        "Set when experts move and how many copies there are: window_size, step_interval, "
-        "num_redundant_experts and the other keys in docs/parallelism.md.",
+        "Configure --enable-eplb with the keys of docs/parallelism.md, such as window_size, "
+        "step_interval and num_redundant_experts.",
         is_json=True,
     )
     expert_distribution_recorder_mode: str = option(
         "off",
-        "Count how often each expert is selected; always on with --enable-eplb.",
+        "Count how often each expert is selected; --enable-eplb always counts.",
         choices=RECORDER_MODES,
     )
     init_expert_location: str = option(
         IN_ORDER,
-        "Place the experts at start: trivial (in order), or JSON, as text or in a file, with "
-        "logical_count, as a dump has it, or physical_to_logical_map.",
+        "Place the experts at start in order (trivial), or by JSON or a JSON file with the key "
+        "logical_count or physical_to_logical_map.",
     )
     num_threads: int | None = option(
         None,
-        "Set the CPU threads of each rank. Default: the cores (from three on all but one) divided "
-        "by the ranks.",
-        least=1,
+        "Set the CPU threads of each rank (default: the cores divided by the ranks, less one core "
+        "if there are three or more).",
         most=MAX_THREADS,
         is_count=True,
     )
 
     nnodes: int = option(
         1,
-        "Spread the ranks over this many machines; run the same command on each, with the same "
-        "NEGAMAX_NODE_KEY.",
+        "Spread the ranks over this many machines. Run the same command on each machine, with the "
+        "same NEGAMAX_NODE_KEY.",
         panel=NODES,
     )
-    node_rank: int = option(0, "Set the number of this machine; 0 has the API.")
+    node_rank: int = option(0, "Set the number of this machine; number 0 runs the API server.")
     master_addr: str | None = option(None, "Set the address of node 0.")
     master_port: int = option(
-        MASTER_PORT, "Set the first of node 0's ports that the other nodes connect to."
+        MASTER_PORT, "Set the first of the ports on which node 0 accepts the other nodes."
     )
     interface: str | None = option(
-        None, "Use this network between the nodes, such as eth0. Default: that of --master-addr."
+        None,
+        "Connect nodes over this network interface, such as eth0 (default: the one to "
+        "--master-addr).",
     )
     allow_cross_node_tp: bool = option(
-        False, "Allow tensor-parallel ranks on several machines; slow on most networks."
+        False, "Allow tensor parallelism over several machines, which is slow on most networks."
     )
     distributed_executor_backend: str = option(
         MP,
-        "Choose what starts the ranks; mp: this command on each machine; ray: Ray, on machines of "
-        "its cluster and on GPUs of this one.",
+        "Choose what starts the ranks; mp is this command on each machine, ray is a Ray cluster.",
         choices=LAUNCHERS,
     )
     ray_placement_timeout: float = option(
         60.0,
-        "Wait this many seconds until Ray has room for all ranks.",
+        "Wait this many seconds for Ray to find room for all ranks.",
         above=0,
         most=MAX_PLACEMENT_SECONDS,
     )
@@ -419,8 +418,8 @@ class EngineOptions:
     )
     crash_dump_dir: str | None = option(
         None,
-        "Write crash dumps to this folder; 'none': write none. Default: negamax/crashes in "
-        "XDG_STATE_HOME.",
+        "Write crash dumps to this folder, or none with 'none' (default: negamax/crashes in "
+        "XDG_STATE_HOME).",
         also="--crash-dump-folder",
     )
 
@@ -429,8 +428,8 @@ class EngineOptions:
         for name, value in vars(self).items():  # other processes and clients receive them
             if isinstance(value, str) and valid_unicode(value) != value:
                 hint = "rename the file or folder, or make a link to it"
-                raise ConfigError(f"{flag_name(name)} is {value!r}, which is no UTF-8", hint=hint)
-        also = ("bos_token_id", "pad_token_id")  # without effect
+                raise ConfigError(f"{flag_name(name)} is {value!r}, not valid UTF-8", hint=hint)
+        also = ("bos_token_id", "pad_token_id")  # accepted without effect
         name, given = "--override-generation-config", self.override_generation_config or {}
         check_keys(name, given, GENERATION_KEYS, also=also)
         self._check_weights()
@@ -441,25 +440,25 @@ class EngineOptions:
 
     def _check_weights(self) -> None:
         if self.num_hidden_layers is not None and self.load_format != "synthetic":
-            refusal = "--num-hidden-layers leaves layers out; it needs synthetic weights"
+            refusal = "--num-hidden-layers removes layers, which needs synthetic weights"
             raise ConfigError(refusal, hint="add --load-format synthetic")
         if self.weight_cache is not None and self.load_format == "synthetic":
             raise ConfigError(
                 "--weight-cache keeps a checkpoint's weights; synthetic weights have no checkpoint",
-                hint="leave it out",
+                hint="leave --weight-cache out",
             )
 
     def _check_parallel(self) -> None:
-        parallel, _ = self.parallel, self.speculation  # both check their options
+        parallel, _ = self.parallel, self.speculation  # both properties check their options
         if (
             self.enable_eplb
             and parallel.num_expert_ranks == 1
             and self.performance_mode == "balanced"
         ):
             raise ConfigError(
-                "--enable-eplb moves whole experts between ranks; here each rank has a shard of "
+                "--enable-eplb moves whole experts between ranks, but each rank has a shard of "
                 "every expert",
-                hint="add --enable-expert-parallel, with more than one rank",
+                hint="add --enable-expert-parallel and use more than one rank",
             )
         self.nodes.check(parallel)
         if self.index_cache_sharding == "on" and self.prefill_context_parallel_size > 1:
@@ -472,17 +471,17 @@ class EngineOptions:
     def _check_cache(self) -> None:
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ConfigError(
-                "--kv-events-config publishes the prefix cache's blocks; "
-                "--no-enable-prefix-caching turns off the cache",
-                hint="leave one of them out",
+                "--kv-events-config publishes the prefix cache's blocks, but "
+                "--no-enable-prefix-caching turns the cache off",
+                hint="leave one of the two options out",
             )
         if self.kv_offloading_path == "":
             raise ConfigError("--kv-offloading-path is empty", hint="name a folder")
         if not self.has_host_blocks:
             if self.kv_offloading_path is not None:
                 raise ConfigError(
-                    "--kv-offloading-path keeps KV blocks of main memory in files; none are kept "
-                    "in main memory",
+                    "--kv-offloading-path writes KV blocks of main memory to files, but no main "
+                    "memory is reserved for KV blocks",
                     hint="add --kv-offloading-size",
                 )
             return
@@ -492,30 +491,30 @@ class EngineOptions:
         dcp = self.decode_context_parallel_size
         refusals = (
             (not self.enable_prefix_caching, "--no-enable-prefix-caching turns off the cache"),
-            (dcp > 1, f"--decode-context-parallel-size is {dcp}: a rank lacks some of the blocks"),
-            (self.index_cache_sharding == "on", "--index-cache-sharding is on"),
+            (dcp > 1, f"--decode-context-parallel-size {dcp} splits the blocks over ranks"),
+            (self.index_cache_sharding == "on", "--index-cache-sharding on splits index keys"),
         )
         for is_refused, reason in refusals:
             if is_refused:
                 raise ConfigError(
-                    f"{name} keeps whole KV blocks of the prefix cache in main memory; {reason}",
-                    hint="leave one of them out",
+                    f"{name} keeps whole KV blocks in main memory, but {reason}",
+                    hint="leave one of the two options out",
                 )
 
     @property
     def kv_transfer(self) -> KvTransferConfig | None:
-        """How prompts are exchanged with other engines; None: not. Errors: `ConfigError`."""
+        """Settings for exchanging prompts with other engines, or None. Raises `ConfigError`."""
         given = self.kv_transfer_config
         return None if given is None else KvTransferConfig.read(given)
 
     @property
     def has_host_blocks(self) -> bool:
-        """Whether KV blocks are kept in main memory, too."""
+        """Whether main memory also keeps KV blocks."""
         return self.host_gib is not None or self.kv_offloading_ratio is not None
 
     @property
     def host_gib(self) -> float | None:
-        """Main memory for KV blocks, in GiB over all ranks; None: none, or given as a ratio."""
+        """GiB of main memory for KV blocks of all ranks; None if unused or given as a ratio."""
         if self.kv_offloading_size or self.kv_offloading_ratio:
             return self.kv_offloading_size
         if self.kv_transfer is None:
@@ -524,7 +523,7 @@ class EngineOptions:
 
     @property
     def file_folder(self) -> str | None:
-        """The folder for files of KV blocks; None: none are kept."""
+        """The folder for files of KV blocks, or None if blocks are not written to files."""
         return self.kv_offloading_path or read_offloading(self.kv_transfer_config or {})[1]
 
     def sequences_per_step(self, device: str) -> int:
@@ -534,57 +533,55 @@ class EngineOptions:
 
     @property
     def parallel(self) -> ParallelOptions:
-        """The sizes that split the model over ranks. Errors: `ConfigError`."""
+        """The sizes that split the model over ranks. Raises `ConfigError`."""
         shared = {one.name for one in fields(ParallelOptions)} & vars(self).keys()
         sizes = {name: getattr(self, name) for name in shared}
         return ParallelOptions(**sizes, redundant_experts=self._eplb_config.num_redundant_experts)
 
     @property
     def eplb(self) -> EplbConfig | None:
-        """Settings for moving experts between ranks; None: they stay. Errors: `ConfigError`."""
+        """Settings for moving experts between ranks, or None. Raises `ConfigError`."""
         return self._eplb_config if self.enable_eplb else None
 
     @property
     def _eplb_config(self) -> EplbConfig:
-        """The parsed `--eplb-config`. Errors: `ConfigError`.
-
-        Without `--enable-eplb` it may only ask for the copies that `--init-expert-location` places.
-        """
+        """The parsed `--eplb-config`. Raises `ConfigError`."""
         given = self.eplb_config or {}
         if not self.enable_eplb:
             has_location = self.init_expert_location != IN_ORDER
+            # `--init-expert-location` may place copies of experts without `--enable-eplb`
             if set(given) - ({"num_redundant_experts"} if has_location else set()):
-                refusal = "--eplb-config is given, and experts stay where they are"
+                refusal = "--eplb-config has no effect without --enable-eplb"
                 raise ConfigError(refusal, hint="add --enable-eplb")
         return EplbConfig.read(given)
 
     @property
     def kv_events(self) -> KvEventsConfig | None:
-        """Settings for events of the prefix cache; None: none. Errors: `ConfigError`."""
+        """Settings for events of the prefix cache, or None. Raises `ConfigError`."""
         num_ranks = self.data_parallel_size * self.num_replicas
         return KvEventsConfig.read(self.kv_events_config or {}, num_ranks=num_ranks)
 
     @property
     def expert_mode(self) -> str:
-        """FIXED, COUNTED or MOVED: whether experts are counted, and whether they move."""
+        """Whether experts stay (FIXED), are also counted (COUNTED), or also move (MOVED)."""
         if self.enable_eplb:
             return MOVED
         return FIXED if self.expert_distribution_recorder_mode == "off" else COUNTED
 
     @property
     def nodes(self) -> NodeOptions:
-        """The machines that the ranks are spread over. Errors: `ConfigError`."""
+        """The machines that the ranks are spread over. Raises `ConfigError`."""
         is_ray = self.distributed_executor_backend == RAY
         said = "--distributed-executor-backend is ray" if is_ray else f"--nnodes is {self.nnodes}"
         if (is_ray or self.nnodes > 1) and self.script is not None:
             raise ConfigError(
-                f"--script answers without a model, and {said}", hint="leave one of them out"
+                f"--script runs no model, but {said}", hint="leave one of the two options out"
             )
         if (is_ray or self.nnodes > 1) and self.num_replicas > 1:
             raise ConfigError(
-                f"--num-replicas is {self.num_replicas}, and {said}: the replicas of a server are "
-                f"on its own machine",
-                hint="start a server with its nodes for each replica",
+                f"--num-replicas is {self.num_replicas}, and {said}: all replicas of a server run "
+                f"on the server's machine",
+                hint="start one server for each group of machines, without --num-replicas",
             )
         shared = {one.name for one in fields(NodeOptions)} & vars(self).keys()
         given = {name: getattr(self, name) for name in shared}
@@ -592,7 +589,7 @@ class EngineOptions:
 
     @property
     def speculation(self) -> SpeculationConfig | None:
-        """Settings for draft tokens; None: none are proposed. Errors: `ConfigError`."""
+        """Settings for draft tokens, or None without draft tokens. Raises `ConfigError`."""
         if self.speculative_config is None:
             return None
         return SpeculationConfig.read(

@@ -9,10 +9,10 @@ from negamax.options.flags import check_keys
 
 IN_ORDER = "trivial"  # of --init-expert-location
 RECORDER_MODES = ("off", "stat")
-# Experts stay where they are; their selections are counted; they move between ranks, too.
+# FIXED: experts stay. COUNTED: experts stay and selections are counted. MOVED: experts move, too.
 FIXED, COUNTED, MOVED = "fixed", "counted", "moved"
 _FLAG = "--eplb-config"
-# Keys of vLLM that ask for what is always so.
+# keys of vLLM without effect: Negamax always behaves as they demand
 _WITHOUT_EFFECT = {
     "use_async", "communicator", "enable_migration_batching", "log_balancedness_interval",
 }  # fmt: skip
@@ -20,14 +20,13 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True)
 class EplbConfig:
-    """When experts move, in steps since the start. Errors of `read`: `ConfigError`."""
+    """When experts move between ranks. `read` raises `ConfigError`."""
 
-    window_size: int = 1000  # steps whose selections count
+    window_size: int = 1000  # the last steps whose expert selections count
     step_interval: int = 3000  # steps between two rebalances
-    # slots for copies of experts in each layer, over all ranks
-    num_redundant_experts: int = 0
+    num_redundant_experts: int = 0  # copies of experts in each layer, over all ranks
     log_balancedness: bool = False
-    # SGLang's: nothing moves above this balancedness
+    # from SGLang: experts do not move while the balancedness is above this value
     min_rebalancing_utilization_threshold: float = 1.0
 
     @staticmethod

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Kind(Enum):
-    """Values that follow a name on the command line."""
+    """What follows the name of an option on the command line."""
 
     SWITCH = "nothing"
     VALUE = "one value"
@@ -28,35 +28,35 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Flag:
-    """A field as an option of a command."""
+    """How a dataclass field becomes an option of a command."""
 
     help: str = ""
-    names: tuple[str, ...] = ()  # listed in the help
-    also: tuple[str, ...] = ()  # names that vLLM and SGLang use
-    choices: tuple[str, ...] = ()  # the only values
+    names: tuple[str, ...] = ()  # names that the help lists
+    also: tuple[str, ...] = ()  # names of the same option in vLLM and SGLang
+    choices: tuple[str, ...] = ()  # allowed values; empty: no fixed list
     least: float | None = None
     most: float | None = None
     above: float | None = None
-    panel: str = ""  # of the help; "": that of the field before
-    is_seconds: bool = False  # finite
-    is_size: bool = False  # bytes, with units
-    is_count: bool = False  # a number, with units
-    is_json: bool = False  # an object
-    adds_up: bool = False  # a list to which flags, environment and file contribute
-    takes_json_list: bool = False  # a value may be a JSON list of texts
-    turns_off: bool = False  # a switch that sets the field to False
+    panel: str = ""  # panel of the help; "": the panel of the previous field
+    is_seconds: bool = False  # a finite number of seconds
+    is_size: bool = False  # a number of bytes that may have a unit, such as 4GiB
+    is_count: bool = False  # a number that may have a unit, such as 32K; at least 1 by default
+    is_json: bool = False  # a JSON object
+    adds_up: bool = False  # a list that joins the values of flags, environment and file
+    takes_json_list: bool = False  # a value may be a JSON list of strings
+    turns_off: bool = False  # the switch sets the field to False
     field: str = ""
 
     @property
     def listed_help(self) -> str:
-        """The help with the allowed values and the other names."""
+        """The help text with the allowed values and the other names."""
         values = f" ({', '.join(self.choices)})" if self.choices else ""
         also = f" [also: {', '.join(self.also)}]" if self.also else ""
         return f"{self.help}{values}{also}"
 
     @property
     def limits(self) -> str:
-        """The allowed numbers, for messages."""
+        """The allowed numbers, as text for error messages."""
         if self.least is not None and self.most is not None:
             return f"{self.least} to {self.most}"
         if self.least is not None:
@@ -75,10 +75,12 @@ class Flag:
 def option(default: T, help: str, *names: str, also: str = "", **rules: Any) -> T:
     """Declare a dataclass field that is an option.
 
-    `names` replaces the name that follows from the field's; a single short one, such as `-tp`, is
-    added to it. `also` lists other servers' names. A field that is True by default becomes a switch
-    that turns it off. `rules` are fields of `Flag`.
+    `names` replaces the flag derived from the field's name; a single short name, such as `-tp`, is
+    added to the derived flag. `also` lists the names of other servers. A field that is True by
+    default becomes a switch that turns it off. `rules` are further fields of `Flag`.
     """
+    if rules.get("is_count"):
+        rules.setdefault("least", 1)
     flag = Flag(help, names, tuple(also.split()), turns_off=default is True, **rules)
     if isinstance(default, dict):
         return cast(T, field(default_factory=default.copy, metadata={"flag": flag}))
@@ -106,7 +108,7 @@ def flag_name(field: str) -> str:
 
 
 def check_options(options: Any) -> None:
-    """Check every field against its choices and limits. Errors: `ConfigError`."""
+    """Check every field against its choices and limits. Raises `ConfigError`."""
     kind: type = type(options)
     for flag in flags_of(kind):
         name, value = flag_name(flag.field), getattr(options, flag.field)
@@ -115,7 +117,7 @@ def check_options(options: Any) -> None:
         if value is None:
             continue
         if flag.is_json and not isinstance(value, dict):
-            raise ConfigError(f"{name} is {value!r}; allowed: an object, {{key: value}}")
+            raise ConfigError(f"{name} is {value!r}; allowed: a JSON object, {{key: value}}")
         has_limits = (flag.least, flag.most, flag.above) != (None, None, None)
         if has_limits and not flag.allows(value):
             shown = f"{value:g}" if isinstance(value, float) else value
@@ -125,7 +127,7 @@ def check_options(options: Any) -> None:
 def check_keys(
     flag: str, given: Collection[str], known: Collection[str], *, also: Collection[str]
 ) -> None:
-    """Refuse keys of an object that are neither `known` nor `also` accepted: `ConfigError`."""
+    """Raise `ConfigError` for a key of `given` that is neither in `known` nor in `also`."""
     for key in given:
         if key not in known and key not in also:
             near = difflib.get_close_matches(key, sorted(known), n=1)

@@ -1,4 +1,4 @@
-"""Options of vLLM and SGLang that are not ours: the table in foreign.toml, and its rules."""
+"""Options of vLLM and SGLang that Negamax lacks: the table in foreign.toml, and its rules."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from negamax.base import env
 from negamax.options.flags import Kind
 
 SERVER, BENCH = "options", "bench"  # tables in foreign.toml
-# values that ask for nothing, in any case
+# values that request nothing, in upper or lower case
 _NOTHING = ("", "none", "null", "{}", "[]", "false", "disabled", "auto")
 _KINDS = {"switches": Kind.SWITCH, "values": Kind.VALUE, "lists": Kind.LIST, "json": Kind.JSON}
 _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
@@ -23,21 +23,18 @@ _CONTEXT_SIZES = ("attn_cp_size", "attention_context_parallel_size")
 
 @dataclass(frozen=True)
 class Translation:
-    """Our options in place of another server's, a note that it has no effect, or a refusal.
+    """The Negamax options that replace another server's option, or a note, or a refusal."""
 
-    `over` replaces values of our options that the command line gives.
-    """
-
-    instead: tuple[tuple[str, str], ...] = ()  # name and value
-    over: tuple[tuple[str, str], ...] = ()
-    note: str | None = None
+    instead: tuple[tuple[str, str], ...] = ()  # names and values of Negamax options
+    over: tuple[tuple[str, str], ...] = ()  # options whose given values are overridden
+    note: str | None = None  # why the option has no effect
     refusal: str | None = None
     remedy: str | None = None
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """One option of another server; the comments in foreign.toml describe the fields."""
+    """An option of another server. Comments in foreign.toml describe the fields."""
 
     kind: Kind
     reason: str
@@ -49,7 +46,7 @@ class Foreign:
     off: str
 
     def translate(self, value: Any, line: Mapping[str, str]) -> Translation:
-        """Translate a value; `line` has the options as texts: ours by field, others by name."""
+        """Translate a value. `line` maps fields and names of all given options to their texts."""
         if self.rule is not None:
             return self.rule(self, value, line)
         if self.remedy is None:
@@ -65,7 +62,7 @@ Rule = Callable[[Foreign, Any, Mapping[str, str]], Translation]
 
 @cache
 def foreign_options(table: str = SERVER) -> Mapping[str, Foreign]:
-    """Return the options of other servers or, with `BENCH`, of their benchmarks, by name."""
+    """Map names to options of other servers, or with `BENCH` to options of their benchmarks."""
     found = {}
     for group in _table()[table]:
         unless = (*_NOTHING, *group.get("unless", "").split())
@@ -80,7 +77,7 @@ def foreign_options(table: str = SERVER) -> Mapping[str, Foreign]:
 
 
 def own_value(option: str, value: str) -> str:
-    """Return our name for a value of the option with this field name."""
+    """Return Negamax's name for a value of the option with this field name."""
     for own, names in _table()["values"].get(option, {}).items():
         if value in names.split():
             return str(own)
@@ -88,7 +85,7 @@ def own_value(option: str, value: str) -> str:
 
 
 def explain_replacement(option: str, value: str) -> str | None:
-    """Return why our value for this option is another method than `value`; None: it is not."""
+    """Return why Negamax replaces `value` by another method, or None if it does not."""
     own = own_value(option, value)
     reason = _table()["replaced"].get(option)
     return None if own == value or reason is None else f"{value} means {own}: {reason}"
@@ -107,7 +104,7 @@ def _rename(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
 
 
 def _switch(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Set a switch of ours where this one is set, or has the value `disabled`."""
+    """Set a Negamax switch if the foreign switch is set or has the value `disabled`."""
     if value is True or value == "disabled":
         return Translation(((entry.argument, ""),))
     return Translation(note=None if value is False else entry.reason)
@@ -140,7 +137,7 @@ def _attention(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translati
 
 
 def _attention_groups(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Split the ranks of --tensor-parallel-size into groups, beside another option that does."""
+    """Split the ranks of --tensor-parallel-size; another option may split them, too."""
     others = _CONTEXT_SIZES
     if entry.argument == "--prefill-context-parallel-size":
         others = (*_DATA_SIZES, *(("dp_size", "dp") if "enable_dp_attention" in line else ()))
@@ -152,8 +149,8 @@ def _attention_groups(entry: Foreign, value: Any, line: Mapping[str, str]) -> Tr
     if ranks % (size * beside):
         too = f" in {beside} groups" if beside > 1 else ""
         return Translation(
-            refusal=f"it must divide the number of ranks, which is {ranks}{too}",
-            remedy=f"use --tensor-parallel-size {size * beside} for ranks of one GPU each",
+            refusal=f"the size must divide the number of ranks, which is {ranks}{too}",
+            remedy=f"use --tensor-parallel-size {size * beside}, with one GPU per rank",
         )
     own = (("--tensor-parallel-size", str(ranks // size // beside)),)
     return Translation(((entry.argument, text),), over=own)
@@ -173,7 +170,7 @@ def _local_ranks(entry: Foreign, value: Any, line: Mapping[str, str]) -> Transla
         return Translation()
     if not local or not total or total % local:
         return Translation(
-            refusal=f"each node has as many of the {line.get('data_parallel_size', '1')} "
+            refusal=f"{value} does not divide the {line.get('data_parallel_size', '1')} "
             f"data-parallel ranks",
             remedy="use a number that divides --data-parallel-size",
         )
@@ -188,7 +185,7 @@ def _first_local_rank(entry: Foreign, value: Any, line: Mapping[str, str]) -> Tr
     local = _number(own) if own else (total or 0) - (first or 0)
     if not first or not total or not local or local < 1 or total % local or first % local:
         return Translation(
-            refusal="it is no multiple of the data-parallel ranks of a node",
+            refusal="the rank is not a multiple of the data-parallel ranks of a node",
             remedy="use --nnodes and --node-rank instead",
         )
     return Translation((("--nnodes", str(total // local)), ("--node-rank", str(first // local))))
@@ -197,7 +194,7 @@ def _first_local_rank(entry: Foreign, value: Any, line: Mapping[str, str]) -> Tr
 def _meeting_point(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
     host, colon, port = str(value).removeprefix("tcp://").rpartition(":")
     if not colon or not port.isdigit():
-        return Translation(refusal="it must be HOST:PORT", remedy="use --master-addr HOST")
+        return Translation(refusal="the value must be HOST:PORT", remedy="use --master-addr HOST")
     return Translation((("--master-addr", host.strip("[]")), ("--master-port", port)))
 
 
@@ -206,8 +203,8 @@ def _headless(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translatio
     if not value or any(line.get(name, "0") != "0" for name in others):
         return Translation()
     return Translation(
-        refusal="node 0 has the API, and this is node 0",
-        remedy="give the number of another node with --node-rank",
+        refusal="this is node 0, which always runs the API server",
+        remedy="set --node-rank to the number of another node",
     )
 
 
@@ -233,7 +230,7 @@ def _eplb(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
 
 
 def _host_cache(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Keep KV blocks in main memory: SGLang's GB of each rank, or a multiple of the KV cache."""
+    """Convert SGLang's GB per rank, or its ratio to the KV cache, to main memory for KV blocks."""
     if not value:
         return Translation()
     size = line.get("hicache_size", "0")
@@ -251,38 +248,38 @@ def _host_cache_size(entry: Foreign, value: Any, line: Mapping[str, str]) -> Tra
 
 
 def _host_cache_files(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Keep KV blocks in files where SGLang keeps them. Its other backends are servers."""
+    """Keep KV blocks in files of SGLang's folder. Negamax lacks SGLang's other backends."""
     if value != "file":
         return Translation(note=entry.reason)
     if _host_cache_size(entry, value, line).note:
-        return Translation(note="it has no effect without --enable-hierarchical-cache")
+        return Translation(note="the option has no effect without --enable-hierarchical-cache")
     folder = env.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR") or "/tmp/hicache"
     return Translation((("--kv-offloading-path", folder),))
 
 
 def _disaggregation(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Set a key of --kv-transfer-config from an option of SGLang's."""
+    """Set a key of --kv-transfer-config from an option of SGLang."""
     mode, text = line.get("disaggregation_mode", "null"), str(value).lower()
     if mode.lower() in _NO_MODE:
         return Translation(note=None if text in _NO_MODE else entry.reason)
     known: dict[str, str | int] = {entry.argument: text}
     if entry.argument == "kv_role":
         if text not in _MODES:
-            return Translation(refusal="allowed: prefill, decode, null", remedy="use one of them")
+            return Translation(refusal="the mode is unknown", remedy="use prefill, decode or null")
         known = {"kv_role": _MODES[text], "kv_port": 8998}
         if "disaggregation_bootstrap_port" in line:
             del known["kv_port"]
     elif entry.argument == "kv_port":
         known = {"kv_port": int(text) if text.isdigit() else text}
     elif text not in _LANES:
-        return Translation(refusal="allowed: nixl, tcp", remedy="use one of them")
+        return Translation(refusal="the backend is unknown", remedy="use nixl or tcp")
     else:
         known = {"kv_connector": _LANES[text]}
     return Translation((("--kv-transfer-config", json.dumps(known)),))
 
 
 def _overrides(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Refuse changes of config.json, each with what to do instead."""
+    """Refuse changes of config.json that would change the model."""
     fields = value if isinstance(value, dict) else {}
     fields = {**fields, **(fields.get("text_config") or {})}
     fields.pop("text_config", None)
@@ -292,27 +289,27 @@ def _overrides(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translati
     if kind not in (None, "default"):
         shown = "YaRN" if str(kind).lower() == "yarn" else f"rope scaling {str(kind)[:60]!r}"
         return Translation(
-            refusal=f"{shown} is not computed",
-            remedy="leave it out: MiniMax-M3 has 1,048,576 tokens without, M2 its own limit",
+            refusal=f"{shown} is not supported",
+            remedy="leave the option out; MiniMax-M3 has a context of 1,048,576 tokens without it",
         )
     others = [name for name in fields if name not in _WITHOUT_EFFECT]
     if not others:
         return Translation(note=entry.reason if fields else None)
-    refusal = f"the model is what its config.json says ({', '.join(map(str, others[:5]))})"
+    refusal = f"config.json defines the model ({', '.join(map(str, others[:5]))})"
     return Translation(refusal=refusal, remedy=entry.remedy)
 
 
 _NO_MODE = ("null", "none", "")
 _MODES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _LANES = {"nixl": "NixlConnector", "tcp": "TcpConnector"}
-# Fields that choose how other engines compute: they reuse the selected blocks of a layer.
+# fields with which other engines reuse the selected blocks of a layer
 _WITHOUT_EFFECT = ("use_index_cache", "index_topk_freq", "index_topk_pattern", "index_skip_offset")
 
 
 def _tokenizer(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
     if str(value).rstrip("/") == line.get("model", "").rstrip("/"):
         return Translation()
-    remedy = "leave it out, or put the files into a local folder with the checkpoint"
+    remedy = "leave the option out, or put the tokenizer's files into the checkpoint's folder"
     return Translation(refusal=entry.reason, remedy=remedy)
 
 

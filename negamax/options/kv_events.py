@@ -13,27 +13,27 @@ _PUBLISHERS = ("zmq", "null")
 _LEAST = {"buffer_steps": 0, "hwm": 1, "max_queue_size": 1}
 _MOST = 2**31 - 1  # a ZeroMQ option is a C int
 _ADDRESS = re.compile(r"(tcp://(?:\[[^\]]+\]|[^:/\s]+)):(\d{1,5})|ipc://\S+")
-_NO_PORT = -1  # of a path
-# hosts of a socket that listens; others are dialed
+_NO_PORT = -1  # the address is a path, without a port
+# the publisher listens at these addresses and connects to all others
 _OWN = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::1?\]|localhost|127(\.\d+){3}):|ipc://")
 
 
 @dataclass(frozen=True)
 class KvEventsConfig:
-    """Where and how a rank publishes its events. Errors of `read`: `ConfigError`."""
+    """Where and how a rank publishes its events. `read` raises `ConfigError`."""
 
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None  # None: no replay
     buffer_steps: int = 10_000  # batches kept for replay
-    hwm: int = 100_000  # batches that wait for one subscriber; more are lost for it
-    max_queue_size: int = 100_000  # batches that wait for the publisher; more are lost
+    hwm: int = 100_000  # batches that wait for one subscriber, which loses further batches
+    max_queue_size: int = 100_000  # batches that wait for the publisher; further batches are lost
     topic: str = ""
 
     @staticmethod
     def read(given: Mapping[str, Any], *, num_ranks: int) -> "KvEventsConfig | None":
-        """Read the keys of the option; None: nothing is published. `num_ranks`: of all replicas.
+        """Read the keys of the option; `num_ranks` counts the ranks of all replicas.
 
-        Without `enable_kv_cache_events`, "publisher": "zmq" is enough, as in SGLang.
+        Return None if no key enables publishing; "publisher": "zmq" enables it, as in SGLang.
         """
         known = {field.name for field in fields(KvEventsConfig)}
         check_keys(_FLAG, given, known, also={"enable_kv_cache_events", "publisher"})
@@ -48,7 +48,7 @@ class KvEventsConfig:
             if type(value) is not int or not least <= value <= _MOST:
                 _refuse(key, value, f"a whole number, {least} to {_MOST}")
         if not isinstance(given.get("topic", ""), str):
-            _refuse("topic", given["topic"], "a text")
+            _refuse("topic", given["topic"], "a string")
         config = KvEventsConfig(**{key: value for key, value in given.items() if key in known})
         ports = [_check_address("endpoint", config.endpoint, num_ranks)]
         if config.replay_endpoint is not None:
@@ -70,12 +70,12 @@ class KvEventsConfig:
 
 
 def listens(endpoint: str) -> bool:
-    """Whether a socket listens at an address; else it connects to a subscriber that listens."""
+    """Return whether the publisher listens at `endpoint` instead of connecting to it."""
     return _OWN.match(endpoint) is not None
 
 
 def _shift_port(endpoint: str, rank: int) -> str:
-    """Add `rank` to the port, as vLLM does."""
+    """Add `rank` to the port of an address, as vLLM does."""
     found = _ADDRESS.fullmatch(endpoint)
     if found is None or found[2] is None:
         return f"{endpoint}_dp{rank}" if rank else endpoint
@@ -83,7 +83,7 @@ def _shift_port(endpoint: str, rank: int) -> str:
 
 
 def _check_address(key: str, address: object, num_ranks: int) -> int:
-    """Check an address; return its port, or `_NO_PORT`."""
+    """Check an address. Return its port, or `_NO_PORT` for a path."""
     found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     port = int(found[2]) if found is not None and found[2] else _NO_PORT
     if found is None or (found[2] and not 1 <= port <= 65536 - num_ranks):

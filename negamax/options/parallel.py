@@ -1,37 +1,35 @@
-"""Sizes that split a model over ranks, and the checks that need no model."""
+"""Sizes that split a model over ranks, with the checks that do not depend on the model."""
 
 from dataclasses import dataclass
 
 from negamax.base.errors import ConfigError
 
-# Sizes that split published models and that refusals offer; `parallel/split.py` knows others.
+# sizes that error messages suggest; all published models can be split by them
 USUAL_SIZES = (1, 2, 4, 8, 16)
 
-
-# How data-parallel ranks send tokens to experts: NCCL, or kernels that write to other GPUs' memory.
+# data-parallel ranks send tokens to experts by NCCL, or by kernels that write to peer memory
 ALL2ALL_BACKENDS = ("allgather_reducescatter", "one_sided")
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """Numbers of ranks, named as in vLLM. Errors: `ConfigError` with a size that works."""
+    """Numbers of ranks, named as in vLLM. Raises `ConfigError` with a size that works."""
 
     tensor_parallel_size: int = 1
-    # whole experts, over all ranks that share a layer's experts
-    enable_expert_parallel: bool = False
-    # ranks that experts are split over; the others shard each expert; None: 1, or all of them
+    enable_expert_parallel: bool = False  # each rank holds whole experts, not a shard of each
+    # groups of ranks with different experts; None: 1, or all ranks with `enable_expert_parallel`
     expert_parallel_size: int | None = None
-    # groups of tensor-parallel ranks with their own requests; all share the experts
+    # groups of tensor-parallel ranks with requests of their own; all groups share the experts
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    pp_layer_partition: str | None = None  # layers of each stage, "16,16,15,15"; None: even
+    pp_layer_partition: str | None = None  # layers of each stage, "16,16,15,15"; None: equal
     # groups of tensor-parallel ranks that split the tokens of prompts (PCP)
     prefill_context_parallel_size: int = 1
-    # ranks with copies of one KV head that split the blocks of its cache (DCP)
+    # ranks that split the KV cache of one head instead of copying it (DCP)
     decode_context_parallel_size: int = 1
-    # consecutive tokens on one of these ranks; None: those of a block
+    # consecutive tokens on one DCP rank; None: the tokens of one block
     cp_kv_cache_interleave_size: int | None = None
-    redundant_experts: int = 0  # slots of each layer for copies of experts
+    redundant_experts: int = 0  # copies of experts in each layer
 
     def __post_init__(self) -> None:
         ranks, experts = self.tensor_parallel_size, self.expert_parallel_size
@@ -54,15 +52,15 @@ class ParallelOptions:
             groups = ((replicas, "data-parallel"), (shares, "context-parallel"))
             beside = "".join(f" in each of {n} {kind} ranks" for n, kind in groups if n > 1)
             raise ConfigError(
-                f"--expert-parallel-size is {experts}; experts are split over ranks of "
-                f"--tensor-parallel-size, which is {ranks}{beside}",
+                f"--expert-parallel-size is {experts}; it must divide the number of ranks: "
+                f"--tensor-parallel-size is {ranks}{beside}",
                 hint=f"use one of {fitting}"
                 + (f" with --tensor-parallel-size {usual}" if usual != ranks else ""),
             )
         if self.enable_expert_parallel and experts == 1 < ranks * replicas * shares:
-            refusal = "--enable-expert-parallel splits experts, --expert-parallel-size 1 does not"
-            raise ConfigError(refusal, hint="give one of them")
-        _ = self.layers_of_stages  # checked
+            refusal = "--enable-expert-parallel contradicts --expert-parallel-size 1"
+            raise ConfigError(refusal, hint="leave one of the two options out")
+        _ = self.layers_of_stages  # the property checks its option
         self._check_cache_ranks()
 
     def _check_cache_ranks(self) -> None:
@@ -70,44 +68,44 @@ class ParallelOptions:
         if holders > 1 < self.prefill_context_parallel_size:
             raise ConfigError(
                 f"--decode-context-parallel-size is {holders} and --prefill-context-parallel-size "
-                f"is {self.prefill_context_parallel_size}: ranks that split prompts each hold "
-                f"the whole KV cache",
-                hint="use one of them, with --tensor-parallel-size",
+                f"is {self.prefill_context_parallel_size}; ranks that split prompts hold the "
+                f"whole KV cache, so they cannot split it",
+                hint="use only one of the two, with --tensor-parallel-size",
             )
         if ranks % holders:
             sizes = range(1, min(ranks, holders) + 1)
             nearest = max(size for size in sizes if ranks % size == 0)
             raise ConfigError(
-                f"--decode-context-parallel-size is {holders}: it is a part of "
+                f"--decode-context-parallel-size is {holders}; it must divide "
                 f"--tensor-parallel-size, which is {ranks}",
                 hint=f"use --decode-context-parallel-size {nearest}",
             )
 
     def check_interleave(self, block_size: int) -> None:
-        """Refuse an interleave other than the block size. Errors: `ConfigError`."""
+        """Raise `ConfigError` if the interleave size is not the block size."""
         size = self.cp_kv_cache_interleave_size
         if self.decode_context_parallel_size > 1 and size not in (None, block_size):
             raise ConfigError(
-                f"--cp-kv-cache-interleave-size is {size}, and --block-size {block_size}: a rank "
-                f"holds whole blocks of the KV cache",
+                f"--cp-kv-cache-interleave-size is {size}; it must equal the block size "
+                f"{block_size}, because a rank holds whole blocks",
                 hint=f"use --cp-kv-cache-interleave-size {block_size}",
             )
 
     @property
     def layers_of_stages(self) -> tuple[int, ...]:
-        """The number of layers of each pipeline stage; empty: even. Errors: `ConfigError`."""
+        """The layers of each pipeline stage; empty if all are equal. Raises `ConfigError`."""
         given, stages = self.pp_layer_partition, self.pipeline_parallel_size
         if given is None:
             return ()
         words = [word.strip() for word in given.split(",")]
         if not all(word.isdecimal() and int(word) for word in words):
-            allowed = "a number of layers, 1 or more, for each stage, separated by commas"
+            allowed = "numbers of layers, 1 or more for each stage, separated by commas"
             raise ConfigError(f"--pp-layer-partition is {given!r}; allowed: {allowed}")
         if len(words) != stages:
             raise ConfigError(
-                f"--pp-layer-partition has {len(words)} stages, --pipeline-parallel-size is "
+                f"--pp-layer-partition has {len(words)} stages, but --pipeline-parallel-size is "
                 f"{stages}",
-                hint=f"use --pipeline-parallel-size {len(words)}, or {stages} numbers",
+                hint=f"use --pipeline-parallel-size {len(words)}, or give {stages} numbers",
             )
         return tuple(map(int, words))
 
@@ -118,7 +116,7 @@ class ParallelOptions:
 
     @property
     def num_expert_ranks(self) -> int:
-        """Ranks that the experts of a layer are split over."""
+        """The number of groups of ranks that the experts of a layer are split over."""
         if self.expert_parallel_size is not None:
             return self.expert_parallel_size
         ranks = self.tensor_parallel_size * self.data_parallel_size

@@ -7,7 +7,7 @@ from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.options.flags import check_options, option
 
-MAX_SERVERS = 64  # as `--num-replicas`; each has a table of prefixes
+MAX_SERVERS = 64  # the router keeps a table of prefixes for each server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,19 +16,22 @@ class RouteOptions:
 
     prefill: tuple[str, ...] = option(
         (),
-        "Let the server at this URL compute prompts for the --decode servers; may be repeated.",
+        "Send prompts of the --decode servers to the server at this URL; may be repeated.",
         panel="Servers",
     )
     decode: tuple[str, ...] = option(
-        (), "Let the server at this URL decode for the --prefill servers; may be repeated."
+        (), "Decode on the server at this URL after prompts of --prefill; may be repeated."
     )
     health_interval: float = option(
-        1.0, "Ask each server for /health after so many seconds.", above=0, is_seconds=True
+        1.0,
+        "Set the interval between health checks of a server, in seconds.",
+        above=0,
+        is_seconds=True,
     )
     host: str = option("127.0.0.1", "Listen on this address.", panel="Router")
-    port: int = option(8080, "Listen on this port; 0 picks a free one.", least=0, most=65535)
+    port: int = option(8080, "Listen on this port; 0 picks a free port.", least=0, most=65535)
     allow_unauthenticated: bool = option(
-        False, "Listen beyond this machine; the servers check keys, the router does not."
+        False, "Listen beyond this machine. The servers check API keys; the router does not."
     )
     max_body_bytes: int = option(
         32 * 2**20, "Limit the size of a request body, such as 32MiB.", least=1024, is_size=True
@@ -42,28 +45,25 @@ class RouteOptions:
 def list_servers(
     urls: tuple[str, ...], options: RouteOptions
 ) -> tuple[list[SplitResult], list[SplitResult]]:
-    """Return the servers that answer, and those that compute prompts for them.
-
-    Errors: `ConfigError` for addresses that are not of HTTP, or twice there, and for too many.
-    """
+    """Return the servers that answer, and the servers that prefill. Raises `ConfigError`."""
     if urls and (options.prefill or options.decode):
-        refusal = f"URL is {urls[0]!r}, and there are --prefill or --decode"
-        raise ConfigError(refusal, hint="give either URLs or pairs of --prefill and --decode")
+        refusal = f"URL {urls[0]!r} cannot be combined with --prefill or --decode"
+        raise ConfigError(refusal, hint="give either URLs, or --prefill and --decode")
     if bool(options.prefill) != bool(options.decode):
         missing = "--decode" if options.prefill else "--prefill"
-        raise ConfigError(f"{missing} is missing", hint="give both, or URLs of whole servers")
+        raise ConfigError(f"{missing} is missing", hint="give --prefill and --decode, or only URLs")
     if not urls and not options.decode:
-        raise ConfigError("URL is missing", hint="give addresses such as http://127.0.0.1:8000")
+        raise ConfigError("URL is missing", hint="give URLs such as http://127.0.0.1:8000")
     name = "URL" if urls else "--decode"
     servers = [_parse_url(name, url) for url in urls or options.decode]
     prefillers = [_parse_url("--prefill", url) for url in options.prefill]
     found = [part.geturl() for part in (*servers, *prefillers)]
     for url in found:
         if found.count(url) > 1:
-            raise ConfigError(f"the server {url} is given twice", hint="give it once")
+            raise ConfigError(f"the server {url} is given twice", hint="give each server once")
     if len(found) > MAX_SERVERS:
         refusal = f"there are {len(found)} servers; allowed: {MAX_SERVERS}"
-        raise ConfigError(refusal, hint="put a router over several of these")
+        raise ConfigError(refusal, hint="start several routers, and a router in front of them")
     return servers, prefillers
 
 
@@ -75,7 +75,7 @@ def _parse_url(name: str, url: str) -> SplitResult:
         is_address = False
     if not (is_address and parts.hostname) or parts.username or parts.query or parts.fragment:
         raise ConfigError(
-            f"{name} is {url[:100]!r}, which is no address of a server",
+            f"{name} is {url[:100]!r}, which is not the URL of a server",
             hint="give http://HOST:PORT or https://HOST:PORT",
         )
     return parts._replace(path=parts.path.rstrip("/").removesuffix("/v1"))

@@ -10,7 +10,7 @@ from negamax.options.flags import check_keys
 EAGLE3, DSPARK, DFLASH, NGRAM = "eagle3", "dspark", "dflash", "ngram"
 METHODS = (EAGLE3, DSPARK, DFLASH, NGRAM)
 DEFAULT_DRAFT_TOKENS = 3
-# A row to verify has one query more, and block-sparse attention takes at most 16 of a row.
+# A row with k draft tokens has k + 1 queries, and block-sparse attention takes at most 16 queries.
 MAX_DRAFT_TOKENS = 15
 MAX_LOOKUP = 32
 
@@ -27,19 +27,19 @@ _KEYS = {
     "method", "adaptive", "rejection_sample_method", "draft_tensor_parallel_size", *_LENGTH_KEYS,
     *_DRAFT_KEYS, *_NGRAM_KEYS, *_SYNTHETIC_KEYS,
 }  # fmt: skip
-_DRAFT_RUNS = "a draft runs as its model does, in the same steps and graphs"
-# Keys of vLLM that change no token of an answer, and why they have no effect.
+_DRAFT_RUNS = "a draft model runs like its target model, in the same steps and graphs"
+# keys of vLLM that never change an answer, with the reason why Negamax ignores each key
 _WITHOUT_EFFECT = {
     **dict.fromkeys(("enforce_eager", "disable_padded_drafter_batch"), _DRAFT_RUNS),
     **dict.fromkeys(("attention_backend", "moe_backend", "kv_cache_dtype"), _DRAFT_RUNS),
-    "disable_eagle_block_drop": "no block of the prefix cache is dropped for drafts",
+    "disable_eagle_block_drop": "drafts never cause blocks of the prefix cache to be dropped",
     "use_local_argmax_reduction": "ranks exchange the best token of each part, not logits",
-    "quantization": "a draft is read as its files say",
-    "code_revision": "a checkpoint's code is never run",
-    "draft_load_config": "a draft is loaded as its model is",
-    "num_speculative_tokens_per_batch_size": "the number is chosen from measured times",
-    "max_model_len": "a draft sees what its model sees",
-    "enable_adaptive_verification": "all rows verify the same number, chosen from measured times",
+    "quantization": "the files of a draft model state its quantization",
+    "code_revision": "code in a checkpoint is never run",
+    "draft_load_config": "a draft model is loaded like its target model",
+    "num_speculative_tokens_per_batch_size": "the draft length is chosen from measured times",
+    "max_model_len": "a draft model has the context length of its target model",
+    "enable_adaptive_verification": "all rows have the same draft length, chosen from step times",
     "dspark_draft_topk": "the Markov matrices apply to all tokens",
 }
 _REJECTION_METHODS = {
@@ -50,60 +50,61 @@ _REJECTION_METHODS = {
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """How draft tokens are proposed. `read` makes it from the option."""
+    """How draft tokens are proposed; `read` parses `--speculative-config`."""
 
     method: str  # one of METHODS
-    is_default_method: bool = field(default=False, kw_only=True)  # the draft's files may replace it
-    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # limit for a row of a step
-    is_default_length: bool = False  # the option gives no number: the draft's files may
-    adaptive: bool = True  # propose fewer where measured times say it is faster
-    model: str | None = None  # of a draft model: name, later its folder
-    revision: str | None = None  # of a draft model on a hub
-    draft_lm_head_quantization: str | None = None  # of a draft model's head: "fp8"
-    # probabilistic: a draft samples for requests with a temperature, with their own random numbers
+    is_default_method: bool = field(default=False, kw_only=True)  # the option names no method
+    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # most draft tokens of a row in a step
+    is_default_length: bool = False  # the option gives no length: the draft model's files may
+    adaptive: bool = True  # propose fewer tokens if measured step times predict a gain
+    model: str | None = None  # the draft model's name, later its folder
+    revision: str | None = None  # revision of a draft model on a hub
+    draft_lm_head_quantization: str | None = None  # "fp8": hold the draft model's head in FP8
+    # probabilistic: draft tokens are sampled for requests with a temperature
     draft_sample_method: str = "greedy"
-    # layers whose input a draft model reads; None: those of its config
+    # layers whose inputs the draft model reads; None: the layers in its config
     aux_layer_ids: tuple[int, ...] | None = None
-    prompt_lookup_min: int = 5  # fewest and most tokens that must repeat
+    # n-gram lookup: the fewest and the most last tokens to search for in the sequence
+    prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
-    # For benchmarks: acceptance rate by position in the draft. None: drafts are verified.
+    # for benchmarks: the acceptance rate of each draft position; None: draft tokens are verified
     synthetic_acceptance_rates: tuple[float, ...] | None = None
-    notes: tuple[str, ...] = ()  # keys without effect, and why
+    notes: tuple[str, ...] = ()  # log lines about keys without effect
 
     @property
     def synthetic_acceptance_length(self) -> float | None:
-        """Mean tokens per verified row; None: drafts are verified."""
+        """Mean tokens per row and step in a benchmark; None if draft tokens are verified."""
         rates = self.synthetic_acceptance_rates
         return None if rates is None else 1.0 + sum(rates)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Possible numbers of draft tokens of a step's rows, ascending; each has its own graphs."""
+        """Draft lengths that a step can have, ascending. CUDA graphs are captured for each."""
         most = self.num_speculative_tokens
         few = {number for number in (1, 2, 3, -(-most // 2)) if number < most}
         return (*sorted(few), most) if self.adaptive else (most,)
 
     def as_long_as(self, num_tokens: int | None) -> "SpeculationConfig":
-        """Apply the length in a draft's files where the option has none. Errors: `ConfigError`."""
+        """Use the length in a draft's files if the option gives none. Raises `ConfigError`."""
         if num_tokens is None or not self.is_default_length:
             return self
         if num_tokens > MAX_DRAFT_TOKENS:
             raise ConfigError(
                 f"config.json says {num_tokens} speculative_tokens; allowed: 1 to "
                 f"{MAX_DRAFT_TOKENS}",
-                hint=f'{_FLAG} {{"num_speculative_tokens": {MAX_DRAFT_TOKENS}}} goes before it',
+                hint=f'override it: {_FLAG} {{"num_speculative_tokens": {MAX_DRAFT_TOKENS}}}',
             )
         return replace(self, num_speculative_tokens=num_tokens)
 
     @staticmethod
     def read(fields: Mapping[str, Any], *, tensor_parallel_size: int = 1) -> "SpeculationConfig":
-        """Read `--speculative-config`; null leaves a key out. Errors: `ConfigError`."""
+        """Read `--speculative-config`. A null value counts as missing. Raises `ConfigError`."""
         given = {key: value for key, value in fields.items() if value is not None}
         method = _method(given)
         notes = tuple(f"{_FLAG}: {key} has no effect: {_WITHOUT_EFFECT[key]}"
                       for key in given if key in _WITHOUT_EFFECT)  # fmt: skip
         _check_keys(given, method)
-        # SGLang also counts the token before the draft
+        # SGLang's num_draft_tokens also counts the token before the draft
         rows = _integer(given, "num_draft_tokens", DEFAULT_DRAFT_TOKENS + 1, None)
         count = _integer(given, "num_speculative_tokens", max(1, rows - 1), MAX_DRAFT_TOKENS)
         ranks = _integer(given, "draft_tensor_parallel_size", tensor_parallel_size, None)
@@ -140,7 +141,7 @@ class SpeculationConfig:
 
 
 def _method(given: Mapping[str, Any]) -> str:
-    """Return the method; where it is missing, the model decides, as in vLLM."""
+    """Return the method. If the key is missing, derive it from the model, as vLLM does."""
     method, model = _text(given, "method"), _text(given, "model")
     if method is None:
         if model is None:
@@ -150,7 +151,7 @@ def _method(given: Mapping[str, Any]) -> str:
     method = _METHOD_NAMES.get(method.lower(), method.lower())
     if method not in METHODS:
         _refuse("method", given["method"], ", ".join(METHODS), "leave the option out, or choose "
-                "one of these; the answers are the same")  # fmt: skip
+                "an allowed method; answers do not depend on it")  # fmt: skip
     if method in (EAGLE3, DFLASH) and model is None:
         refusal = f"{_FLAG} has method {method} and no model"
         raise ConfigError(refusal, hint='give "model": the folder or hub id of the draft model')
@@ -168,7 +169,7 @@ def _check_keys(given: Mapping[str, Any], method: str) -> None:
 
 
 def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the fewest and most tokens to look up: 5 each, or the given one for both."""
+    """Return the fewest and most tokens to look up; a single given number sets both."""
     either = given.get("prompt_lookup_max", given.get("prompt_lookup_min", 5))
     low, high = (
         _integer({key: either, **given}, key, 5, MAX_LOOKUP)
@@ -190,7 +191,7 @@ def _layer_ids(given: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _synthetic_rates(given: Mapping[str, Any], count: int) -> tuple[float, ...] | None:
-    """Return the rates of vLLM's keys; for a mean length those with the least variance."""
+    """Return the acceptance rates; a mean length gives the rates with the least variance."""
     method = str(given.get("rejection_sample_method", "standard")).lower()
     if method not in _REJECTION_METHODS:
         _refuse("rejection_sample_method", method, ", ".join(_REJECTION_METHODS))
@@ -198,24 +199,24 @@ def _synthetic_rates(given: Mapping[str, Any], count: int) -> tuple[float, ...] 
     if _REJECTION_METHODS[method] == "standard":
         if named:
             raise ConfigError(
-                f"{_FLAG} has {named[0]} and the rejection_sample_method {method}",
-                hint='for a benchmark add "rejection_sample_method": "synthetic"',
+                f"{_FLAG}: {named[0]} has no effect with rejection_sample_method {method}",
+                hint='for a benchmark, add "rejection_sample_method": "synthetic"',
             )
         return None
     if len(named) != 1:
         raise ConfigError(
-            f"{_FLAG} has the rejection_sample_method synthetic with {len(named)} of "
-            f"{', '.join(sorted(_SYNTHETIC_KEYS))}",
-            hint="give one of them",
+            f"{_FLAG}: rejection_sample_method synthetic needs exactly one of the keys "
+            f"{' and '.join(sorted(_SYNTHETIC_KEYS))}; {len(named)} are given",
+            hint="give one of the two keys",
         )
     value = given[named[0]]
     if named[0] == "synthetic_acceptance_length":
         if not _is_number(value) or not 1 <= value <= count + 1:
-            _refuse(named[0], value, f"1 to {count + 1}, num_speculative_tokens and one")
+            _refuse(named[0], value, f"1 to {count + 1}, which is num_speculative_tokens + 1")
         return tuple(min(1.0, max(0.0, value - 1.0 - place)) for place in range(count))
     is_list = isinstance(value, list) and len(value) == count and all(map(_is_number, value))
     if not is_list or not value[0] <= 1 or not value[-1] >= 0 or value != sorted(value)[::-1]:
-        _refuse(named[0], value, f"{count} numbers from 0 to 1, none above the one before it")
+        _refuse(named[0], value, f"{count} numbers from 1 to 0, in descending order")
     return tuple(map(float, value))
 
 
@@ -237,7 +238,7 @@ def _text(given: Mapping[str, Any], key: str) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value:
-        _refuse(key, value, "a text")
+        _refuse(key, value, "a non-empty string")
     return str(value)
 
 

@@ -16,12 +16,13 @@ ROLES = (PRODUCER, CONSUMER, BOTH)
 RECOMPUTE, FAIL = "recompute", "fail"
 NIXL, TCP = "nixl", "tcp"
 LANES = {"NixlConnector": NIXL, "NixlPullConnector": NIXL, "TcpConnector": TCP}  # by connector
-PORT = 5600  # as vLLM's side channel
-HOST_GIB = 4.0  # main memory for the blocks, if no other option sets it
+PORT = 5600  # the default port of vLLM's side channel
+HOST_GIB = 4.0  # main memory for KV blocks, in GiB, if no other option sets the size
 
 _FLAG = "--kv-transfer-config"
-_ELSEWHERE = ("OffloadingConnector", "MultiConnector")  # without other engines, as kv_both
-# vLLM's connectors to stores that Negamax lacks; as kv_both they are left out
+# connectors that move blocks of one engine only; they are accepted with the role kv_both
+_ELSEWHERE = ("OffloadingConnector", "MultiConnector")
+# vLLM's connectors to stores that Negamax lacks; with the role kv_both they are ignored
 _STORES = (
     "FlexKVConnectorV1",
     "HF3FSKVConnector",
@@ -41,7 +42,7 @@ _KEYS = {
     "kv_port",
     "kv_connector_extra_config",
 }
-# keys of vLLM for other connectors, or for buffers that are not needed here
+# keys of vLLM for other connectors, or for buffers that Negamax does not need
 _WITHOUT_EFFECT = {
     "engine_id",
     "kv_buffer_device",
@@ -84,17 +85,17 @@ def read_offloading(fields: Mapping[str, Any]) -> tuple[float | None, str | None
 
 @dataclass(frozen=True)
 class KvTransferConfig:
-    """How an engine exchanges KV blocks with others. `read` makes it from the option."""
+    """How engines exchange KV blocks; `read` parses `--kv-transfer-config`."""
 
-    role: str = BOTH  # of ROLES
-    lane: str = NIXL  # NIXL or TCP: what carries the blocks
-    host: str = "127.0.0.1"  # address of this machine that the other engines reach
-    port: int = PORT  # for the messages between engines
-    failure_policy: str = FAIL  # FAIL or RECOMPUTE: for a request whose blocks do not arrive
-    # how long a prefilled prompt is kept without a message of the engine that will read it
+    role: str = BOTH  # one of ROLES
+    lane: str = NIXL  # the transport of the blocks: NIXL or TCP
+    host: str = "127.0.0.1"  # address of this machine that the other engines can reach
+    port: int = PORT  # port for the messages between engines
+    failure_policy: str = FAIL  # what to do if a prompt does not arrive: FAIL or RECOMPUTE
+    # how long a prompt is kept after the last message of the engine that will read it
     lease_seconds: float = 30.0
-    timeout_seconds: float = 120.0  # most time of each phase of a transfer
-    allowed_hosts: tuple[str, ...] = ()  # of prefilling servers; empty: those of `hosts_of_others`
+    timeout_seconds: float = 120.0  # time limit of each phase of a transfer
+    allowed_hosts: tuple[str, ...] = ()  # hosts of prefilling servers; empty: local and private
 
     @property
     def is_loopback(self) -> bool:
@@ -102,14 +103,14 @@ class KvTransferConfig:
 
     @property
     def hosts_of_others(self) -> tuple[str, ...]:
-        """The hosts from which requests may let this engine read, as `allows_host` takes them."""
+        """Names, addresses and networks of the servers that requests may let this engine read."""
         default = _LOOPBACK if self.is_loopback else (*_LOOPBACK, *_PRIVATE)
         return self.allowed_hosts or default
 
     @staticmethod
     def read(fields: Mapping[str, Any]) -> "KvTransferConfig | None":
-        """Read `--kv-transfer-config`; null leaves a key out. None: it names a connector that
-        keeps blocks of one engine elsewhere. Errors: `ConfigError`.
+        """Read `--kv-transfer-config`, where null counts as missing. Return None if the connector
+        does not connect engines. Raises `ConfigError`.
         """
         given = {key: value for key, value in fields.items() if value is not None}
         connector, role = given.get("kv_connector", "NixlConnector"), given.get("kv_role", BOTH)
@@ -127,7 +128,7 @@ class KvTransferConfig:
         check_keys(_FLAG, given, _KEYS, also=_WITHOUT_EFFECT)
         extra = given.get("kv_connector_extra_config", {})
         if not isinstance(extra, dict):
-            _refuse("kv_connector_extra_config", extra, "an object")
+            _refuse("kv_connector_extra_config", extra, "a JSON object")
         check_keys(
             f"{_FLAG} kv_connector_extra_config", extra, _EXTRA_KEYS, also=_EXTRA_WITHOUT_EFFECT
         )
@@ -155,7 +156,7 @@ class KvTransferConfig:
 
 
 def _list_connectors(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the connectors that vLLM's MultiConnector joins."""
+    """Return the nested connectors of vLLM's MultiConnector."""
     extra = fields.get("kv_connector_extra_config")
     listed = extra.get("connectors") if isinstance(extra, Mapping) else None
     found = listed if isinstance(listed, list) else []
@@ -163,8 +164,8 @@ def _list_connectors(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def allows_host(allowed: Sequence[str], host: str, address: str | None) -> bool:
-    """Whether `allowed` lists a host by name, by its address or by a network of it. A name whose
-    address is not known yet (None) may turn out to be allowed.
+    """Return whether `allowed` has a host's name, its address, or a network of its address. An
+    address that is not known yet (None) is allowed.
     """
     if host.lower() in (each.lower() for each in allowed) or address is None:
         return True
@@ -182,7 +183,7 @@ def _read_network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | 
 
 
 def _is_host(given: object) -> bool:
-    """Whether an entry is a network, an address or a name; 10.0.0.1/8 and 10.0.0.256 are none."""
+    """Return whether an entry is a valid network, address or host name."""
     if not isinstance(given, str):
         return False
     is_name = _NAME.fullmatch(given) is not None and not given.replace(".", "").isdigit()
@@ -190,15 +191,15 @@ def _is_host(given: object) -> bool:
 
 
 def check_one_engine(options: Mapping[str, Any]) -> None:
-    """Refuse `EngineOptions` whose blocks are split otherwise than by heads: `ConfigError`."""
+    """Raise `ConfigError` if `options` splits KV blocks in another way than by heads."""
     refused = [f"{flag_name(name)} {options[name]}" for name in _SPLITS if options[name] > 1]
     if options["script"] is not None:
         refused.append("--script")
     if refused:
         raise ConfigError(
-            f"{_FLAG} works on the tensor-parallel ranks of one engine and one machine; "
-            f"{refused[0]} is given",
-            hint="start several servers, and list all of them in the router",
+            f"{_FLAG} supports only tensor-parallel ranks of one engine on one machine, not "
+            f"{refused[0]}",
+            hint="start several servers, and list all servers in the router",
         )
 
 

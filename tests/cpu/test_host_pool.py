@@ -196,8 +196,8 @@ def test_a_step_waits_for_copies_of_blocks_that_it_uses() -> None:
     ("options", "words"),
     [
         ({"enable_prefix_caching": False}, "turns off the cache"),
-        ({"index_cache_sharding": "on"}, "--index-cache-sharding is on"),
-        ({"tensor_parallel_size": 4, "decode_context_parallel_size": 2}, "lacks some of"),
+        ({"index_cache_sharding": "on"}, "--index-cache-sharding on splits"),
+        ({"tensor_parallel_size": 4, "decode_context_parallel_size": 2}, "2 splits the blocks"),
         ({"kv_offloading_backend": "lmcache"}, "allowed: native"),
         ({"kv_offloading_write_policy": "write_back"}, "allowed: write_through"),
         ({"kv_offloading_size": -1.0}, "above 0"),

@@ -113,7 +113,7 @@ def test_refused_speculation() -> None:
 
 def test_names_that_are_no_utf8_are_refused() -> None:
     for name in ("model", "download_dir", "weight_cache"):
-        with pytest.raises(ConfigError, match=r"-\w+ is 'm\\udcff', which is no UTF-8"):
+        with pytest.raises(ConfigError, match=r"-\w+ is 'm\\udcff', not valid UTF-8"):
             EngineOptions(**{"model": "nano", name: "m\udcff"})
 
 

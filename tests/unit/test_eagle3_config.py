@@ -260,7 +260,7 @@ def test_options_replace_the_draft_length_of_files(found: Callable[..., ModelSou
     assert length(long, num_speculative_tokens=15) == 15
     with pytest.raises(ConfigError, match="16 speculative_tokens; allowed: 1 to 15") as caught:
         found(long)
-    assert "goes before it" in str(caught.value)
+    assert "override it: " in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ def test_keys_without_effect_are_noted() -> None:
         ({"num_speculative_tokens": 3}, "has no method"),
         ({"method": "eagle3"}, "has method eagle3 and no model"),
         ({"method": "DFLASH"}, "has method dflash and no model"),
-        ({**EAGLE3, "model": 3}, "model is 3; allowed: a text"),
+        ({**EAGLE3, "model": 3}, "model is 3; allowed: a non-empty string"),
         ({**NGRAM, "num_speculative_tokens": 16}, "num_speculative_tokens is 16; allowed: 1 to 15"),
         ({**NGRAM, "num_speculative_tokens": True}, "num_speculative_tokens is True"),
         ({**NGRAM, "num_draft_tokens": 64}, "num_speculative_tokens is 63"),
@@ -395,11 +395,11 @@ def test_keys_without_effect_are_noted() -> None:
         ({**EAGLE3, "draft_sample_method": "top"}, "'top'; allowed: greedy, probabilistic"),
         ({**NGRAM, "rejection_sample_method": "fly"}, "rejection_sample_method is 'fly'"),
         ({**NGRAM, "synthetic_acceptance_length": 2}, 'add "rejection_sample_method": "synthetic"'),
-        (SYNTHETIC, "with 0 of synthetic_acceptance_length, synthetic_acceptance_rates"),
+        (SYNTHETIC, "synthetic_acceptance_length and synthetic_acceptance_rates; 0 are given"),
         ({**SYNTHETIC, "synthetic_acceptance_length": 4.5}, "allowed: 1 to 4"),
-        ({**SYNTHETIC, "synthetic_acceptance_rates": [1, 0.5, 0.6]}, "none above the one before"),
-        ({**SYNTHETIC, "synthetic_acceptance_rates": [1, 0.5]}, "3 numbers from 0 to 1"),
-        ('{"method": "ngram"}', "allowed: an object"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": [1, 0.5, 0.6]}, "in descending order"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": [1, 0.5]}, "3 numbers from 1 to 0"),
+        ('{"method": "ngram"}', "allowed: a JSON object"),
     ],
 )  # fmt: skip
 def test_refusals_name_value_limit_and_remedy(fields: Any, words: str) -> None:

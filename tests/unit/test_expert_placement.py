@@ -306,5 +306,5 @@ def test_copies_are_allowed_without_rebalancing() -> None:
     placed = EngineOptions("m", **sizes, eplb_config=copies, init_expert_location="{}")
     assert placed.parallel.redundant_experts == 2 and placed.eplb is None
     for config, location in ((copies, "trivial"), (copies | {"window_size": 2}, "{}")):
-        with pytest.raises(ConfigError, match="experts stay where they are"):
+        with pytest.raises(ConfigError, match="has no effect without --enable-eplb"):
             EngineOptions("m", **sizes, eplb_config=config, init_expert_location=location)

@@ -72,7 +72,7 @@ def test_configs_of_vllm_and_sglang_enable_events_on_loopback() -> None:
         ({"hwm": 0}, 1, "hwm is 0; allowed: a whole number, 1 to"),
         ({"max_queue_size": True}, 1, "max_queue_size is True"),
         ({"buffer_steps": 2**40}, 1, "buffer_steps is 1099511627776"),
-        ({"topic": 5}, 1, "topic is 5; allowed: a text"),
+        ({"topic": 5}, 1, "topic is 5; allowed: a string"),
         ({"endpoint": "udp://h:1"}, 1, "endpoint is 'udp://h:1'; allowed: tcp://HOST:PORT"),
         ({"endpoint": "tcp://*"}, 1, "endpoint is 'tcp://*'"),
         ({"endpoint": "tcp://*:65530"}, 8, "with a port for each rank"),
@@ -89,7 +89,7 @@ def test_bad_configs_are_refused(given: dict[str, Any], num_ranks: int, part: st
 
 
 def test_events_without_a_prefix_cache_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--no-enable-prefix-caching turns off the cache"):
+    with pytest.raises(ConfigError, match="--no-enable-prefix-caching turns the cache off"):
         EngineOptions("nano", enable_prefix_caching=False, kv_events_config=ENABLED)
 
 

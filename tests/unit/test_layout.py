@@ -182,23 +182,23 @@ def test_experts_are_split_over_ranks(given: dict[str, Any], layout: tuple[int, 
     [
         (options(tp=0), "--tensor-parallel-size is 0; allowed: 1 or more"),
         (options(ep=-1), "--expert-parallel-size is -1; allowed: 1 or more"),
-        (options(tp=4, ep=3), r"is 4 \(use one of 1, 2, 4\)"),
+        (options(tp=4, ep=3), r"-size is 4 \(use one of 1, 2, 4\)"),
         (options(tp=1000000000000, ep=3), "8, 16 with --t.* 16"),
         (options(tp=6, ep=4), "1, 2, 4 with --t.*-size 4"),
-        (options(ep=2), r"which is 1 \(use one of 1\)"),
-        (options(tp=2, whole=True, ep=1), "give one of them"),
+        (options(ep=2), r"-size is 1 \(use one of 1\)"),
+        (options(tp=2, whole=True, ep=1), "leave one of the two options out"),
         (options(dp=0), "--data-parallel-size is 0; allowed: 1 or more"),
         (options(dp=2, tp=2, ep=3), r"2 in each of 2 data-parallel ranks \(use one of 1, 2\)"),
         (options(pp=0), "--pipeline-parallel-size is 0; allowed: 1 or more"),
-        (options(pp=2, layers="3,x"), "'3,x'; allowed: a number"),
-        (options(pp=2, layers="3,0"), "'3,0'; allowed: a number"),
-        (options(pp=2, layers="2,2,2"), r"3 stages, --pipe.*-size is 2 \(use --p.*-size 3, or 2 n"),
+        (options(pp=2, layers="3,x"), "'3,x'; allowed: numbers"),
+        (options(pp=2, layers="3,0"), "'3,0'; allowed: numbers"),
+        (options(pp=2, layers="2,2,2"), r"3 stages, but --pipe.*-size is 2 \(use --p.*-size 3, or give 2 n"),
         (options(pcp=0), "--prefill-context-parallel-size is 0; allowed: 1 or more"),
         (options(pcp=2, dp=2, ep=3), "of 2 data-parallel ranks in each of 2 context-parallel ra"),
-        (options(pcp=2, ep=4), r"which is 1 in each of 2 context-parallel ranks \(use one of 1"),
-        (options(dcp=2), r"part of --tensor-parallel-size, which is 1 \(use .*-parallel-size 1\)"),
+        (options(pcp=2, ep=4), r"is 1 in each of 2 context-parallel ranks \(use one of 1"),
+        (options(dcp=2), r"divide --tensor-parallel-size, which is 1 \(use .*-parallel-size 1\)"),
         (options(dcp=5, tp=8), r"which is 8 \(use --decode-context-parallel-size 4\)"),
-        (options(dcp=2, pcp=2, tp=8), r"whole KV cache \(use one of them, with --tensor-para"),
+        (options(dcp=2, pcp=2, tp=8), r"so they cannot split it \(use only one of the two, with --tensor-para"),
         (options(interleave=0), "--cp-kv-cache-interleave-size is 0; allowed: 1 or"),
     ],
 )
@@ -212,7 +212,7 @@ def test_dcp_ranks_hold_whole_blocks() -> None:
     for size in (None, 128):
         replace(two, cp_kv_cache_interleave_size=size).check_interleave(128)
     for size in (1, 64, 256, 100):
-        with pytest.raises(ConfigError, match=rf"is {size}, .*whole blocks .*-size 128\)"):
+        with pytest.raises(ConfigError, match=rf"is {size}; .*whole blocks .*-size 128\)"):
             replace(two, cp_kv_cache_interleave_size=size).check_interleave(128)
     # without DCP any interleave is accepted
     ParallelOptions(8, cp_kv_cache_interleave_size=1).check_interleave(128)

@@ -80,7 +80,7 @@ def test_resources_of_each_machine() -> None:
             [(8, 64), (8, 64)],
             {"tensor_parallel_size": 16},
             "(use --tensor-parallel-size 8 with --pipeline-parallel-size 2 or "
-            "--data-parallel-size 2; --allow-cross-node-tp insists)",
+            "--data-parallel-size 2, or add --allow-cross-node-tp)",
         ),
         (
             [(8, 64)] * 20,
@@ -111,10 +111,10 @@ def test_a_refusal_names_a_machine_with_gpus() -> None:
     [
         ({"node_rank": 1, "nnodes": 2}, "--node-rank is 1, and .* is ray"),
         ({"num_replicas": 2}, "--num-replicas is 2, and .* is ray"),
-        ({"script": "agents"}, "--script answers without a model, and .* is ray"),
+        ({"script": "agents"}, "--script runs no model, but .* is ray"),
         ({"ray_placement_timeout": 0.0}, "--ray-placement-timeout is 0; allowed: above 0"),
         ({"distributed_executor_backend": "external_launcher"}, "allowed: mp, ray"),
-        ({"nnodes": 3, "data_parallel_size": 2}, "--nnodes is 3 and there are 2 ranks"),
+        ({"nnodes": 3, "data_parallel_size": 2}, "2 ranks cannot be divided equally over --nnodes 3"),
     ],
 )
 def test_options_incompatible_with_ray_are_refused(options: dict[str, Any], words: str) -> None:

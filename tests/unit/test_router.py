@@ -445,10 +445,10 @@ def test_addresses_are_checked() -> None:
     for urls, options, message in (
         ((), {}, "URL is missing"),
         ((), {"prefill": ("http://p",)}, "--decode is missing"),
-        (("http://a",), {"decode": ("http://d",)}, "URL is 'http://a', and"),
-        (("a:1",), {}, "URL is 'a:1', which is no address"),
-        (("http://u:p@a",), {}, "no address"),
-        (("http://a:99999",), {}, "no address"),
+        (("http://a",), {"decode": ("http://d",)}, "URL 'http://a' cannot be combined"),
+        (("a:1",), {}, "URL is 'a:1', which is not the URL of a server"),
+        (("http://u:p@a",), {}, "not the URL of a server"),
+        (("http://a:99999",), {}, "not the URL of a server"),
         (("http://a", "http://a/v1"), {}, "http://a is given twice"),
         (tuple(f"http://a:{at}" for at in range(1, 66)), {}, "65 servers; allowed: 64"),
     ):

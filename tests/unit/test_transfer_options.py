@@ -83,5 +83,5 @@ def test_host_memory_is_there_without_another_option() -> None:
     assert given.host_gib == 7.0
     ratio = EngineOptions(model="nano", kv_transfer_config={}, kv_offloading_ratio=2.0)
     assert ratio.host_gib is None and ratio.has_host_blocks
-    with pytest.raises(ConfigError, match="prefix cache"):
+    with pytest.raises(ConfigError, match="whole KV blocks"):
         EngineOptions(model="nano", kv_transfer_config={}, enable_prefix_caching=False)
